@@ -1,0 +1,194 @@
+"""The device that this process trains on, and Megatron-core on machines without CUDA.
+
+Megatron-core 0.16.1 names CUDA in many places even where it does nothing that needs it: it asks for
+`torch.cuda.current_device()`, writes `device="cuda"`, compares type strings, forks the CUDA random
+state. `prepare_megatron_core` points each of these at the CPU when there is no CUDA device, and
+touches none of them when there is one. Two repairs apply on every device: see `_repair_*`.
+"""
+
+import contextlib
+import functools
+import queue
+from collections.abc import Callable, Iterator
+
+import torch
+
+_CPU = torch.device("cpu")
+_TENSOR_FACTORIES = (
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like"),
+)
+
+
+def has_cuda() -> bool:
+    """Whether training runs on CUDA with NCCL, rather than on the CPU with gloo."""
+    return torch.cuda.is_available()
+
+
+def current_device() -> torch.device:
+    """The device of this process's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
+
+
+def communication_backend() -> str:
+    """Name of the torch.distributed backend for `current_device`."""
+    return "nccl" if has_cuda() else "gloo"
+
+
+@functools.cache
+def prepare_megatron_core() -> None:
+    """Make Megatron-core usable in this process; call it before building anything of it."""
+    if not has_cuda():
+        _route_cuda_calls_to_cpu()
+        _route_cuda_tensors_to_cpu()
+        _route_random_state_to_cpu()
+        # Core compiles small fusions through Inductor, which costs minutes of g++ on a CPU.
+        torch._dynamo.config.disable = True
+    _repair_distributed_optimizer_load()
+    _repair_checkpoint_results_queue()
+
+
+class _ImmediateStream:
+    """Stands for CUDA streams and events: CPU operations are complete when they return."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record_event(self, *args: object) -> "_ImmediateStream":
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+    def _nothing(self, *args: object) -> None:
+        pass
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+
+def _route_cuda_calls_to_cpu() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: _CPU  # core uses the result as a device wherever it asks
+    # One function each: torch's compiler keys its rules by the function object.
+    for name in ("set_device", "synchronize", "empty_cache"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        setattr(cuda, name, lambda *args, **kwargs: 0)
+    for name in ("range_push", "range_pop"):
+        setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, lambda *args, **kwargs: _ImmediateStream())
+    cuda.stream = lambda stream=None: contextlib.nullcontext()
+    cuda.Stream = cuda.Event = _ImmediateStream
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    @functools.wraps(factory)
+    def call(*args, **kwargs):
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _route_cuda_tensors_to_cpu() -> None:
+    for name in _TENSOR_FACTORIES:
+        setattr(torch, name, _on_cpu(vars(torch)[name]))
+    move, type_name = torch.Tensor.to, torch.Tensor.type
+
+    @functools.wraps(move)
+    def to(self, *args, **kwargs):
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return move(self, *(_CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
+
+    @functools.wraps(type_name)
+    def type_(self, *args, **kwargs):
+        # The optimizers sort parameters by comparing with "torch.cuda.FloatTensor" and the like.
+        result = type_name(self, *args, **kwargs)
+        return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.to, torch.Tensor.type = to, type_
+
+
+def _route_random_state_to_cpu() -> None:
+    from megatron.core.tensor_parallel import random as core_random
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(int(value))
+
+    @contextlib.contextmanager
+    def fork(self, name: str = core_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        # Core restores the "CUDA" state and then checks that the CPU state did not move. Here both
+        # are one generator, so only the tracked state may advance.
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    for owner in (torch.cuda, torch.cuda.random):
+        owner.manual_seed = owner.manual_seed_all = seed
+        owner.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        owner.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.cuda.default_generators = (torch.default_generator,)
+    core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    core_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    core_random.CudaRNGStatesTracker.fork = fork
+
+
+def _repair_distributed_optimizer_load() -> None:
+    """Loading DistributedOptimizer state into torch's AdamW (no Transformer Engine, no Apex).
+
+    Core 0.16.1 looks for `step` among the loaded tensors, where it is not, and then hands the same
+    step tensor to every parameter, so that AdamW counts it up once per parameter: a silently wrong
+    resume.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    def set_states_keeping_step(self, model_param, tensors):
+        group_index, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group_index]["params"][order]
+        state = self.optimizer.state[main_param]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        return set_states(self, model_param, tensors)
+
+    def load_with_own_steps(self, state_dict):
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_keeping_step
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def _repair_checkpoint_results_queue() -> None:
+    """Synchronous saves need no queue between processes.
+
+    Core creates one through a spawned manager process, which re-imports the program (5 s a rank)
+    and cannot start at all from a forked one.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()

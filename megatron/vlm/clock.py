@@ -1,0 +1,53 @@
+"""Where a stage's time goes, phase by phase, without stopping the device to look."""
+
+import time
+from collections import defaultdict
+from enum import StrEnum
+
+import torch
+
+from megatron.vlm.backend import has_cuda
+
+
+class Phase(StrEnum):
+    """What a stage does at a moment of a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WAIT = "wait"
+    DATA = "data"
+    OPTIMIZER = "optimizer"
+
+
+class PhaseClock:
+    """Adds up the milliseconds between switches from one phase to the next.
+
+    On CUDA the switches are events on the current stream, read once at the end of the step; on the
+    CPU they are clock readings.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Phase | None, object]] = []
+
+    def switch(self, phase: Phase) -> None:
+        """The phase that ran until now ends and `phase` begins."""
+        self._marks.append((phase, _now()))
+
+    def stop(self) -> dict[Phase, float]:
+        """End the last phase; returns milliseconds per phase since the first switch, and resets."""
+        self._marks.append((None, _now()))
+        if has_cuda():
+            torch.cuda.synchronize()
+        totals: dict[Phase, float] = defaultdict(float)
+        for (phase, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            totals[phase] += start.elapsed_time(end) if has_cuda() else (end - start) * 1e3
+        self._marks.clear()
+        return {phase: totals[phase] for phase in Phase}
+
+
+def _now() -> object:
+    if not has_cuda():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

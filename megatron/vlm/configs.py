@@ -1,0 +1,94 @@
+"""One frozen model description in, Megatron-core's two transformer configurations out.
+
+Each tower gets its own configuration with its own pipeline layout, so that core numbers layers (and
+names them in checkpoints) over the whole model wherever a stage begins.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.vlm.backend import has_cuda
+from omnibal.config import ModelConfig, Precision
+from omnibal.plan import Parallel, Stage
+
+
+def parameter_dtype(precision: Precision) -> torch.dtype:
+    """The type of weights and activations; "bf16" keeps fp32 master weights in the optimizer."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+def vision_transformer_config(
+    model: ModelConfig, stages: Sequence[Stage], parallel: Parallel, precision: Precision
+) -> TransformerConfig:
+    """InternViT's layers, spread over the stages as the plan says."""
+    vision = model.vision
+    return TransformerConfig(
+        num_layers=vision.layers,
+        hidden_size=vision.hidden_size,
+        num_attention_heads=vision.heads,
+        ffn_hidden_size=vision.ffn_hidden_size,
+        normalization=vision.normalization,
+        layernorm_epsilon=vision.norm_eps,
+        qk_layernorm=vision.qk_norm,
+        add_bias_linear=True,
+        activation_func=F.gelu,
+        pipeline_model_parallel_layout=_layout([stage.vision_layers for stage in stages]),
+        **_common(parallel, precision),
+    )
+
+
+def language_transformer_config(
+    model: ModelConfig, stages: Sequence[Stage], parallel: Parallel, precision: Precision
+) -> TransformerConfig:
+    """InternLM2's layers, spread over the stages as the plan says."""
+    language = model.language
+    return TransformerConfig(
+        num_layers=language.layers,
+        hidden_size=language.hidden_size,
+        num_attention_heads=language.heads,
+        num_query_groups=language.kv_heads,
+        ffn_hidden_size=language.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=language.norm_eps,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        pipeline_model_parallel_layout=_layout([stage.language_layers for stage in stages]),
+        **_common(parallel, precision),
+    )
+
+
+def _layout(layers_per_stage: list[int]) -> list[list[str]]:
+    layout = [["decoder"] * layers for layers in layers_per_stage]
+    layout[0] = ["embedding", *layout[0]]
+    layout[-1] = [*layout[-1], "loss"]
+    return layout
+
+
+def _common(parallel: Parallel, precision: Precision) -> dict:
+    dtype = parameter_dtype(precision)
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": precision == "bf16",
+        "use_cpu_initialization": not has_cuda(),
+        # Weights are drawn by `initialize_parameters`, by name, so that no layout changes them.
+        "perform_initialization": False,
+        # Gradients are summed over data-parallel ranks; the step divides by the loss tokens.
+        "calculate_per_token_loss": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        # "full" routes training through PlannedBlock, which decides layer by layer.
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 0,
+    }

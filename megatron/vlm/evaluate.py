@@ -1,0 +1,210 @@
+"""Greedy answers to held-out questions, through the same pipeline that trains.
+
+Every turn of a sample is one question, asked with the reference answers of earlier turns as
+context. An answer counts when it is exactly the reference.
+
+Shapes: A answers wanted in a micro-batch.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.data import SampleReader
+from megatron.vlm.schedule import PipelineLinks, run_forward
+from omnibal.data.annotations import Sample
+from omnibal.data.chat import encode_prompt
+from omnibal.plan import Caps, Plan
+from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
+
+_KIND_OF_PLAIN_DATA = "all"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    sample: Sample
+    turn: int
+    tiles: int
+    prompt_ids: np.ndarray
+    answer_ids: list[int] = field(default_factory=list)
+    """Filled token by token."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationOptions:
+    """How much to ask, and how long an answer may get."""
+
+    samples: int
+    """Taken at even distances over the held-out data."""
+    max_new_tokens: int
+
+
+def evaluate(
+    model: torch.nn.Module,
+    links: PipelineLinks,
+    plan: Plan,
+    caps: Caps,
+    reader: SampleReader,
+    step: int,
+    options: EvaluationOptions,
+    on_progress: Callable[[int, int], None],
+) -> Evaluation:
+    """Ask all questions and compare; collective over all ranks, which all get the result.
+
+    Args:
+        caps: of a micro-batch of questions, answers included.
+        on_progress: receives (questions answered, questions) of this rank's share.
+    """
+    model.eval()
+    questions = list(_questions(reader, options.samples))
+    own = questions[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+    waves = _waves(own, caps, micro_batches=2 * links.size, room=options.max_new_tokens)
+    answered = 0
+    for wave in waves:
+        _answer(plan, model, links, reader, wave, options.max_new_tokens)
+        answered += sum(map(len, wave))
+        on_progress(answered, len(own))
+    model.train()
+    shares: list[list[EvaluatedAnswer]] = [[] for _ in range(plan.parallel.data)]
+    results = [_compared(question, reader) for question in own]
+    dist.all_gather_object(shares, results, group=parallel_state.get_data_parallel_group())
+    return _scored([answer for share in shares for answer in share], step)
+
+
+def _questions(reader: SampleReader, samples: int) -> Iterator[_Question]:
+    total = len(reader.annotations)
+    for index in np.linspace(0, total - 1, min(samples, total)).round().astype(int):
+        sample = reader.annotations[int(index)]
+        tiles = reader.tiles_per_image(sample)
+        for turn in range(len(sample.turns)):
+            prompt_ids = encode_prompt(
+                sample, turn, tiles, reader.model.tokens_per_tile, reader.tokenizer
+            )
+            yield _Question(sample=sample, turn=turn, tiles=sum(tiles), prompt_ids=prompt_ids)
+
+
+def _waves(
+    questions: Sequence[_Question], caps: Caps, micro_batches: int, room: int
+) -> Iterator[list[list[_Question]]]:
+    """Micro-batches within the caps, answers included, a few pipelines full at a time."""
+    groups: list[list[_Question]] = []
+    tiles = tokens = 0
+    for question in questions:
+        needed = question.tokens + room
+        fits = tiles + question.tiles <= caps.max_tiles and tokens + needed <= caps.max_tokens
+        if not groups or not fits:
+            groups.append([])
+            tiles = tokens = 0
+        groups[-1].append(question)
+        tiles += question.tiles
+        tokens += needed
+    remaining = iter(groups)
+    while wave := list(islice(remaining, micro_batches)):
+        yield wave
+
+
+def _answer(
+    plan: Plan,
+    model: torch.nn.Module,
+    links: PipelineLinks,
+    reader: SampleReader,
+    wave: list[list[_Question]],
+    max_new_tokens: int,
+) -> None:
+    """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
+    pixels: dict[str, torch.Tensor] = {}
+    if links.is_first:
+        samples = {question.sample.where: question.sample for group in wave for question in group}
+        pixels = {where: reader.pixels([sample]) for where, sample in samples.items()}
+    active = wave
+    for _ in range(max_new_tokens):
+        counts = [(sum(q.tiles for q in group), sum(q.tokens for q in group)) for group in active]
+        batches = (_micro_batch(group, pixels, reader) for group in active)
+        outputs = run_forward(plan, model, links, batches, counts)
+        asked = [question for group in active for question in group]
+        next_ids = _broadcast_from_last(links, outputs, len(asked))
+        for question, next_id in zip(asked, next_ids, strict=True):
+            question.answer_ids.append(next_id)
+        end = reader.tokenizer.turn_end
+        active = [[q for q in group if q.answer_ids[-1] != end] for group in active]
+        active = [group for group in active if group]
+        if not active:
+            break
+
+
+def _micro_batch(
+    group: list[_Question], pixels: dict[str, torch.Tensor], reader: SampleReader
+) -> MicroBatch:
+    ids = [np.concatenate([q.prompt_ids, np.array(q.answer_ids, np.int64)]) for q in group]
+    token_ids = np.concatenate(ids)
+    segment_tokens = tuple(len(one) for one in ids)
+    return MicroBatch(
+        tiles=sum(question.tiles for question in group),
+        tokens=len(token_ids),
+        segment_tokens=segment_tokens,
+        pixels_TCPP=torch.cat([pixels[q.sample.where] for q in group]) if pixels else None,
+        token_ids_S=torch.from_numpy(token_ids),
+        image_positions_M=torch.from_numpy(
+            np.flatnonzero(token_ids == reader.tokenizer.image_context)
+        ),
+        answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
+    ).to(current_device())
+
+
+def _broadcast_from_last(
+    links: PipelineLinks, outputs: list[torch.Tensor], answers: int
+) -> list[int]:
+    """Every stage learns the answers' next tokens, so that all ask the same questions on."""
+    next_ids = torch.zeros(answers, dtype=torch.int64, device=current_device())
+    if links.is_last:
+        next_ids = torch.cat(outputs)
+    last_rank = dist.get_process_group_ranks(links.activations)[-1]
+    dist.broadcast(next_ids, last_rank, group=links.activations)
+    return next_ids.tolist()
+
+
+def _compared(question: _Question, reader: SampleReader) -> EvaluatedAnswer:
+    turn = question.sample.turns[question.turn]
+    end = reader.tokenizer.turn_end
+    words = (
+        question.answer_ids[: question.answer_ids.index(end)]
+        if (end in question.answer_ids)
+        else question.answer_ids
+    )
+    return EvaluatedAnswer(
+        sample=question.sample.identity,
+        question=turn.question,
+        expected=turn.answer,
+        answered=reader.tokenizer.decode(words),
+        kind=turn.kind or _KIND_OF_PLAIN_DATA,
+    )
+
+
+def _scored(answers: list[EvaluatedAnswer], step: int) -> Evaluation:
+    by_kind: dict[str, list[EvaluatedAnswer]] = defaultdict(list)
+    for answer in answers:
+        by_kind[answer.kind].append(answer)
+    kinds = []
+    for kind, members in sorted(by_kind.items()):
+        most_common = Counter(answer.expected for answer in members).most_common(1)[0][1]
+        kinds.append(
+            KindAccuracy(
+                kind=kind,
+                questions=len(members),
+                correct=sum(answer.answered == answer.expected for answer in members),
+                chance=most_common / len(members),
+            )
+        )
+    return Evaluation(step=step, kinds=tuple(kinds), examples=tuple(answers))

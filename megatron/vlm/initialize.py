@@ -1,0 +1,57 @@
+"""Initial weights that depend on the seed and each parameter's global name, and on nothing else.
+
+So every split, recompute choice and data-parallel size starts from the same model.
+"""
+
+import hashlib
+import math
+import re
+
+import torch
+
+from megatron.vlm.stage import VLMStage
+
+_LAYER_NAME = re.compile(r"^(vision|language)\.layers\.(\d+)\.(.*)$")
+_RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def global_parameter_name(stage: VLMStage, name: str) -> str:
+    """The parameter's name in the whole model: layers numbered over all stages, from 0."""
+    match = _LAYER_NAME.match(name)
+    if match is None:
+        return name
+    tower, index, rest = match.groups()
+    layer = stage.get_submodule(f"{tower}.layers.{index}")
+    return f"{tower}.layers.{layer.layer_number - 1}.{rest}"
+
+
+@torch.no_grad()
+def initialize_parameters(stage: VLMStage, seed: int) -> None:
+    """Draw the matrices of the stage: normal, of variance 1 / inputs; embeddings and head, of
+    standard deviation 0.02.
+
+    Matrices that end a residual branch are divided by sqrt(2 * layers), as in GPT-2. Vectors keep
+    what their modules gave them: ones for norms and zeros for biases.
+    """
+    for name, parameter in stage.named_parameters():
+        if parameter.dim() < 2:
+            if name.endswith("bias"):
+                parameter.zero_()
+            continue
+        full_name = global_parameter_name(stage, name)
+        digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(values * _standard_deviation(stage, full_name, parameter))
+
+
+def _standard_deviation(stage: VLMStage, name: str, parameter: torch.nn.Parameter) -> float:
+    if name.startswith(("embedding.", "head.", "vision_embedding.positions")):
+        return 0.02
+    deviation = 1 / math.sqrt(parameter.shape[-1])
+    match = _LAYER_NAME.match(name)
+    if match is not None and name.endswith(_RESIDUAL_OUTPUTS):
+        config = stage.model_config
+        layers = config.vision.layers if match[1] == "vision" else config.language.layers
+        return deviation / math.sqrt(2 * layers)
+    return deviation

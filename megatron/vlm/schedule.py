@@ -1,0 +1,266 @@
+"""1F1B over stages that know every shape beforehand, so that only hidden states travel.
+
+Stock Megatron-core with `variable_seq_lengths` sends each shape ahead of its tensor, synchronises
+the device and reads the shape on the host, for every transfer. Here the plan gives each
+micro-batch's tile and token counts to all stages, so a receive is posted while the stage still
+computes, and a send is waited for only when the next one in its direction begins.
+
+A boundary that carries nothing (no tile in the pack, cut before the language embed) is not sent.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import custom_backward
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.clock import Phase, PhaseClock
+from megatron.vlm.configs import parameter_dtype
+from megatron.vlm.stage import boundary_shape
+from omnibal.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineLinks:
+    """This stage's place in the pipeline and its neighbours.
+
+    Activations and gradients use separate process groups. Within one, every pair of neighbours
+    sends in one direction only and in micro-batch order, so no order of posting can deadlock.
+    """
+
+    rank: int
+    size: int
+    previous_rank: int
+    """Global rank; meaningless on the first stage."""
+    next_rank: int
+    """Global rank; meaningless on the last stage."""
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+def create_pipeline_links() -> PipelineLinks:
+    """Collective over all ranks, after `parallel_state.initialize_model_parallel`."""
+    own_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, own_ranks)
+    links = None
+    for ranks in sorted({tuple(ranks) for ranks in pipelines}):
+        # Every rank takes part in creating every group, in the same order.
+        groups = [dist.new_group(list(ranks)) for _ in range(2)]
+        if list(ranks) == own_ranks:
+            links = PipelineLinks(
+                rank=parallel_state.get_pipeline_model_parallel_rank(),
+                size=len(ranks),
+                previous_rank=parallel_state.get_pipeline_model_parallel_prev_rank(),
+                next_rank=parallel_state.get_pipeline_model_parallel_next_rank(),
+                activations=groups[0],
+                gradients=groups[1],
+            )
+    return links
+
+
+class Inbox:
+    """Tensors of known shapes from one neighbour, in order; the next one is always on its way."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        source_rank: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._shapes = iter(shapes)
+        self._dtype = dtype
+        self._source_rank = source_rank
+        self._group = group
+        self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._post()
+
+    def _post(self) -> None:
+        shape = next(self._shapes, None)
+        if shape is None:
+            self._coming = None
+            return
+        tensor = torch.empty(shape, dtype=self._dtype, device=current_device())
+        work = None
+        if tensor.numel():
+            work = dist.irecv(tensor, self._source_rank, group=self._group)
+        self._coming = (tensor, work)
+
+    def take(self) -> torch.Tensor:
+        """Wait for the next tensor and post the receive of the one after it."""
+        tensor, work = self._coming
+        if work is not None:
+            work.wait()
+        self._post()
+        return tensor
+
+
+class Outbox:
+    """Tensors to one neighbour; each is kept until it has left."""
+
+    def __init__(self, target_rank: int, group: dist.ProcessGroup) -> None:
+        self._target_rank = target_rank
+        self._group = group
+        self._leaving: tuple[torch.Tensor, dist.Work] | None = None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Start sending; waits only for the tensor before it."""
+        self.flush()
+        if tensor.numel():
+            tensor = tensor.contiguous()
+            self._leaving = (tensor, dist.isend(tensor, self._target_rank, group=self._group))
+
+    def flush(self) -> None:
+        """Wait until everything has left."""
+        if self._leaving is not None:
+            self._leaving[1].wait()
+            self._leaving = None
+
+
+class _StageRun:
+    """One step of one stage: its neighbours' tensors, and the graphs kept for backward."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: torch.nn.Module,
+        links: PipelineLinks,
+        counts: Sequence[tuple[int, int]],
+        clock: PhaseClock,
+    ) -> None:
+        self.plan, self.model, self.links, self.clock = plan, model, links, clock
+        self.dtype = parameter_dtype(plan.precision)
+        self.counts = counts
+        self.kept: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
+        self.inputs: Inbox | None = None
+        self.outputs: Outbox | None = None
+        self.output_gradients: Inbox | None = None
+        self.input_gradients: Outbox | None = None
+        if not links.is_first:
+            shapes = self._shapes(links.rank - 1)
+            self.inputs = Inbox(shapes, self.dtype, links.previous_rank, links.activations)
+        if not links.is_last:
+            self.outputs = Outbox(links.next_rank, links.activations)
+
+    def _shapes(self, cut: int) -> list[tuple[int, ...]]:
+        return [boundary_shape(self.plan, cut, tiles, tokens) for tiles, tokens in self.counts]
+
+    def open_gradients(self) -> None:
+        """Post the first gradient's receive; only training needs it."""
+        if not self.links.is_last:
+            shapes = self._shapes(self.links.rank)
+            self.output_gradients = Inbox(
+                shapes, self.dtype, self.links.next_rank, self.links.gradients
+            )
+        if not self.links.is_first:
+            self.input_gradients = Outbox(self.links.previous_rank, self.links.gradients)
+
+    def forward(self, batches: Iterator[MicroBatch]) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Run the next micro-batch and start sending its output; returns (input, output)."""
+        received = None
+        if self.inputs is not None:
+            self.clock.switch(Phase.WAIT)
+            received = self.inputs.take()
+            if torch.is_grad_enabled():
+                received.requires_grad_()
+        self.clock.switch(Phase.DATA)
+        batch = next(batches)
+        self.clock.switch(Phase.FORWARD)
+        self.model.module.set_input_tensor(received)
+        output = self.model(batch)
+        self.clock.switch(Phase.WAIT)
+        if self.outputs is not None:
+            self.outputs.put(output.detach())
+            # From here on only the output's graph is needed; its memory goes when the send is done.
+            output.data = output.new_empty(1)
+        return received, output
+
+    def backward(self) -> None:
+        """Backward of the oldest kept micro-batch, and start sending its input's gradient."""
+        received, output = self.kept.popleft()
+        gradient = None
+        if self.output_gradients is not None:
+            self.clock.switch(Phase.WAIT)
+            gradient = self.output_gradients.take()
+        self.clock.switch(Phase.BACKWARD)
+        custom_backward(output, gradient)
+        self.clock.switch(Phase.WAIT)
+        if self.input_gradients is not None:
+            has_gradient = received.grad is not None
+            self.input_gradients.put(received.grad if has_gradient else torch.zeros_like(received))
+
+    def finish(self) -> None:
+        self.clock.switch(Phase.WAIT)
+        for box in (self.outputs, self.input_gradients):
+            if box is not None:
+                box.flush()
+
+
+def run_forward_backward(
+    plan: Plan,
+    model: torch.nn.Module,
+    links: PipelineLinks,
+    batches: Iterator[MicroBatch],
+    counts: Sequence[tuple[int, int]],
+    clock: PhaseClock,
+) -> list[torch.Tensor]:
+    """Forward and backward of one step's micro-batches in 1F1B order.
+
+    Args:
+        model: the stage inside Megatron-core's DistributedDataParallel.
+        batches: this stage's micro-batches, in slot order.
+        counts: (tiles, tokens) of the same micro-batches; may be empty.
+
+    Returns:
+        The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
+        those of the sum over micro-batches, in core's gradient buffers.
+    """
+    run = _StageRun(plan, model, links, counts, clock)
+    run.open_gradients()
+    losses = []
+
+    def forward() -> None:
+        received, output = run.forward(batches)
+        if links.is_last:
+            losses.append(output.detach().clone())
+        run.kept.append((received, output))
+
+    warmup = min(links.size - 1 - links.rank, len(counts))
+    for _ in range(warmup):
+        forward()
+    for _ in range(len(counts) - warmup):
+        forward()
+        run.backward()
+    for _ in range(warmup):
+        run.backward()
+    run.finish()
+    return losses
+
+
+@torch.no_grad()
+def run_forward(
+    plan: Plan,
+    model: torch.nn.Module,
+    links: PipelineLinks,
+    batches: Iterator[MicroBatch],
+    counts: Sequence[tuple[int, int]],
+) -> list[torch.Tensor]:
+    """Forward only; returns the head's outputs on the last stage, else an empty list."""
+    run = _StageRun(plan, model, links, counts, PhaseClock())
+    outputs = [run.forward(batches)[1] for _ in counts]
+    run.finish()
+    return outputs if links.is_last else []

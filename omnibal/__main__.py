@@ -1,0 +1,5 @@
+"""`python -m omnibal`."""
+
+from omnibal.cli import main
+
+main()

@@ -1,0 +1,156 @@
+"""Preflight of a plan directory: proves that training can follow the plan, or says why not."""
+
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths, read_lengths
+from omnibal.data.packs import ScheduledPacks, read_packs
+from omnibal.errors import UserError
+from omnibal.pipeline.units import check_stages
+from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, memory_cap_gib, read_plan
+
+_ANEW = "make the plan anew with `omnibal plan`"
+
+
+def check_plan(directory: Path) -> list[str]:
+    """Check everything that can be checked before a device is rented.
+
+    Returns:
+        One sentence per passed check.
+
+    Raises:
+        UserError: the first check that fails: what was given, what must hold, what to change.
+    """
+    plan = read_plan(directory)
+    passed = ["plan.json follows the schema", _check_partition(plan), _check_memory(plan)]
+    if plan.data is None:
+        return [*passed, "the plan is of shapes only, without data: it cannot be trained"]
+    lengths = read_lengths([directory / LENGTHS_FILE])
+    packs = read_packs(directory / PACKS_FILE)
+    return [
+        *passed,
+        _check_hashes(plan.data, lengths, packs),
+        _check_counts(plan.data, lengths, packs),
+        _check_samples(plan.data, lengths, packs),
+        _check_sums(lengths, packs),
+        _check_caps(plan.data, packs),
+        _check_places(plan, plan.data, packs),
+    ]
+
+
+def _check_partition(plan: Plan) -> str:
+    if len(plan.stages) != plan.parallel.pipeline:
+        raise UserError(
+            f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}; "
+            f"the two must be equal; correct parallel.pipeline or {_ANEW}"
+        )
+    check_stages(plan.model, plan.stages)
+    return f"{len(plan.stages)} stages hold every layer of {plan.model.name} once, in order"
+
+
+def _check_memory(plan: Plan) -> str:
+    if plan.prediction is None:
+        return "no prediction: memory is not checked"
+    cap_gib = memory_cap_gib(plan.cluster)
+    peaks = [stage.memory.peak_gib for stage in plan.prediction.stages]
+    worst = int(np.argmax(peaks))
+    if peaks[worst] > cap_gib:
+        raise UserError(
+            f"stage {worst} is predicted to need {peaks[worst]:.2f} GiB, but may fill "
+            f"{cap_gib:.2f} GiB of a {plan.cluster.memory_gib:g} GiB {plan.cluster.device}; "
+            "recompute more layers, raise --pp or --tp, or lower the caps"
+        )
+    return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
+
+
+def _check_hashes(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    for name, given, planned in (
+        (LENGTHS_FILE, lengths.sha256, data.lengths_sha256),
+        (PACKS_FILE, packs.sha256, data.packs_sha256),
+    ):
+        if given != planned:
+            raise UserError(
+                f"{name} has the content hash {given[:12]}, but plan.json says {planned[:12]}; "
+                f"the files of a plan belong together: restore the file, or {_ANEW}"
+            )
+    return "packs and lengths are those that the plan was made with"
+
+
+def _check_counts(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    for name, given, planned in (
+        ("samples", len(lengths), data.samples),
+        ("packs", len(packs), data.packs),
+        ("steps", packs.steps, data.steps),
+        ("epochs", len(np.unique(packs.epoch)), data.epochs),
+    ):
+        if given != planned:
+            raise UserError(
+                f"plan.json says {planned:,} {name}, its files hold {given:,}; the two must be "
+                f"equal; correct data.{name} or {_ANEW}"
+            )
+    return f"{len(packs):,} packs in {packs.steps:,} steps, as plan.json says"
+
+
+def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    sizes = np.diff(packs.packs.offsets)
+    _refuse_rows(sizes < 1, "is empty", "every pack must hold a sample")
+    sample_epoch = np.repeat(packs.epoch, sizes)
+    for epoch in range(data.epochs):
+        samples = packs.packs.samples[sample_epoch == epoch]
+        inside = samples[(samples >= 0) & (samples < len(lengths))]
+        times = np.bincount(inside, minlength=len(lengths))
+        if len(inside) < len(samples) or (times != 1).any():
+            raise UserError(
+                f"epoch {epoch} leaves out {np.count_nonzero(times == 0):,} of {len(lengths):,} "
+                f"samples, repeats {np.count_nonzero(times > 1):,}, and names "
+                f"{len(samples) - len(inside):,} that do not exist; each must come exactly once; "
+                f"{_ANEW}"
+            )
+    return f"every one of {len(lengths):,} samples comes exactly once in each epoch"
+
+
+def _check_sums(lengths: Lengths, packs: ScheduledPacks) -> str:
+    for name, column, per_sample in (
+        ("tiles", packs.tiles, lengths.tiles),
+        ("tokens", packs.tokens, lengths.tokens),
+    ):
+        sums = packs.packs.sums(per_sample)
+        _refuse_rows(column != sums, f"has other {name}", "they must be the sum of its samples'")
+    return "tiles and tokens of every pack are the sums of its samples'"
+
+
+def _check_caps(data: DataPlan, packs: ScheduledPacks) -> str:
+    caps = data.caps
+    over = (packs.tiles > caps.max_tiles) | (packs.tokens > caps.max_tokens)
+    must = f"no pack may exceed {caps.max_tiles} tiles or {caps.max_tokens} tokens"
+    _refuse_rows(over, "exceeds a cap", must)
+    return f"no pack exceeds {caps.max_tiles} tiles or {caps.max_tokens} tokens"
+
+
+def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
+    ranks, slots = plan.parallel.data, data.micro_batches_per_step
+    outside = (rank < 0) | (rank >= ranks)
+    _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
+    outside = (slot < 0) | (slot >= slots)
+    _refuse_rows(outside, "has no such slot", f"slots go from 0 to {slots - 1}")
+    step_rank = step * ranks + rank
+    unsorted = np.diff(step_rank * slots + slot, prepend=-1) <= 0
+    _refuse_rows(unsorted, "is out of order", "rows are sorted by step, dp_rank and slot")
+    first_of_rank = np.diff(step_rank, prepend=-1) > 0
+    gap = slot != np.where(first_of_rank, 0, np.append(0, slot[:-1] + 1))
+    _refuse_rows(gap, "leaves out a slot", "slots of a rank count from 0 in each step")
+    _refuse_rows(np.diff(step, prepend=-1) > 1, "leaves out a step", "steps count from 0")
+    epoch_change, same_step = np.diff(epoch, prepend=0), np.diff(step, prepend=-1) == 0
+    mixed = (epoch_change < 0) | (same_step & (epoch_change > 0))
+    _refuse_rows(mixed, "is of another epoch", "a step has one epoch, and epochs count up")
+    return f"steps, ranks and slots are complete for data-parallel size {ranks}"
+
+
+def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:
+    rows = np.flatnonzero(wrong)
+    if len(rows):
+        raise UserError(
+            f"{PACKS_FILE}: row {rows[0]} {what} ({len(rows):,} rows do); {must}; {_ANEW}"
+        )

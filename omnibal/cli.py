@@ -1,0 +1,370 @@
+"""The `omnibal` command: parse, call the library, print.
+
+Results go to stdout, as tables or with `--json` as one JSON object; progress and errors to stderr.
+What only one command needs is imported there, so that `omnibal --help` stays fast.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from omnibal import tables
+from omnibal.config import ModelConfig, Precision, load_cluster, load_model
+from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.metrics import measure_packs
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import write_packs
+from omnibal.data.steps import DataRequest, draw_packs, size_load
+from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.plan import Caps, Parallel, Plan, Prediction, memory_cap_gib
+
+app = typer.Typer(
+    name="omnibal",
+    help="Plan the training of vision-language models: packs, pipeline stages, recomputation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+DEFAULT_MICRO_BATCHES = 8
+
+ModelOption = Annotated[str, typer.Option("--model", help="model preset or TOML file")]
+LengthsOption = Annotated[
+    list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
+]
+MaxTilesOption = Annotated[int, typer.Option(min=1, help="image tiles that a pack may hold")]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="language tokens that a pack may hold")]
+MicroBatchesOption = Annotated[int, typer.Option(min=1, help="packs of one rank in a step")]
+PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
+SeedOption = Annotated[int, typer.Option(min=0, help="of packs and order")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a user's mistake is one line on stderr and exit status 2."""
+    try:
+        app(args=arguments)
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        sys.exit(EXIT_USER_ERROR)
+
+
+@app.command()
+def lengths(
+    meta: Annotated[Path, typer.Argument(help="InternVL meta JSON that names the annotations")],
+    model: ModelOption,
+    tokenizer_model: Annotated[Path, typer.Option(help="SentencePiece tokenizer.model")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
+    max_dynamic_patch: Annotated[
+        int | None, typer.Option(min=1, help="tiles of one image, in place of the model's")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Scan a dataset: tiles and tokens of every sample, from image headers and text."""
+    from omnibal.data.annotations import Annotations
+    from omnibal.data.scan import scan_lengths
+    from omnibal.data.tokenizer import Tokenizer
+
+    start = time.perf_counter()
+    config = _with_max_dynamic_patch(load_model(model), max_dynamic_patch)
+    tokenizer = Tokenizer(tokenizer_model)
+    annotations = Annotations.open(meta)
+    with _progress("scanning", len(annotations)) as advance:
+        scanned = scan_lengths(annotations, config, tokenizer, advance)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_lengths(scanned, output)
+    summary = {"samples": len(scanned), "seconds": time.perf_counter() - start}
+    table = tables.lengths_table(scanned)
+    _print_result(as_json, summary | {"sources": _sources(scanned)}, table)
+
+
+@app.command()
+def pack(  # noqa: PLR0913 (one parameter per option)
+    lengths: LengthsOption,
+    max_tiles: MaxTilesOption,
+    max_tokens: MaxTokensOption,
+    dp: Annotated[int, typer.Option(min=1, help="data-parallel ranks")],
+    micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
+    method: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.ISF,
+    seed: SeedOption = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Parquet file to write")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Pack samples under two caps, share the packs out over ranks and steps, and measure both."""
+    start = time.perf_counter()
+    samples = read_lengths(lengths)
+    caps = Caps(max_tiles=max_tiles, max_tokens=max_tokens)
+    request = DataRequest(
+        caps=caps, method=method, seed=seed, epochs=1, dp=dp, micro_batches=micro_batches
+    )
+    packs = draw_packs(samples, request, lambda packs: size_load(packs, samples))
+    seconds = time.perf_counter() - start
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_packs(packs, output)
+    metrics = measure_packs(packs, samples, caps, dp)
+    _print_result(as_json, asdict(metrics) | {"seconds": seconds}, tables.packs_table(metrics))
+
+
+@app.command()
+def profile(  # noqa: PLR0913 (one parameter per option)
+    model: ModelOption,
+    max_tiles: MaxTilesOption,
+    max_tokens: MaxTokensOption,
+    tokens_per_sample: Annotated[int, typer.Option(min=1, help="of a typical sample")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
+    precision: PrecisionOption = "bf16",
+    processes: Annotated[int, typer.Option(min=1, help="that measure at the same time")] = 1,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="layers of each tower to build [default: few]")
+    ] = None,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="timed runs of each pack [default: few]")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the model's layers on this device, and show how well the costs fit."""
+    from omnibal.cost.profile import fit_residuals, read_profile
+
+    for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
+        if not _is_installed(module):
+            raise UserError(
+                f"{package} is not installed, and `omnibal profile` runs the model's layers; "
+                'install it with: pip install "omnibal[train]"'
+            )
+    # A mistake is found here, before several processes start and each reports it.
+    load_model(model)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    options = {
+        "--model": model,
+        "--precision": precision,
+        "--max-tiles": max_tiles,
+        "--max-tokens": max_tokens,
+        "--tokens-per-sample": tokens_per_sample,
+        "--layers": layers,
+        "--repetitions": repetitions,
+        "--output": output,
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *launcher, "-m", "megatron.vlm.profiler"]
+    for name, value in options.items():
+        command += [] if value is None else [name, str(value)]
+    # Whatever the programs print is progress: stdout is for the result.
+    returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
+    if returncode:
+        raise typer.Exit(returncode)
+    residuals = fit_residuals(read_profile(output))
+    _print_result(
+        as_json,
+        {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},
+        tables.residuals_table(residuals),
+    )
+
+
+@app.command()
+def plan(  # noqa: PLR0913 (one parameter per option)
+    model: ModelOption,
+    cluster: Annotated[str, typer.Option(help="cluster preset or TOML file")],
+    max_tiles: MaxTilesOption,
+    max_tokens: MaxTokensOption,
+    output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="data-parallel size")] = 1,
+    lengths: Annotated[
+        list[Path] | None,
+        typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
+    ] = None,
+    micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
+    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    seed: SeedOption = 0,
+    precision: PrecisionOption = "bf16",
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0.01, help="memory of a device, in place of the cluster's")
+    ] = None,
+    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.ISF,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
+    from omnibal.cost.profile import read_profile
+    from omnibal.planner import PlanRequest, make_plan, save_plan
+
+    hardware = load_cluster(cluster)
+    if memory_gib is not None:
+        hardware = hardware.model_copy(update={"memory_gib": memory_gib})
+    request = PlanRequest(
+        model=load_model(model),
+        cluster=hardware,
+        parallel=Parallel(tensor=tp, pipeline=pp, data=dp),
+        precision=precision,
+        caps=Caps(max_tiles=max_tiles, max_tokens=max_tokens),
+        lengths=read_lengths(lengths) if lengths else None,
+        packing=packing,
+        micro_batches=micro_batches,
+        epochs=epochs,
+        seed=seed,
+        profile=read_profile(profile) if profile else None,
+    )
+    result = make_plan(request)
+    save_plan(result, output)
+    prediction = result.plan.prediction
+    assert prediction is not None
+    _print_result(
+        as_json,
+        _plan_summary(result.plan, prediction),
+        tables.stages_table(result.plan, prediction),
+        tables.memory_table(result.plan, prediction),
+        tables.plan_table(result.plan, prediction),
+    )
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")],
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that training can follow a plan, or say why not."""
+    from omnibal.check import check_plan
+
+    passed = check_plan(directory)
+    _print_result(as_json, {"passed": passed}, *(f"ok: {sentence}" for sentence in passed))
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write")],
+    run: Annotated[
+        Path | None, typer.Option(help="directory of the run trained from it, or its run.jsonl")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a page that shows the plan, and beside it what the run measured."""
+    from omnibal.report import write_report
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_report(directory, run.parent if run and run.is_file() else run, output)
+    _print_result(as_json, {"report": str(output)}, f"report: {output}")
+
+
+def _print_result(as_json: bool, result: dict[str, Any], *readable: Table | str) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(result) + "\n")
+        return
+    console = Console()
+    for part in readable:
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+
+
+class _RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0:,.0f}/s")
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr with rate and expected end; gives what to call with the samples done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _RateColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda done: progress.advance(task, done)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
+
+
+def _with_max_dynamic_patch(model: ModelConfig, max_dynamic_patch: int | None) -> ModelConfig:
+    if max_dynamic_patch is None:
+        return model
+    tiling = model.tiling
+    if max_dynamic_patch < tiling.min_dynamic_patch:
+        raise UserError(
+            f"--max-dynamic-patch {max_dynamic_patch} is below the model's min_dynamic_patch "
+            f"{tiling.min_dynamic_patch}; give at least that many"
+        )
+    tiling = tiling.model_copy(update={"max_dynamic_patch": max_dynamic_patch})
+    return model.model_copy(update={"tiling": tiling})
+
+
+def _sources(lengths: Lengths) -> list[dict[str, Any]]:
+    rows = []
+    for code, name in enumerate(lengths.source_names):
+        tiles = lengths.tiles[lengths.source == code]
+        tokens = lengths.tokens[lengths.source == code]
+        rows.append(
+            {
+                "source": name,
+                "samples": len(tiles),
+                "tiles_mean": float(tiles.mean()) if len(tiles) else None,
+                "tiles_max": int(tiles.max()) if len(tiles) else None,
+                "tokens_mean": float(tokens.mean()) if len(tiles) else None,
+                "tokens_max": int(tokens.max()) if len(tiles) else None,
+            }
+        )
+    return rows
+
+
+def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+    has_data = plan.data is not None
+    return {
+        "stages": [
+            {
+                "vision_layers": stage.vision_layers,
+                "language_layers": stage.language_layers,
+                "recompute": len(stage.recompute_vision) + len(stage.recompute_language),
+                "recompute_vision": len(stage.recompute_vision),
+                "recompute_language": len(stage.recompute_language),
+                "forward_ms": predicted.forward_ms,
+                "backward_ms": predicted.backward_ms,
+                "wait_fraction": predicted.wait_fraction,
+                "peak_gib": predicted.memory.peak_gib,
+            }
+            for stage, predicted in zip(plan.stages, prediction.stages, strict=True)
+        ],
+        "step_ms": prediction.step_ms,
+        "ideal_step_ms": prediction.ideal_step_ms,
+        "bubble_fraction": prediction.bubble_fraction,
+        "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu if has_data else None,
+        "gpu_days": prediction.gpu_days if has_data else None,
+        "memory_cap_gib": memory_cap_gib(plan.cluster),
+        "cost_source": prediction.cost_source,
+        "packs": plan.data.packs if plan.data else None,
+        "steps": plan.data.steps if plan.data else None,
+    }

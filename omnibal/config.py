@@ -1,0 +1,182 @@
+"""Model and cluster descriptions: TOML in, frozen typed values out.
+
+Sizes follow the published models' own config files; every derived number (tokens per tile,
+parameters) is computed here once.
+"""
+
+import tomllib
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import model_validator
+
+from omnibal.errors import UserError
+
+Precision = Literal["fp32", "bf16"]
+T = TypeVar("T", bound="Frozen")
+
+
+class Frozen(BaseModel):
+    """Base of every configuration: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class VisionConfig(Frozen):
+    """InternViT: pre-norm layers with layer scale over `image_size`-pixel square tiles."""
+
+    layers: PositiveInt
+    hidden_size: PositiveInt
+    heads: PositiveInt
+    ffn_hidden_size: PositiveInt
+    image_size: PositiveInt
+    patch_size: PositiveInt
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    norm_eps: PositiveFloat = 1e-6
+    qkv_bias: bool
+    qk_norm: bool
+    layer_scale_init: PositiveFloat = 0.1
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> "VisionConfig":
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}")
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size}"
+            )
+        return self
+
+    @property
+    def patches_per_side(self) -> int:
+        return self.image_size // self.patch_size
+
+    @property
+    def positions_per_tile(self) -> int:
+        """Sequence length of one tile inside the encoder: its patches and the class token."""
+        return self.patches_per_side**2 + 1
+
+
+class LanguageConfig(Frozen):
+    """InternLM2 (Llama family): RMSNorm, grouped-query attention, RoPE, SwiGLU, untied head."""
+
+    layers: PositiveInt
+    hidden_size: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    ffn_hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    norm_eps: PositiveFloat = 1e-5
+    rope_base: PositiveInt = 1_000_000
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> "LanguageConfig":
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, "
+                f"and heads a multiple of kv_heads {self.kv_heads}"
+            )
+        return self
+
+
+class TilingConfig(Frozen):
+    """Dynamic tiling of InternVL 1.5: an image becomes 1 to `max_dynamic_patch` square tiles."""
+
+    min_dynamic_patch: PositiveInt = 1
+    max_dynamic_patch: PositiveInt = 12
+    use_thumbnail: bool = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "TilingConfig":
+        if self.min_dynamic_patch > self.max_dynamic_patch:
+            raise ValueError(
+                f"min_dynamic_patch {self.min_dynamic_patch} must not exceed "
+                f"max_dynamic_patch {self.max_dynamic_patch}"
+            )
+        return self
+
+
+class ModelConfig(Frozen):
+    """A vision-language model: encoder, pixel shuffle with MLP projector, language model."""
+
+    name: str
+    downsample_ratio: PositiveFloat = 0.5
+    vision: VisionConfig
+    language: LanguageConfig
+    tiling: TilingConfig = TilingConfig()
+
+    @model_validator(mode="after")
+    def _pixel_shuffle_divides(self) -> "ModelConfig":
+        if self.vision.patches_per_side % self.pixel_shuffle_factor:
+            raise ValueError(
+                f"{self.vision.patches_per_side} patches per side must be a multiple of "
+                f"1 / downsample_ratio = {self.pixel_shuffle_factor}"
+            )
+        return self
+
+    @property
+    def pixel_shuffle_factor(self) -> int:
+        """Patches per side that pixel shuffle folds into one token's channels."""
+        return round(1 / self.downsample_ratio)
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Language tokens that one tile becomes (256 for 448-px tiles of 14-px patches)."""
+        return (self.vision.patches_per_side // self.pixel_shuffle_factor) ** 2
+
+    @property
+    def projector_input_size(self) -> int:
+        return self.vision.hidden_size * self.pixel_shuffle_factor**2
+
+
+class ClusterConfig(Frozen):
+    """Devices and links that the analytic cost model counts with; bandwidths are per device."""
+
+    name: str
+    device: str
+    memory_gib: PositiveFloat
+    gpus_per_node: PositiveInt
+    peak_tflops: dict[Precision, PositiveFloat] = Field(description="dense matrix rate by precision")
+    matmul_efficiency: PositiveFloat = Field(le=1, description="share of the peak that layers reach")
+    memory_gb_per_s: PositiveFloat
+    intra_node_gb_per_s: PositiveFloat
+    inter_node_gb_per_s: PositiveFloat
+    link_latency_us: PositiveFloat
+
+
+def load_model(name_or_path: str) -> ModelConfig:
+    """The model preset of that name, or the TOML file at that path."""
+    return _load("models", name_or_path, ModelConfig)
+
+
+def load_cluster(name_or_path: str) -> ClusterConfig:
+    """The cluster preset of that name, or the TOML file at that path."""
+    return _load("clusters", name_or_path, ClusterConfig)
+
+
+def preset_names(kind: str) -> list[str]:
+    """Names of the shipped presets of `kind` ("models" or "clusters")."""
+    folder = resources.files("omnibal") / "presets" / kind
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
+    names = preset_names(kind)
+    if name_or_path in names:
+        text = (resources.files("omnibal") / "presets" / kind / f"{name_or_path}.toml").read_text()
+    elif Path(name_or_path).is_file():
+        text = Path(name_or_path).read_text()
+    else:
+        near = get_close_matches(name_or_path, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"{name_or_path!r} is neither a file nor a preset{hint} "
+            f"(presets of omnibal/presets/{kind}: {', '.join(names)})"
+        )
+    try:
+        return config_type.model_validate(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise UserError(f"{name_or_path}: not a valid {config_type.__name__}: {error}") from error

@@ -1,0 +1,84 @@
+"""The cost of every unit of the model, in one place: simulator, search and report all use it.
+
+A unit's time is linear in four features of a micro-batch, and so is its activation memory:
+
+    [1, tiles, tokens, sum of squared segment tokens]
+
+so the times of a whole run are one matrix product, features [packs, 4] @ coefficients [4, stages].
+The analytic source counts operations and bytes (`omnibal.cost.analytic`); the fitted source reads a
+measured profile (`omnibal.cost.profile`). Both give the types below.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, sum_squared_tokens
+
+FEATURES = ("fixed", "tiles", "tokens", "squared_tokens")
+
+
+class Unit(StrEnum):
+    """Kinds of model unit that a pipeline stage may hold, in model order."""
+
+    VISION_EMBED = "vision_embed"
+    VISION_LAYER = "vision_layer"
+    PROJECTOR = "projector"
+    LANGUAGE_EMBED = "language_embed"
+    LANGUAGE_LAYER = "language_layer"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class UnitCost:
+    """Time and memory of one unit on one device. Vectors have one coefficient per feature."""
+
+    forward_ms: np.ndarray
+    """[4]."""
+    backward_ms: np.ndarray
+    """[4]; without recomputation."""
+    activation_bytes: np.ndarray
+    """[4]; kept from forward to backward when nothing is recomputed."""
+    boundary_bytes: np.ndarray
+    """[4]; the unit's input, all that is kept when it is recomputed."""
+    output_bytes: np.ndarray
+    """[4]; what crosses to the next stage when the cut is right after this unit."""
+    transient_bytes: np.ndarray
+    """[4]; working memory while the unit runs backward, on top of what is kept."""
+    parameters: int
+    """On this device, after tensor parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CostModel:
+    """Costs of all units and of what happens once a step or at a cut."""
+
+    units: dict[Unit, UnitCost]
+    weight_bytes_per_parameter: float
+    gradient_bytes_per_parameter: float
+    optimizer_bytes_per_parameter: float
+    """Per parameter on one device, after sharding over data-parallel ranks."""
+    optimizer_ms_fixed: float
+    optimizer_ms_per_parameter: float
+    """Once a step: gradient norm, clipping and the weight update."""
+    link_latency_ms: float
+    link_ms_per_byte: float
+    """Of one send between neighbouring stages."""
+    gradient_reduction_ms_per_parameter: float
+    """Once a step; 0 when the data-parallel size is 1."""
+    source: str
+
+
+def pack_features(packs: Packs, lengths: Lengths) -> np.ndarray:
+    """Features of every pack, float64 [packs, 4], in the order of `FEATURES`."""
+    return np.stack(
+        [
+            np.ones(len(packs)),
+            packs.sums(lengths.tiles),
+            packs.sums(lengths.tokens),
+            sum_squared_tokens(packs, lengths),
+        ],
+        axis=1,
+    ).astype(np.float64)

@@ -1,0 +1,272 @@
+"""Measured costs: the types of `profile.json`, and the fit that turns one into a cost model.
+
+Each unit's times are fitted by non-negative least squares over the features that the unit can
+depend on. Every row is divided by its measured value, so that the relative error is minimised and
+small micro-batches count as much as large ones.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from scipy.optimize import nnls
+
+from omnibal.config import ClusterConfig, Frozen, ModelConfig, Precision
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
+from omnibal.errors import UserError
+from omnibal.plan import Parallel
+
+_DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
+    Unit.VISION_EMBED: ("fixed", "tiles"),
+    Unit.VISION_LAYER: ("fixed", "tiles"),
+    Unit.PROJECTOR: ("fixed", "tiles"),
+    Unit.LANGUAGE_EMBED: ("fixed", "tiles", "tokens"),
+    Unit.LANGUAGE_LAYER: ("fixed", "tokens", "squared_tokens"),
+    Unit.HEAD: ("fixed", "tokens"),
+}
+
+
+class UnitMeasurement(Frozen):
+    """One unit on one micro-batch, on one device."""
+
+    unit: Unit
+    tiles: NonNegativeInt
+    tokens: NonNegativeInt
+    squared_tokens: NonNegativeInt
+    """Sum over the micro-batch's samples of tokens squared."""
+    forward_ms: PositiveFloat
+    backward_ms: PositiveFloat
+    """Without recomputation."""
+    activation_bytes: NonNegativeInt | None
+    """Kept for backward, the unit's input included and parameters not; None: not measured."""
+
+
+class OptimizerMeasurement(Frozen):
+    """Gradient norm, clipping and update of so many parameters on one device."""
+
+    parameters: PositiveInt
+    optimizer_ms: PositiveFloat
+
+
+class LinkMeasurement(Frozen):
+    """One send between two neighbouring stages on one machine."""
+
+    bytes: NonNegativeInt
+    ms: PositiveFloat
+
+
+class Profile(Frozen):
+    """What `profile.json` holds."""
+
+    device: str
+    precision: Precision
+    model: str
+    model_sha256: str
+    tensor: PositiveInt
+    """Tensor-parallel size that the units ran under."""
+    processes: PositiveInt
+    """Processes that measured at the same time, sharing the machine."""
+    measurements: tuple[UnitMeasurement, ...]
+    optimizer: tuple[OptimizerMeasurement, ...] = ()
+    links: tuple[LinkMeasurement, ...] = ()
+
+
+Quantity = Literal["forward_ms", "backward_ms", "activation_bytes"]
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+_TIMES: tuple[Quantity, ...] = ("forward_ms", "backward_ms")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitResidual:
+    """Distance of a fit from its measurements, as a share of the measured values."""
+
+    unit: Unit
+    quantity: Quantity
+    measurements: int
+    median_error: float
+    max_error: float
+
+
+def model_sha256(model: ModelConfig) -> str:
+    """Hash of the sizes that costs depend on; the name and the tiling do not."""
+    sizes = model.model_dump(mode="json", exclude={"name", "tiling"})
+    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write `profile.json`; equal profiles give equal bytes."""
+    text = json.dumps(profile.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read `profile.json`.
+
+    Raises:
+        UserError: the file is missing or does not follow the schema.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such profile; measure one with `omnibal profile`")
+    try:
+        return Profile.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "top level"
+        raise UserError(
+            f"{path}: {where}: {first['msg']}; measure the profile anew with `omnibal profile`"
+        ) from error
+
+
+def fitted_cost(
+    profile: Profile,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+) -> CostModel:
+    """Cost model with the profile's times; what it did not measure is counted analytically.
+
+    Links are measured on one machine, so they hold for jobs within one node; larger jobs take the
+    cluster's figures.
+
+    Raises:
+        UserError: the profile is of another model, precision or tensor-parallel size, or lacks a
+            unit.
+    """
+    _check_match(profile, model, parallel, precision)
+    cost = analytic_cost(model, cluster, parallel, precision)
+    cost = replace(
+        cost,
+        units={unit: _fitted_unit(profile, unit, cost.units[unit]) for unit in Unit},
+        source=f"profile:{profile.device}",
+    )
+    if profile.optimizer:
+        fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
+        # Each data-parallel rank updates its own share.
+        cost = replace(
+            cost, optimizer_ms_fixed=fixed, optimizer_ms_per_parameter=rate / parallel.data
+        )
+    if profile.links and parallel.world_size <= cluster.gpus_per_node:
+        latency, rate = _line([(m.bytes, m.ms) for m in profile.links])
+        slower = rate / cost.link_ms_per_byte
+        cost = replace(
+            cost,
+            link_latency_ms=latency,
+            link_ms_per_byte=rate,
+            gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * slower,
+        )
+    return cost
+
+
+def fit_residuals(profile: Profile) -> tuple[FitResidual, ...]:
+    """Relative errors of every fit that `fitted_cost` makes of this profile's units."""
+    residuals = []
+    for unit in Unit:
+        for quantity in QUANTITIES:
+            features, measured = _series(profile, unit, quantity)
+            positive = measured > 0
+            if not positive.any():
+                continue
+            fitted = features @ _fit(features, measured, unit)
+            errors = np.abs(fitted - measured)[positive] / measured[positive]
+            residuals.append(
+                FitResidual(
+                    unit=unit,
+                    quantity=quantity,
+                    measurements=len(errors),
+                    median_error=float(np.median(errors)),
+                    max_error=float(errors.max()),
+                )
+            )
+    return tuple(residuals)
+
+
+def _check_match(
+    profile: Profile, model: ModelConfig, parallel: Parallel, precision: Precision
+) -> None:
+    if profile.model_sha256 != model_sha256(model):
+        raise UserError(
+            f"the profile measured the model {profile.model}, whose sizes are not those of "
+            f"{model.name}; both must be equal: run `omnibal profile --model {model.name}`, or "
+            "plan without --profile"
+        )
+    if profile.precision != precision:
+        raise UserError(
+            f"the profile was measured in {profile.precision} but the plan is for {precision}; "
+            f"both must be equal: profile again in {precision}, or plan in {profile.precision}"
+        )
+    if profile.tensor != parallel.tensor:
+        raise UserError(
+            f"the profile was measured with tensor parallel size {profile.tensor} but the plan "
+            f"has {parallel.tensor}; both must be equal: profile again with {parallel.tensor}, "
+            f"or plan with --tp {profile.tensor}"
+        )
+
+
+def _fitted_unit(profile: Profile, unit: Unit, counted: UnitCost) -> UnitCost:
+    times: dict[Quantity, np.ndarray] = {}
+    for quantity in _TIMES:
+        features, measured = _series(profile, unit, quantity)
+        if not len(measured):
+            raise UserError(
+                f"the profile of {profile.model} on {profile.device} has no measurement of "
+                f"{unit}; it must have every kind of unit: run `omnibal profile` again"
+            )
+        times[quantity] = _fit(features, measured, unit)
+    features, measured = _series(profile, unit, "activation_bytes")
+    activation_bytes = counted.activation_bytes
+    if len(measured):
+        # What is kept includes the input, so recomputing a layer can never cost memory.
+        activation_bytes = np.maximum(_fit(features, measured, unit), counted.boundary_bytes)
+    return replace(
+        counted,
+        forward_ms=times["forward_ms"],
+        backward_ms=times["backward_ms"],
+        activation_bytes=activation_bytes,
+    )
+
+
+def _series(profile: Profile, unit: Unit, quantity: Quantity) -> tuple[np.ndarray, np.ndarray]:
+    """Features [n, 4] and measured values [n] of one unit, where the quantity was measured."""
+    rows = []
+    for m in profile.measurements:
+        values: dict[Quantity, float | None] = {
+            "forward_ms": m.forward_ms,
+            "backward_ms": m.backward_ms,
+            "activation_bytes": m.activation_bytes,
+        }
+        if m.unit == unit and values[quantity] is not None:
+            rows.append((1, m.tiles, m.tokens, m.squared_tokens, values[quantity]))
+    table = np.array(rows, np.float64).reshape(-1, 5)
+    return table[:, :4], table[:, 4]
+
+
+def _fit(features: np.ndarray, measured: np.ndarray, unit: Unit) -> np.ndarray:
+    """Coefficients [4] >= 0 of least relative error; 0 for features the unit cannot depend on."""
+    allowed = np.array([name in _DEPENDS_ON[unit] for name in FEATURES])
+    return _relative_nnls(features * allowed, measured)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Offset and slope, neither negative, of least relative error through (x, y) points."""
+    x, y = np.array(points, np.float64).T
+    offset, slope = _relative_nnls(np.stack([np.ones_like(x), x], axis=1), y)
+    return float(offset), float(slope)
+
+
+def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    weights = 1 / np.where(measured > 0, measured, max(measured.mean(), 1.0))
+    rows = features * weights[:, None]
+    # Columns differ by many orders of magnitude (1 beside squared tokens).
+    scale = np.linalg.norm(rows, axis=0)
+    scale[scale == 0] = 1.0
+    coefficients, _ = nnls(rows / scale, measured * weights)
+    return coefficients / scale

@@ -1,0 +1,91 @@
+"""How good packs and steps are: the two ratios of OmniBal (arXiv 2407.20761, section 3), and fill.
+
+Both ratios are 0 for perfect balance and approach 1 when one member does everything.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.plan import Caps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackMetrics:
+    """Figures of a schedule; the names are the keys of `omnibal pack --json`."""
+
+    samples: int
+    packed: int
+    packs: int
+    packs_lower_bound: int
+    """Of all epochs."""
+    samples_per_pack: float
+    fill_tiles: float
+    fill_tokens: float
+    pad_ratio: float
+    dist_ratio_vision: float
+    dist_ratio_language: float
+    steps: int
+
+
+def measure_packs(scheduled: ScheduledPacks, lengths: Lengths, caps: Caps, dp: int) -> PackMetrics:
+    """All figures of a schedule over `dp` data-parallel ranks."""
+    packs = len(scheduled)
+    epochs = int(scheduled.epoch[-1]) + 1
+    return PackMetrics(
+        samples=len(lengths) * epochs,
+        packed=len(scheduled.packs.samples),
+        packs=packs,
+        packs_lower_bound=packs_lower_bound(lengths, caps) * epochs,
+        samples_per_pack=len(scheduled.packs.samples) / packs,
+        fill_tiles=float(scheduled.tiles.sum(dtype=np.int64) / (packs * caps.max_tiles)),
+        fill_tokens=float(scheduled.tokens.sum(dtype=np.int64) / (packs * caps.max_tokens)),
+        # A pack is one row of concatenated samples, so each mini-batch that could be padded has
+        # one row.
+        pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
+        dist_ratio_vision=dist_ratio(rank_sums(scheduled, scheduled.tiles, dp)),
+        dist_ratio_language=dist_ratio(rank_sums(scheduled, scheduled.tokens, dp)),
+        steps=scheduled.steps,
+    )
+
+
+def pad_ratio(row_tokens: np.ndarray, offsets: np.ndarray) -> float:
+    """Eq. 1: sum_i (t_max - t_i) / (t_max * B), mean over mini-batches of B rows each.
+
+    Args:
+        row_tokens: tokens of every row of every mini-batch, [rows].
+        offsets: mini-batch i has the rows from offsets[i] to offsets[i + 1]; none is empty.
+    """
+    longest = np.maximum.reduceat(row_tokens, offsets[:-1])
+    padded = longest * np.diff(offsets)
+    return float(np.mean(1 - np.add.reduceat(row_tokens, offsets[:-1]) / padded))
+
+
+def dist_ratio(loads: np.ndarray) -> float:
+    """Eq. 2: sum_i (T_max - T_i) / (T_max * N), mean over steps; loads are [steps, N devices].
+
+    This is the equation as printed. The ratios written into the paper's Figure 2 divide by N - 1
+    instead of N (they equal 1 - min / max for its two devices), so they are not comparable with it.
+    A step without any load is balanced.
+    """
+    busiest = loads.max(axis=1)
+    share = np.divide(loads.mean(axis=1), busiest, out=np.ones(len(loads)), where=busiest > 0)
+    return float(np.mean(1 - share))
+
+
+def rank_sums(scheduled: ScheduledPacks, per_pack: np.ndarray, dp: int) -> np.ndarray:
+    """Sum of a per-pack quantity over each rank's micro-batches of each step, float64 [steps, dp].
+
+    Ranks meet once a step, at the gradient reduction, so only the sums need to be equal.
+    """
+    rank = scheduled.step * dp + scheduled.dp_rank
+    sums = np.bincount(rank, weights=per_pack, minlength=scheduled.steps * dp)
+    return sums.reshape(scheduled.steps, dp)
+
+
+def packs_lower_bound(lengths: Lengths, caps: Caps) -> int:
+    """Packs that one epoch needs at least: the total tiles, or tokens, fill no fewer."""
+    tiles, tokens = lengths.tiles.sum(dtype=np.int64), lengths.tokens.sum(dtype=np.int64)
+    return int(max(-(-tiles // caps.max_tiles), -(-tokens // caps.max_tokens)))

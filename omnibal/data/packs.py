@@ -1,0 +1,145 @@
+"""Packs: samples that share one micro-batch, and the step, rank and slot where each one runs.
+
+Stored as `packs.parquet`, one row per micro-batch. Samples are concatenated in the order given.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from omnibal.data.lengths import Lengths
+from omnibal.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Packs:
+    """Ragged lists of sample indices: pack i holds `samples[offsets[i]:offsets[i + 1]]`."""
+
+    samples: np.ndarray
+    """int64, indices into the lengths."""
+    offsets: np.ndarray
+    """int64 of len(packs) + 1, from 0 to len(samples)."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> np.ndarray:
+        return self.samples[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def sums(self, per_sample: np.ndarray) -> np.ndarray:
+        """Sum of a per-sample quantity over every pack, int64 [packs]; no pack may be empty."""
+        return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
+
+    def take(self, order: np.ndarray) -> "Packs":
+        """The packs at `order`, in that order."""
+        counts = np.diff(self.offsets)[order]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        return Packs(
+            samples=self.samples[np.repeat(self.offsets[order], counts) + within], offsets=offsets
+        )
+
+    @staticmethod
+    def from_lists(lists: list) -> "Packs":
+        """Build from a list of non-empty lists of sample indices."""
+        counts = np.array([len(members) for members in lists], np.int64)
+        flat = np.concatenate(lists) if lists else np.zeros(0)
+        return Packs(
+            samples=flat.astype(np.int64),
+            offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScheduledPacks:
+    """Every micro-batch of a run, sorted by (step, dp_rank, slot); arrays have one entry a pack."""
+
+    packs: Packs
+    step: np.ndarray
+    """int64; counts on through the epochs."""
+    dp_rank: np.ndarray
+    """int32 data-parallel rank that trains the pack."""
+    slot: np.ndarray
+    """int32 position among that rank's micro-batches of the step, from 0 without gaps."""
+    epoch: np.ndarray
+    """int32."""
+    tiles: np.ndarray
+    """int32 vision encoder inputs of the pack."""
+    tokens: np.ndarray
+    """int32 language tokens of the pack."""
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    @property
+    def steps(self) -> int:
+        return int(self.step[-1]) + 1 if len(self) else 0
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for column, kind in (
+            (self.step, "<i8"),
+            (self.dp_rank, "<i4"),
+            (self.slot, "<i4"),
+            (self.epoch, "<i4"),
+            (self.packs.offsets, "<i8"),
+            (self.packs.samples, "<i8"),
+        ):
+            digest.update(np.ascontiguousarray(column, dtype=kind).tobytes())
+        return digest.hexdigest()
+
+
+def sum_squared_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
+    """Sum over a pack's samples of tokens squared: what block-diagonal attention costs. [packs]"""
+    return packs.sums(lengths.tokens.astype(np.int64) ** 2)
+
+
+def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
+    """Write `packs.parquet`; equal packs give equal bytes."""
+    table = pa.table(
+        {
+            "step": pa.array(scheduled.step, pa.int64()),
+            "dp_rank": pa.array(scheduled.dp_rank, pa.int32()),
+            "slot": pa.array(scheduled.slot, pa.int32()),
+            "epoch": pa.array(scheduled.epoch, pa.int32()),
+            "tiles": pa.array(scheduled.tiles, pa.int32()),
+            "tokens": pa.array(scheduled.tokens, pa.int32()),
+            "samples": pa.LargeListArray.from_arrays(
+                pa.array(scheduled.packs.offsets, pa.int64()),
+                pa.array(scheduled.packs.samples, pa.int64()),
+            ),
+        }
+    )
+    temporary = path.with_name(path.name + ".part")
+    pq.write_table(table, temporary)
+    temporary.replace(path)
+
+
+def read_packs(path: Path) -> ScheduledPacks:
+    """Read `packs.parquet`.
+
+    Raises:
+        UserError: the file is missing, is not Parquet, or lacks a column.
+    """
+    try:
+        table = pq.read_table(path)
+        lists = table.column("samples").combine_chunks()
+        columns = {
+            name: table.column(name).to_numpy()
+            for name in ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
+        }
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; make it with `omnibal plan` or `omnibal pack`") from error
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise UserError(f"{path}: not a packs file ({error}); make it anew with `omnibal plan`") from error
+    return ScheduledPacks(
+        packs=Packs(
+            samples=lists.values.to_numpy(), offsets=lists.offsets.to_numpy().astype(np.int64)
+        ),
+        **columns,
+    )

@@ -1,0 +1,44 @@
+"""How many square tiles an image becomes: the dynamic tiling of InternVL 1.5 (section 3.2)."""
+
+from functools import lru_cache
+
+from omnibal.config import TilingConfig
+
+
+@lru_cache(maxsize=65_536)
+def tile_grid(width: int, height: int, tiling: TilingConfig, image_size: int) -> tuple[int, int]:
+    """Columns and rows of tiles whose shape is closest to a `width` x `height` pixel image.
+
+    Among equally close grids a larger one wins only if the image covers more than half of its
+    pixels, so that a small picture is not blown up.
+
+    Example:
+        >>> tile_grid(800, 1340, TilingConfig(max_dynamic_patch=6), 448)
+        (2, 3)
+    """
+    ratio = width / height
+    best, best_distance = (1, 1), float("inf")
+    for columns, rows in _candidate_grids(tiling.min_dynamic_patch, tiling.max_dynamic_patch):
+        distance = abs(ratio - columns / rows)
+        covers_half = width * height > 0.5 * image_size**2 * columns * rows
+        if distance < best_distance or (distance == best_distance and covers_half):
+            best, best_distance = (columns, rows), distance
+    return best
+
+
+def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -> int:
+    """Tiles of an image, with the thumbnail that goes with more than one."""
+    columns, rows = tile_grid(width, height, tiling, image_size)
+    tiles = columns * rows
+    return tiles + 1 if tiling.use_thumbnail and tiles > 1 else tiles
+
+
+@lru_cache
+def _candidate_grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """Every (columns, rows) of `min_tiles` to `max_tiles` tiles, fewest tiles first."""
+    return tuple(
+        (columns, tiles // columns)
+        for tiles in range(min_tiles, max_tiles + 1)
+        for columns in range(1, tiles + 1)
+        if tiles % columns == 0
+    )

@@ -1,0 +1,11 @@
+"""The one exception for what a user can cause; both entry points print it and exit with 2."""
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend.
+
+    The message says what was given, what must hold, and what to change. Anything else that is
+    raised is a defect of this software and keeps its traceback.
+    """

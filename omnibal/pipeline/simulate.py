@@ -1,0 +1,303 @@
+"""1F1B pipeline schedules with every micro-batch's own duration, and what a plan's steps will take.
+
+One-forward-one-backward (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): stage s of p runs
+min(p - 1 - s, m) warm-up forwards, then one forward and one backward in turn, then the remaining
+backwards. A forward starts when the stage is free and the previous stage's output has arrived, a
+backward when the next stage's gradient has. Sends do not occupy the sender.
+
+Axes: m micro-batches, p stages. All steps (and data-parallel ranks) are simulated side by side.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from omnibal.config import ModelConfig
+from omnibal.cost.model import CostModel
+from omnibal.data.packs import ScheduledPacks
+from omnibal.pipeline.stage_cost import (
+    StageTimes,
+    stage_memory,
+    stage_parameters,
+    stage_times,
+)
+from omnibal.pipeline.units import check_stages
+from omnibal.plan import Parallel, Prediction, Stage, StagePrediction
+
+MAX_SIMULATED_STEPS = 2_000
+_CHUNK_ENTRIES = 2_000_000
+"""Of [rows, m, p] simulated at a time: bounds memory to a few hundred MB."""
+_MS_PER_DAY = 86_400_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """When everything ran, in ms from the step's start; a leading steps axis when batched."""
+
+    forward_start_ms: np.ndarray
+    """[m, p]."""
+    forward_end_ms: np.ndarray
+    """[m, p]."""
+    backward_start_ms: np.ndarray
+    """[m, p]."""
+    backward_end_ms: np.ndarray
+    """[m, p]."""
+    finish_ms: np.ndarray
+    """[p]; end of the stage's last backward."""
+    busy_ms: np.ndarray
+    """[p]."""
+    wait_ms: np.ndarray
+    """[p]; the rest of the step."""
+    step_ms: np.ndarray
+    """Scalar; when the last stage to finish has finished."""
+
+
+def simulate_1f1b(
+    forward_ms: np.ndarray,
+    backward_ms: np.ndarray,
+    forward_link_ms: np.ndarray,
+    backward_link_ms: np.ndarray,
+) -> Timeline:
+    """One step of one pipeline.
+
+    Args:
+        forward_ms: [m, p], and `backward_ms` likewise.
+        forward_link_ms: [m, p - 1]; entry s is from stage s to s + 1.
+        backward_link_ms: [m, p - 1]; entry s is from stage s + 1 to s.
+
+    Example:
+        >>> ones, links = np.ones((4, 2)), np.zeros((4, 1))
+        >>> float(simulate_1f1b(ones, 2 * ones, links, links).step_ms)
+        15.0
+    """
+    batched = simulate_steps(
+        forward_ms[None],
+        backward_ms[None],
+        forward_link_ms[None],
+        backward_link_ms[None],
+        np.array([len(forward_ms)]),
+    )
+    return Timeline(**{field.name: getattr(batched, field.name)[0] for field in fields(Timeline)})
+
+
+def simulate_steps(
+    forward_ms: np.ndarray,
+    backward_ms: np.ndarray,
+    forward_link_ms: np.ndarray,
+    backward_link_ms: np.ndarray,
+    counts: np.ndarray,
+) -> Timeline:
+    """Many steps side by side, each with its own number of micro-batches.
+
+    Args:
+        forward_ms: [steps, m, p], and `backward_ms` likewise.
+        forward_link_ms: [steps, m, p - 1], and `backward_link_ms` likewise.
+        counts: [steps]; micro-batches from `counts` on do not exist. They take no time and wait
+            for nothing, which is exact: 1F1B of fewer micro-batches runs in the same order.
+    """
+    steps, micro_batches, stages = forward_ms.shape
+    real = np.arange(micro_batches)[:, None] < counts  # [m, steps]
+    padded = not real.all()
+    # Steps last, so that every operation below is on one contiguous vector of them.
+    duration = np.stack([_steps_last(forward_ms, real), _steps_last(backward_ms, real)])
+    link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
+    end = np.empty_like(duration)  # [2, m, p, steps]
+    free = np.zeros((stages, steps))
+    for stage, backward, micro_batch in _dependency_order(stages, micro_batches):
+        sender = stage + 1 if backward else stage - 1
+        start = free[stage]
+        if 0 <= sender < stages:
+            arrival = (
+                end[backward, micro_batch, sender] + link[backward, micro_batch, min(stage, sender)]
+            )
+            start = np.maximum(start, arrival * real[micro_batch] if padded else arrival)
+        free[stage] = start + duration[backward, micro_batch, stage]
+        end[backward, micro_batch, stage] = free[stage]
+    begin = end - duration
+    busy = duration.sum(axis=(0, 1))
+    step_ms = free.max(axis=0)
+    return Timeline(
+        forward_start_ms=np.moveaxis(begin[0], -1, 0),
+        forward_end_ms=np.moveaxis(end[0], -1, 0),
+        backward_start_ms=np.moveaxis(begin[1], -1, 0),
+        backward_end_ms=np.moveaxis(end[1], -1, 0),
+        finish_ms=free.T,
+        busy_ms=busy.T,
+        wait_ms=(step_ms - busy).T,
+        step_ms=step_ms,
+    )
+
+
+def _steps_last(values: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """[steps, m, k] to [m, k, steps], with 0 for micro-batches that do not exist."""
+    return np.where(real[:, None], np.moveaxis(values, 0, -1), 0.0)
+
+
+def _stage_order(stage: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
+    """What one stage runs, in order: (0 forward or 1 backward, micro-batch)."""
+    warm_up = min(stages - 1 - stage, micro_batches)
+    order = [(0, i) for i in range(warm_up)]
+    for i in range(micro_batches - warm_up):
+        order += [(0, warm_up + i), (1, i)]
+    return order + [(1, i) for i in range(micro_batches - warm_up, micro_batches)]
+
+
+def _dependency_order(stages: int, micro_batches: int) -> list[tuple[int, int, int]]:
+    """Everything that runs, as (stage, direction, micro-batch), each after what it needs."""
+    queues = [deque(_stage_order(stage, stages, micro_batches)) for stage in range(stages)]
+    order: list[tuple[int, int, int]] = []
+    done: set[tuple[int, int, int]] = set()
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                backward, micro_batch = queue[0]
+                sender = stage + 1 if backward else stage - 1
+                if 0 <= sender < stages and (sender, backward, micro_batch) not in done:
+                    break
+                queue.popleft()
+                done.add((stage, backward, micro_batch))
+                order.append((stage, backward, micro_batch))
+    return order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTimes:
+    """Simulated steps of all data-parallel ranks together."""
+
+    step_ms: np.ndarray
+    """[steps]; from the first forward to the end of the weight update."""
+    busy_ms: np.ndarray
+    """[steps, p]; compute, reduction and update, mean over the data-parallel ranks."""
+
+
+def predict_steps(
+    times: StageTimes,
+    step: np.ndarray,
+    dp_rank: np.ndarray,
+    slot: np.ndarray,
+    data_parallel_size: int,
+    reduction_ms: np.ndarray,
+    optimizer_ms: np.ndarray,
+) -> StepTimes:
+    """Simulate the steps that the packs belong to.
+
+    A stage's gradients are reduced when its slowest data-parallel rank has finished. The gradient
+    norm then needs all stages, so the update starts everywhere at once.
+
+    Args:
+        times: of every pack.
+        step, dp_rank, slot: [packs]; packs are sorted by them. Only steps that occur are
+            simulated; a rank may have fewer micro-batches than others, or none.
+        reduction_ms, optimizer_ms: [p], once a step.
+    """
+    _, step_index = np.unique(step, return_inverse=True)
+    steps, ranks, stages = int(step_index[-1]) + 1, data_parallel_size, len(optimizer_ms)
+    micro_batches = int(slot.max()) + 1
+    at_once = max(_CHUNK_ENTRIES // (ranks * micro_batches * stages), 1)
+    finish_ms, busy_ms = np.empty((2, steps, stages))
+    for first in range(0, steps, at_once):
+        chunk = slice(first, min(first + at_once, steps))
+        packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
+        row = (step_index[packs] - first) * ranks + dp_rank[packs]
+        rows = (chunk.stop - chunk.start) * ranks
+        forward_ms, backward_ms, link_ms = (
+            _padded(values[packs], row, slot[packs], (rows, micro_batches))
+            for values in (times.forward_ms, times.backward_ms, times.link_ms)
+        )
+        counts = np.bincount(row, minlength=rows)
+        timeline = simulate_steps(forward_ms, backward_ms, link_ms, link_ms, counts)
+        finish_ms[chunk] = timeline.finish_ms.reshape(-1, ranks, stages).max(axis=1)
+        busy_ms[chunk] = timeline.busy_ms.reshape(-1, ranks, stages).mean(axis=1)
+    return StepTimes(
+        step_ms=(finish_ms + reduction_ms).max(axis=1) + optimizer_ms.max(),
+        busy_ms=busy_ms + reduction_ms + optimizer_ms,
+    )
+
+
+def _padded(
+    values: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
+) -> np.ndarray:
+    """[packs, k] to [rows, m, k], with 0 where a row has no such micro-batch."""
+    table = np.zeros((*shape, values.shape[1]))
+    table[row, slot] = values
+    return table
+
+
+def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
+    """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 4]
+
+    Stage s of p holds min(p - s, m) micro-batches: those whose forward has run and whose backward
+    has not ended. Packs are sorted by step, rank and slot, and slots count from 0 without gaps; row
+    i is the run that ends with pack i, shorter at the step's start.
+    """
+    total = np.concatenate([np.zeros((1, features.shape[1])), np.cumsum(features, axis=0)])
+    last = np.arange(len(features))
+    return total[last + 1] - total[last - np.minimum(slot, in_flight - 1)]
+
+
+def predict(
+    cost: CostModel,
+    model: ModelConfig,
+    parallel: Parallel,
+    stages: Sequence[Stage],
+    scheduled: ScheduledPacks,
+    features: np.ndarray,
+) -> Prediction:
+    """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
+
+    Args:
+        features: [packs, 4] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
+
+    Raises:
+        UserError: the stages are not the model cut into runs.
+    """
+    check_stages(model, stages)
+    memories = [
+        stage_memory(
+            cost,
+            stage,
+            in_flight_features(features, scheduled.slot, parallel.pipeline - index),
+            features,
+        )
+        for index, stage in enumerate(stages)
+    ]
+    chosen = np.linspace(0, scheduled.steps - 1, min(scheduled.steps, MAX_SIMULATED_STEPS))
+    picked = np.isin(scheduled.step, chosen.round().astype(np.int64))
+    times = stage_times(cost, stages, features[picked])
+    parameters = stage_parameters(cost, stages)
+    simulated = predict_steps(
+        times,
+        scheduled.step[picked],
+        scheduled.dp_rank[picked],
+        scheduled.slot[picked],
+        parallel.data,
+        reduction_ms=cost.gradient_reduction_ms_per_parameter * parameters,
+        optimizer_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
+    )
+    steps, total_ms = len(simulated.step_ms), float(simulated.step_ms.sum())
+    step_ms = total_ms / steps
+    wait_fraction = np.maximum(1 - simulated.busy_ms.sum(axis=0) / total_ms, 0)
+    needed_ms = (times.forward_ms + times.backward_ms - times.recompute_ms).sum()
+    run_ms = step_ms * scheduled.steps
+    return Prediction(
+        cost_source=cost.source,
+        method="omnibal",
+        step_ms=step_ms,
+        ideal_step_ms=float(needed_ms) / steps / (parallel.pipeline * parallel.data),
+        bubble_fraction=float(wait_fraction.mean()),
+        samples_per_second_per_gpu=len(scheduled.packs.samples)
+        / (run_ms / 1e3)
+        / parallel.world_size,
+        gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,
+        stages=tuple(
+            StagePrediction(
+                forward_ms=float(times.forward_ms[:, index].mean()),
+                backward_ms=float(times.backward_ms[:, index].mean()),
+                wait_fraction=float(wait_fraction[index]),
+                memory=memory,
+            )
+            for index, memory in enumerate(memories)
+        ),
+    )

@@ -1,0 +1,143 @@
+"""Time and memory of pipeline stages: unit costs summed over what a stage holds and recomputes.
+
+The search and the plan use the one memory formula here: static state of the parameters, plus the
+activations of all micro-batches in flight, plus the largest unit's working memory. A recomputed
+layer keeps only its input; the rest comes back as working memory while its backward runs. A stage's
+output is free again once it is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.units import UNITS, recomputed_counts, stage_units, unit_counts
+from omnibal.plan import Stage, StageMemory
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageTimes:
+    """Times of every pack (micro-batch) on every stage, in ms."""
+
+    forward_ms: np.ndarray
+    """[packs, stages]."""
+    backward_ms: np.ndarray
+    """[packs, stages]; recomputation included."""
+    recompute_ms: np.ndarray
+    """[packs, stages]; the part of backward that recomputes."""
+    link_ms: np.ndarray
+    """[packs, stages - 1]; one send over each cut, activation or its gradient alike."""
+
+
+def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
+    """Times of packs with `features` [packs, 4] on the given stages."""
+    held = np.stack([unit_counts(stage) for stage in stages])
+    again = np.stack([recomputed_counts(stage) for stage in stages])
+    forward = np.stack([cost.units[unit].forward_ms for unit in UNITS])
+    backward = np.stack([cost.units[unit].backward_ms for unit in UNITS])
+    crossing = np.array(
+        [cost.units[stage_units(stage)[-1]].output_bytes for stage in stages[:-1]]
+    ).reshape(-1, 4)
+    recompute_ms = features @ (again @ forward).T
+    return StageTimes(
+        forward_ms=features @ (held @ forward).T,
+        backward_ms=features @ (held @ backward).T + recompute_ms,
+        recompute_ms=recompute_ms,
+        link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ crossing.T),
+    )
+
+
+def stage_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
+    """Parameters of one device of every stage. [stages]"""
+    per_unit = np.array([cost.units[unit].parameters for unit in UNITS], np.float64)
+    return np.stack([unit_counts(stage) for stage in stages]) @ per_unit
+
+
+def stage_memory(
+    cost: CostModel, stage: Stage, held_features: np.ndarray, features: np.ndarray
+) -> StageMemory:
+    """Peak memory of one device of the stage.
+
+    Args:
+        held_features: [sets, 4], each row the summed features of micro-batches that the stage
+            holds at the same time.
+        features: [packs, 4] of single micro-batches.
+    """
+    table = memory_table(cost, held_features, features)
+    counts, recomputed = unit_counts(stage), recomputed_counts(stage)
+    parameters = float(counts @ table.parameters)
+    return StageMemory(
+        weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
+        gradients_gib=parameters * cost.gradient_bytes_per_parameter / GIB,
+        optimizer_gib=parameters * cost.optimizer_bytes_per_parameter / GIB,
+        activations_gib=float(table.activation_bytes(counts, recomputed)) / GIB,
+        transient_gib=float(table.transient_bytes(counts, recomputed)) / GIB,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MemoryTable:
+    """Bytes by kind of unit. `counts` and `recomputed` of the methods are [..., kinds]."""
+
+    parameters: np.ndarray
+    """[kinds]."""
+    state_bytes_per_parameter: float
+    kept_bytes: np.ndarray
+    """[sets, kinds]; activations of micro-batches held at the same time."""
+    input_bytes: np.ndarray
+    """[sets, kinds]; what remains of them when the unit is recomputed."""
+    working_bytes: np.ndarray
+    """[kinds]; of the worst pack."""
+    recompute_working_bytes: np.ndarray
+    """[kinds]; of the worst pack, when the unit is recomputed."""
+
+    def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Of all micro-batches in flight, at most. [...]"""
+        kept = (counts - recomputed) @ self.kept_bytes.T
+        return (kept + recomputed @ self.input_bytes.T).max(axis=-1)
+
+    def transient_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Working memory of the stage's largest unit. [...]"""
+        working = np.where(recomputed > 0, self.recompute_working_bytes, self.working_bytes)
+        return np.where(counts > 0, working, 0.0).max(axis=-1)
+
+    def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Everything together. [...]"""
+        state = counts @ self.parameters * self.state_bytes_per_parameter
+        activations = self.activation_bytes(counts, recomputed)
+        return state + activations + self.transient_bytes(counts, recomputed)
+
+
+def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarray) -> MemoryTable:
+    """Memory by kind of unit for sets of micro-batches [sets, 4] and single ones [packs, 4]."""
+    activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
+    boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
+    working = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
+    # Coefficients are never negative, so only sets that no other set dominates can be the largest.
+    used = (activation > 0).any(axis=0) | (boundary > 0).any(axis=0)
+    largest = undominated(held_features * used)
+    return MemoryTable(
+        parameters=np.array([cost.units[unit].parameters for unit in UNITS], np.float64),
+        state_bytes_per_parameter=cost.weight_bytes_per_parameter
+        + cost.gradient_bytes_per_parameter
+        + cost.optimizer_bytes_per_parameter,
+        kept_bytes=largest @ activation.T,
+        input_bytes=largest @ boundary.T,
+        working_bytes=(features @ working.T).max(axis=0),
+        recompute_working_bytes=(features @ (working + activation - boundary).T).max(axis=0),
+    )
+
+
+def undominated(rows: np.ndarray) -> np.ndarray:
+    """The distinct rows [n, k] that no other row equals or exceeds in every column."""
+    rest = rows
+    found = []
+    while len(rest):
+        # Of the rows that are left, one with the largest scaled sum is dominated by no other.
+        top = rest[np.argmax((rest / np.maximum(rest.max(axis=0), 1)).sum(axis=1))]
+        found.append(top)
+        rest = rest[(rest > top).any(axis=1)]
+    return np.array(found)

@@ -1,0 +1,174 @@
+"""The plan: the one planner result that training reads, as `plan.json` and `packs.parquet`.
+
+A hand-written plan and a searched plan are the same type. `prediction` is for reports and may be
+absent; everything training needs is in the other fields.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+
+from omnibal.config import ClusterConfig, Frozen, ModelConfig, Precision
+from omnibal.data.lengths import LengthsOrigin
+from omnibal.errors import UserError
+
+SCHEMA_VERSION: Final = 1
+PLAN_FILE = "plan.json"
+PACKS_FILE = "packs.parquet"
+LENGTHS_FILE = "lengths.parquet"
+USABLE_MEMORY_FRACTION = 0.9
+"""Of a device; the rest is for the runtime's context, communication buffers and fragmentation."""
+
+
+class Parallel(Frozen):
+    """Sizes of the parallel groups; the launch needs tensor x pipeline x data processes."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt
+    data: PositiveInt = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+class Stage(Frozen):
+    """A contiguous run of the model's units, in model order.
+
+    The units are: vision embed, vision layers, projector, language embed, language layers, head.
+    """
+
+    vision_embed: bool
+    vision_layers: NonNegativeInt
+    projector: bool
+    language_embed: bool
+    language_layers: NonNegativeInt
+    head: bool
+    recompute_vision: tuple[NonNegativeInt, ...] = ()
+    """Vision layers (numbered from 0 over the whole model) whose activations are recomputed."""
+    recompute_language: tuple[NonNegativeInt, ...] = ()
+    """Language layers (numbered from 0 over the whole model) that are recomputed."""
+
+
+class Caps(Frozen):
+    """Upper limits of one micro-batch."""
+
+    max_tiles: PositiveInt
+    max_tokens: PositiveInt
+
+
+class DataPlan(Frozen):
+    """What the packs were made from, so that training can refuse anything else."""
+
+    caps: Caps
+    method: str
+    seed: int
+    epochs: PositiveInt
+    micro_batches_per_step: PositiveInt
+    """Packs of one data-parallel rank in a full step; an epoch's last step may hold fewer."""
+    samples: PositiveInt
+    packs: PositiveInt
+    steps: PositiveInt
+    lengths_sha256: str
+    packs_sha256: str
+    origin: LengthsOrigin | None
+
+
+class StageMemory(Frozen):
+    """Predicted memory of one device of the stage, at the moment of its peak."""
+
+    weights_gib: NonNegativeFloat
+    gradients_gib: NonNegativeFloat
+    optimizer_gib: NonNegativeFloat
+    activations_gib: NonNegativeFloat
+    """Of all micro-batches in flight."""
+    transient_gib: NonNegativeFloat
+    """Working memory of the largest unit, on top of what is kept."""
+
+    @property
+    def peak_gib(self) -> float:
+        return (
+            self.weights_gib
+            + self.gradients_gib
+            + self.optimizer_gib
+            + self.activations_gib
+            + self.transient_gib
+        )
+
+
+class StagePrediction(Frozen):
+    """Mean times per micro-batch over the planned packs, and memory."""
+
+    forward_ms: NonNegativeFloat
+    backward_ms: NonNegativeFloat
+    """Includes recomputation."""
+    wait_fraction: Annotated[float, Field(ge=0, le=1)]
+    """Share of the step in which the stage neither computes nor updates weights."""
+    memory: StageMemory
+
+
+class Prediction(Frozen):
+    """What the simulator says of the plan on its own packs."""
+
+    cost_source: str
+    """"analytic:<cluster>" or "profile:<device>"."""
+    method: Literal["omnibal"]
+    step_ms: NonNegativeFloat
+    """Mean over the simulated steps."""
+    ideal_step_ms: NonNegativeFloat
+    """The same computation, without recompute, spread evenly over all devices without waiting."""
+    bubble_fraction: Annotated[float, Field(ge=0, le=1)]
+    """Share of device time spent waiting, mean over stages and steps."""
+    samples_per_second_per_gpu: NonNegativeFloat
+    gpu_days: NonNegativeFloat
+    """For all planned epochs."""
+    stages: tuple[StagePrediction, ...]
+
+
+class Plan(Frozen):
+    """Everything needed to build and feed the training job."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: ModelConfig
+    precision: Precision
+    parallel: Parallel
+    stages: tuple[Stage, ...]
+    cluster: ClusterConfig
+    data: DataPlan | None
+    """None for a plan of shapes only, which cannot be trained."""
+    prediction: Prediction | None = None
+
+
+def memory_cap_gib(cluster: ClusterConfig) -> float:
+    """What a stage may fill of one device."""
+    return USABLE_MEMORY_FRACTION * cluster.memory_gib
+
+
+def write_plan(plan: Plan, directory: Path) -> None:
+    """Write `plan.json`: sorted keys, no timestamps, so equal plans are equal bytes."""
+    text = json.dumps(plan.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+    temporary = directory / (PLAN_FILE + ".part")
+    temporary.write_text(text)
+    temporary.replace(directory / PLAN_FILE)
+
+
+def read_plan(directory: Path) -> Plan:
+    """Read `plan.json` of a plan directory.
+
+    Raises:
+        UserError: the directory holds no plan, or the plan does not follow the schema.
+    """
+    path = directory / PLAN_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; make a plan with `omnibal plan ... -o {directory}`")
+    try:
+        return Plan.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "top level"
+        raise UserError(
+            f"{path}: {where}: {first['msg']} (given: {first['input']!r:.80}); "
+            "correct the field, or make the plan anew with `omnibal plan`"
+        ) from error

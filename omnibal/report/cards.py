@@ -1,0 +1,107 @@
+"""The headline: will it fit, how long, what is wasted, did it train."""
+
+from collections.abc import Sequence
+
+from omnibal.plan import Plan, Prediction, memory_cap_gib
+from omnibal.report.summary import RunSummary, accuracy
+from omnibal.report.text import ARROW, deviation, duration, escape, milliseconds, number, percent
+from omnibal.runlog import Evaluation, StepRecord
+
+_KINDS_SHOWN = 5
+
+
+def headline_cards(
+    plan: Plan,
+    run: RunSummary | None,
+    records: Sequence[StepRecord],
+    evaluation: Evaluation | None,
+) -> str:
+    """Cards in the order in which the questions are asked."""
+    prediction = plan.prediction
+    cards = [_fit(plan, prediction, run)] if prediction else []
+    if run or prediction:
+        cards += [_step(prediction, run), _bubble(prediction, run), _rate(prediction, run)]
+    cards += [_length(plan, prediction)] if prediction else []
+    cards += [_loss(run, records)] if run else []
+    cards += [_accuracy(evaluation)] if evaluation and evaluation.kinds else []
+    return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+
+
+def _card(title: str, value: str, note: str) -> str:
+    return (
+        f'<div class="card"><h3>{escape(title)}</h3><div class="value">{value}</div>'
+        f"<p>{escape(note)}</p></div>"
+    )
+
+
+def _both(predicted: str | None, measured: str | None) -> tuple[str, str]:
+    """The measured value first, the predicted one beside it; either may be missing."""
+    if measured is None:
+        return f"{predicted} <small>predicted</small>", ""
+    beside = f"predicted {predicted}" if predicted is not None else "no prediction"
+    return f"{measured} <small>measured</small>", beside
+
+
+def _fit(plan: Plan, prediction: Prediction, run: RunSummary | None) -> str:
+    peaks = [stage.memory.peak_gib for stage in prediction.stages]
+    cap, worst = memory_cap_gib(plan.cluster), max(peaks)
+    verdict, css = ("fits", "good") if worst <= cap else ("does not fit", "bad")
+    note = f"{number(worst)} of {number(cap)} usable GiB predicted, on stage {peaks.index(worst)}"
+    if run:
+        note += f"; {number(max(run.peak_gib))} GiB measured"
+    return _card("Memory", f'<span class="{css}">{verdict}</span>', note)
+
+
+def _step(prediction: Prediction | None, run: RunSummary | None) -> str:
+    predicted = milliseconds(prediction.step_ms) if prediction else None
+    value, note = _both(predicted, milliseconds(run.step_ms) if run else None)
+    if prediction and run:
+        note += f", {deviation(prediction.step_ms, run.step_ms)}"
+    elif prediction:
+        note = f"at best {milliseconds(prediction.ideal_step_ms)}, without waiting or recomputing"
+    return _card("Time per step", value, note)
+
+
+def _bubble(prediction: Prediction | None, run: RunSummary | None) -> str:
+    predicted = percent(prediction.bubble_fraction) if prediction else None
+    value, note = _both(predicted, percent(run.bubble_fraction) if run else None)
+    return _card("Bubble", value, note or "share of device time spent waiting")
+
+
+def _rate(prediction: Prediction | None, run: RunSummary | None) -> str:
+    predicted = number(prediction.samples_per_second_per_gpu) if prediction else None
+    value, note = _both(predicted, number(run.samples_per_second_per_gpu) if run else None)
+    return _card("Samples per second per device", value, note)
+
+
+def _length(plan: Plan, prediction: Prediction) -> str:
+    days = f"{number(prediction.gpu_days)} device-days"
+    if plan.data is None:
+        return _card("Whole training", days, "predicted")
+    value = duration(prediction.step_ms * plan.data.steps / 1000)
+    epochs = f"{plan.data.epochs} epoch{'s' * (plan.data.epochs > 1)}"
+    return _card(
+        "Whole training",
+        f"{value} <small>predicted</small>",
+        f"{plan.data.steps:,} steps, {epochs}, {days}",
+    )
+
+
+def _loss(run: RunSummary, records: Sequence[StepRecord]) -> str:
+    return _card(
+        "Loss",
+        f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}",
+        f"at step {records[0].step:,} and at step {records[-1].step:,}",
+    )
+
+
+def _accuracy(evaluation: Evaluation) -> str:
+    rows = "".join(
+        f"<dt>{escape(kind.kind)}</dt>"
+        f'<dd class="value">{percent(accuracy(kind))}</dd>'
+        f'<dd class="soft">chance {percent(kind.chance)}</dd>'
+        for kind in evaluation.kinds[:_KINDS_SHOWN]
+    )
+    more = len(evaluation.kinds) - _KINDS_SHOWN
+    note = f"<p>and {more} kinds more below</p>" if more > 0 else ""
+    return f'<div class="card double"><h3>Held-out accuracy</h3><dl>{rows}</dl>{note}</div>'

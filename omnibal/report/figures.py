@@ -1,0 +1,330 @@
+"""The report's figures: plan and run in, SVG out. Colours mean the same thing in all of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnibal.data.packs import ScheduledPacks
+from omnibal.plan import USABLE_MEMORY_FRACTION, Caps, Plan, Stage, StageMemory, memory_cap_gib
+from omnibal.report.summary import RunSummary, StageTime, predicted_stage_times
+from omnibal.report.svg import (
+    TOP,
+    Plot,
+    Scale,
+    dots,
+    drawing,
+    extremes,
+    line,
+    moving_mean,
+    padded,
+    polyline,
+    rect,
+    stacked_row,
+    text,
+)
+from omnibal.report.text import escape, milliseconds, number, percent, tick
+from omnibal.runlog import StepRecord
+
+WIDE = 1080
+TIME_PARTS = ("forward", "backward", "wait", "data", "update")
+"""Classes of the parts of `StageTime`, in its order."""
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "transient")
+"""Classes of the parts of `StageMemory`, in its order."""
+_BUCKETS = 400
+"""Drawn points per curve are at most twice this, however long the run."""
+_CELLS = 64
+"""Cells per axis of the pack density."""
+
+
+def figure(title: str, drawn: str, caption: str, legend: str = "", css: str = "") -> str:
+    """One figure with its heading above and what to read from it below; `drawn` is trusted."""
+    return (
+        f'<figure class="{css}"><h3>{escape(title)}</h3>{legend}<div class="scroll">{drawn}</div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def legend(*entries: tuple[str, str]) -> str:
+    """Keys of (class, meaning)."""
+    keys = "".join(f'<span><i class="{css}"></i>{escape(label)}</span>' for css, label in entries)
+    return f'<p class="legend">{keys}</p>'
+
+
+def split_figure(plan: Plan) -> str:
+    """Every unit of the model as a block in the row of its stage."""
+    rows = stage_units(plan)
+    pitch = min(34.0, (WIDE - 80) / max(len(row) for row in rows))
+    hatch = (
+        '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" class="hatch"/>'
+        "</pattern></defs>"
+    )
+    parts = [hatch]
+    for stage, units in enumerate(rows):
+        y = 6 + 36 * stage
+        parts.append(text(0, y + 19, f"stage {stage}"))
+        for place, (css, name, short, recomputed) in enumerate(units):
+            x, tip = 72 + pitch * place, f"{name}, recomputed" if recomputed else name
+            parts.append(rect(x, y, pitch - 2, 28, css, tip))
+            if recomputed:
+                parts.append(rect(x, y, pitch - 2, 28, "hatched", tip))
+            if pitch >= 20:
+                parts.append(text(x + pitch / 2 - 1, y + 18, short, "block middle"))
+    label = "; ".join(
+        f"stage {i}: {s.vision_layers} vision and {s.language_layers} language layers, "
+        f"{len(s.recompute_vision) + len(s.recompute_language)} recomputed"
+        for i, s in enumerate(plan.stages)
+    )
+    return figure(
+        "Layers on each pipeline stage",
+        drawing(72 + pitch * max(map(len, rows)), 36 * len(rows) + 6, label, parts),
+        "Numbers count over the whole model. E: embedding, P: projector, H: output head.",
+        legend(
+            ("vision", "vision layer"),
+            ("language", "language layer"),
+            ("edge", "embedding, projector, head"),
+            ("hatched", "recomputed in the backward pass"),
+        ),
+        "wide",
+    )
+
+
+def stage_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
+    """(class, name, short name, recomputed) of the units of every stage, in model order."""
+    vision, language, rows = 0, 0, []
+    for stage in plan.stages:
+        rows.append(_units_of(stage, vision, language))
+        vision += stage.vision_layers
+        language += stage.language_layers
+    return rows
+
+
+def _units_of(stage: Stage, vision: int, language: int) -> list[tuple[str, str, str, bool]]:
+    units = [("edge", "vision embedding", "E", False)] if stage.vision_embed else []
+    units += [
+        ("vision", f"vision layer {i}", str(i), i in stage.recompute_vision)
+        for i in range(vision, vision + stage.vision_layers)
+    ]
+    units += [("edge", "projector", "P", False)] if stage.projector else []
+    units += [("edge", "language embedding", "E", False)] if stage.language_embed else []
+    units += [
+        ("language", f"language layer {i}", str(i), i in stage.recompute_language)
+        for i in range(language, language + stage.language_layers)
+    ]
+    return units + ([("edge", "head", "H", False)] if stage.head else [])
+
+
+def memory_parts(memory: StageMemory) -> tuple[float, ...]:
+    """GiB in the order of `MEMORY_PARTS`."""
+    return (
+        memory.weights_gib,
+        memory.gradients_gib,
+        memory.optimizer_gib,
+        memory.activations_gib,
+        memory.transient_gib,
+    )
+
+
+def memory_figure(plan: Plan, run: RunSummary | None) -> str:
+    """Predicted memory of one device of each stage against what it may fill; measured peaks."""
+    if plan.prediction is None:
+        return ""
+    memories = [stage.memory for stage in plan.prediction.stages]
+    cap = memory_cap_gib(plan.cluster)
+    peaks = run.peak_gib if run else ()
+    x = Scale(0, 1.04 * max(cap, *(m.peak_gib for m in memories), *peaks), 72, 506)
+    bottom = TOP + 34 * len(memories)
+    parts = [_vertical_grid(x, bottom, "GiB")]
+    for stage, memory in enumerate(memories):
+        y = TOP + 34 * stage
+        parts.append(text(0, y + 17, f"stage {stage}"))
+        sizes = zip(memory_parts(memory), MEMORY_PARTS, strict=True)
+        stack = [(size, css, f"{css}: {number(size)} GiB") for size, css in sizes]
+        parts.append(stacked_row(x, y + 2, 22, stack))
+        if peaks:
+            tip = f"measured: {number(peaks[stage])} GiB"
+            parts.append(rect(x(peaks[stage]) - 1.5, y - 2, 3, 30, "measured", tip))
+    parts.append(line(x(cap), TOP - 8, x(cap), bottom, "cap"))
+    parts.append(text(x(cap) + 4, TOP - 13, "usable", "label end"))
+    keys = [(css, css) for css in MEMORY_PARTS] + [("measured", "measured peak")] * bool(peaks)
+    caption = f"Predicted, at the peak of the step. Usable: {_usable(plan)}."
+    if peaks:
+        caption += " The measured peak on a CPU is the whole process, its libraries included."
+    return figure(
+        "Memory of one device per stage",
+        drawing(520, bottom + 44, "memory by kind and stage against what is usable", parts),
+        caption,
+        legend(*keys),
+    )
+
+
+def _usable(plan: Plan) -> str:
+    return f"{100 * USABLE_MEMORY_FRACTION:g} % of a device's {plan.cluster.memory_gib:g} GiB"
+
+
+def time_figure(plan: Plan, run: RunSummary | None) -> str:
+    """Forward, backward, wait, data and update of every stage, predicted above measured."""
+    both = [("predicted", predicted_stage_times(plan)), ("measured", run.stages if run else ())]
+    series = [(name, times) for name, times in both if times]
+    if not series:
+        return ""
+    longest = max(sum(time) for _, times in series for time in times)
+    x = Scale(0, 1.02 * longest or 1.0, 150 if len(series) > 1 else 72, 506)
+    pitch = 18 * len(series) + 12
+    bottom = TOP + pitch * len(plan.stages)
+    parts = [_vertical_grid(x, bottom, "ms per step")]
+    for stage in range(len(plan.stages)):
+        parts.append(text(0, TOP + pitch * stage + 14, f"stage {stage}"))
+        for row, (name, times) in enumerate(series):
+            y = TOP + pitch * stage + 18 * row
+            if len(series) > 1:
+                parts.append(text(144, y + 13, name, "label end"))
+            parts.append(stacked_row(x, y, 16, _time_stack(times[stage])))
+    label = f"time per stage and activity, {' and '.join(name for name, _ in series)}"
+    return figure(
+        "Where a step's time goes",
+        drawing(520, bottom + 44, label, parts),
+        "Backward includes recomputation. Update: gradient reduction, clipping, weight update. "
+        + ("Measured: median over the run's steps." if run else "Predicted."),
+        legend(*((css, css) for css in TIME_PARTS)),
+    )
+
+
+def _time_stack(time: StageTime) -> list[tuple[float, str, str]]:
+    return [
+        (value, css, f"{css}: {milliseconds(value)}")
+        for value, css in zip(time, TIME_PARTS, strict=True)
+    ]
+
+
+def _vertical_grid(x: Scale, bottom: float, title: str) -> str:
+    parts = []
+    for value in x.ticks():
+        at = x(value)
+        parts.append(line(at, TOP - 4, at, bottom, "grid"))
+        parts.append(text(at, bottom + 17, tick(value), "label middle"))
+    return "".join(parts) + text((x.start + x.end) / 2, bottom + 38, title, "label middle")
+
+
+def curve_figure(
+    title: str,
+    records: Sequence[StepRecord],
+    values: Sequence[float],
+    y_title: str,
+    *,
+    predicted: float | None = None,
+    smooth: bool = True,
+    from_zero: bool = False,
+) -> str:
+    """One value over the steps: raw points faint, moving mean bold, `predicted` dashed.
+
+    Values that are not finite cannot be drawn, and an axis from zero ends at 1.5 times the 95th
+    percentile, so that one slow step flattens nothing; the caption counts what is left out.
+    """
+    steps = np.array([record.step for record in records], np.float64)
+    series = np.asarray(values, np.float64)
+    finite = np.isfinite(series)
+    notes = [] if predicted is None else [f"Dashed: predicted, {number(predicted)} {y_title}."]
+    if not finite.all():
+        notes.append(f"Steps without a finite value: {int((~finite).sum()):,}.")
+    steps, series = steps[finite], series[finite]
+    if not len(series):
+        return figure(title, "", " ".join(notes))
+    low, high = padded(series if predicted is None else np.append(series, predicted))
+    low = 0.0 if from_zero or low < 0 <= series.min() else low
+    if from_zero:
+        limit = 1.5 * max(float(np.percentile(series, 95)), predicted or 0.0)
+        high = min(high, limit) if limit > 0 else high
+        shown = series <= high
+        notes += [] if shown.all() else [f"Steps above the axis: {int((~shown).sum()):,}."]
+        steps, series = steps[shown], series[shown]
+    plot = Plot.over((records[0].step, max(records[-1].step, records[0].step + 1)), (low, high))
+    parts = [plot.axes("step", y_title), *_curves(plot, steps, series, smooth)]
+    if predicted is not None:
+        at = plot.y(predicted)
+        parts.append(line(plot.x.start, at, plot.x.end, at, "predicted"))
+    label = f"{title}: {number(series[0])} at the first step, {number(series[-1])} at the last"
+    return figure(title, drawing(plot.width, plot.height, label, parts), " ".join(notes))
+
+
+def _curves(plot: Plot, steps: np.ndarray, series: np.ndarray, smooth: bool) -> list[str]:
+    at, parts = extremes(series, _BUCKETS), []
+    xs, ys = plot.x(steps), plot.y(series)
+    if not smooth:
+        return [polyline(xs[at], ys[at], "curve")] if len(at) > 1 else [dots(xs, ys, "dots")]
+    parts.append(dots(xs[at], ys[at], "dots faint"))
+    if len(series) > 1:
+        mean = plot.y(moving_mean(series, len(series) // 40))
+        along = np.unique(np.linspace(0, len(series) - 1, _BUCKETS).astype(int))
+        parts.append(polyline(xs[along], mean[along], "curve"))
+    return parts
+
+
+def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
+    """How many packs hold how many tiles and tokens; good packs crowd near a cap."""
+    plot = Plot.over((-0.05 * caps.max_tiles, 1.06 * caps.max_tiles), (0, 1.08 * caps.max_tokens))
+    cell_x = max(1, -(-caps.max_tiles // _CELLS))
+    cell_y = max(1, -(-caps.max_tokens // (_CELLS // 2)))
+    cells, counts = np.unique(
+        np.stack([packs.tiles // cell_x, packs.tokens // cell_y]), axis=1, return_counts=True
+    )
+    width = plot.x(cell_x) - plot.x(0)
+    height = plot.y.start - plot.y(cell_y)
+    parts = [plot.axes("tiles in the pack", "tokens in the pack")]
+    for (tile, token), count in zip(cells.T, counts, strict=True):
+        # Five shades on a logarithmic scale: one pack stays visible beside a thousand.
+        shade = 1 + round(4 * np.log1p(count) / np.log1p(counts.max()))
+        side = min(max(width, 3.0), 14.0)
+        x, y = plot.x(tile * cell_x) - side / 2, plot.y(token * cell_y) - height
+        parts.append(rect(x, y, side, max(height, 3.0), f"pack shade{shade}"))
+    x, y = plot.x(caps.max_tiles), plot.y(caps.max_tokens)
+    parts.append(line(x, plot.y.start, x, plot.y.end, "cap"))
+    parts.append(line(plot.x.start, y, plot.x.end, y, "cap"))
+    return figure(
+        "Packs against their caps",
+        drawing(plot.width, plot.height, f"tiles and tokens of {len(packs):,} packs", parts),
+        f"{len(packs):,} packs; darker: more of them. Dashed: the caps, {caps.max_tiles:,} tiles "
+        f"and {caps.max_tokens:,} tokens.",
+    )
+
+
+def waste_figure(plan: Plan) -> str:
+    """The predicted step as ideal computation, waiting, and everything else."""
+    prediction = plan.prediction
+    if prediction is None or prediction.step_ms <= 0:
+        return ""
+    wait = prediction.bubble_fraction
+    ideal = min(prediction.ideal_step_ms / prediction.step_ms, 1 - wait)
+    parts = [
+        ("useful", "ideal computation", ideal),
+        ("update", "recomputation and update", 1 - wait - ideal),
+        ("wait", "waiting", wait),
+    ]
+    keys = [
+        (css, f"{name} {milliseconds(share * prediction.step_ms)} ({percent(share)})")
+        for css, name, share in parts
+    ]
+    stack = "".join(
+        f'<i class="{css}" style="width:{100 * share:.2f}%"></i>' for css, _, share in parts
+    )
+    label = escape("; ".join(meaning for _, meaning in keys))
+    return figure(
+        "What the predicted step is spent on",
+        f'<div class="stack" role="img" aria-label="{label}">{stack}</div>',
+        "Ideal: the same computation without recomputing, spread evenly, without waiting.",
+        legend(*keys),
+        "wide",
+    )
+
+
+def bars(counts: np.ndarray, css: str, label: str) -> str:
+    """A histogram without axes, for a table cell."""
+    width, height = 180.0, 26.0
+    pitch, top = width / len(counts), max(1, int(counts.max()))
+    parts = [
+        rect(i * pitch, height - tall, max(pitch - 1, 0.8), tall, css)
+        for i, count in enumerate(counts)
+        if count
+        for tall in [max(1.0, height * count / top)]
+    ]
+    return drawing(width, height, label, [*parts, line(0, height, width, height, "axis")], "spark")

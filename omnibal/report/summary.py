@@ -1,0 +1,135 @@
+"""A run log reduced to the figures that stand beside the plan's prediction.
+
+Times are medians over the run's steps: one slow step (the first, a checkpoint, a busy file system)
+must not pass for the plan's error.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from omnibal.plan import Plan
+from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
+
+
+class StageTime(NamedTuple):
+    """Where one stage's time went in a step; the five parts in the order they are drawn."""
+
+    forward_ms: float
+    backward_ms: float
+    """Includes recomputation."""
+    wait_ms: float
+    data_ms: float
+    optimizer_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What a run measured."""
+
+    step_ms: float
+    bubble_fraction: float
+    """Share of the step spent waiting for other stages, mean over stages."""
+    samples_per_second_per_gpu: float
+    """Of the whole run, slow steps included."""
+    first_loss: float
+    last_loss: float
+    stages: tuple[StageTime, ...]
+    wait_fractions: tuple[float, ...]
+    peak_gib: tuple[float, ...]
+    """[stages]."""
+
+
+def summarise_run(records: Sequence[StepRecord], world_size: int) -> RunSummary:
+    """Medians over the steps; `records` must not be empty."""
+    step_ms = np.array([record.step_ms for record in records])
+    stages = range(len(records[0].stages))
+    wait_ms = np.array([[stage.wait_ms for stage in record.stages] for record in records])
+    waits = wait_ms / np.maximum(step_ms, 1e-9)[:, None]
+    seconds = step_ms.sum() / 1000
+    samples = sum(record.samples for record in records)
+    return RunSummary(
+        step_ms=float(np.median(step_ms)),
+        bubble_fraction=float(np.median(waits.mean(axis=1))),
+        samples_per_second_per_gpu=samples / seconds / world_size if seconds else 0.0,
+        first_loss=records[0].loss,
+        last_loss=records[-1].loss,
+        stages=tuple(_median_time(records, stage) for stage in stages),
+        wait_fractions=tuple(map(float, np.median(waits, axis=0))),
+        peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),
+    )
+
+
+def _median_time(records: Sequence[StepRecord], stage: int) -> StageTime:
+    times = [
+        (s.forward_ms, s.backward_ms, s.wait_ms, s.data_ms, s.optimizer_ms)
+        for s in (record.stages[stage] for record in records)
+    ]
+    return StageTime(*map(float, np.median(times, axis=0)))
+
+
+def micro_batches_per_step(plan: Plan) -> float | None:
+    """Mean packs that one data-parallel rank trains per step; None for a plan without data."""
+    if plan.data is None:
+        return None
+    return plan.data.packs / (plan.data.steps * plan.parallel.data)
+
+
+def predicted_stage_times(plan: Plan) -> tuple[StageTime, ...]:
+    """The prediction in the run log's terms; what is neither computed nor waited is the update."""
+    if plan.prediction is None:
+        return ()
+    count = micro_batches_per_step(plan) or 1.0
+    times = []
+    for stage in plan.prediction.stages:
+        forward_ms, backward_ms = stage.forward_ms * count, stage.backward_ms * count
+        wait_ms = stage.wait_fraction * plan.prediction.step_ms
+        rest_ms = plan.prediction.step_ms - forward_ms - backward_ms - wait_ms
+        times.append(
+            StageTime(
+                forward_ms=forward_ms,
+                backward_ms=backward_ms,
+                wait_ms=wait_ms,
+                data_ms=0.0,
+                optimizer_ms=max(0.0, rest_ms),
+            )
+        )
+    return tuple(times)
+
+
+def accuracy(kind: KindAccuracy) -> float:
+    """Share of correct answers, 0 where nothing was asked."""
+    return kind.correct / kind.questions if kind.questions else 0.0
+
+
+def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
+    """95 % Wilson score interval of the accuracy; a few dozen questions decide little."""
+    z, n = 1.96, kind.questions
+    if not n:
+        return 0.0, 1.0
+    share = accuracy(kind)
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def is_right(answer: EvaluatedAnswer) -> bool:
+    return answer.answered.strip() == answer.expected.strip()
+
+
+def telling_examples(evaluation: Evaluation, limit: int) -> list[EvaluatedAnswer]:
+    """At most `limit` answers, taking turns over the kinds, and over right and wrong in each."""
+    groups: dict[tuple[str, bool], list[EvaluatedAnswer]] = {}
+    for answer in evaluation.examples:
+        groups.setdefault((answer.kind, is_right(answer)), []).append(answer)
+    ranked = [
+        (place, kind, not right, answer)
+        for (kind, right), answers in groups.items()
+        for place, answer in enumerate(answers)
+    ]
+    ranked.sort(key=lambda entry: entry[:3])
+    chosen = [entry[3] for entry in ranked[:limit]]
+    return sorted(chosen, key=lambda answer: (answer.kind, not is_right(answer)))

@@ -1,0 +1,157 @@
+"""Inline SVG, just enough for the report: scales, axes, lines, dots, bars.
+
+Colours are classes of report.css, so one drawing serves light, dark and print. Coordinates are
+rounded to 0.1, which keeps pages small and equal inputs equal bytes.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from omnibal.report.text import escape, tick
+
+Value = TypeVar("Value", float, np.ndarray)
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 28, 44
+"""Margins around the plotting area, wide enough for labels at a phone's larger font."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps values in [low, high] linearly to coordinates in [start, end]."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: Value) -> Value:
+        share = (value - self.low) / ((self.high - self.low) or 1.0)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Multiples of 1, 2 or 5 times a power of ten inside the range, about `count` of them."""
+        span = self.high - self.low
+        if span <= 0 or not math.isfinite(span):
+            return [self.low]
+        rough = span / count
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [i * step for i in range(first, last + 1)]
+
+
+def text(x: float, y: float, content: object, css: str = "label") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css}">{escape(content)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, css: str, tip: str = "") -> str:
+    """A box; `tip` is what a pointer resting on it shows."""
+    box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
+    if tip:
+        return f'{box} class="{css}"><title>{escape(tip)}</title></rect>'
+    return f'{box} class="{css}"/>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
+
+
+def polyline(xs: np.ndarray, ys: np.ndarray, css: str) -> str:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+    return f'<polyline points="{points}" class="{css}"/>'
+
+
+def dots(xs: np.ndarray, ys: np.ndarray, css: str) -> str:
+    """One path of zero-length strokes: the round cap is the dot."""
+    path = "".join(f"M{x:.1f},{y:.1f}h0" for x, y in zip(xs, ys, strict=True))
+    return f'<path d="{path}" class="{css}"/>'
+
+
+def drawing(width: float, height: float, label: str, body: Iterable[str], css: str = "") -> str:
+    """An `svg` element that the page may scale; `label` says in words what it shows."""
+    return (
+        f'<svg class="{css}" role="img" aria-label="{escape(label)}" width="{width:g}" '
+        f'viewBox="0 0 {width:g} {height:g}">{"".join(body)}</svg>'
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """A plotting area with its two scales; y grows upwards."""
+
+    x: Scale
+    y: Scale
+    width: float
+    height: float
+
+    @staticmethod
+    def over(
+        x_range: tuple[float, float],
+        y_range: tuple[float, float],
+        width: float = 520,
+        height: float = 270,
+    ) -> "Plot":
+        return Plot(
+            x=Scale(*x_range, LEFT, width - RIGHT),
+            y=Scale(*y_range, height - BOTTOM, TOP),
+            width=width,
+            height=height,
+        )
+
+    def axes(self, x_title: str, y_title: str) -> str:
+        """Grid lines, tick labels and titles."""
+        parts = []
+        for value in self.y.ticks():
+            at = self.y(value)
+            parts.append(line(self.x.start, at, self.x.end, at, "grid"))
+            parts.append(text(self.x.start - 6, at + 4, tick(value), "label end"))
+        for value in self.x.ticks():
+            at = self.x(value)
+            parts.append(text(at, self.y.start + 17, tick(value), "label middle"))
+        parts.append(line(self.x.start, self.y.start, self.x.end, self.y.start, "axis"))
+        middle = (self.x.start + self.x.end) / 2
+        parts.append(text(middle, self.height - 6, x_title, "label middle"))
+        parts.append(text(4, TOP - 14, y_title))
+        return "".join(parts)
+
+
+def padded(values: np.ndarray, share: float = 0.04) -> tuple[float, float]:
+    """Range of the values with a little air; a single value gets a range around it."""
+    low, high = float(values.min()), float(values.max())
+    air = (high - low) * share or abs(high) * 0.1 or 1.0
+    return low - air, high + air
+
+
+def extremes(values: np.ndarray, buckets: int) -> np.ndarray:
+    """Indices of the smallest and largest value of every bucket: fewer points, same outline."""
+    if len(values) <= 2 * buckets:
+        return np.arange(len(values))
+    bounds = np.linspace(0, len(values), buckets + 1).astype(int)
+    picked: list[int] = []
+    for start, end in pairwise(bounds):
+        part = values[start:end]
+        picked += [start + int(part.argmin()), start + int(part.argmax())]
+    return np.unique(picked)
+
+
+def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
+    """Mean over up to `radius` neighbours on each side, fewer at the ends."""
+    total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - radius, 0), np.minimum(index + radius + 1, len(values))
+    return (total[high] - total[low]) / (high - low)
+
+
+def stacked_row(x: Scale, y: float, height: float, parts: Sequence[tuple[float, str, str]]) -> str:
+    """Boxes side by side from the scale's low end; each part is (value, class, tip)."""
+    drawn, at = [], x.low
+    for value, css, tip in parts:
+        if value > 0:
+            left, right = x(at), x(at + value)
+            drawn.append(rect(left, y, right - left, height, css, tip))
+        at += value
+    return "".join(drawn)

@@ -1,0 +1,271 @@
+"""The report's tables: exact numbers under the figures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.metrics import measure_packs
+from omnibal.data.packs import ScheduledPacks
+from omnibal.plan import Plan, StageMemory, memory_cap_gib
+from omnibal.report.figures import MEMORY_PARTS, bars, memory_parts
+from omnibal.report.summary import (
+    RunSummary,
+    accuracy,
+    accuracy_interval,
+    is_right,
+    micro_batches_per_step,
+    predicted_stage_times,
+    telling_examples,
+)
+from omnibal.report.text import EN_DASH, aligned, escape, number, percent, shorten
+from omnibal.runlog import Evaluation, StepRecord
+
+_SOURCES_SHOWN = 12
+_EXAMPLES_SHOWN = 12
+_TEXT_LIMIT = 160
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One column; neighbours of the same non-empty group share a heading. Cells are trusted."""
+
+    group: str = ""
+    title: str
+    cells: Sequence[str]
+    css: str = ""
+
+
+def table(columns: Sequence[Column], caption: str) -> str:
+    """A table that scrolls sideways where it is too wide, what to know of it below."""
+    groups = [(name, len(list(members))) for name, members in groupby(c.group for c in columns)]
+    head = "".join(f'<th colspan="{span}">{escape(name)}</th>' for name, span in groups)
+    head = f"<tr>{head}</tr>" if any(name for name, _ in groups) else ""
+    titles = "".join(f'<th class="{c.css}">{escape(c.title)}</th>' for c in columns)
+    rows = "".join(
+        "<tr>" + "".join(f'<td class="{c.css}">{c.cells[i]}</td>' for c in columns) + "</tr>"
+        for i in range(len(columns[0].cells))
+    )
+    return (
+        f'<div class="scroll"><table><thead>{head}<tr>{titles}</tr></thead>'
+        f'<tbody>{rows}</tbody></table></div><p class="caption">{escape(caption)}</p>'
+    )
+
+
+def facts(title: str, entries: Sequence[tuple[str, str]]) -> str:
+    """Names and values; values are trusted."""
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in entries)
+    return f'<div>{title and f"<h3>{escape(title)}</h3>"}<dl class="provenance">{rows}</dl></div>'
+
+
+def _pair(group: str, predicted: Sequence[float], measured: Sequence[float]) -> list[Column]:
+    """Predicted and measured columns with equal decimals; an empty side is left out."""
+    cells, split = aligned([*predicted, *measured]), len(predicted)
+    columns = []
+    if predicted:
+        columns.append(Column(group=group, title="predicted", cells=cells[:split]))
+    if measured:
+        columns.append(Column(group=group, title="measured", cells=cells[split:], css="bold"))
+    return columns
+
+
+def stage_table(plan: Plan, run: RunSummary | None) -> str:
+    """Layers, times per step and waiting of every stage, predicted beside measured."""
+    stages, both = plan.stages, (predicted_stage_times(plan), run.stages if run else ())
+    counts = {
+        "vision": [s.vision_layers for s in stages],
+        "language": [s.language_layers for s in stages],
+        "recomputed": [len(s.recompute_vision) + len(s.recompute_language) for s in stages],
+    }
+    waits = [100 * s.wait_fraction for s in plan.prediction.stages] if plan.prediction else []
+    columns = [
+        Column(title="stage", cells=[str(i) for i in range(len(stages))], css="left"),
+        *(Column(group="layers", title=k, cells=[f"{n}" for n in v]) for k, v in counts.items()),
+        *_pair("forward, ms", *([time.forward_ms for time in side] for side in both)),
+        *_pair("backward, ms", *([time.backward_ms for time in side] for side in both)),
+        *_pair("waiting, %", waits, [100 * w for w in run.wait_fractions] if run else []),
+    ]
+    count = micro_batches_per_step(plan)
+    per = f"a step of {count:.4g} micro-batches" if count else "one micro-batch"
+    return table(columns, f"Times of {per}; backward includes recomputation.")
+
+
+def memory_table(plan: Plan, run: RunSummary | None) -> str:
+    """Predicted memory by kind, the sum against the device's, and the measured peak."""
+    columns = [Column(title="stage", cells=[str(i) for i in range(len(plan.stages))], css="left")]
+    if plan.prediction:
+        columns += _predicted_memory(
+            [stage.memory for stage in plan.prediction.stages], memory_cap_gib(plan.cluster)
+        )
+    if run:
+        cells = aligned(run.peak_gib)
+        columns.append(Column(group="measured, GiB", title="peak", cells=cells, css="bold"))
+    if len(columns) == 1:
+        return ""
+    return table(columns, "Memory of one device of each stage at the peak of the step.")
+
+
+def _predicted_memory(memories: Sequence[StageMemory], cap_gib: float) -> list[Column]:
+    # Aligned together and dealt out again, so that all columns get the same decimals.
+    rows = [(*memory_parts(memory), memory.peak_gib) for memory in memories]
+    cells, titles = aligned([size for row in rows for size in row]), (*MEMORY_PARTS, "peak")
+    shares = [memory.peak_gib / cap_gib for memory in memories]
+    columns = {title: cells[i :: len(titles)] for i, title in enumerate(titles)}
+    columns[f"of {number(cap_gib)} usable"] = [
+        f'<span class="{"good" if share <= 1 else "bad"}">{percent(share)}</span>'
+        for share in shares
+    ]
+    return [
+        Column(group="predicted, GiB", title=title, cells=column, css="bold" * (title == "peak"))
+        for title, column in columns.items()
+    ]
+
+
+def accuracy_table(evaluation: Evaluation) -> str:
+    """Exact answers by kind with their 95 % interval, beside chance."""
+    kinds = evaluation.kinds
+    if not kinds:
+        return ""
+    shares = [accuracy(kind) for kind in kinds]
+    intervals = [accuracy_interval(kind) for kind in kinds]
+    meters = [
+        f'<span class="meter"><i style="width:{100 * share:.1f}%"></i>'
+        f'<b style="left:{100 * kind.chance:.1f}%"></b></span>'
+        for kind, share in zip(kinds, shares, strict=True)
+    ]
+    columns = [
+        Column(title="kind of question", cells=[escape(k.kind) for k in kinds], css="left"),
+        Column(title="questions", cells=[f"{k.questions:,}" for k in kinds]),
+        Column(title="correct", cells=[f"{k.correct:,}" for k in kinds]),
+        Column(title="accuracy", cells=[percent(share) for share in shares], css="bold"),
+        Column(
+            title="95 % interval",
+            cells=[f"{100 * low:.1f} {EN_DASH} {100 * high:.1f} %" for low, high in intervals],
+        ),
+        Column(title="chance", cells=[percent(k.chance) for k in kinds]),
+        Column(title="", cells=meters),
+    ]
+    return table(
+        columns,
+        f"Exact matches after step {evaluation.step:,}. Chance, the mark on the bar, is the best "
+        "that one constant answer reaches.",
+    )
+
+
+def answers_table(evaluation: Evaluation) -> str:
+    """A few questions of every kind, right and wrong ones."""
+    examples = telling_examples(evaluation, _EXAMPLES_SHOWN)
+    if not examples:
+        return ""
+    marks = [
+        '<span class="good" title="right">&#10003;</span>'
+        if is_right(example)
+        else '<span class="bad" title="wrong">&#10007;</span>'
+        for example in examples
+    ]
+    texts = {
+        "kind": [e.kind for e in examples],
+        "question": [e.question for e in examples],
+        "expected": [e.expected for e in examples],
+        "answered": [e.answered for e in examples],
+        "sample": [e.sample for e in examples],
+    }
+    columns = [Column(title="", cells=marks, css="mark")]
+    columns += [
+        Column(title=name, cells=[escape(shorten(v, _TEXT_LIMIT)) for v in values], css="wrap")
+        for name, values in texts.items()
+    ]
+    return table(columns, "Examples, right and wrong ones of every kind; not in proportion.")
+
+
+def packing_facts(packs: ScheduledPacks, lengths: Lengths, plan: Plan) -> str:
+    """How full and how even the micro-batches are."""
+    if plan.data is None:
+        return ""
+    dp = plan.parallel.data
+    m = measure_packs(packs, lengths, plan.data.caps, dp)
+    entries = [
+        ("Samples", f"{len(lengths):,}, {m.samples_per_pack:.3g} per pack"),
+        ("Packs", f"{m.packs:,} (at least {m.packs_lower_bound:,} are needed)"),
+        ("Tiles filled", f"{percent(m.fill_tiles)} of the cap"),
+        ("Tokens filled", f"{percent(m.fill_tokens)} of the cap"),
+    ]
+    if dp > 1:
+        entries += [
+            ("Uneven tiles", f"{percent(m.dist_ratio_vision)} below the busiest of {dp} ranks"),
+            ("Uneven tokens", f"{percent(m.dist_ratio_language)} below the busiest of {dp} ranks"),
+        ]
+    count = plan.data.micro_batches_per_step
+    entries += [
+        ("Steps", f"{m.steps:,} of up to {count} micro-batches on each of {dp} ranks"),
+        ("Method", f"{escape(plan.data.method)}, seed {plan.data.seed}"),
+    ]
+    return facts("Packing", entries)
+
+
+def sources_table(lengths: Lengths) -> str:
+    """Tiles and tokens of every source as small histograms on common axes."""
+    counts = np.bincount(lengths.source, minlength=len(lengths.source_names))
+    order = [int(i) for i in np.argsort(-counts, kind="stable")]
+    groups = [(lengths.source_names[i], [i]) for i in order[:_SOURCES_SHOWN]]
+    rest = order[_SOURCES_SHOWN:]
+    groups += [(f"{len(rest)} smaller sources", rest)] if rest else []
+    most_tiles, tokens = int(lengths.tiles.max()), lengths.tokens
+    tile_edges = np.linspace(-0.5, most_tiles + 0.5, min(most_tiles + 1, 40) + 1)
+    token_edges = np.geomspace(tokens.min(), max(tokens.max(), tokens.min() + 1), 31)
+    # Rounding may put the outermost samples a hair outside.
+    token_edges[[0, -1]] = tokens.min(), max(tokens.max(), tokens.min() + 1)
+    masks = [np.isin(lengths.source, members) for _, members in groups]
+
+    def drawn(values: np.ndarray, edges: np.ndarray, css: str, unit: str) -> list[str]:
+        return [
+            bars(np.histogram(values[mask], edges)[0], css, f"histogram of {unit}: {name}")
+            for mask, (name, _) in zip(masks, groups, strict=True)
+        ]
+
+    columns = [
+        Column(title="source", cells=[escape(name) for name, _ in groups], css="wrap"),
+        Column(title="samples", cells=[f"{int(mask.sum()):,}" for mask in masks]),
+        Column(title="mean tiles", cells=aligned([lengths.tiles[mask].mean() for mask in masks])),
+        Column(
+            title=f"tiles, 0 to {most_tiles}",
+            cells=drawn(lengths.tiles, tile_edges, "vision", "tiles"),
+        ),
+        Column(title="mean tokens", cells=aligned([tokens[mask].mean() for mask in masks])),
+        Column(
+            title=f"tokens, {tokens.min():,} to {tokens.max():,}, logarithmic",
+            cells=drawn(tokens, token_edges, "language", "tokens"),
+        ),
+    ]
+    return table(columns, "Samples by source; bar heights are relative to the row's highest.")
+
+
+def provenance_facts(plan: Plan, records: Sequence[StepRecord]) -> str:
+    """What the page was made from."""
+    entries = [("Plan schema", f"version {plan.schema_version}")]
+    entries += [
+        ("Cluster", f"{escape(plan.cluster.name)}, {plan.cluster.memory_gib:g} GiB a device")
+    ]
+    if plan.prediction:
+        entries += [
+            ("Costs from", escape(plan.prediction.cost_source)),
+            ("Split found by", escape(plan.prediction.method)),
+        ]
+    if plan.data:
+        entries += [
+            ("Packs made by", f"{escape(plan.data.method)}, seed {plan.data.seed}"),
+            ("Lengths", f"<code>sha256 {escape(plan.data.lengths_sha256)}</code>"),
+            ("Packs", f"<code>sha256 {escape(plan.data.packs_sha256)}</code>"),
+        ]
+    if plan.data and plan.data.origin:
+        origin = plan.data.origin
+        entries += [
+            ("Data", f"<code>sha256 {escape(origin.data_sha256)}</code>"),
+            ("Tokenizer", f"<code>sha256 {escape(origin.tokenizer_sha256)}</code>"),
+        ]
+    if records:
+        seen = f"{len(records):,} steps, {records[0].step:,} to {records[-1].step:,}"
+        entries += [("Run log", seen)]
+    return facts("", entries)

@@ -1,0 +1,82 @@
+"""Values to HTML text: escaping, and numbers with units, alike all over the report."""
+
+import html
+import math
+from collections.abc import Sequence
+
+EN_DASH = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+ARROW = "\N{RIGHTWARDS ARROW}"
+
+
+def escape(value: object) -> str:
+    """Text from the user or the data, safe in element content and in quoted attributes."""
+    return html.escape(str(value), quote=True)
+
+
+def shorten(value: str, limit: int) -> str:
+    return value if len(value) <= limit else value[: limit - 3] + "..."
+
+
+def number(value: float, digits: int = 3) -> str:
+    """At least `digits` significant digits, never an exponent for what people write out.
+
+    >>> number(1234.5), number(12.345), number(0.01234)
+    ('1,234', '12.3', '0.0123')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if value and abs(value) < 1e-3:
+        return f"{value:.{digits - 1}e}"
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def tick(value: float) -> str:
+    """An axis label, short whatever the magnitude."""
+    if value and abs(value) < 0.01:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def milliseconds(value: float) -> str:
+    return f"{number(value / 1000)} s" if value >= 1000 else f"{number(value)} ms"
+
+
+def duration(seconds: float) -> str:
+    """The two leading units.
+
+    >>> duration(11_700), duration(42.4)
+    ('3 h 15 min', '42 s')
+    """
+    whole = round(seconds)
+    for size, unit, below_size, below in (
+        (86_400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // below_size} {below}"
+    return f"{whole} s"
+
+
+def deviation(predicted: float, measured: float) -> str:
+    """How far a prediction lies from the measurement, in words."""
+    if measured <= 0:
+        return "no measured time"
+    error = predicted / measured - 1
+    return f"{percent(abs(error))} {'too high' if error > 0 else 'too low'}"
+
+
+def aligned(values: Sequence[float]) -> list[str]:
+    """Cells of one table column, all with the same number of decimals."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    largest = max(finite, default=0.0)
+    decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+    decimals = min(decimals, 4) if largest < 100 else int(largest < 1000)
+    return [f"{value:,.{decimals}f}" for value in values]

@@ -1,0 +1,104 @@
+"""One training step as it runs over the stages: the simulator's 1F1B schedule, drawn."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.pipeline.simulate import Timeline, simulate_1f1b
+from omnibal.pipeline.stage_cost import StageTimes, stage_times
+from omnibal.plan import Plan, Prediction
+from omnibal.report.figures import WIDE, figure, legend
+from omnibal.report.svg import Scale, drawing, line, rect, text
+from omnibal.report.text import milliseconds, tick
+
+_LEFT, _ROW = 72, 32
+_LABEL_WIDTH = 15.0
+"""Narrower blocks carry no number."""
+
+
+def timeline_figure(plan: Plan, packs: ScheduledPacks | None, lengths: Lengths | None) -> str:
+    """The simulated schedule of one representative step of the first data-parallel rank."""
+    if plan.prediction is None or packs is None or lengths is None:
+        return ""
+    times = predicted_pack_times(plan, plan.prediction, packs, lengths)
+    rows = representative_step(packs, (times.forward_ms + times.backward_ms).sum(axis=1))
+    link_ms = times.link_ms[rows]
+    timeline = simulate_1f1b(times.forward_ms[rows], times.backward_ms[rows], link_ms, link_ms)
+    tips = [
+        f"micro-batch {slot}: {tiles:,} tiles, {tokens:,} tokens"
+        for slot, tiles, tokens in zip(
+            packs.slot[rows], packs.tiles[rows], packs.tokens[rows], strict=True
+        )
+    ]
+    return figure(
+        f"Step {packs.step[rows[0]]:,} as simulated",
+        draw(timeline, tips),
+        f"The step of median load on the first data-parallel rank: {len(rows)} micro-batches under "
+        "1F1B. Rest the pointer on a block for its pack.",
+        legend(("forward", "forward"), ("backward", "backward"), ("wait", "waiting")),
+        "wide",
+    )
+
+
+def draw(timeline: Timeline, tips: Sequence[str]) -> str:
+    """A row per stage, a block per pass; what stays free is waiting."""
+    stages, end_ms = len(timeline.finish_ms), float(timeline.step_ms)
+    x, bottom = Scale(0, end_ms, _LEFT, WIDE - 16), _ROW * stages
+    parts = []
+    for value in x.ticks(8):
+        parts.append(line(x(value), 0, x(value), bottom + 4, "grid"))
+        parts.append(text(x(value), bottom + 20, f"{tick(value)} ms", "label middle"))
+    for stage in range(stages):
+        y = _ROW * stage + 3
+        parts.append(text(0, y + 17, f"stage {stage}"))
+        parts.append(rect(_LEFT, y, x(end_ms) - _LEFT, _ROW - 6, "wait"))
+        for css, start, end in (
+            ("forward", timeline.forward_start_ms[:, stage], timeline.forward_end_ms[:, stage]),
+            ("backward", timeline.backward_start_ms[:, stage], timeline.backward_end_ms[:, stage]),
+        ):
+            for index, (left, right) in enumerate(zip(x(start), x(end), strict=True)):
+                tip = f"{css} of {tips[index]}"
+                # The thin gap keeps equal neighbours apart.
+                parts.append(rect(left, y, right - left - 0.6, _ROW - 6, css, tip))
+                if right - left >= _LABEL_WIDTH:
+                    parts.append(text((left + right) / 2, y + 17, index, "block middle"))
+    label = f"schedule of {len(tips)} micro-batches on {stages} stages in {milliseconds(end_ms)}"
+    return drawing(WIDE, bottom + 26, label, parts)
+
+
+def predicted_pack_times(
+    plan: Plan, prediction: Prediction, packs: ScheduledPacks, lengths: Lengths
+) -> StageTimes:
+    """Every pack's times: the means are the plan's, how packs differ is counted from the model.
+
+    The plan keeps only mean times, for a fitted profile is no part of it; operation counts say how
+    one pack compares with another, and the means set the scale of every stage.
+    """
+    cost = analytic_cost(plan.model, plan.cluster, plan.parallel, plan.precision)
+    counted = stage_times(cost, plan.stages, pack_features(packs.packs, lengths))
+    return StageTimes(
+        forward_ms=_with_means(counted.forward_ms, [s.forward_ms for s in prediction.stages]),
+        backward_ms=_with_means(counted.backward_ms, [s.backward_ms for s in prediction.stages]),
+        recompute_ms=counted.recompute_ms,
+        link_ms=counted.link_ms,
+    )
+
+
+def _with_means(values: np.ndarray, means: Sequence[float]) -> np.ndarray:
+    """Columns scaled to the given means; a column without any time stays so."""
+    counted = values.mean(axis=0)
+    return values * np.divide(means, counted, out=np.zeros_like(counted), where=counted > 0)
+
+
+def representative_step(packs: ScheduledPacks, load_ms: np.ndarray) -> np.ndarray:
+    """Rows of the first rank's packs in the step of median load, among its longest steps."""
+    first = np.flatnonzero(packs.dp_rank == 0)
+    counts = np.bincount(packs.step[first])
+    loads = np.bincount(packs.step[first], weights=load_ms[first])
+    full = np.flatnonzero(counts == counts.max())
+    middle = full[np.argsort(loads[full], kind="stable")[(len(full) - 1) // 2]]
+    return first[packs.step[first] == middle]

@@ -1,0 +1,160 @@
+"""Results as tables for a terminal."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.metrics import PackMetrics
+from omnibal.plan import Plan, Prediction, Stage, memory_cap_gib
+
+if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
+    from omnibal.cost.profile import FitResidual
+
+
+def lengths_table(lengths: Lengths) -> Table:
+    """Samples, tiles and tokens of every source, and of all."""
+    numbers = ("samples", "tiles mean", "tiles max", "tokens mean", "tokens max")
+    table = _table("Sample lengths", "source", *numbers)
+    for code, name in enumerate(lengths.source_names):
+        table.add_row(name, *_length_cells(lengths, lengths.source == code))
+    table.add_section()
+    table.add_row("all", *_length_cells(lengths, np.ones(len(lengths), bool)))
+    return table
+
+
+def _length_cells(lengths: Lengths, rows: np.ndarray) -> tuple[str, ...]:
+    tiles, tokens = lengths.tiles[rows], lengths.tokens[rows]
+    if not len(tiles):
+        return "0", "-", "-", "-", "-"
+    return (
+        f"{len(tiles):,}",
+        f"{tiles.mean():.2f}",
+        f"{tiles.max():,}",
+        f"{tokens.mean():,.1f}",
+        f"{tokens.max():,}",
+    )
+
+
+def packs_table(metrics: PackMetrics) -> Table:
+    """The figures of a packing."""
+    table = _facts_table("Packs")
+    table.add_row("samples packed", f"{metrics.packed:,} of {metrics.samples:,}")
+    table.add_row("packs", f"{metrics.packs:,}")
+    table.add_row("packs, lower bound", f"{metrics.packs_lower_bound:,}")
+    table.add_row("samples per pack", f"{metrics.samples_per_pack:.2f}")
+    table.add_row("fill of tiles", f"{metrics.fill_tiles:.1%}")
+    table.add_row("fill of tokens", f"{metrics.fill_tokens:.1%}")
+    table.add_row("pad ratio", f"{metrics.pad_ratio:.4f}")
+    table.add_row("dist ratio, vision", f"{metrics.dist_ratio_vision:.4f}")
+    table.add_row("dist ratio, language", f"{metrics.dist_ratio_language:.4f}")
+    table.add_row("steps", f"{metrics.steps:,}")
+    return table
+
+
+def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
+    """How far the fitted costs are from what was measured."""
+    errors = ("median error", "largest error")
+    table = _table("Fit of the costs", "unit", "quantity", "measurements", *errors)
+    for residual in residuals:
+        table.add_row(
+            residual.unit,
+            residual.quantity,
+            str(residual.measurements),
+            f"{residual.median_error:.1%}",
+            f"{residual.max_error:.1%}",
+        )
+    return table
+
+
+def stages_table(plan: Plan, prediction: Prediction) -> Table:
+    """What every stage holds, and its times per micro-batch."""
+    table = _table("Stages", "stage", "vision", "language", "forward ms", "backward ms", "waits")
+    table.add_column("also holds", overflow="fold")
+    for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
+        table.add_row(
+            str(index),
+            str(stage.vision_layers),
+            str(stage.language_layers),
+            f"{predicted.forward_ms:,.2f}",
+            f"{predicted.backward_ms:,.2f}",
+            f"{predicted.wait_fraction:.1%}",
+            _single_units(stage),
+        )
+    return table
+
+
+def memory_table(plan: Plan, prediction: Prediction) -> Table:
+    """Layers that every stage recomputes, and the memory of one of its devices."""
+    kinds = ("weights", "gradients", "optimizer", "activations", "working", "peak")
+    cap_gib = memory_cap_gib(plan.cluster)
+    table = _table(f"Memory, GiB of {cap_gib:.2f}", "stage", "recompute", *kinds)
+    for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
+        memory = predicted.memory
+        table.add_row(
+            str(index),
+            str(len(stage.recompute_vision) + len(stage.recompute_language)),
+            f"{memory.weights_gib:.2f}",
+            f"{memory.gradients_gib:.2f}",
+            f"{memory.optimizer_gib:.2f}",
+            f"{memory.activations_gib:.2f}",
+            f"{memory.transient_gib:.2f}",
+            f"{memory.peak_gib:.2f}",
+        )
+    return table
+
+
+def plan_table(plan: Plan, prediction: Prediction) -> Table:
+    """The prediction of the whole job."""
+    parallel = plan.parallel
+    table = _facts_table("Plan")
+    table.add_row(
+        "devices",
+        f"{parallel.world_size} = TP {parallel.tensor} x PP {parallel.pipeline} x DP "
+        f"{parallel.data}, {plan.cluster.device}",
+    )
+    if plan.data is not None:
+        table.add_row(
+            "data",
+            f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s) in {plan.data.packs:,} "
+            f"packs, {plan.data.steps:,} steps",
+        )
+    table.add_row("step", f"{prediction.step_ms:,.1f} ms")
+    table.add_row("ideal step", f"{prediction.ideal_step_ms:,.1f} ms")
+    table.add_row("bubble", f"{prediction.bubble_fraction:.1%}")
+    if plan.data is not None:
+        table.add_row("samples per second", f"{_samples_per_second(plan, prediction):,.2f}")
+        table.add_row("device days", f"{prediction.gpu_days:,.3g}")
+    table.add_row("costs from", prediction.cost_source)
+    return table
+
+
+def _samples_per_second(plan: Plan, prediction: Prediction) -> float:
+    return prediction.samples_per_second_per_gpu * plan.parallel.world_size
+
+
+def _single_units(stage: Stage) -> str:
+    held = {
+        "image embed": stage.vision_embed,
+        "projector": stage.projector,
+        "text embed": stage.language_embed,
+        "head": stage.head,
+    }
+    return ", ".join(name for name, is_held in held.items() if is_held)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _facts_table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD)
+    table.add_column()
+    table.add_column(justify="right")
+    return table

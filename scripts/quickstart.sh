@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# From nothing to a trained and examined model on two CPU cores: makes .venv and the sample data,
+# then plans, trains, evaluates and reports with the commands that a real job uses, printing each
+# before it runs. What an earlier run finished is kept; a training that was stopped goes on.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+work=work/quickstart
+data=$work/digits
+tokenizer=$data/tokenizer.model
+plan=$work/plan
+run=$work/run
+mkdir -p "$work"
+# Two processes share two cores: one thread each.
+export OMP_NUM_THREADS=1
+
+# Print a command, and run it unless what it makes is there.
+make() {
+    local product=$1
+    shift
+    if [[ -e $product ]]; then
+        printf '\n# %s is there already\n' "$product"
+        return
+    fi
+    printf '\n$ %s\n' "$*"
+    "$@"
+}
+
+make "$data" python tools/make_digits_dataset.py --output "$data"
+
+make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model internvl-digits \
+    --tokenizer-model "$tokenizer" -o $work/lengths.parquet
+
+caps=(--max-tiles 12 --max-tokens 448)
+
+make $work/profile.json omnibal profile --model internvl-digits --precision fp32 --processes 2 \
+    "${caps[@]}" --tokens-per-sample 64 -o $work/profile.json
+
+make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
+    --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
+    --micro-batches 6 --epochs 3 -o "$plan"
+
+printf '\n$ omnibal check %s\n' "$plan"
+omnibal check "$plan"
+
+resume=()
+[[ -e $run/latest_checkpointed_iteration.txt ]] && resume=(--load "$run")
+launch=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan "$plan" --tokenizer-model "$tokenizer")
+
+make "$run/trained" "${launch[@]}" --data "$data/train/meta.json" --save "$run" ${resume[@]+"${resume[@]}"} \
+    --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
+touch "$run/trained"
+
+make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \
+    --eval-data "$data/heldout/meta.json" --max-new-tokens 16
+
+printf '\n$ omnibal report %s --run %s -o %s\n' "$plan" "$run" $work/report.html
+omnibal report "$plan" --run "$run" -o $work/report.html

@@ -1,0 +1,34 @@
+"""Packaging: the planner alone by default, the trainer with the extra `train`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_text()).group(1)
+
+PLANNER = ["numpy", "pillow", "pyarrow", "pydantic>=2", "rich", "scipy", "sentencepiece", "typer"]
+# megatron-core is pinned: the trainer extends its block and repairs two of its functions. Its
+# checkpoints need psutil, which it does not say.
+TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "torch>=2.10"]
+DEVELOPMENT = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "scikit-learn"]
+
+setup(
+    name="omnibal",
+    version=VERSION,
+    description="Balanced training of vision-language models on many GPUs",
+    long_description=Path("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    # No `megatron/__init__.py`, ever: it would hide the installed megatron.core.
+    packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
+    package_data={"omnibal": ["presets/*/*.toml", "report/*.css"]},
+    install_requires=PLANNER,
+    extras_require={
+        "train": TRAINER,
+        "cuda": [*TRAINER, "transformer-engine[pytorch]"],
+        "dev": DEVELOPMENT,
+    },
+    entry_points={"console_scripts": ["omnibal = omnibal.cli:main"]},
+)

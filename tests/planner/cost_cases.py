@@ -1,0 +1,67 @@
+"""Small models and random cost models for the planner's tests."""
+
+import numpy as np
+
+from omnibal.config import LanguageConfig, ModelConfig, VisionConfig
+from omnibal.cost.model import CostModel, Unit, UnitCost
+
+
+def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
+    return ModelConfig(
+        name=f"small-{vision_layers}-{language_layers}",
+        vision=VisionConfig(
+            layers=vision_layers,
+            hidden_size=8,
+            heads=2,
+            ffn_hidden_size=16,
+            image_size=8,
+            patch_size=2,
+            normalization="LayerNorm",
+            qkv_bias=True,
+            qk_norm=False,
+        ),
+        language=LanguageConfig(
+            layers=language_layers,
+            hidden_size=8,
+            heads=2,
+            kv_heads=1,
+            ffn_hidden_size=16,
+            vocab_size=32,
+        ),
+    )
+
+
+def random_cost(rng: np.random.Generator) -> CostModel:
+    """Costs of comparable units; what a unit keeps always includes its input."""
+
+    def unit(parameters: int) -> UnitCost:
+        boundary_bytes = rng.uniform(0, 1e6, 4)
+        return UnitCost(
+            forward_ms=rng.uniform(0, 1, 4),
+            backward_ms=rng.uniform(0, 2, 4),
+            activation_bytes=boundary_bytes + rng.uniform(0, 8e6, 4),
+            boundary_bytes=boundary_bytes,
+            output_bytes=rng.uniform(0, 1e6, 4),
+            transient_bytes=rng.uniform(0, 3e6, 4),
+            parameters=parameters,
+        )
+
+    return CostModel(
+        units={kind: unit(int(rng.integers(1_000_000))) for kind in Unit},
+        weight_bytes_per_parameter=2,
+        gradient_bytes_per_parameter=4,
+        optimizer_bytes_per_parameter=12,
+        optimizer_ms_fixed=0.5,
+        optimizer_ms_per_parameter=1e-6,
+        link_latency_ms=rng.uniform(0, 0.1),
+        link_ms_per_byte=rng.uniform(0, 1e-7),
+        gradient_reduction_ms_per_parameter=1e-6,
+        source="random",
+    )
+
+
+def random_features(rng: np.random.Generator, packs: int) -> np.ndarray:
+    """[packs, 4] with no pack that is the largest in everything."""
+    features = rng.uniform(0, 4, (packs, 4))
+    features[:, 0] = 1
+    return features

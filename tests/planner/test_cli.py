@@ -1,0 +1,278 @@
+"""Command line: what scripts read, what a user's mistake looks like, and which flags exist."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from plan_cases import example_lengths
+
+from omnibal import cli
+from omnibal.cost.model import Unit
+from omnibal.cost.profile import Profile, UnitMeasurement, write_profile
+from omnibal.data.lengths import read_lengths, write_lengths
+from omnibal.data.packs import read_packs
+
+PACK_KEYS = (
+    "samples packed packs packs_lower_bound samples_per_pack fill_tiles fill_tokens pad_ratio "
+    "dist_ratio_vision dist_ratio_language steps seconds"
+).split()
+PLAN_KEYS = (
+    "stages step_ms ideal_step_ms bubble_fraction samples_per_second_per_gpu gpu_days "
+    "memory_cap_gib cost_source packs steps"
+).split()
+STAGE_KEYS = (
+    "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "
+    "backward_ms wait_fraction peak_gib"
+).split()
+FLAGS = {
+    "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --json",
+    "pack": "--max-tiles --max-tokens --dp --micro-batches --method --seed --output -o --json",
+    "profile": "--model --max-tiles --max-tokens --tokens-per-sample --output -o --precision "
+    "--processes --layers --repetitions --json",
+    "plan": "--model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
+    "--profile --micro-batches --epochs --seed --precision --memory-gib --packing --json",
+    "check": "--json",
+    "report": "--output -o --run --json",
+}
+PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
+PROFILE = "profile --model internvl-digits --max-tiles 8 --max-tokens 512 --tokens-per-sample 64"
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> Path:
+    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
+    return tmp_path / "lengths.parquet"
+
+
+def run(command: str, *arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), *map(str, arguments)])
+    assert ended.value.code in (0, None)
+
+
+def failure(capsys, command: str, *arguments: object) -> str:
+    """Standard error of a command that must fail as a user's mistake."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), *map(str, arguments)])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def test_flags_are_the_documented_ones():
+    """Prevents a flag from being added, renamed or dropped without anybody noticing."""
+    group = typer.main.get_command(cli.app)
+    flags = {
+        name: {flag for option in command.params for flag in option.opts if flag.startswith("-")}
+        for name, command in group.commands.items()
+    }
+    assert flags == {name: {*expected.split()} for name, expected in FLAGS.items()}
+
+
+def test_pack_prints_one_json_object(capsys, tmp_path, lengths_file):
+    """Prevents logs on stdout, missing keys, and figures that are not those of the file."""
+    out = tmp_path / "new/packs.parquet"
+    run("pack --max-tiles 8 --max-tokens 512 --dp 2 --json", lengths_file, "-o", out)
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == PACK_KEYS
+    packs = read_packs(out)
+    assert printed["packed"] == printed["samples"] == 300
+    assert printed["packs"] == len(packs) >= printed["packs_lower_bound"]
+    assert printed["steps"] == packs.steps
+    assert packs.dp_rank.max() == 1
+
+
+def test_pack_seed_decides_the_file(tmp_path, lengths_file):
+    """Prevents packs that cannot be made again."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        path = tmp_path / name
+        run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file, "--seed", seed, "-o", path)
+    contents = [(tmp_path / name).read_bytes() for name in "abc"]
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_plan_check_and_report(capsys, tmp_path, lengths_file):
+    """Prevents commands that do not accept each other's files."""
+    run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", tmp_path / "plan", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == PLAN_KEYS
+    assert [list(stage) for stage in printed["stages"]] == [STAGE_KEYS] * 2
+    assert sum(stage["vision_layers"] for stage in printed["stages"]) == 4
+    assert printed["ideal_step_ms"] <= printed["step_ms"]
+    run("check --json", tmp_path / "plan")
+    assert len(json.loads(capsys.readouterr().out)["passed"]) == 9
+    run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
+    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
+    assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
+
+
+def test_readable_output_shows_the_figures(capsys, tmp_path, lengths_file):
+    """Prevents tables that fail to render, or that hide a stage."""
+    run(PLAN, "--lengths", lengths_file, "-o", tmp_path / "plan")
+    printed = capsys.readouterr().out
+    for word in ("projector", "GiB of 3.60", "samples per second", "analytic:laptop-cpu"):
+        assert word in printed
+    run("check", tmp_path / "plan")
+    assert capsys.readouterr().out.count("ok: ") == 9
+    run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file)
+    assert "300 of 300" in capsys.readouterr().out
+
+
+def test_plan_of_shapes_has_no_data_figures(capsys, tmp_path):
+    """Prevents invented totals for a plan without data."""
+    run(PLAN, "-o", tmp_path / "plan", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["step_ms"] > 0
+    unknown = {key for key, value in printed.items() if value is None}
+    assert unknown == {"samples_per_second_per_gpu", "gpu_days", "packs", "steps"}
+
+
+def test_memory_option_replaces_the_clusters(capsys, tmp_path):
+    """Prevents a limit that is printed but not planned with."""
+    run(PLAN, "--memory-gib", 2, "-o", tmp_path / "plan", "--json")
+    assert json.loads(capsys.readouterr().out)["memory_cap_gib"] == pytest.approx(0.9 * 2)
+
+
+def test_lengths_scan(capsys, tmp_path, digits):
+    """Prevents a summary that differs from the file, or a tiling option that is ignored."""
+    arguments = [digits / "train/meta.json", "--tokenizer-model", digits / "tokenizer.model"]
+    command = "lengths --json --model internvl-digits"
+    run(command, *arguments, "-o", tmp_path / "all.parquet")
+    printed = json.loads(capsys.readouterr().out)
+    lengths = read_lengths([tmp_path / "all.parquet"])
+    assert printed["samples"] == len(lengths) == sum(s["samples"] for s in printed["sources"])
+    assert max(s["tiles_max"] or 0 for s in printed["sources"]) == lengths.tiles.max() > 1
+    run(command, *arguments, "-o", tmp_path / "one.parquet", "--max-dynamic-patch", 1)
+    one = read_lengths([tmp_path / "one.parquet"])
+    assert one.origin.tiling.max_dynamic_patch == 1
+    assert one.tiles.sum() < lengths.tiles.sum()
+    capsys.readouterr()
+    run("lengths --model internvl-digits", *arguments, "-o", tmp_path / "all.parquet")
+    table = capsys.readouterr().out
+    assert all(name in table for name in lengths.source_names)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("pack absent.parquet --max-tiles 8 --max-tokens 512 --dp 2", "no such lengths file"),
+        ("pack {lengths} --max-tiles 3 --max-tokens 512 --dp 2", "exceed the caps"),
+        ("plan --model internvl-digit --cluster laptop-cpu --max-tiles 8 --max-tokens 9 -o p",
+         "did you mean 'internvl-digits'"),
+        (PLAN + " --pp 99 -o p", "99"),
+        (PLAN + " --profile absent.json -o p", "absent.json"),
+        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o {lengths}/p", "exists"),
+        (PLAN + " -o {lengths}", "is a file"),
+        ("check absent", "plan.json: no such file"),
+        ("report absent -o r.html", "plan.json: no such file"),
+        ("lengths absent.json --model internvl-digits --tokenizer-model t -o l", "no such"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, command, expected):
+    """Prevents tracebacks, multi-line dumps, a wrong status, and half-written results."""
+    monkeypatch.chdir(tmp_path)
+    error = failure(capsys, command.format(lengths=lengths_file))
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert expected in error
+    assert [path.name for path in tmp_path.iterdir()] == ["lengths.parquet"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pack l.parquet --max-tiles 0 --max-tokens 512 --dp 2",
+        "pack l.parquet --max-tiles nine --max-tokens 512 --dp 2",
+        "pack l.parquet --max-tokens 512 --dp 2",
+        PLAN + " -o p --precision fp8",
+        PLAN + " -o p --memory-gib 0",
+        "unknown",
+    ],
+)
+def test_usage_errors_exit_2(capsys, command):
+    """Prevents usage errors with another status than other mistakes, or on stdout."""
+    failure(capsys, command)
+
+
+def test_profile_without_torch_names_the_extra(capsys, tmp_path, monkeypatch):
+    """Prevents an ImportError from a planner-only installation."""
+
+    def find_spec(module):
+        if module == "megatron.core":
+            raise ModuleNotFoundError("No module named 'megatron'")
+        return object()
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    error = failure(capsys, PROFILE + " -o", tmp_path / "profile.json")
+    assert "megatron-core is not installed" in error
+    assert 'pip install "omnibal[train]"' in error
+
+
+def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
+    """Prevents options that the profiler never sees, and its output from mixing with the JSON."""
+    output, commands = tmp_path / "new/profile.json", []
+
+    def run_profiler(command, check, stdout):
+        commands.append(command)
+        assert stdout is sys.__stderr__
+        write_profile(example_profile(), output)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(cli, "_is_installed", lambda module: True)
+    monkeypatch.setattr(subprocess, "run", run_profiler)
+    run(PROFILE + " --processes 2 --layers 3 --precision fp32 --json -o", output)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["profile"] == str(output)
+    assert {residual["unit"] for residual in printed["residuals"]} == set(Unit)
+    launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-14:]
+    assert "--nproc-per-node=2" in launcher
+    assert dict(zip(options[::2], options[1::2], strict=True)) == {
+        "--model": "internvl-digits",
+        "--precision": "fp32",
+        "--max-tiles": "8",
+        "--max-tokens": "512",
+        "--tokens-per-sample": "64",
+        "--layers": "3",
+        "--output": str(output),
+    }
+
+
+def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
+    """Prevents success from being reported when nothing was measured."""
+    monkeypatch.setattr(cli, "_is_installed", lambda module: True)
+    failed = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*PROFILE.split(), "-o", str(tmp_path / "profile.json")])
+    assert ended.value.code == 3
+
+
+def example_profile() -> Profile:
+    shapes = [(0, 40), (2, 100), (4, 300), (8, 512)]
+    return Profile(
+        device="test",
+        precision="fp32",
+        model="internvl-digits",
+        model_sha256="m",
+        tensor=1,
+        processes=2,
+        measurements=tuple(
+            UnitMeasurement(
+                unit=unit,
+                tiles=tiles,
+                tokens=tokens,
+                squared_tokens=tokens**2,
+                forward_ms=1.0 + tiles + tokens,
+                backward_ms=2.0 + tiles + tokens,
+                activation_bytes=None,
+            )
+            for unit in Unit
+            for tiles, tokens in shapes
+        ),
+    )

@@ -1,0 +1,146 @@
+"""Planner: a plan directory that is whole, repeatable, and made for its data and its memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plan_cases import MODEL, example_lengths, origin_of, request
+
+from omnibal.check import check_plan
+from omnibal.config import TilingConfig, load_cluster
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import Unit, pack_features
+from omnibal.data.lengths import read_lengths
+from omnibal.data.metrics import rank_sums
+from omnibal.data.packs import read_packs
+from omnibal.errors import UserError
+from omnibal.plan import memory_cap_gib, read_plan
+from omnibal.planner import make_plan, save_plan
+
+
+def saved_bytes(directory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_saved_plan_is_whole_and_passes_its_check(tmp_path):
+    """Prevents a directory whose files do not belong together, and leftovers beside it."""
+    save_plan(make_plan(request()), tmp_path / "plan")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+    plan = read_plan(tmp_path / "plan")
+    assert plan.data is not None
+    assert plan.data.packs_sha256 == read_packs(tmp_path / "plan/packs.parquet").sha256
+    lengths = read_lengths([tmp_path / "plan/lengths.parquet"])
+    assert lengths.sha256 == example_lengths().sha256
+    assert (plan.data.samples, plan.data.epochs) == (300, 2)
+    assert check_plan(tmp_path / "plan")
+
+
+def test_same_request_gives_the_same_bytes(tmp_path):
+    """Prevents plans that differ between two equal runs, and a seed that changes nothing."""
+    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
+        save_plan(make_plan(request(seed=seed)), tmp_path / name)
+    first, again, other = (saved_bytes(tmp_path / name) for name in ("first", "again", "other"))
+    assert first == again
+    assert first["packs.parquet"] != other["packs.parquet"]
+    assert first["plan.json"] != other["plan.json"]
+
+
+def test_less_memory_makes_layers_recompute():
+    """Prevents a memory limit that the search does not see."""
+    roomy = make_plan(request()).plan
+    peak_gib = max(stage.memory.peak_gib for stage in roomy.prediction.stages)
+    tight_cluster = roomy.cluster.model_copy(update={"memory_gib": 0.85 * peak_gib / 0.9})
+    tight = make_plan(request(cluster=tight_cluster)).plan
+    recomputed = [
+        sum(len(stage.recompute_vision + stage.recompute_language) for stage in plan.stages)
+        for plan in (roomy, tight)
+    ]
+    assert recomputed[0] == 0 < recomputed[1]
+    assert max(s.memory.peak_gib for s in tight.prediction.stages) <= memory_cap_gib(tight_cluster)
+    assert tight.prediction.step_ms > roomy.prediction.step_ms
+
+
+def test_memory_that_nothing_fits_is_refused():
+    """Prevents a plan that would run out of memory in its first step."""
+    cluster = load_cluster("laptop-cpu").model_copy(update={"memory_gib": 1e-4})
+    with pytest.raises(UserError):
+        make_plan(request(cluster=cluster))
+
+
+def test_plan_of_shapes_only(tmp_path):
+    """Prevents a plan without data from pretending to know how long training takes."""
+    result = make_plan(request(lengths=None))
+    assert result.data is None
+    assert result.plan.data is None
+    assert result.plan.prediction.step_ms > 0
+    assert result.plan.prediction.gpu_days == 0
+    save_plan(result, tmp_path / "plan")
+    assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.json"]
+    assert any("shapes only" in sentence for sentence in check_plan(tmp_path / "plan"))
+
+
+def test_tiling_is_that_of_the_scan():
+    """Prevents training from cutting images into other tiles than those that were packed."""
+    tiling = TilingConfig(max_dynamic_patch=3)
+    lengths = example_lengths(origin_of(MODEL, tiling=tiling))
+    assert make_plan(request(lengths=lengths)).plan.model.tiling == tiling
+
+
+def test_lengths_of_another_model_are_refused():
+    """Prevents packs counted with another model's tokens per tile."""
+    lengths = example_lengths(origin_of(MODEL, tokens_per_tile=MODEL.tokens_per_tile + 1))
+    with pytest.raises(UserError, match="omnibal lengths"):
+        make_plan(request(lengths=lengths))
+
+
+def test_ranks_are_balanced_in_predicted_time():
+    """Prevents ranks that hold equally many tiles and tokens but take unequally long."""
+    lengths = example_lengths(count=3000)
+    lengths = replace(lengths, tokens=np.full(3000, 170, np.int32))  # which say nothing of the time
+    asked = request(lengths=lengths, epochs=1)
+    packs, _ = make_plan(asked).data
+    cost = analytic_cost(MODEL, asked.cluster, asked.parallel, "fp32")
+    repeats = {Unit.VISION_LAYER: MODEL.vision.layers, Unit.LANGUAGE_LAYER: MODEL.language.layers}
+    features = pack_features(packs.packs, lengths)
+    pack_ms = sum(
+        features @ (cost.forward_ms + cost.backward_ms) * repeats.get(unit, 1)
+        for unit, cost in cost.units.items()
+    )
+
+    rank_ms = rank_sums(packs, pack_ms, dp=2)[:-1]
+    assert (rank_ms.max(axis=1) / rank_ms.mean(axis=1)).mean() < 1.01
+
+
+def test_saving_again_replaces_only_plans(tmp_path):
+    """Prevents a checkpoint or a home directory from being deleted by a mistyped -o."""
+    result = make_plan(request())
+    directory = tmp_path / "plan"
+    save_plan(make_plan(request(seed=1)), directory)
+    save_plan(result, directory)
+    assert read_plan(directory) == result.plan
+    (directory / "run.jsonl").write_text("precious")
+    before = saved_bytes(directory)
+    with pytest.raises(UserError, match=r"run\.jsonl"):
+        save_plan(result, directory)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/packs.parquet").write_text("mine")
+    with pytest.raises(UserError, match=r"packs\.parquet"):
+        save_plan(result, tmp_path / "home")
+    assert saved_bytes(directory) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "plan"]
+
+
+def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch):
+    """Prevents a half-written plan when the disk fills or the process dies."""
+    directory = tmp_path / "plan"
+    save_plan(make_plan(request(seed=1)), directory)
+    before = saved_bytes(directory)
+
+    def full_disk(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("omnibal.planner.write_plan", full_disk)
+    with pytest.raises(OSError, match="disk full"):
+        save_plan(make_plan(request()), directory)
+    assert saved_bytes(directory) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]

@@ -1,0 +1,185 @@
+"""Fits from measured profiles, against costs that are known."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnibal.config import load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, Unit
+from omnibal.cost.profile import (
+    LinkMeasurement,
+    OptimizerMeasurement,
+    Profile,
+    UnitMeasurement,
+    fit_residuals,
+    fitted_cost,
+    model_sha256,
+    read_profile,
+    write_profile,
+)
+from omnibal.errors import UserError
+from omnibal.plan import Parallel
+
+MODEL = load_model("internvl-digits")
+CLUSTER = load_cluster("laptop-cpu")
+PARALLEL = Parallel(pipeline=2)
+SHAPES = [(0, 30, 500), (1, 64, 2000), (3, 128, 9000), (5, 256, 20000), (7, 512, 90000)]
+
+
+def true_cost() -> CostModel:
+    """Counted costs of a machine that also has overheads, and keeps 10 % more."""
+    cost = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
+    overhead_ms = np.array([0.05, 0, 0, 0])
+    return replace(
+        cost,
+        units={
+            unit: replace(
+                known,
+                forward_ms=3 * known.forward_ms + overhead_ms,
+                backward_ms=5 * known.backward_ms + 2 * overhead_ms,
+                activation_bytes=1.1 * known.activation_bytes,
+            )
+            for unit, known in cost.units.items()
+        },
+    )
+
+
+def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
+    rng = np.random.default_rng(seed)
+    measurements = []
+    for unit, known in true_cost().units.items():
+        for shape in SHAPES:
+            features = np.array([1, *shape])
+            factor = rng.uniform(1 - noise, 1 + noise, 2)
+            measurements.append(
+                UnitMeasurement(
+                    unit=unit,
+                    tiles=shape[0],
+                    tokens=shape[1],
+                    squared_tokens=shape[2],
+                    forward_ms=features @ known.forward_ms * factor[0],
+                    backward_ms=features @ known.backward_ms * factor[1],
+                    activation_bytes=round(features @ known.activation_bytes),
+                )
+            )
+    profile = Profile(
+        device="test CPU",
+        precision="fp32",
+        model=MODEL.name,
+        model_sha256=model_sha256(MODEL),
+        tensor=1,
+        processes=2,
+        measurements=tuple(measurements),
+        optimizer=tuple(
+            OptimizerMeasurement(parameters=n, optimizer_ms=0.2 + 1e-5 * n)
+            for n in (1000, 50_000, 400_000)
+        ),
+        links=tuple(LinkMeasurement(bytes=n, ms=0.03 + 2e-6 * n) for n in (0, 10_000, 1_000_000)),
+    )
+    return profile.model_copy(update=changed)
+
+
+def test_exact_measurements_give_back_the_true_costs():
+    """Prevents a fit that mixes up features, directions or units of measure."""
+    fitted = fitted_cost(measured(), MODEL, CLUSTER, PARALLEL, "fp32")
+    for unit, known in true_cost().units.items():
+        for shape in [*SHAPES, (12, 2000, 10**6)]:
+            features = np.array([1, *shape])
+            cost = fitted.units[unit]
+            assert features @ cost.forward_ms == pytest.approx(features @ known.forward_ms)
+            assert features @ cost.backward_ms == pytest.approx(features @ known.backward_ms)
+            assert features @ cost.activation_bytes == pytest.approx(
+                features @ known.activation_bytes, rel=1e-3, abs=1
+            )
+    assert fitted.optimizer_ms_fixed == pytest.approx(0.2)
+    assert fitted.optimizer_ms_per_parameter == pytest.approx(1e-5)
+    assert fitted.link_latency_ms == pytest.approx(0.03)
+    assert fitted.link_ms_per_byte == pytest.approx(2e-6)
+    assert fitted.source == "profile:test CPU"
+    assert all(residual.max_error < 1e-3 for residual in fit_residuals(measured()))
+
+
+def test_noise_stays_a_relative_error_of_its_own_size():
+    """Prevents fits in which the largest micro-batch outweighs all small ones."""
+    residuals = fit_residuals(measured(noise=0.05))
+    times = [r for r in residuals if r.quantity != "activation_bytes"]
+    assert len(times) == 2 * len(Unit)
+    assert all(0 < r.median_error < 0.05 and r.max_error < 0.12 for r in times)
+    assert all(r.measurements == len(SHAPES) for r in times)
+
+
+def test_what_was_not_measured_is_counted():
+    """Prevents zero memory, optimizer or link costs from a profile of times only."""
+    profile = measured(optimizer=(), links=())
+    profile = profile.model_copy(
+        update={
+            "measurements": tuple(
+                m.model_copy(update={"activation_bytes": None}) for m in profile.measurements
+            )
+        }
+    )
+    counted = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
+    fitted = fitted_cost(profile, MODEL, CLUSTER, PARALLEL, "fp32")
+    for unit in Unit:
+        np.testing.assert_array_equal(
+            fitted.units[unit].activation_bytes, counted.units[unit].activation_bytes
+        )
+    assert fitted.optimizer_ms_per_parameter == counted.optimizer_ms_per_parameter
+    assert fitted.link_ms_per_byte == counted.link_ms_per_byte
+    assert {residual.quantity for residual in fit_residuals(profile)} == {
+        "forward_ms",
+        "backward_ms",
+    }
+
+
+def test_links_of_one_machine_do_not_price_a_cluster():
+    """Prevents a profile's local link from standing in for the network between nodes."""
+    across = Parallel(pipeline=CLUSTER.gpus_per_node + 1)
+    counted = analytic_cost(MODEL, CLUSTER, across, "fp32")
+    fitted = fitted_cost(measured(), MODEL, CLUSTER, across, "fp32")
+    assert fitted.link_ms_per_byte == counted.link_ms_per_byte
+
+
+def test_optimizer_time_is_divided_over_data_parallel_ranks():
+    """Prevents charging every rank for the whole update."""
+    shared = fitted_cost(measured(), MODEL, CLUSTER, Parallel(pipeline=1, data=4), "fp32")
+    assert shared.optimizer_ms_per_parameter == pytest.approx(1e-5 / 4)
+    assert shared.gradient_reduction_ms_per_parameter > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "parallel", "message"),
+    [
+        ({"model_sha256": "0"}, PARALLEL, "sizes are not those of internvl-digits"),
+        ({"precision": "bf16"}, PARALLEL, "measured in bf16 but the plan is for fp32"),
+        ({}, Parallel(tensor=2, pipeline=2), "tensor parallel size 1 but the plan has 2"),
+        ({"measurements": measured().measurements[:-5]}, PARALLEL, "no measurement of head"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(
+    changed: dict[str, object], parallel: Parallel, message: str
+):
+    """Prevents plans with another job's times."""
+    with pytest.raises(UserError, match=message):
+        fitted_cost(measured(**changed), MODEL, CLUSTER, parallel, "fp32")
+
+
+def test_a_written_profile_reads_back_equal(tmp_path: Path):
+    """Prevents losing a field on the way through the file, or leaving temporary files."""
+    path = tmp_path / "profile.json"
+    write_profile(measured(noise=0.1), path)
+    assert read_profile(path) == measured(noise=0.1)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", [None, "", '{"device": "x"', '{"device": "x"}'])
+def test_a_broken_profile_is_refused(tmp_path: Path, text: str | None):
+    """Prevents a traceback for a missing, cut off or incomplete file."""
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=r"profile\.json.*omnibal profile"):
+        read_profile(path)

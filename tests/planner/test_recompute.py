@@ -1,0 +1,117 @@
+"""Recomputation and stage memory against enumeration and figures worked out by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+from cost_cases import random_cost, random_features, small_model
+
+from omnibal.cost.model import Unit, UnitCost
+from omnibal.pipeline.recompute import cheapest_recompute, least_peak_bytes
+from omnibal.pipeline.stage_cost import GIB, memory_table, stage_memory, stage_times, undominated
+from omnibal.pipeline.units import stages_from_cuts
+
+
+def test_the_cheapest_fitting_set_is_found():
+    """Prevents recomputing more than needed, or the wrong tower: compared with all sets."""
+    rng = np.random.default_rng(0)
+    fitting = not_fitting = partial = 0
+    for _ in range(60):
+        cost = random_cost(rng)
+        features = random_features(rng, 5)
+        table = memory_table(cost, 2 * features, features)
+        forward_ms = rng.uniform(0.1, 1, 6)
+        counts = np.zeros((8, 6), np.int64)
+        counts[:, 1], counts[:, 4] = rng.integers(0, 5, (2, 8))
+        counts[:, 5] = rng.integers(0, 2, 8)
+        low, high = least_peak_bytes(table, counts), table.peak_bytes(counts, 0 * counts)
+        cap = rng.uniform(0.9 * low.min(), high.max())
+        best, best_ms = cheapest_recompute(table, counts, forward_ms, cap)
+        for stage in range(len(counts)):
+            peaks, times = [], []
+            for vision in range(counts[stage, 1] + 1):
+                for language in range(counts[stage, 4] + 1):
+                    recomputed = np.array([0, vision, 0, 0, language, 0])
+                    peaks.append(table.peak_bytes(counts[stage], recomputed))
+                    times.append(vision * forward_ms[1] + language * forward_ms[4])
+            feasible = np.array(times)[np.array(peaks) <= cap]
+            np.testing.assert_allclose(best_ms[stage], feasible.min(initial=np.inf))
+            np.testing.assert_allclose(low[stage], min(peaks))
+            if len(feasible):
+                np.testing.assert_allclose(best_ms[stage], best[stage] @ forward_ms)
+                assert table.peak_bytes(counts[stage], best[stage]) <= cap
+            fitting += len(feasible) == len(times)
+            not_fitting += len(feasible) == 0
+            partial += 0 < len(feasible) < len(times)
+    assert min(fitting, not_fitting, partial) >= 20
+
+
+def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCost:
+    """Costs that grow with tokens only; kept, input and working memory in MB per token."""
+    kept, boundary, transient = (np.array([0, 0, value * 1e6, 0]) for value in megabytes)
+    return UnitCost(
+        forward_ms=np.array([0.0, 0, 1, 0]),
+        backward_ms=np.array([0.0, 0, 2, 0]),
+        activation_bytes=kept,
+        boundary_bytes=boundary,
+        output_bytes=boundary,
+        transient_bytes=transient,
+        parameters=parameters,
+    )
+
+
+def test_stage_memory_and_time_by_hand():
+    """Prevents a wrong term in the one memory formula.
+
+    Stage: 2 language layers (10 MB kept, 1 MB input, 3 MB working per token, 1,000 parameters),
+    the first recomputed, and the head (4 kept, 1 input, 20 working, 500 parameters). Two
+    micro-batches of 2 and 3 tokens are in flight; the largest alone has 3 tokens.
+    """
+    cost = random_cost(np.random.default_rng(0))
+    units = {
+        **cost.units,
+        Unit.LANGUAGE_LAYER: flat_unit((10, 1, 3), 1000),
+        Unit.HEAD: flat_unit((4, 1, 20), 500),
+    }
+    cost = replace(cost, units=units)
+    *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
+    features = np.array([[1.0, 0, 2, 0], [1.0, 0, 3, 0]])
+    memory = stage_memory(cost, stage, features.sum(axis=0, keepdims=True), features)
+    assert stage.language_layers == 2
+    assert stage.recompute_language == (2,)
+    np.testing.assert_allclose(memory.weights_gib * GIB, 2500 * 2)
+    np.testing.assert_allclose(memory.gradients_gib * GIB, 2500 * 4)
+    np.testing.assert_allclose(memory.optimizer_gib * GIB, 2500 * 12)
+    np.testing.assert_allclose(memory.activations_gib * GIB, 5 * (10 + 1 + 4) * 1e6)
+    # The head's 20 MB per token exceed the recomputed layer's 3 + 10 - 1.
+    np.testing.assert_allclose(memory.transient_gib * GIB, 3 * 20 * 1e6)
+    times = stage_times(cost, [stage], features)
+    np.testing.assert_allclose(times.forward_ms, [[6], [9]])
+    np.testing.assert_allclose(times.recompute_ms, [[2], [3]])
+    np.testing.assert_allclose(times.backward_ms, [[14], [21]])
+
+
+def test_recomputed_layers_bring_back_their_activations_as_working_memory():
+    """Prevents an out-of-memory while the recomputed layer runs backward."""
+    cost = random_cost(np.random.default_rng(0))
+    cost = replace(cost, units={**cost.units, Unit.LANGUAGE_LAYER: flat_unit((10, 1, 3), 0)})
+    features = np.array([[1.0, 0, 7, 0]])
+    stages = stages_from_cuts(small_model(2, 4), (5, 6), [(0, 0), (0, 1), (0, 0)])
+    memory = stage_memory(cost, stages[1], features, features)
+    np.testing.assert_allclose(memory.activations_gib * GIB, 7e6)
+    np.testing.assert_allclose(memory.transient_gib * GIB, 7 * (3 + 10 - 1) * 1e6)
+
+
+def test_undominated_rows_are_exactly_the_front():
+    """Prevents dropping the micro-batches that decide a stage's peak."""
+    rng = np.random.default_rng(5)
+    for _ in range(30):
+        rows = rng.integers(0, 4, (25, 3)).astype(float)
+        distinct = {tuple(row) for row in rows}
+        front = {
+            a
+            for a in distinct
+            if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in distinct)
+        }
+        found = undominated(rows)
+        assert {tuple(row) for row in found} == front
+        assert len(found) == len(front)

@@ -1,0 +1,562 @@
+"""The report page against numbers worked out here, apart from the report's own code."""
+
+import re
+import shutil
+import statistics
+from html import unescape
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnibal.config import load_cluster, load_model
+from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
+from omnibal.data.packs import Packs, ScheduledPacks, write_packs
+from omnibal.errors import UserError
+from omnibal.plan import (
+    LENGTHS_FILE,
+    PACKS_FILE,
+    Caps,
+    DataPlan,
+    Parallel,
+    Plan,
+    Prediction,
+    Stage,
+    StageMemory,
+    StagePrediction,
+    write_plan,
+)
+from omnibal.report import write_report
+from omnibal.report.timeline import predicted_pack_times, representative_step
+from omnibal.runlog import (
+    RUN_FILE,
+    EvaluatedAnswer,
+    Evaluation,
+    KindAccuracy,
+    StageRecord,
+    StepRecord,
+    write_evaluation,
+)
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=http://evil.example/x>&amp;"
+DP, MICRO_BATCHES, STEPS = 2, 4, 120
+CAPS = Caps(max_tiles=12, max_tokens=640)
+
+
+def make_lengths(name: str) -> Lengths:
+    rng = np.random.default_rng(7)
+    count = 3 * DP * MICRO_BATCHES * STEPS
+    source = rng.integers(0, 3, count).astype(np.int32)
+    tiles = np.where(source == 2, 0, rng.integers(1, 5, count)).astype(np.int32)
+    text = np.clip(rng.lognormal(4, 0.6, count), 8, 140).astype(np.int32)
+    return Lengths(
+        tiles=tiles,
+        tokens=(text + 16 * tiles).astype(np.int32),
+        loss_tokens=(text // 2).astype(np.int32),
+        source=source,
+        source_names=("digit strips", name, "arithmetic"),
+        origin=LengthsOrigin(
+            data_sha256="ab" * 32,
+            tokenizer_sha256="cd" * 32,
+            image_size=32,
+            tokens_per_tile=16,
+            tiling=load_model("internvl-digits").tiling,
+        ),
+    )
+
+
+def make_packs(lengths: Lengths) -> ScheduledPacks:
+    """Three samples a pack in the order given, which keeps both caps."""
+    count = len(lengths) // 3
+    packs = Packs(samples=np.arange(len(lengths)), offsets=3 * np.arange(count + 1))
+    per_step = DP * MICRO_BATCHES
+    index = np.arange(count)
+    return ScheduledPacks(
+        packs=packs,
+        step=index // per_step,
+        dp_rank=(index % per_step // MICRO_BATCHES).astype(np.int32),
+        slot=(index % MICRO_BATCHES).astype(np.int32),
+        epoch=np.zeros(count, np.int32),
+        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+    )
+
+
+STAGES = (
+    Stage(
+        vision_embed=True,
+        vision_layers=3,
+        projector=False,
+        language_embed=False,
+        language_layers=0,
+        head=False,
+        recompute_vision=(0, 1),
+    ),
+    Stage(
+        vision_embed=False,
+        vision_layers=1,
+        projector=True,
+        language_embed=True,
+        language_layers=4,
+        head=True,
+        recompute_language=(3,),
+    ),
+)
+PREDICTION = Prediction(
+    cost_source="profile:CPU core",
+    method="omnibal",
+    step_ms=187.5,
+    ideal_step_ms=141.0,
+    bubble_fraction=0.1337,
+    samples_per_second_per_gpu=32.5,
+    gpu_days=0.00123,
+    stages=(
+        StagePrediction(
+            forward_ms=10.25,
+            backward_ms=25.5,
+            wait_fraction=0.17,
+            memory=StageMemory(
+                weights_gib=0.31,
+                gradients_gib=0.62,
+                optimizer_gib=0.93,
+                activations_gib=1.11,
+                transient_gib=0.07,
+            ),
+        ),
+        StagePrediction(
+            forward_ms=12.75,
+            backward_ms=26.25,
+            wait_fraction=0.0974,
+            memory=StageMemory(
+                weights_gib=0.52,
+                gradients_gib=0.41,
+                optimizer_gib=0.82,
+                activations_gib=0.66,
+                transient_gib=0.19,
+            ),
+        ),
+    ),
+)
+
+
+def make_records(steps: int) -> list[StepRecord]:
+    rng = np.random.default_rng(3)
+    records = []
+    for step in range(steps):
+        slow = 3.0 if step == 0 else 1.0
+        step_ms = slow * float(rng.normal(195, 6))
+        stages = tuple(
+            StageRecord(
+                forward_ms=share * step_ms * 0.9,
+                backward_ms=2.2 * share * step_ms * 0.9,
+                wait_ms=wait * step_ms,
+                data_ms=0.004 * step_ms,
+                optimizer_ms=0.02 * step_ms,
+                peak_gib=peak + 0.0001 * step,
+            )
+            for share, wait, peak in ((0.25, 0.17, 3.4), (0.275, 0.09, 3.1))
+        )
+        decay = float(np.exp(-step / (steps / 3)))
+        records.append(
+            StepRecord(
+                step=step,
+                epoch=0,
+                loss=0.31 + 4.2 * decay + float(rng.normal(0, 0.12)) * decay,
+                loss_tokens=1500,
+                samples=24,
+                tiles=60,
+                tokens=2900,
+                step_ms=step_ms,
+                learning_rate=1e-3 * min(1, (step + 1) / 10) * (1 - step / (steps + 1)),
+                grad_norm=float(rng.lognormal(0, 0.3)),
+                stages=stages,
+            )
+        )
+    return records
+
+
+def make_evaluation(text: str) -> Evaluation:
+    return Evaluation(
+        step=119,
+        kinds=(
+            KindAccuracy(kind="single digit", questions=200, correct=171, chance=0.1),
+            KindAccuracy(kind="read the line", questions=150, correct=63, chance=0.001),
+            KindAccuracy(kind=text, questions=50, correct=31, chance=0.38),
+        ),
+        examples=tuple(
+            EvaluatedAnswer(
+                sample=f"heldout-{i:04d}",
+                question=text if i == 4 else f"Which digit is at place {i % 4 + 1}?",
+                expected=str(i % 10),
+                answered=str(i % 10) if i % 3 else str((i + 1) % 10),
+                kind=("single digit", "read the line")[i % 2],
+            )
+            for i in range(20)
+        ),
+    )
+
+
+def write_plan_directory(
+    directory: Path, *, text: str = "documents", data: bool = True, prediction: bool = True
+) -> Plan:
+    directory.mkdir()
+    lengths = make_lengths(text)
+    packs = make_packs(lengths)
+    data_plan = DataPlan(
+        caps=CAPS,
+        method="balanced",
+        seed=42,
+        epochs=1,
+        micro_batches_per_step=MICRO_BATCHES,
+        samples=len(lengths),
+        packs=len(packs),
+        steps=packs.steps,
+        lengths_sha256=lengths.sha256,
+        packs_sha256=packs.sha256,
+        origin=lengths.origin,
+    )
+    model = load_model("internvl-digits")
+    cluster = load_cluster("laptop-cpu")
+    plan = Plan(
+        model=model.model_copy(update={"name": text}) if text == HOSTILE else model,
+        precision="fp32",
+        parallel=Parallel(pipeline=2, data=DP),
+        stages=STAGES,
+        cluster=cluster.model_copy(update={"device": text}) if text == HOSTILE else cluster,
+        data=data_plan if data else None,
+        prediction=PREDICTION if prediction else None,
+    )
+    write_plan(plan, directory)
+    if data:
+        write_packs(packs, directory / PACKS_FILE)
+        write_lengths(lengths, directory / LENGTHS_FILE)
+    return plan
+
+
+def write_run_directory(
+    directory: Path, *, steps: int = STEPS, text: str = "documents"
+) -> list[StepRecord]:
+    directory.mkdir()
+    records = make_records(steps)
+    lines = [record.model_dump_json() for record in records]
+    (directory / RUN_FILE).write_text("\n".join(lines) + "\n")
+    write_evaluation(make_evaluation(text), directory)
+    return records
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask for and fails on unbalanced elements."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def names(self) -> set[str]:
+        return {tag for tag, _ in self.tags}
+
+
+def rows_under(page: str, heading: str) -> list[list[str]]:
+    """Cell texts of the first table after the section heading."""
+    section = page.split(f"<h2>{heading}</h2>")[1]
+    body = section.split("<tbody>")[1].split("</tbody>")[0]
+    return [
+        [unescape(re.sub(r"<[^>]+>", "", cell)) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
+        for row in body.split("<tr>")[1:]
+    ]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    base = tmp_path_factory.mktemp("report")
+    write_plan_directory(base / "plan")
+    write_run_directory(base / "run")
+    return base / "plan", base / "run"
+
+
+@pytest.fixture(scope="module")
+def page(directories: tuple[Path, Path]) -> str:
+    plan_directory, run_directory = directories
+    output = plan_directory.parent / "report.html"
+    write_report(plan_directory, run_directory, output)
+    return output.read_text("ascii")
+
+
+def test_headline_gives_measured_and_predicted(page: str) -> None:
+    """Prevents a headline that shows other steps' times than the run's median, or a wrong error."""
+    records = make_records(STEPS)
+    step_ms = statistics.median(record.step_ms for record in records)
+    bubble = statistics.median(
+        (record.stages[0].wait_ms + record.stages[1].wait_ms) / 2 / record.step_ms
+        for record in records
+    )
+    seconds = sum(record.step_ms for record in records) / 1000
+    rate = sum(record.samples for record in records) / seconds / 4
+    text = Page(page).text
+    assert f"{step_ms:.0f} ms measured" in text
+    assert f"predicted 188 ms, {100 * (1 - 187.5 / step_ms):.1f} % too low" in text
+    assert f"{100 * bubble:.1f} % measured predicted 13.4 %" in text
+    assert f"{rate:.1f} measured predicted 32.5" in text
+    assert f"{records[0].loss:.2f} \N{RIGHTWARDS ARROW} {records[-1].loss:.3f}" in text
+    assert "fits 3.04 of 3.60 usable GiB predicted, on stage 0" in text
+    assert "22 s predicted 120 steps, 1 epoch, 0.00123 device-days" in text
+    assert "single digit 85.5 % chance 10.0 %" in text
+
+
+def test_stage_times_are_per_step_on_both_sides(page: str) -> None:
+    """Prevents a time per micro-batch from standing beside one per step."""
+    records = make_records(STEPS)
+    for stage, row in enumerate(rows_under(page, "Stages")):
+        predicted = PREDICTION.stages[stage]
+        measured = [record.stages[stage] for record in records]
+        layers, recomputed = [("3", "0"), ("1", "4")][stage], ["2", "1"][stage]
+        assert row == [
+            str(stage),
+            *layers,
+            recomputed,
+            f"{MICRO_BATCHES * predicted.forward_ms:.1f}",
+            f"{statistics.median(s.forward_ms for s in measured):.1f}",
+            f"{MICRO_BATCHES * predicted.backward_ms:.1f}",
+            f"{statistics.median(s.backward_ms for s in measured):.1f}",
+            f"{100 * predicted.wait_fraction:.1f}",
+            f"{(17.0, 9.0)[stage]:.1f}",
+        ]
+
+
+def test_memory_kinds_and_share_of_the_device(page: str) -> None:
+    """Prevents kinds of memory in each other's columns, and a share of the wrong capacity."""
+    rows = rows_under(page, "Time and memory")
+    assert rows[0] == ["0", "0.31", "0.62", "0.93", "1.11", "0.07", "3.04", "84.4 %", "3.41"]
+    assert rows[1] == ["1", "0.52", "0.41", "0.82", "0.66", "0.19", "2.60", "72.2 %", "3.11"]
+
+
+def test_memory_over_the_device_does_not_fit(tmp_path: Path) -> None:
+    """Prevents a green verdict on a plan that needs the share of a device that is kept free."""
+    plan = write_plan_directory(tmp_path / "plan")
+    small = plan.cluster.model_copy(update={"memory_gib": 3.2})
+    write_plan(plan.model_copy(update={"cluster": small}), tmp_path / "plan")
+    write_report(tmp_path / "plan", None, tmp_path / "r.html")
+    assert "does not fit 3.04 of 2.88 usable GiB" in Page((tmp_path / "r.html").read_text()).text
+
+
+def test_held_out_accuracy_and_examples(page: str) -> None:
+    """Prevents wrong answers marked right, and an interval that is not Wilson's."""
+    rows = rows_under(page, "Held-out answers")
+    # Bounds of Wilson's interval by the quadratic (p - x)^2 = z^2 x (1 - x) / n.
+    for row, (questions, correct) in zip(rows, [(200, 171), (150, 63), (50, 31)], strict=True):
+        z2, p = 1.96**2 / questions, correct / questions
+        low, high = sorted(np.roots([1 + z2, -(2 * p + z2), p * p]))
+        assert row[1:4] == [str(questions), str(correct), f"{100 * p:.1f} %"]
+        assert row[4] == f"{100 * low:.1f} \N{EN DASH} {100 * high:.1f} %"
+    examples = page.split("Held-out answers</h2>")[1].split("<tbody>")[2].split("</tbody>")[0]
+    marked = re.findall(r'title="(right|wrong)".*?(\d)</td><td class="wrap">(\d)</td>', examples)
+    assert len(marked) == 12
+    assert {mark for mark, _, _ in marked} == {"right", "wrong"}
+    assert all((mark == "right") == (want == got) for mark, want, got in marked)
+
+
+def test_split_draws_every_layer_once_and_hatches_recomputed(page: str) -> None:
+    """Prevents a picture of another split than the plan's."""
+    drawn = page.split("Layers on each pipeline stage</h3>")[1].split("</figure>")[0]
+    boxes = re.findall(r'<rect[^>]*class="(\w+)"><title>([^<]*)</title>', drawn)
+    layers = [name.removesuffix(", recomputed") for css, name in boxes if css != "hatched"]
+    assert layers == [
+        "vision embedding",
+        *(f"vision layer {i}" for i in range(4)),
+        "projector",
+        "language embedding",
+        *(f"language layer {i}" for i in range(4)),
+        "head",
+    ]
+    assert [name for css, name in boxes if css == "hatched"] == [
+        "vision layer 0, recomputed",
+        "vision layer 1, recomputed",
+        "language layer 3, recomputed",
+    ]
+
+
+def test_pack_density_draws_every_cell(directories: tuple[Path, Path], page: str) -> None:
+    """Prevents packs that the density leaves out, and figures of fill that are not the packs'."""
+    packs = make_packs(make_lengths("documents"))
+    # 640 tokens over 32 cells: 20 tokens a cell, one tile a cell.
+    cells = {(tiles, tokens // 20) for tiles, tokens in zip(packs.tiles, packs.tokens, strict=True)}
+    assert page.count('class="pack shade') == len(cells)
+    text = Page(page).text
+    assert f"Tiles filled {100 * packs.tiles.sum() / (12 * len(packs)):.1f} % of the cap" in text
+    assert f"Tokens filled {100 * packs.tokens.sum() / (640 * len(packs)):.1f} % of the cap" in text
+
+
+def test_page_needs_nothing_else(page: str) -> None:
+    """Prevents a page that loads or runs something, or that cannot be followed without sight."""
+    parsed = Page(page)
+    assert not re.search(r"https?:|//\w|url\((?!#)|@import", page)
+    assert parsed.names.isdisjoint({"script", "link", "img", "iframe", "object", "embed"})
+    drawings = [attrs for tag, attrs in parsed.tags if tag == "svg"]
+    assert len(drawings) > 8
+    assert all(attrs["aria-label"] for attrs in drawings)
+
+
+def test_timeline_draws_every_pass_and_none_overlap(page: str) -> None:
+    """Prevents a schedule with passes missing, or two at once on one stage."""
+    drawn = page.split("as simulated</h3>")[1].split("</figure>")[0]
+    found = re.findall(
+        r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"[^>]*class="(?:forward|backward)">', drawn
+    )
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for x, y, width in found:
+        rows.setdefault(y, []).append((float(x), float(width)))
+    assert len(rows) == len(STAGES)
+    for boxes in rows.values():
+        boxes.sort()
+        assert len(boxes) == 2 * MICRO_BATCHES
+        assert all(x + width <= after for (x, width), (after, _) in pairwise(boxes))
+
+
+def test_timeline_times_keep_the_plan_s_means() -> None:
+    """Prevents a drawn step on another scale than the plan's prediction."""
+    lengths = make_lengths("documents")
+    packs = make_packs(lengths)
+    plan = Plan(
+        model=load_model("internvl-digits"),
+        precision="fp32",
+        parallel=Parallel(pipeline=2, data=DP),
+        stages=STAGES,
+        cluster=load_cluster("laptop-cpu"),
+        data=None,
+    )
+    times = predicted_pack_times(plan, PREDICTION, packs, lengths)
+    assert times.forward_ms.mean(axis=0) == pytest.approx([10.25, 12.75])
+    assert times.backward_ms.mean(axis=0) == pytest.approx([25.5, 26.25])
+    # The first stage is vision only, so a pack's time grows with its tiles and nothing else.
+    least, most = packs.tiles.argmin(), packs.tiles.argmax()
+    assert times.forward_ms[least, 0] < times.forward_ms[most, 0]
+
+
+def test_representative_step_is_full_and_of_median_load() -> None:
+    """Prevents the short last step, or an outlier, from standing for the run."""
+    packs = make_packs(make_lengths("documents"))
+    rows = np.flatnonzero(packs.step < 6)[:-1]  # Five full steps and one that lacks a pack.
+    rows = rows[~((packs.step[rows] == 5) & (packs.dp_rank[rows] == 0) & (packs.slot[rows] == 3))]
+    part = ScheduledPacks(
+        packs=packs.packs.take(rows),
+        **{name: getattr(packs, name)[rows] for name in ("step", "dp_rank", "slot", "epoch")},
+        tiles=packs.tiles[rows],
+        tokens=packs.tokens[rows],
+    )
+    load = np.array([[9, 1, 5, 2, 7, 4][step] for step in part.step], float)
+    chosen = representative_step(part, load)
+    assert part.step[chosen].tolist() == [2] * MICRO_BATCHES
+    assert part.dp_rank[chosen].tolist() == [0] * MICRO_BATCHES
+
+
+def test_same_input_same_bytes(directories: tuple[Path, Path], page: str, tmp_path: Path) -> None:
+    """Prevents timestamps, paths and unordered sets from making two reports of one run differ."""
+    plan_directory, run_directory = (
+        shutil.copytree(directory, tmp_path / f"other {directory.name}")
+        for directory in directories
+    )
+    write_report(plan_directory, run_directory, tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text("ascii") == page
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_text_of_the_data_stays_text(tmp_path: Path) -> None:
+    """Prevents names, questions and answers of the data from becoming part of the page's code."""
+    write_plan_directory(tmp_path / "plan", text=HOSTILE)
+    write_run_directory(tmp_path / "run", text=HOSTILE)
+    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    parsed = Page((tmp_path / "r.html").read_text("ascii"))
+    assert parsed.names.isdisjoint({"script", "img"})
+    assert not any(name.startswith("on") for _, attrs in parsed.tags for name in attrs)
+    # Title, headline, device, kind on the card and in the table, question, source.
+    assert parsed.text.count(HOSTILE) == 7
+
+
+@pytest.mark.parametrize(
+    ("parts", "shown", "hidden"),
+    [
+        ({"data": False}, ["Stages", "Time and memory"], ["Data", "Training"]),
+        ({"prediction": False}, ["Stages", "Data"], ["Time and memory", "Training"]),
+        ({"data": False, "prediction": False}, ["Stages"], ["Data", "Time and memory"]),
+    ],
+)
+def test_page_of_a_partial_plan(
+    tmp_path: Path, parts: dict[str, bool], shown: list[str], hidden: list[str]
+) -> None:
+    """Prevents a crash, or an empty section, where the plan holds less than everything."""
+    write_plan_directory(tmp_path / "plan", **parts)
+    write_report(tmp_path / "plan", None, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text("ascii")
+    assert "no run was given" in Page(page).text
+    assert all(f"<h2>{title}</h2>" in page for title in shown)
+    assert not any(f"<h2>{title}</h2>" in page for title in hidden)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20_000])
+def test_page_of_a_short_or_long_run(tmp_path: Path, steps: int) -> None:
+    """Prevents a crash on one step, and a page that grows with the length of the run."""
+    write_plan_directory(tmp_path / "plan")
+    write_run_directory(tmp_path / "run", steps=steps)
+    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    assert f"{steps:,} steps, 0 to {steps - 1:,}" in Page((tmp_path / "r.html").read_text()).text
+    assert (tmp_path / "r.html").stat().st_size < 200_000
+
+
+def test_diverged_run_is_said_to_have_diverged(tmp_path: Path) -> None:
+    """Prevents losses that are not numbers from breaking the page or vanishing from it."""
+    write_plan_directory(tmp_path / "plan")
+    records = write_run_directory(tmp_path / "run", steps=20)
+    broken = [
+        record.model_copy(update={"loss": float("nan")}) if record.step >= 15 else record
+        for record in records
+    ]
+    lines = [record.model_dump_json() for record in broken]
+    (tmp_path / "run" / RUN_FILE).write_text("\n".join(lines).replace('"loss":null', '"loss":NaN'))
+    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    text = Page((tmp_path / "r.html").read_text("ascii")).text
+    assert "Steps without a finite value: 5." in text
+    assert "\N{RIGHTWARDS ARROW} nan" in text
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    """Prevents a report that compares a plan with another plan's packs or run."""
+    plan = write_plan_directory(tmp_path / "plan")
+    write_run_directory(tmp_path / "run", steps=2)
+    output = tmp_path / "r.html"
+    one_stage = plan.model_copy(update={"stages": STAGES[:1]})
+    write_plan(one_stage, tmp_path / "plan")
+    with pytest.raises(UserError, match="2 pipeline stages and the plan 1"):
+        write_report(tmp_path / "plan", tmp_path / "run", output)
+    write_plan(plan, tmp_path / "plan")
+    write_lengths(make_lengths("another name"), tmp_path / "plan" / LENGTHS_FILE)
+    with pytest.raises(UserError, match="are not those that"):
+        write_report(tmp_path / "plan", None, output)
+    assert not output.exists()

@@ -1,0 +1,66 @@
+"""Run a function on every rank of a forked world and collect what each returns."""
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
+from omnibal.plan import Parallel
+
+_TIMEOUT_S = 120
+
+
+def run_ranks(
+    parallel: Parallel, work: Callable[..., Any], *arguments: Any, seed: int = 0
+) -> list[Any]:
+    """`work(links, *arguments)` on every rank; returns the results in rank order.
+
+    A rank that fails, or does not end in time, fails the calling test with its traceback.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(
+                target=_rank, args=(rank, parallel, seed, Path(folder), work, arguments)
+            )
+            for rank in range(parallel.world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + _TIMEOUT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        failures = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+        assert not failures, "\n".join(failures)
+        assert not hanging, f"ranks {hanging} did not end within {_TIMEOUT_S} s"
+        return [
+            torch.load(Path(folder) / f"{rank}.result", weights_only=False)
+            for rank in range(parallel.world_size)
+        ]
+
+
+def _rank(
+    rank: int,
+    parallel: Parallel,
+    seed: int,
+    folder: Path,
+    work: Callable[..., Any],
+    arguments: tuple,
+) -> None:
+    launch = Launch(rank=rank, world_size=parallel.world_size, local_rank=rank)
+    try:
+        links = initialize_distributed(launch, parallel, seed, f"file://{folder / 'store'}")
+        result = work(links, *arguments)
+        torch.save(result, folder / f"{rank}.result")
+        shut_down_distributed()
+    except BaseException:
+        (folder / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")

@@ -1,0 +1,97 @@
+"""Greedy answers under the pipeline against answering one question at a time by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from ranks import run_ranks
+from toy import OPTIONS, stages_of, toy_plan
+
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.data import SampleReader
+from megatron.vlm.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.train import build_trainer
+from omnibal.config import load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.chat import encode_prompt
+from omnibal.data.tokenizer import Tokenizer
+from omnibal.plan import Caps
+
+MAX_NEW_TOKENS = 4
+SAMPLES = 6
+CAPS = Caps(max_tiles=8, max_tokens=400)
+
+
+def reader_of(folder: Path) -> SampleReader:
+    tokenizer = Tokenizer(folder / "tokenizer.model")
+    annotations = Annotations.open(folder / "heldout" / "meta.json")
+    return SampleReader(annotations, tokenizer, load_model("internvl-digits"))
+
+
+def pipeline_answers(links, plan, folder):
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
+    options = EvaluationOptions(samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS)
+    return evaluate(
+        trainer.model, links, plan, CAPS, reader_of(folder), 0, options, lambda done, total: None
+    )
+
+
+def answers_one_by_one(links, plan, folder):
+    """No packing, no pipeline, no batching: the whole model on one growing question at a time."""
+    stage = build_trainer(plan, links, OPTIONS, steps=1, seed=1).stage.eval()
+    reader = reader_of(folder)
+    total, answers = len(reader.annotations), []
+    for index in np.linspace(0, total - 1, SAMPLES).round().astype(int):
+        sample = reader.annotations[int(index)]
+        pixels, tiles = reader.pixels([sample]), reader.tiles_per_image(sample)
+        for turn in range(len(sample.turns)):
+            ids = encode_prompt(sample, turn, tiles, reader.model.tokens_per_tile, reader.tokenizer)
+            ids, answer = ids.tolist(), []
+            while len(answer) < MAX_NEW_TOKENS and reader.tokenizer.turn_end not in answer:
+                token_ids = torch.tensor(ids + answer)
+                images = (token_ids == reader.tokenizer.image_context).nonzero().squeeze(1)
+                stage.set_input_tensor(None)
+                with torch.no_grad():
+                    next_id = stage(
+                        MicroBatch(
+                            tiles=len(pixels),
+                            tokens=len(token_ids),
+                            segment_tokens=(len(token_ids),),
+                            pixels_TCPP=pixels,
+                            token_ids_S=token_ids,
+                            image_positions_M=images,
+                            answer_positions_A=torch.tensor([len(token_ids) - 1]),
+                        )
+                    )
+                answer.append(int(next_id))
+            words = [token for token in answer if token != reader.tokenizer.turn_end]
+            answers.append((sample.identity, turn, reader.tokenizer.decode(words)))
+    return answers
+
+
+def test_pipeline_answers_equal_one_by_one(digits):
+    """Prevents: an answer that depends on its pack, or tokens given to another question."""
+    model = load_model("internvl-digits")
+    plan = toy_plan(model, stages_of(model, 3))
+    evaluation, other = run_ranks(plan.parallel, pipeline_answers, plan, digits)
+    assert evaluation == other
+    whole = toy_plan(model, stages_of(model))
+    [expected] = run_ranks(whole.parallel, answers_one_by_one, whole, digits)
+    assert [answer.answered for answer in evaluation.examples] == [text for _, _, text in expected]
+    assert len({text for _, _, text in expected}) > 1, "answers must differ to tell them apart"
+    for kind in evaluation.kinds:
+        members = [answer for answer in evaluation.examples if answer.kind == kind.kind]
+        assert kind.questions == len(members)
+        assert kind.correct == sum(answer.answered == answer.expected for answer in members)
+
+
+def test_data_parallel_ranks_share_the_questions(digits):
+    """Prevents: questions that are asked twice, or lost, when several pipelines answer."""
+    model = load_model("internvl-digits")
+    plan = toy_plan(model, stages_of(model), data=2)
+    one, other = run_ranks(plan.parallel, pipeline_answers, plan, digits)
+    single = toy_plan(model, stages_of(model))
+    [expected] = run_ranks(single.parallel, pipeline_answers, single, digits)
+    assert one == other
+    assert one.kinds == expected.kinds
+    assert set(one.examples) == set(expected.examples)

@@ -1,0 +1,151 @@
+"""The pipeline against the single-process run: same losses, same gradients, same weights after."""
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from ranks import run_ranks
+from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+
+from megatron.vlm.initialize import global_parameter_name
+from megatron.vlm.train import build_trainer, train_step
+from omnibal.plan import Parallel
+
+# Packs of different shapes; one has no image, one is a single sample, one only images' worth.
+STEPS = [
+    [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],
+    [[(0, 20)], [(1, 6), (4, 10)], [(2, 8)]],
+]
+
+
+def train_steps(links, plan, steps, data_size=1, new_samples=True):
+    """Losses, grad norms, each step's gradients and the final weights, by global name."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    results, gradients = [], []
+    for number, step in enumerate(steps):
+        seed = 100 * number if new_samples else 0
+        batches = [toy_batch(plan.model, pack, seed=seed + i) for i, pack in enumerate(step)]
+        own = batches[parallel_state.get_data_parallel_rank() :: data_size]
+        before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+        result = train_step(trainer, iter(own), counts_of(own))
+        results.append((result.loss, result.grad_norm, result.loss_tokens))
+        gradients.append(
+            {
+                global_parameter_name(trainer.stage, name): parameter.main_grad.clone()
+                for name, parameter in trainer.stage.named_parameters()
+            }
+        )
+        assert any(not torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
+    weights = {
+        global_parameter_name(trainer.stage, name): parameter.detach().clone()
+        for name, parameter in trainer.stage.named_parameters()
+    }
+    return results, gradients, weights
+
+
+def single_process(model, steps, *options):
+    plan = toy_plan(model, stages_of(model))
+    return run_ranks(Parallel(pipeline=1), train_steps, plan, steps, *options)[0]
+
+
+def assert_same_training(ranks, reference):
+    results, gradients, weights = reference
+    merged_gradients = [
+        {name: value for rank in ranks for name, value in rank[1][step].items()}
+        for step in range(len(gradients))
+    ]
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+    for got, expected in zip(merged_gradients, gradients, strict=True):
+        assert got.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    merged_weights = {name: value for rank in ranks for name, value in rank[2].items()}
+    for name in weights:
+        torch.testing.assert_close(merged_weights[name], weights[name], rtol=1e-4, atol=1e-5)
+
+
+# Units of the toy model: 0 vision embed, 1-4 vision layers, 5 projector, 6 language embed,
+# 7-9 language layers, 10 head. A cut is the position of the first unit after it.
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param((3,), id="inside-the-vision-encoder"),
+        pytest.param((6,), id="between-projector-and-language-embed"),
+        pytest.param((8,), id="inside-the-language-model"),
+        pytest.param((1, 5, 10), id="four-stages-embed-and-head-alone"),
+    ],
+)
+def test_split_pipeline_equals_one_process(cuts):
+    """Prevents: a boundary that loses a gradient, a shape, or the order of micro-batches."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, *cuts))
+    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS)
+    assert_same_training(ranks, single_process(model, STEPS))
+
+
+def test_data_parallel_equals_one_process():
+    """Prevents: a loss or gradient that depends on how packs are spread over ranks.
+
+    Two ranks get different counts of micro-batches and of loss tokens.
+    """
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model), data=2)
+    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
+    results, _, weights = single_process(model, STEPS)
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+        for name in weights:
+            torch.testing.assert_close(rank[2][name], weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_two_pipelines_of_two_stages_equal_one_process():
+    """Prevents: pipelines that take each other's tensors."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, 4), data=2)
+    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
+    results, _, weights = single_process(model, STEPS)
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+        for name, weight in rank[2].items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(3,), (6,)], ids=["vision-cut", "projector-cut"])
+def test_step_of_text_only_trains_and_does_not_hang(cuts):
+    """Prevents: a stage that waits for an empty tensor, or vision weights without a gradient."""
+    model = toy_model()
+    steps = [[[(0, 12)], [(0, 9), (0, 5)], [(0, 7)]], [[(0, 6)], [(2, 8)]]]
+    plan = toy_plan(model, stages_of(model, *cuts))
+    ranks = run_ranks(plan.parallel, train_steps, plan, steps)
+    reference = single_process(model, steps)
+    assert_same_training(ranks, reference)
+    vision = [grad for name, grad in reference[1][0].items() if name.startswith("vision")]
+    assert vision and all(not grad.any() for grad in vision)
+
+
+def test_step_without_micro_batches_for_one_rank():
+    """Prevents: a hang at the end of an epoch, when packs are fewer than ranks."""
+    model = toy_model()
+    steps = [[[(1, 9)]], [[(2, 5)], [(0, 8)], [(1, 6)]]]
+    plan = toy_plan(model, stages_of(model, 4), data=2)
+    ranks = run_ranks(plan.parallel, train_steps, plan, steps, 2)
+    results, _, _ = single_process(model, steps)
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_bf16_pipeline_trains_with_fp32_master_weights():
+    """Prevents: a bf16 run whose small updates vanish, or whose loss is of another model."""
+    model = toy_model()
+    steps = [STEPS[0]] * 8
+    plan = toy_plan(model, stages_of(model, 4)).model_copy(update={"precision": "bf16"})
+    ranks = run_ranks(plan.parallel, train_steps, plan, steps, 1, False)
+    losses = [loss for loss, _, _ in ranks[0][0]]
+    reference = [loss for loss, _, _ in single_process(model, steps, 1, False)[0]]
+    assert losses == pytest.approx(reference, rel=2e-2)
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(weight.dtype == torch.bfloat16 for _, _, own in ranks for weight in own.values())

@@ -1,0 +1,132 @@
+"""A toy model, plans that split it anywhere, and random packs, for the training tests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.train import OptimizationOptions
+from omnibal.config import LanguageConfig, ModelConfig, VisionConfig, load_cluster
+from omnibal.plan import Parallel, Plan, Stage
+
+IMAGE_TOKEN = 0
+
+
+def toy_model(**vision_changes: object) -> ModelConfig:
+    """Four vision and three language layers; every optional part of InternViT switched on."""
+    vision = {
+        "layers": 4, "hidden_size": 16, "heads": 4, "ffn_hidden_size": 32, "image_size": 16,
+        "patch_size": 4, "normalization": "LayerNorm", "qkv_bias": True, "qk_norm": True,
+    }  # fmt: skip
+    return ModelConfig(
+        name="toy",
+        vision=VisionConfig(**{**vision, **vision_changes}),
+        language=LanguageConfig(
+            layers=3, hidden_size=24, heads=4, kv_heads=2, ffn_hidden_size=40, vocab_size=50
+        ),
+    )
+
+
+def toy_plan(model: ModelConfig, stages: Sequence[Stage], data: int = 1) -> Plan:
+    """A hand-written plan, without data or prediction."""
+    return Plan(
+        model=model,
+        precision="fp32",
+        parallel=Parallel(pipeline=len(stages), data=data),
+        stages=tuple(stages),
+        cluster=load_cluster("laptop-cpu"),
+        data=None,
+    )
+
+
+def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> list[Stage]:
+    """Stages from cut positions in the unit sequence (1 is right after the vision embed)."""
+    units = (
+        ["vision_embed"] + ["vision_layer"] * model.vision.layers + ["projector", "language_embed"]
+        + ["language_layer"] * model.language.layers + ["head"]
+    )  # fmt: skip
+    stages, first_vision, first_language = [], 0, 0
+    for start, end in zip((0, *cuts), (*cuts, len(units)), strict=True):
+        run = units[start:end]
+        vision_layers, language_layers = run.count("vision_layer"), run.count("language_layer")
+        own_vision = range(first_vision, first_vision + vision_layers)
+        own_language = range(first_language, first_language + language_layers)
+        stages.append(
+            Stage(
+                vision_embed="vision_embed" in run,
+                vision_layers=vision_layers,
+                projector="projector" in run,
+                language_embed="language_embed" in run,
+                language_layers=language_layers,
+                head="head" in run,
+                recompute_vision=tuple(i for i in recompute.get("vision", ()) if i in own_vision),
+                recompute_language=tuple(
+                    i for i in recompute.get("language", ()) if i in own_language
+                ),
+            )
+        )
+        first_vision, first_language = own_vision.stop, own_language.stop
+    return stages
+
+
+@dataclass(frozen=True)
+class ToySample:
+    """Random text and pixels of one sample, image tokens after the first token."""
+
+    ids: list[int]
+    loss_mask: list[bool]
+    pixels_TCPP: torch.Tensor
+
+
+def toy_sample(model: ModelConfig, tiles: int, text_tokens: int, seed: int) -> ToySample:
+    random = np.random.default_rng(seed)
+    image = [IMAGE_TOKEN] * (tiles * model.tokens_per_tile)
+    text = random.integers(1, model.language.vocab_size, text_tokens).tolist()
+    size = model.vision.image_size
+    pixels = random.standard_normal((tiles, 3, size, size)).astype(np.float32)
+    return ToySample(
+        ids=[text[0], *image, *text[1:]],
+        loss_mask=[False] * (len(image) + 2) + [True] * (text_tokens - 2),
+        pixels_TCPP=torch.from_numpy(pixels),
+    )
+
+
+def pack(samples: Sequence[ToySample]) -> MicroBatch:
+    """The samples as one micro-batch, with the fields of all stages."""
+    token_ids = torch.tensor([token for sample in samples for token in sample.ids])
+    mask = torch.tensor([learned for sample in samples for learned in sample.loss_mask])
+    predicted = mask.nonzero().squeeze(1)
+    pixels = torch.cat([sample.pixels_TCPP for sample in samples])
+    return MicroBatch(
+        tiles=len(pixels),
+        tokens=len(token_ids),
+        segment_tokens=tuple(len(sample.ids) for sample in samples),
+        pixels_TCPP=pixels,
+        token_ids_S=token_ids,
+        image_positions_M=(token_ids == IMAGE_TOKEN).nonzero().squeeze(1),
+        loss_positions_L=predicted - 1,
+        labels_L=token_ids[predicted],
+    )
+
+
+def toy_batch(model: ModelConfig, samples: Sequence[tuple[int, int]], seed: int) -> MicroBatch:
+    """A pack of random samples, each given as (tiles, text tokens)."""
+    return pack(
+        [
+            toy_sample(model, tiles, text_tokens, seed=1000 * seed + i)
+            for i, (tiles, text_tokens) in enumerate(samples)
+        ]
+    )
+
+
+def counts_of(batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
+    """(tiles, tokens) of each micro-batch, as the plan would tell the schedule."""
+    return [(batch.tiles, batch.tokens) for batch in batches]
+
+
+OPTIONS = OptimizationOptions(
+    lr=1e-2, min_lr=1e-3, lr_decay_style="cosine", lr_warmup_fraction=0.1, weight_decay=0.1,
+    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+)  # fmt: skip

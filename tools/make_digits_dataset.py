@@ -1,0 +1,332 @@
+"""Compose scikit-learn's 1,797 scanned digits into a small vision-language dataset.
+
+Writes InternVL meta JSON and JSONL with PNG images, for training and held out (which share no
+scan), and a SentencePiece tokenizer of the text:
+
+    OUTPUT/dataset.json  OUTPUT/tokenizer.model
+    OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png}
+
+With tiles of 32 px, at most 6 of them and a thumbnail, a cell of the picture falls on one tile, and
+samples take 0 to 7 tiles. The same arguments give the same text and tokenizer, byte for byte.
+"""
+
+import argparse
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from sentencepiece import SentencePieceTrainer, SetMinLogLevel
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+FORMAT = 1
+HELDOUT_SCANS = 360
+VOCABULARY = 256
+SPECIAL_PIECES = ("<img>", "<IMG_CONTEXT>", "</img>", "<|im_start|>", "<|im_end|>", "\n")
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+SHARES = {
+    "digits_single": 0.64,
+    "digits_pair": 0.08,
+    "digits_strip": 0.14,
+    "digits_page": 0.06,
+    "arithmetic": 0.08,
+}
+"""Share of the samples by source. Singles are the cheapest lessons: one tile, one digit."""
+CHANCE = {"single": 0.1, "position": 0.1}
+"""Accuracy of guessing, for the kinds of question whose answers are equally likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scans:
+    """8 x 8 scans with ink from 0 to 1, their digits, and their index in `load_digits`."""
+
+    ink: np.ndarray
+    digits: np.ndarray
+    identities: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    question: str
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """What one sample shows and says: its images, the scans in them, and its conversation."""
+
+    images: list[Image.Image]
+    scans: list[int]
+    turns: list[Turn]
+
+
+class Composer:
+    """Draws random samples of every source from one set of scans."""
+
+    def __init__(self, scans: Scans, rng: np.random.Generator) -> None:
+        self.scans = scans
+        self.rng = rng
+        self.by_digit = [np.flatnonzero(scans.digits == digit) for digit in range(10)]
+
+    def single(self) -> Composition:
+        """One digit, asked for in one or two turns."""
+        chosen = self._choose(1)
+        digit = int(self.scans.digits[chosen[0]])
+        turns = [
+            Turn(self._phrase("Which digit is this?", "Read the digit."), str(digit), "single")
+        ]
+        if self.rng.random() < 0.25:
+            turns.append(Turn("Is it even?", "no" if digit % 2 else "yes", "even"))
+        return self._composition([self._draw(chosen, columns=1)], chosen, turns)
+
+    def pair(self) -> Composition:
+        """Two images of one digit each."""
+        chosen = self._choose(2)
+        digits = self.scans.digits[chosen]
+        turns = [
+            Turn(f"Which digit is in the {ORDINALS[k]} image?", str(digits[k]), "position")
+            for k in self.rng.permutation(2)
+        ]
+        larger = "same" if digits[0] == digits[1] else ORDINALS[int(digits.argmax())]
+        turns.append(Turn("Which image has the larger digit?", larger, "compare"))
+        images = [self._draw(chosen[k : k + 1], columns=1) for k in range(2)]
+        return self._composition(images, chosen, turns)
+
+    def strip(self) -> Composition:
+        """Two to six digits in a row."""
+        chosen = self._choose(int(self.rng.integers(2, 7)))
+        digits = self.scans.digits[chosen]
+        ordinals = enumerate(digits)
+        turns = [Turn(f"Which digit is {ORDINALS[k]}?", str(d), "position") for k, d in ordinals]
+        return self._about_many(chosen, len(chosen), "Read the line.", turns)
+
+    def page(self) -> Composition:
+        """Digits in two or three rows of two or three."""
+        columns, rows = ((2, 2), (3, 2), (2, 3))[self.rng.integers(3)]
+        chosen = self._choose(columns * rows)
+        turns = [
+            Turn(
+                f"Which digit is in row {k // columns + 1}, column {k % columns + 1}?",
+                str(d),
+                "position",
+            )
+            for k, d in enumerate(self.scans.digits[chosen])
+        ]
+        return self._about_many(chosen, columns, "Read the page.", turns)
+
+    def arithmetic(self) -> Composition:
+        """One to six sums without any image."""
+        turns = []
+        for _ in range(self.rng.integers(1, 7)):
+            a, b = self.rng.integers(0, 6, size=2)
+            turns.append(Turn(f"What is {a} + {b}?", str(a + b), "arithmetic"))
+        return self._composition([], np.zeros(0, int), turns)
+
+    def _about_many(
+        self, chosen: np.ndarray, columns: int, read: str, positions: list[Turn]
+    ) -> Composition:
+        """Where some of the digits are, and often what they all are or have in common."""
+        digits = self.scans.digits[chosen]
+        others = {
+            Turn(read, " ".join(map(str, digits)), "read"): 0.4,
+            Turn("How many digits are even?", str((digits % 2 == 0).sum()), "parity"): 0.25,
+            Turn("Which digit is the largest?", str(digits.max()), "largest"): 0.25,
+        }
+        asked = [turn for turn, share in others.items() if self.rng.random() < share]
+        some = self.rng.permutation(len(positions))[: self.rng.integers(1, 4)]
+        asked += [positions[k] for k in some]
+        turns = [asked[k] for k in self.rng.permutation(len(asked))]
+        return self._composition([self._draw(chosen, columns)], chosen, turns)
+
+    def _composition(
+        self, images: list[Image.Image], chosen: np.ndarray, turns: list[Turn]
+    ) -> Composition:
+        return Composition(images, self.scans.identities[chosen].tolist(), turns)
+
+    def _choose(self, count: int) -> np.ndarray:
+        """Positions of `count` scans; every digit is equally likely."""
+        digits = self.rng.integers(0, 10, size=count)
+        return np.array([self.rng.choice(self.by_digit[digit]) for digit in digits])
+
+    def _phrase(self, *phrasings: str) -> str:
+        return phrasings[self.rng.integers(len(phrasings))]
+
+    def _draw(self, chosen: np.ndarray, columns: int) -> Image.Image:
+        """The scans row by row on a grid of square cells, white on black, with noise."""
+        cell = int(self.rng.integers(30, 35))
+        rows = len(chosen) // columns
+        canvas = np.zeros((rows * cell, columns * cell), np.float32)
+        for k, scan in enumerate(chosen):
+            side = int(cell * self.rng.uniform(0.86, 0.96))
+            x, y = self.rng.integers(0, cell - side + 1, size=2)
+            x, y = x + k % columns * cell, y + k // columns * cell
+            ink = Image.fromarray(self.scans.ink[scan]).resize(
+                (side, side), Image.Resampling.BICUBIC
+            )
+            canvas[y : y + side, x : x + side] = np.asarray(ink)
+        contrast, brightness = self.rng.uniform(0.7, 1.0), self.rng.uniform(0.0, 0.15)
+        noise = self.rng.normal(0, 0.02, canvas.shape)
+        pixels = 255 * np.clip(canvas * contrast + brightness + noise, 0, 1)
+        return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
+
+
+def split_scans(seed: int) -> tuple[Scans, Scans]:
+    """Training and held-out scans: disjoint, with every digit in proportion."""
+    bunch = load_digits()
+    identities = np.arange(len(bunch.target))
+    parts = train_test_split(
+        identities, test_size=HELDOUT_SCANS, stratify=bunch.target, random_state=seed
+    )
+    ink = (bunch.images / 16).astype(np.float32)
+    train, heldout = (Scans(ink[part], bunch.target[part], part) for part in parts)
+    return train, heldout
+
+
+def write_split(directory: Path, scans: Scans, samples: int, rng: np.random.Generator) -> None:
+    """One JSONL file for each source, their images, and the meta that names them."""
+    (directory / "images").mkdir(parents=True)
+    composer = Composer(scans, rng)
+    compose: dict[str, Callable[[], Composition]] = {
+        "digits_single": composer.single,
+        "digits_pair": composer.pair,
+        "digits_strip": composer.strip,
+        "digits_page": composer.page,
+        "arithmetic": composer.arithmetic,
+    }
+    meta = {}
+    for source, count in sample_counts(samples).items():
+        with (directory / f"{source}.jsonl").open("w", encoding="utf-8") as file:
+            for k in range(count):
+                record = write_sample(directory, f"{source}-{k:05d}", compose[source]())
+                file.write(json.dumps(record) + "\n")
+        meta[source] = {
+            "root": ".",
+            "annotation": f"{source}.jsonl",
+            "data_augment": False,
+            "repeat_time": 1,
+            "length": count,
+        }
+    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def sample_counts(samples: int) -> dict[str, int]:
+    """Samples by source: its share, at least one; the singles take what rounding leaves."""
+    counts = {source: max(1, int(share * samples)) for source, share in SHARES.items()}
+    counts["digits_single"] += samples - sum(counts.values())
+    return counts
+
+
+def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
+    """Save the images and return the annotation line; its scans show that splits are disjoint."""
+    names = []
+    for k, image in enumerate(composed.images):
+        names.append(f"images/{identity}-{k}.png")
+        image.save(directory / names[-1])
+    messages = []
+    for k, turn in enumerate(composed.turns):
+        placeholders = "<image>\n" * len(names) if k == 0 else ""
+        messages.append({"from": "human", "value": placeholders + turn.question})
+        messages.append({"from": "gpt", "value": turn.answer})
+    record: dict = {"id": identity}
+    if names:
+        sizes = np.array([image.size for image in composed.images])
+        single = len(names) == 1
+        record["image"] = names[0] if single else names
+        record["width"] = int(sizes[0, 0]) if single else sizes[:, 0].tolist()
+        record["height"] = int(sizes[0, 1]) if single else sizes[:, 1].tolist()
+    record["conversations"] = messages
+    record["kinds"] = [turn.kind for turn in composed.turns]
+    record["scans"] = composed.scans
+    return record
+
+
+def train_tokenizer(texts: Iterator[str]) -> bytes:
+    """A SentencePiece model in which text round-trips and each digit is a token of its own."""
+    SetMinLogLevel(2)
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=texts,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=VOCABULARY,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        split_digits=True,
+        user_defined_symbols=list(SPECIAL_PIECES),
+        num_threads=1,
+    )
+    return model.getvalue()
+
+
+def training_lines(train: Path) -> Iterator[str]:
+    """Every line of text of the training conversations, and the speakers of the template."""
+    for path in sorted(train.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            for message in json.loads(line)["conversations"]:
+                yield "user" if message["from"] == "human" else "assistant"
+                yield message["value"].removeprefix("<image>\n").removeprefix("<image>\n")
+
+
+def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
+    """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
+    part = output.with_name(output.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    train, heldout = split_scans(seed)
+    write_split(part / "train", train, samples, np.random.default_rng([seed, 0]))
+    write_split(part / "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1]))
+    (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
+    description = {"made_with": made_with(samples, heldout_samples, seed), "chance": CHANCE}
+    (part / "dataset.json").write_text(json.dumps(description, indent=2) + "\n")
+    part.rename(output)
+
+
+def made_with(samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
+    """What decides the content of a dataset; written into it to know it again."""
+    return {
+        "format": FORMAT,
+        "samples": samples,
+        "heldout_samples": heldout_samples,
+        "seed": seed,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--samples", type=int, default=4000, help="for training (%(default)s)")
+    parser.add_argument("--heldout-samples", type=int, default=300, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    options = parser.parse_args(arguments)
+    if min(options.samples, options.heldout_samples) < 10:
+        parser.error(
+            "--samples and --heldout-samples must be at least 10, for every source to occur"
+        )
+    wanted = made_with(options.samples, options.heldout_samples, options.seed)
+    description = options.output / "dataset.json"
+    if description.is_file() and json.loads(description.read_text())["made_with"] == wanted:
+        print(f"{options.output}: already made with these arguments")
+        return 0
+    if options.output.exists():
+        parser.error(
+            f"{options.output} exists and was not made with these arguments; "
+            "remove it or pass another --output"
+        )
+    make_dataset(options.output, options.samples, options.heldout_samples, options.seed)
+    print(
+        f"{options.output}: {options.samples} training samples, {options.heldout_samples} held out"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
