@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
 from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint import latest_step, load_checkpoint, load_weights
 from megatron.vlm.data import PackDataset, SampleReader, load_batches
@@ -208,23 +211,23 @@ def evaluate_heldout(
     say: Callable[[str], None],
 ) -> None:
     """Answer held-out questions; accuracy by kind goes into evaluation.json."""
-    evaluation = evaluate(
-        trainer.model,
-        trainer.links,
-        job.plan,
-        job.plan.data.caps,
-        SampleReader(job.heldout_data, job.tokenizer, job.plan.model),
-        step,
-        EvaluationOptions(samples=arguments.eval_samples, max_new_tokens=arguments.max_new_tokens),
-        on_progress=lambda done, total: say(f"answered {done}/{total} held-out questions"),
-    )
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=job.launch.rank != 0) as progress:
+        task = progress.add_task("answering held-out questions", total=None)
+        evaluation = evaluate(
+            trainer.model,
+            trainer.links,
+            job.plan,
+            job.plan.data.caps,
+            SampleReader(job.heldout_data, job.tokenizer, job.plan.model),
+            step,
+            EvaluationOptions(
+                samples=arguments.eval_samples, max_new_tokens=arguments.max_new_tokens
+            ),
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
     if job.launch.rank == 0:
         say(f"wrote {write_evaluation(evaluation, arguments.save)}")
-    for kind in evaluation.kinds:
-        say(
-            f"{kind.kind:<12} {kind.correct}/{kind.questions} exact "
-            f"({kind.correct / kind.questions:.1%}, chance {kind.chance:.1%})"
-        )
 
 
 def optimization_options(arguments: argparse.Namespace) -> OptimizationOptions:

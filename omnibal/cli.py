@@ -37,7 +37,8 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import write_packs
 from omnibal.data.steps import DataRequest, draw_packs, size_load
 from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.plan import Caps, Parallel, Plan, Prediction, memory_cap_gib
+from omnibal.plan import Caps, Parallel, Plan, Prediction, memory_cap_gib, read_plan
+from omnibal.runlog import RUN_FILE, read_evaluation, read_run
 
 app = typer.Typer(
     name="omnibal",
@@ -269,9 +270,29 @@ def report(
     """Write a page that shows the plan, and beside it what the run measured."""
     from omnibal.report import write_report
 
+    run_directory = run.parent if run and run.is_file() else run
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_report(directory, run.parent if run and run.is_file() else run, output)
-    _print_result(as_json, {"report": str(output)}, f"report: {output}")
+    write_report(directory, run_directory, output)
+    result, tables_of_run = _run_result(directory, run_directory)
+    _print_result(as_json, result | {"report": str(output)}, *tables_of_run, f"report: {output}")
+
+
+def _run_result(directory: Path, run_directory: Path | None) -> tuple[dict[str, Any], list[Table]]:
+    """What a report says of a run, for JSON and for a terminal; empty without a run."""
+    from omnibal.report.summary import summarise_run
+
+    if run_directory is None:
+        return {}, []
+    plan = read_plan(directory)
+    summary = summarise_run(read_run(run_directory / RUN_FILE), plan.parallel.world_size)
+    evaluation = read_evaluation(run_directory)
+    result: dict[str, Any] = {"run": asdict(summary)}
+    if plan.prediction is not None:
+        result["predicted_step_ms"] = plan.prediction.step_ms
+    if evaluation is not None:
+        result["accuracy"] = {kind.kind: kind.accuracy for kind in evaluation.kinds}
+        result["chance"] = {kind.kind: kind.chance for kind in evaluation.kinds}
+    return result, [tables.run_table(plan, summary, evaluation)]
 
 
 def _print_result(as_json: bool, result: dict[str, Any], *readable: Table | str) -> None:

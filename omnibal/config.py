@@ -10,8 +10,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from omnibal.errors import UserError
 
@@ -43,7 +50,9 @@ class VisionConfig(Frozen):
     @model_validator(mode="after")
     def _sizes_divide(self) -> "VisionConfig":
         if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}")
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}"
+            )
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size}"
@@ -139,8 +148,12 @@ class ClusterConfig(Frozen):
     device: str
     memory_gib: PositiveFloat
     gpus_per_node: PositiveInt
-    peak_tflops: dict[Precision, PositiveFloat] = Field(description="dense matrix rate by precision")
-    matmul_efficiency: PositiveFloat = Field(le=1, description="share of the peak that layers reach")
+    peak_tflops: dict[Precision, PositiveFloat] = Field(
+        description="dense matrix rate by precision"
+    )
+    matmul_efficiency: PositiveFloat = Field(
+        le=1, description="share of the peak that layers reach"
+    )
     memory_gb_per_s: PositiveFloat
     intra_node_gb_per_s: PositiveFloat
     inter_node_gb_per_s: PositiveFloat
@@ -160,7 +173,9 @@ def load_cluster(name_or_path: str) -> ClusterConfig:
 def preset_names(kind: str) -> list[str]:
     """Names of the shipped presets of `kind` ("models" or "clusters")."""
     folder = resources.files("omnibal") / "presets" / kind
-    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
 
 
 def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:

@@ -12,7 +12,16 @@ from omnibal.config import Frozen
 from omnibal.errors import UserError
 
 RUN_FILE = "run.jsonl"
+RUN_INFO_FILE = "run.json"
 EVALUATION_FILE = "evaluation.json"
+
+
+class RunInfo(Frozen):
+    """What a run trains, written when it starts, so that a report can tell whose run it is."""
+
+    model: str
+    packs_sha256: str
+    """Of the plan's packs: the data, its order and the step boundaries."""
 
 
 class StageRecord(Frozen):
@@ -56,6 +65,11 @@ class KindAccuracy(Frozen):
     chance: float
     """Accuracy of the best constant answer: the share of the most common reference."""
 
+    @property
+    def accuracy(self) -> float:
+        """Share of correct answers, 0 where nothing was asked."""
+        return self.correct / self.questions if self.questions else 0.0
+
 
 class EvaluatedAnswer(Frozen):
     """One held-out question and what the model said."""
@@ -72,6 +86,7 @@ class Evaluation(Frozen):
 
     step: NonNegativeInt
     kinds: tuple[KindAccuracy, ...]
+    """The kind with the most questions first."""
     examples: tuple[EvaluatedAnswer, ...]
 
 

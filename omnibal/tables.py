@@ -10,9 +10,11 @@ from rich.table import Table
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import PackMetrics
 from omnibal.plan import Plan, Prediction, Stage, memory_cap_gib
+from omnibal.runlog import Evaluation
 
-if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cost.profile import FitResidual
+    from omnibal.report.summary import RunSummary
 
 
 def lengths_table(lengths: Lengths) -> Table:
@@ -129,6 +131,30 @@ def plan_table(plan: Plan, prediction: Prediction) -> Table:
         table.add_row("samples per second", f"{_samples_per_second(plan, prediction):,.2f}")
         table.add_row("device days", f"{prediction.gpu_days:,.3g}")
     table.add_row("costs from", prediction.cost_source)
+    return table
+
+
+def run_table(plan: Plan, run: "RunSummary", evaluation: Evaluation | None) -> Table:
+    """What a run measured, beside what the plan predicted of it."""
+    table = _table("Run", "", "predicted", "measured")
+    predicted = plan.prediction
+    table.add_row("loss, first step", "", f"{run.first_loss:.4f}")
+    table.add_row("loss, last step", "", f"{run.last_loss:.4f}")
+    error = predicted.step_ms / run.step_ms - 1 if predicted else 0.0
+    step = f"{predicted.step_ms:,.0f} ms ({error:+.1%})" if predicted else ""
+    table.add_row("step, median", step, f"{run.step_ms:,.0f} ms")
+    for stage, measured in enumerate(run.wait_fractions):
+        waits = f"{predicted.stages[stage].wait_fraction:.1%}" if predicted else ""
+        table.add_row(f"stage {stage} waits", waits, f"{measured:.1%}")
+    if evaluation is not None:
+        table.add_section()
+        table.add_row("held-out answers, exact", "chance", "")
+        for kind in evaluation.kinds:
+            table.add_row(
+                kind.kind,
+                f"{kind.chance:.1%}",
+                f"{kind.accuracy:.1%} of {kind.questions:,}",
+            )
     return table
 
 

@@ -6,8 +6,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 installed=.venv/installed
 if [[ ! -e $installed || setup.py -nt $installed || constraints.txt -nt $installed ]]; then
     python=${PYTHON:-python3}
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        echo "error: $("$python" --version) found, 3.11 or later needed;" \
+    if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
+        echo "error: found $("$python" --version), but 3.11, 3.12 or 3.13 is needed;" \
             "set PYTHON=/path/to/python3.11" >&2
         exit 2
     fi

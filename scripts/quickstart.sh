@@ -11,7 +11,7 @@ tokenizer=$data/tokenizer.model
 plan=$work/plan
 run=$work/run
 mkdir -p "$work"
-# Two processes share two cores: one thread each.
+# Two processes share two cores: one thread each, and no loader processes beside them.
 export OMP_NUM_THREADS=1
 
 # Print a command, and run it unless what it makes is there.
@@ -38,7 +38,7 @@ make $work/profile.json omnibal profile --model internvl-digits --precision fp32
 
 make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
     --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
-    --micro-batches 6 --epochs 3 -o "$plan"
+    --micro-batches 4 --epochs 3 -o "$plan"
 
 printf '\n$ omnibal check %s\n' "$plan"
 omnibal check "$plan"
@@ -48,7 +48,7 @@ resume=()
 launch=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan "$plan" --tokenizer-model "$tokenizer")
 
 make "$run/trained" "${launch[@]}" --data "$data/train/meta.json" --save "$run" ${resume[@]+"${resume[@]}"} \
-    --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
+    --num-workers 0 --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
 touch "$run/trained"
 
 make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \

@@ -1,19 +1,21 @@
-"""The sample dataset, made once for all tests that need real images and text."""
+"""A small dataset of the quickstart's kind, made once, for all tests that read real data."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
+from omnibal.data.tokenizer import Tokenizer
+from tools.make_digits_dataset import make_dataset
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory) -> Path:
-    """A small dataset of the quickstart's kind: train/, heldout/ and tokenizer.model."""
-    folder = tmp_path_factory.mktemp("data") / "digits"
-    command = [sys.executable, "tools/make_digits_dataset.py", "--output", folder]
-    options = ["--samples", "80", "--heldout-samples", "16"]
-    subprocess.run([*command, *options], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with train/ (80 samples), heldout/ (20) and tokenizer.model; not to be written to."""
+    folder = tmp_path_factory.mktemp("digits") / "dataset"
+    make_dataset(folder, samples=80, heldout_samples=20, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(digits: Path) -> Tokenizer:
+    return Tokenizer(digits / "tokenizer.model")

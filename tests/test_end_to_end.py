@@ -93,8 +93,14 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, l
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
     evaluation = json.loads((pair / "evaluation.json").read_text())
     assert evaluation["step"] == 3 and len(evaluation["examples"]) >= 16
-    succeed("-m", "omnibal", "report", plan, "--run", pair, "-o", tmp_path / "report.html")
-    assert f"{losses(pair)[-1]:.3f}"[:4] in (tmp_path / "report.html").read_text()
+    page = tmp_path / "report.html"
+    report = ("-m", "omnibal", "report", plan, "--run", pair, "-o", page, "--json")
+    result = json.loads(succeed(*report))
+    assert (result["run"]["first_loss"], result["run"]["last_loss"]) == (
+        losses(pair)[0], losses(pair)[-1],
+    )  # fmt: skip
+    assert result["accuracy"].keys() == {kind["kind"] for kind in evaluation["kinds"]}
+    assert "</html>" in page.read_text()
 
 
 def test_launch_of_another_size_is_refused(plan, digits, tmp_path):

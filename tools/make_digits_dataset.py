@@ -122,9 +122,9 @@ class Composer:
         return self._about_many(chosen, columns, "Read the page.", turns)
 
     def arithmetic(self) -> Composition:
-        """One to six sums without any image."""
+        """One to three sums without any image."""
         turns = []
-        for _ in range(self.rng.integers(1, 7)):
+        for _ in range(self.rng.integers(1, 4)):
             a, b = self.rng.integers(0, 6, size=2)
             turns.append(Turn(f"What is {a} + {b}?", str(a + b), "arithmetic"))
         return self._composition([], np.zeros(0, int), turns)
@@ -132,18 +132,17 @@ class Composer:
     def _about_many(
         self, chosen: np.ndarray, columns: int, read: str, positions: list[Turn]
     ) -> Composition:
-        """Where some of the digits are, and often what they all are or have in common."""
+        """One to three of the questions about several digits, in any order."""
         digits = self.scans.digits[chosen]
-        others = {
-            Turn(read, " ".join(map(str, digits)), "read"): 0.4,
-            Turn("How many digits are even?", str((digits % 2 == 0).sum()), "parity"): 0.25,
-            Turn("Which digit is the largest?", str(digits.max()), "largest"): 0.25,
-        }
-        asked = [turn for turn, share in others.items() if self.rng.random() < share]
-        some = self.rng.permutation(len(positions))[: self.rng.integers(1, 4)]
-        asked += [positions[k] for k in some]
-        turns = [asked[k] for k in self.rng.permutation(len(asked))]
-        return self._composition([self._draw(chosen, columns)], chosen, turns)
+        turns = [
+            *positions,
+            Turn(read, " ".join(map(str, digits)), "read"),
+            Turn("How many digits are even?", str((digits % 2 == 0).sum()), "parity"),
+            Turn("Which digit is the largest?", str(digits.max()), "largest"),
+        ]
+        asked = self.rng.permutation(len(turns))[: self.rng.integers(1, 4)]
+        image = self._draw(chosen, columns)
+        return self._composition([image], chosen, [turns[k] for k in asked])
 
     def _composition(
         self, images: list[Image.Image], chosen: np.ndarray, turns: list[Turn]

@@ -2,9 +2,7 @@
 
 import warnings
 
-# Megatron-core says, once for each part, that it does without Transformer Engine and Apex, which
-# are optional here; and it calls collectives by names that newer torch has renamed.
-warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed")
-warnings.filterwarnings(
-    "ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning
-)
+# Megatron-core warns, once for each part, that it does without Transformer Engine and Apex, which
+# are optional here, and calls functions of torch.distributed by names that torch has renamed.
+warnings.filterwarnings("ignore", module=r"megatron\.core")
+warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)

@@ -197,7 +197,7 @@ def _scored(answers: list[EvaluatedAnswer], step: int) -> Evaluation:
     for answer in answers:
         by_kind[answer.kind].append(answer)
     kinds = []
-    for kind, members in sorted(by_kind.items()):
+    for kind, members in sorted(by_kind.items(), key=lambda item: (-len(item[1]), item[0])):
         most_common = Counter(answer.expected for answer in members).most_common(1)[0][1]
         kinds.append(
             KindAccuracy(

@@ -134,9 +134,13 @@ def read_packs(path: Path) -> ScheduledPacks:
             for name in ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
         }
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; make it with `omnibal plan` or `omnibal pack`") from error
+        raise UserError(
+            f"{path}: no such file; make it with `omnibal plan` or `omnibal pack`"
+        ) from error
     except (pa.ArrowInvalid, KeyError) as error:
-        raise UserError(f"{path}: not a packs file ({error}); make it anew with `omnibal plan`") from error
+        raise UserError(
+            f"{path}: not a packs file ({error}); make it anew with `omnibal plan`"
+        ) from error
     return ScheduledPacks(
         packs=Packs(
             samples=lists.values.to_numpy(), offsets=lists.offsets.to_numpy().astype(np.int64)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from omnibal.plan import Plan, Prediction, memory_cap_gib
-from omnibal.report.summary import RunSummary, accuracy
+from omnibal.report.summary import RunSummary
 from omnibal.report.text import ARROW, deviation, duration, escape, milliseconds, number, percent
 from omnibal.runlog import Evaluation, StepRecord
 
@@ -98,7 +98,7 @@ def _loss(run: RunSummary, records: Sequence[StepRecord]) -> str:
 def _accuracy(evaluation: Evaluation) -> str:
     rows = "".join(
         f"<dt>{escape(kind.kind)}</dt>"
-        f'<dd class="value">{percent(accuracy(kind))}</dd>'
+        f'<dd class="value">{percent(kind.accuracy)}</dd>'
         f'<dd class="soft">chance {percent(kind.chance)}</dd>'
         for kind in evaluation.kinds[:_KINDS_SHOWN]
     )

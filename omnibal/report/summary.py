@@ -100,17 +100,12 @@ def predicted_stage_times(plan: Plan) -> tuple[StageTime, ...]:
     return tuple(times)
 
 
-def accuracy(kind: KindAccuracy) -> float:
-    """Share of correct answers, 0 where nothing was asked."""
-    return kind.correct / kind.questions if kind.questions else 0.0
-
-
 def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
     """95 % Wilson score interval of the accuracy; a few dozen questions decide little."""
     z, n = 1.96, kind.questions
     if not n:
         return 0.0, 1.0
-    share = accuracy(kind)
+    share = kind.accuracy
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -13,7 +13,6 @@ from omnibal.plan import Plan, StageMemory, memory_cap_gib
 from omnibal.report.figures import MEMORY_PARTS, bars, memory_parts
 from omnibal.report.summary import (
     RunSummary,
-    accuracy,
     accuracy_interval,
     is_right,
     micro_batches_per_step,
@@ -128,7 +127,7 @@ def accuracy_table(evaluation: Evaluation) -> str:
     kinds = evaluation.kinds
     if not kinds:
         return ""
-    shares = [accuracy(kind) for kind in kinds]
+    shares = [kind.accuracy for kind in kinds]
     intervals = [accuracy_interval(kind) for kind in kinds]
     meters = [
         f'<span class="meter"><i style="width:{100 * share:.1f}%"></i>'
