@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_te
 PLANNER = ["numpy", "pillow", "pyarrow", "pydantic>=2", "rich", "scipy", "sentencepiece", "typer"]
 # megatron-core is pinned: the trainer extends its block and repairs two of its functions. Its
 # checkpoints need psutil, which it does not say.
-TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "torch>=2.10"]
+TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "torch>=2.13"]
 DEVELOPMENT = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "scikit-learn"]
 
 setup(

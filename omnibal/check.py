@@ -4,39 +4,67 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packs import ScheduledPacks, read_packs
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
+from omnibal.pipeline.stage_cost import stage_memories
 from omnibal.pipeline.units import check_stages
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, memory_cap_gib, read_plan
+from omnibal.plan import PACKS_FILE, DataPlan, Plan, Prediction, memory_cap_gib, read_plan
+from omnibal.planner import check_parallel, cost_of_plan, data_of_plan, model_of_origin
 
 _ANEW = "make the plan anew with `omnibal plan`"
+_SAME = 1e-6
+"""Relative difference up to which two machines' sums are the same."""
 
 
 def check_plan(directory: Path) -> list[str]:
     """Check everything that can be checked before a device is rented.
 
     Returns:
-        One sentence per passed check.
+        One sentence per passed check, and last what `training_obstacles` says.
 
     Raises:
         UserError: the first check that fails: what was given, what must hold, what to change.
     """
     plan = read_plan(directory)
-    passed = ["plan.json follows the schema", _check_partition(plan), _check_memory(plan)]
+    passed = ["plan.json follows the schema", _check_parallel(plan), _check_partition(plan)]
+    files = data_of_plan(plan, directory)
+    if files is None:
+        passed.append("the plan has neither data nor shapes: memory is not checked")
+    else:
+        packs, lengths = files
+        if plan.data is not None:
+            passed += _check_data(plan, plan.data, lengths, packs)
+        passed.append(_check_memory(plan, cost_of_plan(plan, directory), lengths, packs))
+    return passed + training_obstacles(plan)
+
+
+def training_obstacles(plan: Plan) -> list[str]:
+    """Why a plan, sound as it may be, can be studied but not trained; a sentence each."""
+    obstacles = []
     if plan.data is None:
-        return [*passed, "the plan is of shapes only, without data: it cannot be trained"]
-    lengths = read_lengths([directory / LENGTHS_FILE])
-    packs = read_packs(directory / PACKS_FILE)
-    return [
-        *passed,
-        _check_hashes(plan.data, lengths, packs),
-        _check_counts(plan.data, lengths, packs),
-        _check_samples(plan.data, lengths, packs),
-        _check_sums(lengths, packs),
-        _check_caps(plan.data, packs),
-        _check_places(plan, plan.data, packs),
-    ]
+        obstacles.append("the plan is of shapes only, without data: it cannot be trained")
+    elif plan.data.origin is None:
+        obstacles.append(
+            "the lengths do not say which data they are of: the plan can be studied but not "
+            "trained; to train, plan with one file of `omnibal lengths`"
+        )
+    if plan.parallel.tensor > 1:
+        obstacles.append(
+            f"tensor size {plan.parallel.tensor} can be studied but not yet trained; to train, "
+            "plan with --tp 1"
+        )
+    return obstacles
+
+
+def _check_parallel(plan: Plan) -> str:
+    check_parallel(plan.model, plan.parallel, plan.cluster)
+    sizes = plan.parallel
+    return (
+        f"{plan.model.name} can be cut for tensor {sizes.tensor} x pipeline {sizes.pipeline} x "
+        f"data {sizes.data}"
+    )
 
 
 def _check_partition(plan: Plan) -> str:
@@ -49,32 +77,59 @@ def _check_partition(plan: Plan) -> str:
     return f"{len(plan.stages)} stages hold every layer of {plan.model.name} once, in order"
 
 
-def _check_memory(plan: Plan) -> str:
-    if plan.prediction is None:
-        return "no prediction: memory is not checked"
-    cap_gib = memory_cap_gib(plan.cluster)
-    peaks = [stage.memory.peak_gib for stage in plan.prediction.stages]
-    worst = int(np.argmax(peaks))
+def _check_memory(plan: Plan, cost: CostModel, lengths: Lengths, packs: ScheduledPacks) -> str:
+    features = pack_features(packs.packs, lengths)
+    memories = stage_memories(cost, plan.stages, packs.slot, features)
+    peaks = np.array([memory.peak_gib for memory in memories])
+    worst, cap_gib = int(peaks.argmax()), memory_cap_gib(plan.cluster)
     if peaks[worst] > cap_gib:
         raise UserError(
             f"stage {worst} is predicted to need {peaks[worst]:.2f} GiB, but may fill "
             f"{cap_gib:.2f} GiB of a {plan.cluster.memory_gib:g} GiB {plan.cluster.device}; "
             "recompute more layers, raise --pp or --tp, or lower the caps"
         )
+    if plan.prediction is not None:
+        _check_prediction(plan.prediction, cost.source, peaks)
     return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
 
 
-def _check_hashes(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
-    for name, given, planned in (
-        (LENGTHS_FILE, lengths.sha256, data.lengths_sha256),
-        (PACKS_FILE, packs.sha256, data.packs_sha256),
-    ):
-        if given != planned:
-            raise UserError(
-                f"{name} has the content hash {given[:12]}, but plan.json says {planned[:12]}; "
-                f"the files of a plan belong together: restore the file, or {_ANEW}"
-            )
-    return "packs and lengths are those that the plan was made with"
+def _check_prediction(prediction: Prediction, cost_source: str, peaks: np.ndarray) -> None:
+    stated = np.array([stage.memory.peak_gib for stage in prediction.stages])
+    differs = np.abs(stated - peaks) > _SAME * peaks
+    if not differs.any() and prediction.cost_source == cost_source:
+        return
+    stage = int(differs.argmax())
+    raise UserError(
+        f"the stored prediction is of another plan: it gives stage {stage} {stated[stage]:.4g} GiB "
+        f"by costs from {prediction.cost_source}, and this plan needs {peaks[stage]:.4g} GiB by "
+        f"costs from {cost_source}; remove `prediction` from plan.json, or {_ANEW}"
+    )
+
+
+def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> list[str]:
+    return [
+        "packs and lengths are those that the plan was made with",
+        _check_origin(plan, data, lengths),
+        _check_counts(data, lengths, packs),
+        _check_samples(data, lengths, packs),
+        _check_sums(lengths, packs),
+        _check_caps(data, packs),
+        _check_places(plan, data, packs),
+    ]
+
+
+def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
+    if data.origin != lengths.origin:
+        raise UserError(
+            "data.origin of plan.json is not that of lengths.parquet; both must say alike which "
+            f"data the lengths were scanned from: restore the file, or {_ANEW}"
+        )
+    if model_of_origin(plan.model, data.origin) != plan.model:
+        raise UserError(
+            "the lengths were scanned with another tiling than model.tiling of plan.json; images "
+            f"must be cut as they were counted: correct model.tiling, or {_ANEW}"
+        )
+    return "lengths, plan and model agree on where the lengths come from and how images are cut"
 
 
 def _check_counts(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:

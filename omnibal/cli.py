@@ -6,6 +6,7 @@ What only one command needs is imported there, so that `omnibal --help` stays fa
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -29,47 +30,85 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from omnibal import tables
-from omnibal.config import ModelConfig, Precision, load_cluster, load_model
-from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal import __version__, tables
+from omnibal.config import ModelConfig, Precision, load_cluster, load_model, preset_names
+from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import write_packs
 from omnibal.data.steps import DataRequest, draw_packs, size_load
 from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.plan import Caps, Parallel, Plan, Prediction, memory_cap_gib, read_plan
-from omnibal.runlog import RUN_FILE, read_evaluation, read_run
-
-app = typer.Typer(
-    name="omnibal",
-    help="Plan the training of vision-language models: packs, pipeline stages, recomputation.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+from omnibal.plan import (
+    USABLE_MEMORY_FRACTION,
+    Caps,
+    Parallel,
+    Plan,
+    Prediction,
+    memory_cap_gib,
+    read_plan,
 )
+from omnibal.runlog import RUN_FILE
 
+app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable=False)
 
 DEFAULT_MICRO_BATCHES = 8
+# Of an unknown option, a missing argument or a bad value; typer gives it no public name.
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
-ModelOption = Annotated[str, typer.Option("--model", help="model preset or TOML file")]
+
+def _preset_help(kind: str) -> str:
+    return f"{kind} preset ({', '.join(preset_names(kind + 's'))}) or TOML file"
+
+
+ModelOption = Annotated[str, typer.Option("--model", help=_preset_help("model"))]
 LengthsOption = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
 ]
 MaxTilesOption = Annotated[int, typer.Option(min=1, help="image tiles that a pack may hold")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="language tokens that a pack may hold")]
 MicroBatchesOption = Annotated[int, typer.Option(min=1, help="packs of one rank in a step")]
+PackingOption = Annotated[PackingMethod, typer.Option("--packing", "--method", help="packing rule")]
 PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
 SeedOption = Annotated[int, typer.Option(min=0, help="of packs and order")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; a user's mistake is one line on stderr and exit status 2."""
     try:
-        app(args=arguments)
-    except (UserError, OSError) as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        sys.exit(EXIT_USER_ERROR)
+        status = typer.main.get_command(app).main(
+            arguments, prog_name="omnibal", standalone_mode=False
+        )
+        sys.stdout.flush()
+        sys.exit(status)
+    except BrokenPipeError:
+        # Whoever read the output wants no more. What is buffered would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except _UsageError as error:
+        hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+        _fail(error.format_message().rstrip(".") + hint)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except UserError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    sys.exit(EXIT_USER_ERROR)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    """Plan the training of vision-language models: packs, pipeline stages, recomputation."""
+    if version:
+        sys.stdout.write(f"omnibal {__version__}\n")
+    elif context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
 
 
 @app.command()
@@ -89,6 +128,7 @@ def lengths(
     from omnibal.data.tokenizer import Tokenizer
 
     start = time.perf_counter()
+    _check_output(output)
     config = _with_max_dynamic_patch(load_model(model), max_dynamic_patch)
     tokenizer = Tokenizer(tokenizer_model)
     annotations = Annotations.open(meta)
@@ -98,7 +138,7 @@ def lengths(
     write_lengths(scanned, output)
     summary = {"samples": len(scanned), "seconds": time.perf_counter() - start}
     table = tables.lengths_table(scanned)
-    _print_result(as_json, summary | {"sources": _sources(scanned)}, table)
+    _print_result(as_json, summary | {"sources": tables.source_statistics(scanned)}, table)
 
 
 @app.command()
@@ -108,7 +148,7 @@ def pack(  # noqa: PLR0913 (one parameter per option)
     max_tokens: MaxTokensOption,
     dp: Annotated[int, typer.Option(min=1, help="data-parallel ranks")],
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
-    method: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.ISF,
+    packing: PackingOption = PackingMethod.ISF,
     seed: SeedOption = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Parquet file to write")
@@ -117,10 +157,12 @@ def pack(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Pack samples under two caps, share the packs out over ranks and steps, and measure both."""
     start = time.perf_counter()
+    if output is not None:
+        _check_output(output)
     samples = read_lengths(lengths)
     caps = Caps(max_tiles=max_tiles, max_tokens=max_tokens)
     request = DataRequest(
-        caps=caps, method=method, seed=seed, epochs=1, dp=dp, micro_batches=micro_batches
+        caps=caps, method=packing, seed=seed, epochs=1, dp=dp, micro_batches=micro_batches
     )
     packs = draw_packs(samples, request, lambda packs: size_load(packs, samples))
     seconds = time.perf_counter() - start
@@ -136,8 +178,11 @@ def profile(  # noqa: PLR0913 (one parameter per option)
     model: ModelOption,
     max_tiles: MaxTilesOption,
     max_tokens: MaxTokensOption,
-    tokens_per_sample: Annotated[int, typer.Option(min=1, help="of a typical sample")],
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
+    tokens_per_sample: Annotated[
+        int | None, typer.Option(min=1, help="of a typical sample [default: the mean of --lengths]")
+    ] = None,
+    lengths: Annotated[list[Path] | None, typer.Option(help="lengths (may be repeated)")] = None,
     precision: PrecisionOption = "bf16",
     processes: Annotated[int, typer.Option(min=1, help="that measure at the same time")] = 1,
     layers: Annotated[
@@ -158,7 +203,15 @@ def profile(  # noqa: PLR0913 (one parameter per option)
                 'install it with: pip install "omnibal[train]"'
             )
     # A mistake is found here, before several processes start and each reports it.
+    _check_output(output)
     load_model(model)
+    if tokens_per_sample is None:
+        if not lengths:
+            raise UserError(
+                "attention's cost depends on the samples' length: give --tokens-per-sample, or "
+                "--lengths to take the mean of"
+            )
+        tokens_per_sample = round(read_lengths(lengths).tokens.mean())
     output.parent.mkdir(parents=True, exist_ok=True)
     options = {
         "--model": model,
@@ -189,7 +242,7 @@ def profile(  # noqa: PLR0913 (one parameter per option)
 @app.command()
 def plan(  # noqa: PLR0913 (one parameter per option)
     model: ModelOption,
-    cluster: Annotated[str, typer.Option(help="cluster preset or TOML file")],
+    cluster: Annotated[str, typer.Option(help=_preset_help("cluster"))],
     max_tiles: MaxTilesOption,
     max_tokens: MaxTokensOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
@@ -204,19 +257,27 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
     ] = None,
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
-    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    epochs: Annotated[int, typer.Option(min=1, help="times that every sample is trained")] = 1,
     seed: SeedOption = 0,
     precision: PrecisionOption = "bf16",
     memory_gib: Annotated[
-        float | None, typer.Option(min=0.01, help="memory of a device, in place of the cluster's")
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="memory of a device, in place of the cluster's; "
+            f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
+        ),
     ] = None,
     packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.ISF,
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
+    from omnibal.check import training_obstacles
     from omnibal.cost.profile import read_profile
-    from omnibal.planner import PlanRequest, make_plan, save_plan
+    from omnibal.planner import PlanRequest, check_replaceable, make_plan, save_plan
 
+    check_replaceable(output)
+    _check_parent(output)
     hardware = load_cluster(cluster)
     if memory_gib is not None:
         hardware = hardware.model_copy(update={"memory_gib": memory_gib})
@@ -235,6 +296,8 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     )
     result = make_plan(request)
     save_plan(result, output)
+    for obstacle in training_obstacles(result.plan):
+        sys.stderr.write(f"note: {obstacle}\n")
     prediction = result.plan.prediction
     assert prediction is not None
     _print_result(
@@ -252,10 +315,12 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Prove that training can follow a plan, or say why not."""
-    from omnibal.check import check_plan
+    from omnibal.check import check_plan, training_obstacles
 
     passed = check_plan(directory)
-    _print_result(as_json, {"passed": passed}, *(f"ok: {sentence}" for sentence in passed))
+    notes = training_obstacles(read_plan(directory))
+    lines = (f"{'note' if sentence in notes else 'ok'}: {sentence}" for sentence in passed)
+    _print_result(as_json, {"passed": passed}, *lines)
 
 
 @app.command()
@@ -263,36 +328,52 @@ def report(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")],
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write")],
     run: Annotated[
-        Path | None, typer.Option(help="directory of the run trained from it, or its run.jsonl")
+        Path | None, typer.Option(help="directory of the run trained from it (its --save)")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a page that shows the plan, and beside it what the run measured."""
     from omnibal.report import write_report
 
-    run_directory = run.parent if run and run.is_file() else run
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_report(directory, run_directory, output)
-    result, tables_of_run = _run_result(directory, run_directory)
-    _print_result(as_json, result | {"report": str(output)}, *tables_of_run, f"report: {output}")
+    _check_output(output)
+    shown = write_report(directory, _run_directory(run), output)
+    result: dict[str, Any] = {}
+    if shown.run is not None:
+        result["run"] = asdict(shown.run)
+        if shown.plan.prediction is not None:
+            result["predicted_step_ms"] = shown.plan.prediction.step_ms
+    if shown.evaluation is not None:
+        result["accuracy"] = {kind.kind: kind.accuracy for kind in shown.evaluation.kinds}
+        result["chance"] = {kind.kind: kind.chance for kind in shown.evaluation.kinds}
+    result["report"] = str(output)
+    run_tables = [tables.run_table(shown.plan, shown.run, shown.evaluation)] if shown.run else []
+    _print_result(as_json, result, *run_tables, f"report: {output}")
 
 
-def _run_result(directory: Path, run_directory: Path | None) -> tuple[dict[str, Any], list[Table]]:
-    """What a report says of a run, for JSON and for a terminal; empty without a run."""
-    from omnibal.report.summary import summarise_run
+def _run_directory(run: Path | None) -> Path | None:
+    """The directory that is meant by --run, which may name the run.jsonl in it."""
+    if run is None or not run.is_file():
+        return run
+    if run.name != RUN_FILE:
+        raise UserError(
+            f"--run {run}: is a file; give the directory of the run, which holds its {RUN_FILE}"
+        )
+    return run.parent
 
-    if run_directory is None:
-        return {}, []
-    plan = read_plan(directory)
-    summary = summarise_run(read_run(run_directory / RUN_FILE), plan.parallel.world_size)
-    evaluation = read_evaluation(run_directory)
-    result: dict[str, Any] = {"run": asdict(summary)}
-    if plan.prediction is not None:
-        result["predicted_step_ms"] = plan.prediction.step_ms
-    if evaluation is not None:
-        result["accuracy"] = {kind.kind: kind.accuracy for kind in evaluation.kinds}
-        result["chance"] = {kind.kind: kind.chance for kind in evaluation.kinds}
-    return result, [tables.run_table(plan, summary, evaluation)]
+
+def _check_output(output: Path) -> None:
+    """Refuse a file that could not be written, before any work is done for it."""
+    if output.is_dir():
+        raise UserError(f"{output}: is a directory; -o must name a file in it")
+    _check_parent(output)
+
+
+def _check_parent(output: Path) -> None:
+    nearest = next(parent for parent in output.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{output}: {nearest} exists and is not a directory; choose another -o")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{output}: {nearest} cannot be written to; choose another -o")
 
 
 def _print_result(as_json: bool, result: dict[str, Any], *readable: Table | str) -> None:
@@ -344,32 +425,13 @@ def _with_max_dynamic_patch(model: ModelConfig, max_dynamic_patch: int | None) -
     return model.model_copy(update={"tiling": tiling})
 
 
-def _sources(lengths: Lengths) -> list[dict[str, Any]]:
-    rows = []
-    for code, name in enumerate(lengths.source_names):
-        tiles = lengths.tiles[lengths.source == code]
-        tokens = lengths.tokens[lengths.source == code]
-        rows.append(
-            {
-                "source": name,
-                "samples": len(tiles),
-                "tiles_mean": float(tiles.mean()) if len(tiles) else None,
-                "tiles_max": int(tiles.max()) if len(tiles) else None,
-                "tokens_mean": float(tokens.mean()) if len(tiles) else None,
-                "tokens_max": int(tokens.max()) if len(tiles) else None,
-            }
-        )
-    return rows
-
-
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
-    has_data = plan.data is not None
     return {
         "stages": [
             {
                 "vision_layers": stage.vision_layers,
                 "language_layers": stage.language_layers,
-                "recompute": len(stage.recompute_vision) + len(stage.recompute_language),
+                "recompute": stage.recomputed_layers,
                 "recompute_vision": len(stage.recompute_vision),
                 "recompute_language": len(stage.recompute_language),
                 "forward_ms": predicted.forward_ms,
@@ -382,8 +444,8 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "step_ms": prediction.step_ms,
         "ideal_step_ms": prediction.ideal_step_ms,
         "bubble_fraction": prediction.bubble_fraction,
-        "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu if has_data else None,
-        "gpu_days": prediction.gpu_days if has_data else None,
+        "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
+        "gpu_days": prediction.gpu_days,
         "memory_cap_gib": memory_cap_gib(plan.cluster),
         "cost_source": prediction.cost_source,
         "packs": plan.data.packs if plan.data else None,

@@ -4,32 +4,25 @@ Sizes follow the published models' own config files; every derived number (token
 parameters) is computed here once.
 """
 
-import tomllib
+import math
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from omnibal.errors import UserError
+from omnibal.files import read_toml_model
 
 Precision = Literal["fp32", "bf16"]
 T = TypeVar("T", bound="Frozen")
+_PRESETS = Path(__file__).parent / "presets"
 
 
 class Frozen(BaseModel):
-    """Base of every configuration: immutable, and an unknown key is an error."""
+    """Base of every configuration: immutable; an unknown key is an error, and so is NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class VisionConfig(Frozen):
@@ -119,6 +112,10 @@ class ModelConfig(Frozen):
 
     @model_validator(mode="after")
     def _pixel_shuffle_divides(self) -> "ModelConfig":
+        if not math.isclose(self.pixel_shuffle_factor * self.downsample_ratio, 1, rel_tol=1e-6):
+            raise ValueError(
+                f"downsample_ratio {self.downsample_ratio} must be 1 / a whole number, such as 0.5"
+            )
         if self.vision.patches_per_side % self.pixel_shuffle_factor:
             raise ValueError(
                 f"{self.vision.patches_per_side} patches per side must be a multiple of "
@@ -172,26 +169,18 @@ def load_cluster(name_or_path: str) -> ClusterConfig:
 
 def preset_names(kind: str) -> list[str]:
     """Names of the shipped presets of `kind` ("models" or "clusters")."""
-    folder = resources.files("omnibal") / "presets" / kind
-    return sorted(
-        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
-    )
+    return sorted(path.stem for path in (_PRESETS / kind).glob("*.toml"))
 
 
 def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
     names = preset_names(kind)
-    if name_or_path in names:
-        text = (resources.files("omnibal") / "presets" / kind / f"{name_or_path}.toml").read_text()
-    elif Path(name_or_path).is_file():
-        text = Path(name_or_path).read_text()
-    else:
+    path = _PRESETS / kind / f"{name_or_path}.toml" if name_or_path in names else Path(name_or_path)
+    if not path.is_file():
         near = get_close_matches(name_or_path, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
             f"{name_or_path!r} is neither a file nor a preset{hint} "
             f"(presets of omnibal/presets/{kind}: {', '.join(names)})"
         )
-    try:
-        return config_type.model_validate(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise UserError(f"{name_or_path}: not a valid {config_type.__name__}: {error}") from error
+    remedy = f"compare with a preset, such as {_PRESETS / kind / names[0]}.toml"
+    return read_toml_model(config_type, path, remedy)

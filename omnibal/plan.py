@@ -4,20 +4,21 @@ A hand-written plan and a searched plan are the same type. `prediction` is for r
 absent; everything training needs is in the other fields.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from omnibal.config import ClusterConfig, Frozen, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
-from omnibal.errors import UserError
+from omnibal.files import read_json_model, write_json_model
 
 SCHEMA_VERSION: Final = 1
 PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
+PROFILE_FILE = "profile.json"
+"""The measured costs that the plan was made with; absent where costs were counted."""
 USABLE_MEMORY_FRACTION = 0.9
 """Of a device; the rest is for the runtime's context, communication buffers and fragmentation."""
 
@@ -51,6 +52,11 @@ class Stage(Frozen):
     recompute_language: tuple[NonNegativeInt, ...] = ()
     """Language layers (numbered from 0 over the whole model) that are recomputed."""
 
+    @property
+    def recomputed_layers(self) -> int:
+        """Of both towers."""
+        return len(self.recompute_vision) + len(self.recompute_language)
+
 
 class Caps(Frozen):
     """Upper limits of one micro-batch."""
@@ -59,15 +65,20 @@ class Caps(Frozen):
     max_tokens: PositiveInt
 
 
-class DataPlan(Frozen):
-    """What the packs were made from, so that training can refuse anything else."""
+class Shapes(Frozen):
+    """Size and number of the micro-batches of a step."""
 
     caps: Caps
+    micro_batches_per_step: PositiveInt
+    """Packs of one data-parallel rank in a full step; an epoch's last step may hold fewer."""
+
+
+class DataPlan(Shapes):
+    """What the packs were made from, so that training can refuse anything else."""
+
     method: str
     seed: int
     epochs: PositiveInt
-    micro_batches_per_step: PositiveInt
-    """Packs of one data-parallel rank in a full step; an epoch's last step may hold fewer."""
     samples: PositiveInt
     packs: PositiveInt
     steps: PositiveInt
@@ -114,15 +125,15 @@ class Prediction(Frozen):
 
     cost_source: str
     """"analytic:<cluster>" or "profile:<device>"."""
-    method: Literal["omnibal"]
     step_ms: NonNegativeFloat
     """Mean over the simulated steps."""
     ideal_step_ms: NonNegativeFloat
     """The same computation, without recompute, spread evenly over all devices without waiting."""
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
     """Share of device time spent waiting, mean over stages and steps."""
-    samples_per_second_per_gpu: NonNegativeFloat
-    gpu_days: NonNegativeFloat
+    samples_per_second_per_gpu: NonNegativeFloat | None
+    """None, as `gpu_days`, for a plan of shapes only."""
+    gpu_days: NonNegativeFloat | None
     """For all planned epochs."""
     stages: tuple[StagePrediction, ...]
 
@@ -138,7 +149,18 @@ class Plan(Frozen):
     cluster: ClusterConfig
     data: DataPlan | None
     """None for a plan of shapes only, which cannot be trained."""
+    shapes: Shapes | None = None
+    """Of a plan of shapes only: every micro-batch is at the caps, each step is full."""
     prediction: Prediction | None = None
+
+    @model_validator(mode="after")
+    def _predicts_every_stage(self) -> "Plan":
+        if self.prediction is not None and len(self.prediction.stages) != len(self.stages):
+            raise ValueError(
+                f"prediction.stages has {len(self.prediction.stages)} entries for "
+                f"{len(self.stages)} stages; the two must be equally many: remove `prediction`"
+            )
+        return self
 
 
 def memory_cap_gib(cluster: ClusterConfig) -> float:
@@ -148,10 +170,7 @@ def memory_cap_gib(cluster: ClusterConfig) -> float:
 
 def write_plan(plan: Plan, directory: Path) -> None:
     """Write `plan.json`: sorted keys, no timestamps, so equal plans are equal bytes."""
-    text = json.dumps(plan.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
-    temporary = directory / (PLAN_FILE + ".part")
-    temporary.write_text(text)
-    temporary.replace(directory / PLAN_FILE)
+    write_json_model(plan, directory / PLAN_FILE)
 
 
 def read_plan(directory: Path) -> Plan:
@@ -160,15 +179,5 @@ def read_plan(directory: Path) -> Plan:
     Raises:
         UserError: the directory holds no plan, or the plan does not follow the schema.
     """
-    path = directory / PLAN_FILE
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; make a plan with `omnibal plan ... -o {directory}`")
-    try:
-        return Plan.model_validate_json(path.read_text())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "top level"
-        raise UserError(
-            f"{path}: {where}: {first['msg']} (given: {first['input']!r:.80}); "
-            "correct the field, or make the plan anew with `omnibal plan`"
-        ) from error
+    remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
+    return read_json_model(Plan, directory / PLAN_FILE, remedy)

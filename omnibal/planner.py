@@ -1,5 +1,6 @@
 """The whole plan: lengths to packs and steps, costs to stages and recomputation, to a directory."""
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,11 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Profile, fitted_cost
-from omnibal.data.lengths import Lengths, write_lengths
+from omnibal.cost.profile import Profile, fitted_cost, read_profile, write_profile
+from omnibal.data.lengths import Lengths, LengthsOrigin, read_lengths, write_lengths
 from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks, write_packs
-from omnibal.data.steps import DataRequest, draw_packs
+from omnibal.data.packs import ScheduledPacks, read_packs, write_packs
+from omnibal.data.steps import DataRequest, draw_packs, size_load
 from omnibal.errors import UserError
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import predict
@@ -23,10 +24,12 @@ from omnibal.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
     PLAN_FILE,
+    PROFILE_FILE,
     Caps,
     DataPlan,
     Parallel,
     Plan,
+    Shapes,
     memory_cap_gib,
     write_plan,
 )
@@ -54,29 +57,39 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanResult:
-    """A plan, with the packs and lengths that belong to it."""
+    """A plan, with the files that belong to it."""
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
     """None for a plan of shapes only."""
+    profile: Profile | None
+    """None where costs were counted."""
 
 
 def make_plan(request: PlanRequest) -> PlanResult:
     """Packs, stages and prediction for a request; equal requests give equal plans.
 
     Raises:
-        UserError: the lengths were scanned for another model, a sample exceeds the caps, the
-            profile is of something else, or no partition fits into memory.
+        UserError: the parallel sizes do not fit the model, the lengths were scanned for another
+            model, a sample exceeds the caps, the profile is of something else, or no partition
+            fits into memory.
     """
-    model = _model_of_lengths(request.model, request.lengths)
-    lengths = _lengths_at_caps(request) if request.lengths is None else request.lengths
-    cost = _cost(request, model)
-    packs = _draw(request, lengths, cost, model)
+    check_parallel(request.model, request.parallel, request.cluster)
+    origin = request.lengths.origin if request.lengths is not None else None
+    model = model_of_origin(request.model, origin)
+    cost = _cost(request.profile, model, request.cluster, request.parallel, request.precision)
+    shapes = Shapes(caps=request.caps, micro_batches_per_step=request.micro_batches)
+    if request.lengths is None:
+        packs, lengths = _data_at_caps(shapes, request.parallel.data)
+    else:
+        lengths = request.lengths
+        packs = _draw(request, lengths, cost, model)
     features = pack_features(packs.packs, lengths)
     stages = search_stages(
         cost,
         model,
         features,
+        packs.slot,
         request.parallel.pipeline,
         request.micro_batches,
         memory_cap_gib(request.cluster) * GIB,
@@ -84,19 +97,94 @@ def make_plan(request: PlanRequest) -> PlanResult:
     prediction = predict(cost, model, request.parallel, stages, packs, features)
     if request.lengths is None:
         # One step of made-up samples says nothing about a dataset.
-        prediction = prediction.model_copy(
-            update={"samples_per_second_per_gpu": 0.0, "gpu_days": 0.0}
-        )
+        unknown = {"samples_per_second_per_gpu": None, "gpu_days": None}
+        prediction = prediction.model_copy(update=unknown)
     plan = Plan(
         model=model,
         precision=request.precision,
         parallel=request.parallel,
         stages=stages,
         cluster=request.cluster,
-        data=_data_plan(request, lengths, packs) if request.lengths is not None else None,
+        data=None if request.lengths is None else _data_plan(request, lengths, packs),
+        shapes=shapes if request.lengths is None else None,
         prediction=prediction,
     )
-    return PlanResult(plan=plan, data=None if plan.data is None else (packs, lengths))
+    data = None if request.lengths is None else (packs, lengths)
+    return PlanResult(plan=plan, data=data, profile=request.profile)
+
+
+def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
+    """Refuse parallel sizes that the model cannot be cut into.
+
+    Raises:
+        UserError: there are more stages than layers, tensor-parallel ranks do not divide the
+            attention heads or feed-forward sizes, or they are more than a node's devices.
+    """
+    layers = model.vision.layers + model.language.layers
+    if parallel.pipeline > layers:
+        raise UserError(
+            f"pipeline size {parallel.pipeline} is more than the {layers} layers of {model.name}; "
+            f"every stage must hold a layer: choose a pipeline size of at most {layers}"
+        )
+    if parallel.tensor > cluster.gpus_per_node:
+        raise UserError(
+            f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
+            f"node of {cluster.name}, and its ranks must share one: choose at most that many"
+        )
+    divided = {
+        "vision.heads": model.vision.heads,
+        "vision.ffn_hidden_size": model.vision.ffn_hidden_size,
+        "language.heads": model.language.heads,
+        "language.kv_heads": model.language.kv_heads,
+        "language.ffn_hidden_size": model.language.ffn_hidden_size,
+    }
+    for name, size in divided.items():
+        if size % parallel.tensor:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            common = math.gcd(*divided.values())
+            possible = [n for n in divisors if common % n == 0 and n <= cluster.gpus_per_node]
+            raise UserError(
+                f"tensor size {parallel.tensor} does not divide {name} = {size} of {model.name}, "
+                f"for which it must be one of {_listed(divisors)}; all of this model allows "
+                f"{_listed(possible)}: choose that, and more pipeline stages where memory is short"
+            )
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def cost_of_plan(plan: Plan, directory: Path) -> CostModel:
+    """The costs that the plan was made with: of its directory's profile, else counted.
+
+    Raises:
+        UserError: the profile is broken, or is not of the plan's model, precision or tensor size.
+    """
+    path = directory / PROFILE_FILE
+    profile = read_profile(path) if path.exists() else None
+    return _cost(profile, plan.model, plan.cluster, plan.parallel, plan.precision)
+
+
+def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
+    """The plan's packs and lengths, made up at the caps for a plan of shapes; None without either.
+
+    Raises:
+        UserError: a file is missing or broken, or is not the one that the plan was made with.
+    """
+    if plan.data is None:
+        return None if plan.shapes is None else _data_at_caps(plan.shapes, plan.parallel.data)
+    packs, lengths = read_packs(directory / PACKS_FILE), read_lengths([directory / LENGTHS_FILE])
+    for name, given, planned in (
+        (LENGTHS_FILE, lengths.sha256, plan.data.lengths_sha256),
+        (PACKS_FILE, packs.sha256, plan.data.packs_sha256),
+    ):
+        if given != planned:
+            raise UserError(
+                f"{name} has the content hash {given[:12]}, but plan.json says {planned[:12]}; "
+                "the files of a plan belong together: restore the file, or make the plan anew "
+                "with `omnibal plan`"
+            )
+    return packs, lengths
 
 
 def save_plan(result: PlanResult, directory: Path) -> None:
@@ -105,7 +193,7 @@ def save_plan(result: PlanResult, directory: Path) -> None:
     Raises:
         UserError: `directory` holds something other than a plan, which is left as it is.
     """
-    _check_replaceable(directory)
+    check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         made, replaced = Path(scratch) / "new", Path(scratch) / "old"
@@ -114,19 +202,37 @@ def save_plan(result: PlanResult, directory: Path) -> None:
             packs, lengths = result.data
             write_packs(packs, made / PACKS_FILE)
             write_lengths(lengths, made / LENGTHS_FILE)
+        if result.profile is not None:
+            write_profile(result.profile, made / PROFILE_FILE)
         write_plan(result.plan, made)
         if directory.exists():
             directory.rename(replaced)
-        made.rename(directory)
+        try:
+            made.rename(directory)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(directory)
+            raise
 
 
-def _check_replaceable(directory: Path) -> None:
+def check_replaceable(directory: Path) -> None:
+    """Refuse a place for a plan that holds something else.
+
+    Raises:
+        UserError: `directory` is a file, the current directory or one above it, or holds what is
+            no part of a plan.
+    """
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise UserError(
+            f"{directory}: is the current directory or above it, and a plan replaces its "
+            f"directory: give one of its own, such as -o {directory / 'plan'}"
+        )
     if not directory.exists():
         return
     if not directory.is_dir():
         raise UserError(f"{directory}: is a file; a plan is a directory: choose another -o")
     names = {path.name for path in directory.iterdir()}
-    foreign = sorted(names - {PLAN_FILE, PACKS_FILE, LENGTHS_FILE})
+    foreign = sorted(names - {PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE})
     if foreign or (names and PLAN_FILE not in names):
         raise UserError(
             f"{directory}: holds {(foreign or sorted(names))[0]}, which is not part of a plan, and "
@@ -134,24 +240,36 @@ def _check_replaceable(directory: Path) -> None:
         )
 
 
-def _lengths_at_caps(request: PlanRequest) -> Lengths:
+def _data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
     """One step of samples that each fill a pack, and cost the most attention the caps allow."""
-    count = request.parallel.data * request.micro_batches
-    return Lengths(
-        tiles=np.full(count, request.caps.max_tiles, np.int32),
-        tokens=np.full(count, request.caps.max_tokens, np.int32),
+    count = data_parallel * shapes.micro_batches_per_step
+    lengths = Lengths(
+        tiles=np.full(count, shapes.caps.max_tiles, np.int32),
+        tokens=np.full(count, shapes.caps.max_tokens, np.int32),
         loss_tokens=np.zeros(count, np.int32),
         source=np.zeros(count, np.int32),
         source_names=("at the caps",),
         origin=None,
     )
+    request = DataRequest(
+        caps=shapes.caps,
+        method=PackingMethod.ISF,
+        seed=0,
+        epochs=1,
+        dp=data_parallel,
+        micro_batches=shapes.micro_batches_per_step,
+    )
+    return draw_packs(lengths, request, lambda packs: size_load(packs, lengths)), lengths
 
 
-def _model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
-    """The model with the tiling that the lengths were scanned with, as training must tile alike."""
-    if lengths is None or lengths.origin is None:
+def model_of_origin(model: ModelConfig, origin: LengthsOrigin | None) -> ModelConfig:
+    """The model with the tiling that the lengths were scanned with, as training must tile alike.
+
+    Raises:
+        UserError: the lengths were scanned for tiles of other sizes than the model's.
+    """
+    if origin is None:
         return model
-    origin = lengths.origin
     given = (origin.image_size, origin.tokens_per_tile)
     needed = (model.vision.image_size, model.tokens_per_tile)
     if given != needed:
@@ -163,11 +281,16 @@ def _model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfi
     return model.model_copy(update={"tiling": origin.tiling})
 
 
-def _cost(request: PlanRequest, model: ModelConfig) -> CostModel:
-    settings = (model, request.cluster, request.parallel, request.precision)
-    if request.profile is None:
-        return analytic_cost(*settings)
-    return fitted_cost(request.profile, *settings)
+def _cost(
+    profile: Profile | None,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+) -> CostModel:
+    if profile is None:
+        return analytic_cost(model, cluster, parallel, precision)
+    return fitted_cost(profile, model, cluster, parallel, precision)
 
 
 def _draw(

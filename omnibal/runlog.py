@@ -1,19 +1,24 @@
-"""The run log: `run.jsonl`, one line per trained step, and `evaluation.json` beside it.
+"""The run log: `run.jsonl`, one line per trained step, with `run.json` and `evaluation.json`.
 
 Training writes these types and the report reads them.
 """
 
-import json
+import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
 from omnibal.config import Frozen
 from omnibal.errors import UserError
+from omnibal.files import parse_json_model, read_json_model, read_text, write_json_model
 
 RUN_FILE = "run.jsonl"
 RUN_INFO_FILE = "run.json"
 EVALUATION_FILE = "evaluation.json"
+
+_MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
+"""NaN and infinity are what the log of a diverged step has to show."""
 
 
 class RunInfo(Frozen):
@@ -43,16 +48,19 @@ class StageRecord(Frozen):
 class StepRecord(Frozen):
     """One trained step."""
 
+    # Otherwise NaN would be written as null, which is no number to read back.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
     step: NonNegativeInt
     epoch: NonNegativeInt
-    loss: float
+    loss: _MaybeDiverged
     loss_tokens: NonNegativeInt
     samples: NonNegativeInt
     tiles: NonNegativeInt
     tokens: NonNegativeInt
     step_ms: NonNegativeFloat
     learning_rate: NonNegativeFloat
-    grad_norm: float
+    grad_norm: _MaybeDiverged
     stages: tuple[StageRecord, ...]
 
 
@@ -90,32 +98,56 @@ class Evaluation(Frozen):
     examples: tuple[EvaluatedAnswer, ...]
 
 
+def write_run_info(info: RunInfo, directory: Path) -> None:
+    """Write `run.json` into the run's directory."""
+    write_json_model(info, directory / RUN_INFO_FILE)
+
+
+def read_run_info(directory: Path) -> RunInfo:
+    """Read `run.json` of a run's directory.
+
+    Raises:
+        UserError: the file is missing or does not follow the schema.
+    """
+    remedy = "pretrain_vlm.py writes it into --save when it starts; give that directory"
+    return read_json_model(RunInfo, directory / RUN_INFO_FILE, remedy)
+
+
 def read_run(path: Path) -> list[StepRecord]:
     """Read `run.jsonl`; where a resumed run wrote a step again, the last line counts.
 
+    A last line without its end is still being written, and left out.
+
     Raises:
-        UserError: the file is missing, empty, or a line does not follow the schema.
+        UserError: the file is missing, holds no step, or a line does not follow the schema.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such run log; pretrain_vlm.py writes it into --save")
+    text = read_text(path, "pretrain_vlm.py writes it into --save")
     records = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            record = StepRecord.model_validate_json(line)
-        except ValidationError as error:
-            raise UserError(
-                f"{path}: line {number} is not a step record ({error.errors()[0]['msg']})"
-            ) from error
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        record = parse_json_model(
+            StepRecord, line, f"{path}: line {number}", "remove the line, or train again"
+        )
         records[record.step] = record
     if not records:
         raise UserError(f"{path}: holds no step yet; let the run finish at least one")
     return [records[step] for step in sorted(records)]
 
 
+def append_step(record: StepRecord, path: Path) -> None:
+    """Add a line to `run.jsonl`; a half line that a killed process left at its end is dropped."""
+    with path.open("a+b") as log:
+        if log.tell():
+            log.seek(-1, os.SEEK_END)
+            if log.read(1) != b"\n":
+                whole = path.read_bytes().rfind(b"\n") + 1
+                log.truncate(whole)
+        log.write(record.model_dump_json().encode() + b"\n")
+
+
 def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:
     """Write `evaluation.json` into the run's directory and return its path."""
     path = directory / EVALUATION_FILE
-    path.write_text(json.dumps(evaluation.model_dump(mode="json"), indent=2, sort_keys=True) + "\n")
+    write_json_model(evaluation, path)
     return path
 
 
@@ -126,11 +158,6 @@ def read_evaluation(directory: Path) -> Evaluation | None:
         UserError: the file does not follow the schema.
     """
     path = directory / EVALUATION_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
-    try:
-        return Evaluation.model_validate_json(path.read_text())
-    except ValidationError as error:
-        raise UserError(
-            f"{path}: not an evaluation ({error.errors()[0]['msg']}); run the evaluation again"
-        ) from error
+    return read_json_model(Evaluation, path, "run the evaluation again")

@@ -1,7 +1,7 @@
 """Results as tables for a terminal."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
@@ -17,28 +17,39 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.report.summary import RunSummary
 
 
+def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
+    """Samples that `rows` selects, and their mean and most tiles and tokens (None without any)."""
+    statistics: dict[str, float | None] = {"samples": int(rows.sum())}
+    for name, values in (("tiles", lengths.tiles[rows]), ("tokens", lengths.tokens[rows])):
+        statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
+        statistics[f"{name}_max"] = int(values.max()) if len(values) else None
+    return statistics
+
+
+def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
+    """`length_statistics` of every source, with its name."""
+    return [
+        {"source": name, **length_statistics(lengths, lengths.source == code)}
+        for code, name in enumerate(lengths.source_names)
+    ]
+
+
 def lengths_table(lengths: Lengths) -> Table:
     """Samples, tiles and tokens of every source, and of all."""
     numbers = ("samples", "tiles mean", "tiles max", "tokens mean", "tokens max")
     table = _table("Sample lengths", "source", *numbers)
-    for code, name in enumerate(lengths.source_names):
-        table.add_row(name, *_length_cells(lengths, lengths.source == code))
+    for row in source_statistics(lengths):
+        table.add_row(*_length_cells(row))
     table.add_section()
-    table.add_row("all", *_length_cells(lengths, np.ones(len(lengths), bool)))
+    everyone = np.ones(len(lengths), bool)
+    table.add_row(*_length_cells({"source": "all", **length_statistics(lengths, everyone)}))
     return table
 
 
-def _length_cells(lengths: Lengths, rows: np.ndarray) -> tuple[str, ...]:
-    tiles, tokens = lengths.tiles[rows], lengths.tokens[rows]
-    if not len(tiles):
-        return "0", "-", "-", "-", "-"
-    return (
-        f"{len(tiles):,}",
-        f"{tiles.mean():.2f}",
-        f"{tiles.max():,}",
-        f"{tokens.mean():,.1f}",
-        f"{tokens.max():,}",
-    )
+def _length_cells(row: dict[str, Any]) -> list[str]:
+    digits = {"samples": 0, "tiles_mean": 2, "tiles_max": 0, "tokens_mean": 1, "tokens_max": 0}
+    numbers = ["-" if row[k] is None else f"{row[k]:,.{n}f}" for k, n in digits.items()]
+    return [row["source"], *numbers]
 
 
 def packs_table(metrics: PackMetrics) -> Table:
@@ -98,7 +109,7 @@ def memory_table(plan: Plan, prediction: Prediction) -> Table:
         memory = predicted.memory
         table.add_row(
             str(index),
-            str(len(stage.recompute_vision) + len(stage.recompute_language)),
+            str(stage.recomputed_layers),
             f"{memory.weights_gib:.2f}",
             f"{memory.gradients_gib:.2f}",
             f"{memory.optimizer_gib:.2f}",
@@ -127,8 +138,10 @@ def plan_table(plan: Plan, prediction: Prediction) -> Table:
     table.add_row("step", f"{prediction.step_ms:,.1f} ms")
     table.add_row("ideal step", f"{prediction.ideal_step_ms:,.1f} ms")
     table.add_row("bubble", f"{prediction.bubble_fraction:.1%}")
-    if plan.data is not None:
-        table.add_row("samples per second", f"{_samples_per_second(plan, prediction):,.2f}")
+    if prediction.samples_per_second_per_gpu is not None:
+        per_second = prediction.samples_per_second_per_gpu * parallel.world_size
+        table.add_row("samples per second", f"{per_second:,.2f}")
+    if prediction.gpu_days is not None:
         table.add_row("device days", f"{prediction.gpu_days:,.3g}")
     table.add_row("costs from", prediction.cost_source)
     return table
@@ -156,10 +169,6 @@ def run_table(plan: Plan, run: "RunSummary", evaluation: Evaluation | None) -> T
                 f"{kind.accuracy:.1%} of {kind.questions:,}",
             )
     return table
-
-
-def _samples_per_second(plan: Plan, prediction: Prediction) -> float:
-    return prediction.samples_per_second_per_gpu * plan.parallel.world_size
 
 
 def _single_units(stage: Stage) -> str:

@@ -11,6 +11,8 @@ tokenizer=$data/tokenizer.model
 plan=$work/plan
 run=$work/run
 mkdir -p "$work"
+# A GPU, if there is one, could not hold two processes' devices: this is a job for the CPU.
+export CUDA_VISIBLE_DEVICES=
 # Two processes share two cores: one thread each, and no loader processes beside them.
 export OMP_NUM_THREADS=1
 
@@ -34,7 +36,7 @@ make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model inter
 caps=(--max-tiles 12 --max-tokens 448)
 
 make $work/profile.json omnibal profile --model internvl-digits --precision fp32 --processes 2 \
-    "${caps[@]}" --tokens-per-sample 64 -o $work/profile.json
+    "${caps[@]}" --lengths $work/lengths.parquet -o $work/profile.json
 
 make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
     --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \

@@ -1,6 +1,10 @@
 """A small dataset of the quickstart's kind, made once, for all tests that read real data."""
 
+import os
 from pathlib import Path
+
+# Before torch is imported: the forked ranks of these tests share no GPU.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 

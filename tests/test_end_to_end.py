@@ -10,6 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 MODEL = ("--model", "internvl-digits")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 CAPS = ("--max-tiles", "12", "--max-tokens", "400")
 
 
@@ -81,12 +82,11 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, l
 
     Trains two steps under torchrun, resumes, evaluates, reports; then the same in one process.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     pair, alone = tmp_path / "pair", tmp_path / "alone"
-    succeed(*torchrun, *training(plan, digits, pair, "--train-iters", "2"))
+    succeed(*TORCHRUN, *training(plan, digits, pair, "--train-iters", "2"))
     evaluate = ("--eval-data", digits / "heldout" / "meta.json", "--max-new-tokens", "3")
     output = succeed(
-        *torchrun, *training(plan, digits, pair, "--load", pair, "--train-iters", "3", *evaluate)
+        *TORCHRUN, *training(plan, digits, pair, "--load", pair, "--train-iters", "3", *evaluate)
     )
     assert f"resuming {pair} after step 2" in output
     succeed(*training(single_plan, digits, alone, "--train-iters", "3"))
@@ -122,6 +122,21 @@ def test_plan_of_other_data_is_refused(single_plan, digits, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        (("--train-iters", "0"), "argument --train-iters: invalid positive value: '0'"),
+        (("--lr-warmup-fraction", "1.5"), "argument --lr-warmup-fraction"),
+        (("--min-lr", "1"), "--min-lr 1.0 must be from 0 to --lr 0.001"),
+        (("--no-such-option",), "unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_wrong_options_are_refused(single_plan, digits, tmp_path, option, complaint):
+    """Prevents: a default in place of what was asked for, or a traceback on every rank."""
+    assert complaint in refuse(*training(single_plan, digits, tmp_path / "run", *option))
+    assert not (tmp_path / "run").exists()
+
+
 def test_image_that_broke_after_planning_stops_with_its_path(single_plan, digits, tmp_path):
     """Prevents: a crash deep in a loader process, or a batch without the image."""
     copy = tmp_path / "digits"
@@ -133,12 +148,29 @@ def test_image_that_broke_after_planning_stops_with_its_path(single_plan, digits
     assert not (tmp_path / "run" / "latest_checkpointed_iteration.txt").exists()
 
 
+def test_broken_image_stops_both_ranks_with_one_error(plan, digits, tmp_path):
+    """Prevents: a rank that waits for the one that failed, or an error for every stage."""
+    copy = tmp_path / "digits"
+    subprocess.run(["cp", "-r", digits, copy], check=True)
+    for image in (copy / "train" / "images").iterdir():
+        image.write_bytes(image.read_bytes()[:60])
+    result = run(*TORCHRUN, *training(plan, copy, tmp_path / "run", "--train-iters", "1"))
+    assert result.returncode != 0
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "cannot read this image" in errors[0], result.stderr
+
+
 def test_run_is_not_overwritten(single_plan, digits, tmp_path):
-    """Prevents: a second start that throws a trained run away."""
+    """Prevents: a second start that throws a trained run away, or mixes two runs in one log."""
     save = tmp_path / "run"
     succeed(*training(single_plan, digits, save, "--train-iters", "1"))
     before = (save / "run.jsonl").read_bytes()
     assert "resume it with --load" in refuse(*training(single_plan, digits, save))
+    other = tmp_path / "other"
+    succeed(*training(single_plan, digits, other, "--load", save, "--train-iters", "2"))
+    assert len(losses(other)) == 1
+    message = refuse(*training(single_plan, digits, save, "--load", other))
+    assert "holds a run of 1 steps" in message
     assert (save / "run.jsonl").read_bytes() == before
 
 
@@ -155,4 +187,5 @@ def test_checkpoint_of_another_model_is_refused(single_plan, lengths, digits, tm
     )  # fmt: skip
     other = tmp_path / "other"
     message = refuse(*training(tmp_path / "plan", digits, other, "--load", save))
-    assert "is a checkpoint of another model: vision.layers is 4 there and 5 in the plan" in message
+    assert "is a checkpoint of another model" in message
+    assert "vision.layers is 4 there and 5 in the plan" in message

@@ -25,7 +25,10 @@ from sentencepiece import SentencePieceTrainer, SetMinLogLevel
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-FORMAT = 1
+FORMAT = 2
+"""Raised whenever the same arguments give another dataset than before."""
+DESCRIPTION_FILE = "dataset.json"
+MAX_SEED = 2**32 - 1
 HELDOUT_SCANS = 360
 VOCABULARY = 256
 SPECIAL_PIECES = ("<img>", "<IMG_CONTEXT>", "</img>", "<|im_start|>", "<|im_end|>", "\n")
@@ -38,8 +41,6 @@ SHARES = {
     "arithmetic": 0.08,
 }
 """Share of the samples by source. Singles are the cheapest lessons: one tile, one digit."""
-CHANCE = {"single": 0.1, "position": 0.1}
-"""Accuracy of guessing, for the kinds of question whose answers are equally likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +282,15 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
     part = output.with_name(output.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     train, heldout = split_scans(seed)
-    write_split(part / "train", train, samples, np.random.default_rng([seed, 0]))
-    write_split(part / "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1]))
-    (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
-    description = {"made_with": made_with(samples, heldout_samples, seed), "chance": CHANCE}
-    (part / "dataset.json").write_text(json.dumps(description, indent=2) + "\n")
-    part.rename(output)
+    try:
+        write_split(part / "train", train, samples, np.random.default_rng([seed, 0]))
+        write_split(part / "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1]))
+        (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
+        description = {"made_with": made_with(samples, heldout_samples, seed)}
+        (part / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+        part.rename(output)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def made_with(samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
@@ -297,6 +301,15 @@ def made_with(samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
         "heldout_samples": heldout_samples,
         "seed": seed,
     }
+
+
+def is_made_with(output: Path, wanted: dict[str, int]) -> bool:
+    """Whether `output` is a finished dataset of these arguments, made by this version."""
+    try:
+        description = json.loads((output / DESCRIPTION_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(description, dict) and description.get("made_with") == wanted
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -310,17 +323,21 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             "--samples and --heldout-samples must be at least 10, for every source to occur"
         )
+    if not 0 <= options.seed <= MAX_SEED:
+        parser.error(f"--seed {options.seed}: must be from 0 to {MAX_SEED}")
     wanted = made_with(options.samples, options.heldout_samples, options.seed)
-    description = options.output / "dataset.json"
-    if description.is_file() and json.loads(description.read_text())["made_with"] == wanted:
+    if is_made_with(options.output, wanted):
         print(f"{options.output}: already made with these arguments")
         return 0
     if options.output.exists():
         parser.error(
-            f"{options.output} exists and was not made with these arguments; "
+            f"{options.output} exists and was not made with these arguments by this version; "
             "remove it or pass another --output"
         )
-    make_dataset(options.output, options.samples, options.heldout_samples, options.seed)
+    try:
+        make_dataset(options.output, options.samples, options.heldout_samples, options.seed)
+    except OSError as error:
+        parser.error(f"{options.output}: cannot be made ({error}); pass another --output")
     print(
         f"{options.output}: {options.samples} training samples, {options.heldout_samples} held out"
     )

@@ -34,18 +34,24 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        moved = {name: value.to(device) for name, value in tensors.items()}
         return replace(self, **moved)
 
     def packed_seq_params(self, device: torch.device) -> PackedSeqParams:
-        """Borders of the samples, for block-diagonal attention and for RoPE to restart."""
-        borders = torch.tensor([0, *self.segment_tokens], dtype=torch.int32).cumsum(0)
-        cu_seqlens = borders.to(device=device, dtype=torch.int32)
+        """Borders of the samples, for block-diagonal attention and for RoPE to restart.
+
+        The borders are there twice: for attention kernels on the device, and as `*_padded` on the
+        host, where core's RoPE reads them as Python numbers, four times a layer.
+        """
+        borders = torch.tensor([0, *self.segment_tokens]).cumsum(0).to(torch.int32)
+        cu_seqlens = borders.to(device)
         longest = max(self.segment_tokens)
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=borders,
+            cu_seqlens_kv_padded=borders,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )

@@ -49,7 +49,7 @@ class PlannedBlock(TransformerBlock):
         if hidden_states.numel():
             return super().forward(hidden_states, attention_mask, **arguments)
         # Core's attention cannot reshape an empty batch. The parameters still join the graph, by
-        # none of their elements: each gets a gradient of zero, and overlapped reductions start.
+        # none of their elements, so that this pack too gives each of them a gradient: zero.
         return hidden_states + sum(weight.flatten()[:0].sum() for weight in self.parameters())
 
     def _checkpointed_forward(

@@ -5,6 +5,7 @@ A checkpoint is a folder `iter_0000100` under the run's directory. The file
 was cut short is never loaded.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.vlm.stage import VLMStage
 from omnibal.errors import UserError
+from omnibal.files import atomic
 from omnibal.plan import Plan
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# Optimizer state is stored per parameter, so that any data-parallel size can load it.
+# Optimizer state is stored per parameter, so that any split can load it, and is brought together
+# on the host of one data-parallel rank, not on every device.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 
 
@@ -34,7 +37,15 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def latest_step(directory: Path) -> int | None:
     """Steps trained in the newest whole checkpoint, or None if there is none."""
     tracker = directory / TRACKER_FILE
-    return int(tracker.read_text()) if tracker.is_file() else None
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise UserError(
+            f"{tracker}: holds {text[:20]!r}, and must hold the step number of a checkpoint folder "
+            f"beside it ({checkpoint_path(directory, 100).name} is 100); correct it"
+        )
+    return int(text)
 
 
 def save_checkpoint(
@@ -44,8 +55,13 @@ def save_checkpoint(
     stage: VLMStage,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    options: Mapping[str, float | str],
 ) -> Path:
-    """Write the state after `step` steps; collective over all ranks. Returns its folder."""
+    """Write the state after `step` steps; collective over all ranks. Returns its folder.
+
+    Args:
+        options: the optimizer's settings, which a resumed run must share.
+    """
     path = checkpoint_path(directory, step)
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
@@ -55,14 +71,13 @@ def save_checkpoint(
         "optimizer": optimizer.sharded_state_dict(state["model"], metadata=_METADATA),
         "scheduler": scheduler.state_dict(),
         "step": step,
-        "plan": _identity(plan),
+        "omnibal": _identity(plan) | {"options": dict(options)},
     }
     dist_checkpointing.save(state, str(path))
     dist.barrier()
     if dist.get_rank() == 0:
-        temporary = directory / (TRACKER_FILE + ".part")
-        temporary.write_text(str(step))
-        temporary.replace(directory / TRACKER_FILE)
+        with atomic(directory / TRACKER_FILE) as temporary:
+            temporary.write_text(str(step))
     dist.barrier()
     return path
 
@@ -73,13 +88,20 @@ def load_checkpoint(
     stage: VLMStage,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    options: Mapping[str, float | str],
 ) -> int:
     """Restore weights, optimizer and schedule from the newest checkpoint; returns its step.
 
     Raises:
-        UserError: there is no checkpoint, it is of another model, or of another order of the data.
+        UserError: there is no checkpoint, it is of another model, of another order of the data, or
+            was trained with other settings of the optimizer, which its state would overrule.
     """
     path, identity = _open(directory, plan)
+    different = _differences(identity["options"], dict(options), "given")
+    if different:
+        raise UserError(
+            f"{path}: was trained with other settings: {'; '.join(different)}; resume with the same"
+        )
     if plan.data is not None and identity["packs_sha256"] != plan.data.packs_sha256:
         raise UserError(
             f"{path}: was trained on other packs than the plan's, so its step count does not say "
@@ -135,20 +157,35 @@ def _open(directory: Path, plan: Plan) -> tuple[Path, dict[str, Any]]:
             f"{path}: is not a whole checkpoint; put it back, or name an earlier one in "
             f"{directory / TRACKER_FILE}"
         )
-    identity = dist_checkpointing.load_common_state_dict(str(path))["plan"]
-    wanted = _identity(plan)["model"]
-    different = [
-        f"{part}.{field} is {identity['model'][part][field]} there and {value} in the plan"
-        for part in ("vision", "language")
-        for field, value in wanted[part].items()
-        if identity["model"][part][field] != value
-    ]
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    if "omnibal" not in common:
+        raise UserError(f"{path}: is a checkpoint of another program; load one that this one saved")
+    identity = common["omnibal"]
+    different = _differences(identity["model"], _identity(plan)["model"], "in the plan")
     if different:
         raise UserError(
             f"{path}: is a checkpoint of another model: {'; '.join(different)}; load one of "
             f"{plan.model.name}, or plan for the model of the checkpoint"
         )
     return path, identity
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], place: str) -> list[str]:
+    """What two settings disagree on, nested ones included; a model's name is not its nature."""
+    there, here = _flat(there), _flat(here)
+    return [
+        f"{name} is {there.get(name)} there and {here.get(name)} {place}"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name) and name != "name"
+    ]
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in settings.items():
+        nested = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else None
+        flat.update(nested if nested is not None else {prefix + name: value})
+    return flat
 
 
 def _fill_empty_optimizer_state(optimizer: MegatronOptimizer) -> None:

@@ -43,10 +43,12 @@ class SampleReader:
             for path in sample.images
         ]
 
-    def encode(self, sample: Sample) -> EncodedSample:
-        """Token ids and loss mask of the whole conversation."""
-        tiles = self.tiles_per_image(sample)
-        return encode_sample(sample, tiles, self.model.tokens_per_tile, self.tokenizer)
+    def encode(self, sample: Sample, tiles: int) -> EncodedSample:
+        """Token ids and loss mask of the whole conversation, whose images make so many tiles."""
+        # Only where several images share the tiles must their files be looked at.
+        several = len(sample.images) > 1
+        per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
+        return encode_sample(sample, per_image, self.model.tokens_per_tile, self.tokenizer)
 
     def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
         """All tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
@@ -67,7 +69,7 @@ def _image_size(path: Path, sample: Sample) -> tuple[int, int]:
     try:
         with Image.open(path) as image:
             return image.size
-    except OSError as error:
+    except Exception as error:  # what Pillow raises for a broken file has no common type
         raise _bad_image(path, sample, error) from error
 
 
@@ -75,7 +77,7 @@ def _read_image(path: Path, sample: Sample) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, SyntaxError) as error:
+    except Exception as error:
         raise _bad_image(path, sample, error) from error
 
 
@@ -140,7 +142,8 @@ class PackDataset(torch.utils.data.Dataset):
             fields["pixels_TCPP"] = self.reader.pixels(samples)
             _check_count(len(fields["pixels_TCPP"]), tiles, "tiles", samples)
         if reads_text:
-            encoded = [self.reader.encode(sample) for sample in samples]
+            tiles_of = self.lengths.tiles[indices].tolist()
+            encoded = list(map(self.reader.encode, samples, tiles_of))
             for one, sample, planned in zip(encoded, samples, segment_tokens, strict=True):
                 _check_count(len(one.token_ids), planned, "tokens", [sample])
             fields |= _text_fields(encoded, self.reader.tokenizer, self.stage)

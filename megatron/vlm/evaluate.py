@@ -98,7 +98,10 @@ def _questions(reader: SampleReader, samples: int) -> Iterator[_Question]:
 def _waves(
     questions: Sequence[_Question], caps: Caps, micro_batches: int, room: int
 ) -> Iterator[list[list[_Question]]]:
-    """Micro-batches within the caps, answers included, a few pipelines full at a time."""
+    """Micro-batches within the caps, answers included, a few pipelines full at a time.
+
+    A question that alone exceeds the caps is asked alone.
+    """
     groups: list[list[_Question]] = []
     tiles = tokens = 0
     for question in questions:

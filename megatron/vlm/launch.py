@@ -39,6 +39,12 @@ class Launch:
                 f"{parallel.world_size}; launch that many (torchrun --nproc-per-node), or plan "
                 "anew with `omnibal plan --tp --pp --dp`"
             )
+        if has_cuda() and self.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"process {self.local_rank} of this node has no device: the node has "
+                f"{torch.cuda.device_count()}, and each process needs one; launch fewer processes "
+                "a node, or hide the devices to train on the CPU (CUDA_VISIBLE_DEVICES=)"
+            )
         if parallel.tensor != 1:
             raise UserError(
                 f"the plan has tensor parallel size {parallel.tensor}; training supports 1 so far; "

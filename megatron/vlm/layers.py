@@ -35,9 +35,6 @@ class Norm(torch.nn.Module):
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        for parameter in self.parameters():
-            # Under sequence parallelism ranks see different tokens: core must add the gradients.
-            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
@@ -141,7 +138,7 @@ def _attend(query_BNSD, key_BGSD, value_BGSD, causal: bool) -> torch.Tensor:
 
 def _attend_by_segment(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal: bool):
     """One kernel call a sample: linear in the pack, and works on every device and type."""
-    segments = packed.cu_seqlens_q.diff().tolist()
+    segments = packed.cu_seqlens_q_padded.diff().tolist()
     contexts = [
         _attend(*(x.transpose(0, 1).unsqueeze(0) for x in qkv), causal).squeeze(0).transpose(0, 1)
         for qkv in zip(*(x.split(segments) for x in (query_TND, key_TGD, value_TGD)), strict=True)

@@ -11,6 +11,7 @@ Shapes are those of `megatron.vlm.stage`.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections import defaultdict
@@ -65,14 +66,25 @@ class ProfileOptions:
     layers: int
     """Layers of each tower in the measured stage; at most the model's own."""
     repetitions: int
-    """Timed runs of each micro-batch, after one warm-up; the median counts."""
+    """Timed runs of each micro-batch, after one warm-up; their lower quartile counts."""
 
 
 def profile(
     model: ModelConfig, precision: Precision, cluster: ClusterConfig, launch: Launch,
     options: ProfileOptions, progress: Console,
 ) -> Profile:  # fmt: skip
-    """Measure units, optimizer and links; collective over all processes."""
+    """Measure units, optimizer and links; collective over all processes.
+
+    Raises:
+        UserError: the smallest pack to be measured has no room for a tile.
+    """
+    smallest = math.ceil(model.tokens_per_tile / _SHARES_OF_CAPS[0])
+    if options.max_tokens < smallest:
+        raise UserError(
+            f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured too, "
+            f"and must hold one tile of {model.name} ({model.tokens_per_tile} tokens); "
+            f"give at least {smallest}"
+        )
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
     depths = sorted({1, min(options.layers, model.vision.layers, model.language.layers)})
@@ -81,12 +93,9 @@ def profile(
         plan = _plan_of_whole_stages(model, precision, cluster, parallel, depth)
         trainer = build_trainer(plan, links, _OPTIMIZATION, steps=1, seed=0)
         optimizer.append(_measure_optimizer(trainer, options.repetitions))
-    batches = list(_batches(model, options))
-    measurements = [
-        measurement
-        for batch in track(batches, "measuring units", console=progress, disable=launch.rank != 0)
-        for measurement in _measure_units(trainer, batch, options.repetitions)
-    ]
+    measurements = _measure_units(
+        trainer, list(_batches(model, options)), options.repetitions, progress
+    )
     link_measurements = _measure_links(links, options.repetitions) if links.size > 1 else []
     result = Profile(
         device=torch.cuda.get_device_name() if has_cuda() else _cpu_name(),
@@ -176,6 +185,8 @@ class _UnitRun:
     unit: Unit
     received: torch.Tensor | None
     output: torch.Tensor
+    forward_ms: float
+    backward_ms: float = 0.0
 
 
 def _unit_functions(
@@ -206,39 +217,55 @@ def _unit_functions(
     ]
 
 
-def _measure_units(trainer: Trainer, batch: MicroBatch, repetitions: int) -> list[UnitMeasurement]:
-    forward: dict[Unit, list[float]] = defaultdict(list)
-    backward: dict[Unit, list[float]] = defaultdict(list)
-    for repetition in range(repetitions + 1):
-        dist.barrier()
-        runs = []
-        hidden = None
-        for unit, function in _unit_functions(trainer.stage, batch):
-            received = hidden.detach().requires_grad_() if hidden is not None else None
-            hidden, elapsed_ms = _timed(partial(function, received))
-            runs.append(_UnitRun(unit, received, hidden))
-            if repetition:
-                forward[unit].append(elapsed_ms)
-        gradient = torch.ones_like(hidden)
-        for run in reversed(runs):
-            _, elapsed_ms = _timed(partial(run.output.backward, gradient))
-            gradient = run.received.grad if run.received is not None else None
-            if repetition:
-                backward[run.unit].append(elapsed_ms)
-    kept = _activation_bytes(trainer.stage, batch)
-    squared = sum(length**2 for length in batch.segment_tokens)
+def _measure_units(
+    trainer: Trainer, batches: list[MicroBatch], repetitions: int, progress: Console
+) -> list[UnitMeasurement]:
+    """All units on all packs.
+
+    The packs take turns, so that a machine that is slow for some seconds slows a few runs of every
+    pack, which the quartile leaves out, and not every run of one.
+    """
+    forward: dict[tuple[int, Unit], list[float]] = defaultdict(list)
+    backward: dict[tuple[int, Unit], list[float]] = defaultdict(list)
+    rounds = track(
+        range(repetitions + 1), "measuring units", console=progress, disable=dist.get_rank() != 0
+    )
+    for repetition in rounds:
+        for index, batch in enumerate(batches):
+            for run in _run_units(trainer.stage, batch):
+                if repetition:  # the first is warm-up
+                    forward[index, run.unit].append(run.forward_ms)
+                    backward[index, run.unit].append(run.backward_ms)
+    kept = [_activation_bytes(trainer.stage, batch) for batch in batches]
     return [
         UnitMeasurement(
             unit=unit,
             tiles=batch.tiles,
             tokens=batch.tokens,
-            squared_tokens=squared,
-            forward_ms=_slowest_median(forward[unit]),
-            backward_ms=_slowest_median(backward[unit]),
-            activation_bytes=kept[unit],
+            squared_tokens=sum(length**2 for length in batch.segment_tokens),
+            forward_ms=_undisturbed_ms(forward[index, unit]),
+            backward_ms=_undisturbed_ms(backward[index, unit]),
+            activation_bytes=kept[index][unit],
         )
+        for index, batch in enumerate(batches)
         for unit in Unit
     ]
+
+
+def _run_units(stage: VLMStage, batch: MicroBatch) -> list[_UnitRun]:
+    """One pass over a pack: all units forward, then all backward."""
+    dist.barrier()
+    runs: list[_UnitRun] = []
+    hidden = None
+    for unit, function in _unit_functions(stage, batch):
+        received = hidden.detach().requires_grad_() if hidden is not None else None
+        hidden, forward_ms = _timed(partial(function, received))
+        runs.append(_UnitRun(unit, received, hidden, forward_ms))
+    gradient = torch.ones_like(hidden)
+    for run in reversed(runs):
+        _, run.backward_ms = _timed(partial(run.output.backward, gradient))
+        gradient = run.received.grad if run.received is not None else None
+    return runs
 
 
 def _timed(function: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, float]:
@@ -254,11 +281,14 @@ def _timed(function: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | 
     return result, start.elapsed_time(end)
 
 
-def _slowest_median(samples_ms: list[float]) -> float:
-    """Median on each process, then the maximum over processes."""
-    median = torch.tensor(float(np.median(samples_ms)), device=current_device())
-    dist.all_reduce(median, op=dist.ReduceOp.MAX)
-    return median.item()
+def _undisturbed_ms(samples_ms: list[float]) -> float:
+    """Lower quartile on each process, then the maximum over processes.
+
+    Whatever else a machine does only ever adds time, and on a shared one it does so for seconds.
+    """
+    quartile = torch.tensor(float(np.quantile(samples_ms, 0.25)), device=current_device())
+    dist.all_reduce(quartile, op=dist.ReduceOp.MAX)
+    return quartile.item()
 
 
 def _activation_bytes(stage: VLMStage, batch: MicroBatch) -> dict[Unit, int]:
@@ -301,7 +331,7 @@ def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasureme
             samples_ms.append(elapsed_ms)
     return OptimizerMeasurement(
         parameters=sum(weight.numel() for weight in trainer.stage.parameters()),
-        optimizer_ms=_slowest_median(samples_ms),
+        optimizer_ms=_undisturbed_ms(samples_ms),
     )
 
 
@@ -326,7 +356,7 @@ def _measure_links(links: PipelineLinks, repetitions: int) -> list[LinkMeasureme
             _, elapsed_ms = _timed(round_trip)
             if repetition and links.rank <= 1:
                 samples_ms.append(elapsed_ms / 2)
-        one_way_ms = _slowest_median(samples_ms or [0.0])
+        one_way_ms = _undisturbed_ms(samples_ms or [0.0])
         measurements.append(LinkMeasurement(bytes=size, ms=one_way_ms))
     return measurements
 
@@ -339,7 +369,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True, help="token cap of a pack")
     parser.add_argument("--tokens-per-sample", type=int, required=True, help="a typical sample's")
     parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")
-    parser.add_argument("--repetitions", type=int, default=5, help="timed runs of each pack")
+    parser.add_argument("--repetitions", type=int, default=25, help="timed runs of each pack")
     parser.add_argument("-o", "--output", type=Path, required=True, help="profile.json to write")
     arguments = parser.parse_args()
     launch = Launch.from_environment()

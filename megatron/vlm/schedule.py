@@ -30,7 +30,8 @@ class PipelineLinks:
     """This stage's place in the pipeline and its neighbours.
 
     Activations and gradients use separate process groups. Within one, every pair of neighbours
-    sends in one direction only and in micro-batch order, so no order of posting can deadlock.
+    sends in one direction only and in micro-batch order, so once connected no order of posting can
+    deadlock.
     """
 
     rank: int
@@ -69,7 +70,24 @@ def create_pipeline_links() -> PipelineLinks:
                 activations=groups[0],
                 gradients=groups[1],
             )
+    _connect(links)
     return links
+
+
+def _connect(links: PipelineLinks) -> None:
+    """Send one number over every connection, along the chain.
+
+    NCCL builds a pair's communicator inside its first transfer and holds the host until the peer
+    enters the same one. In training, neighbours begin with different connections: the one posts a
+    receive of gradients, the other of activations, and each would wait for the other.
+    """
+    token = torch.zeros(1, device=current_device())
+    if not links.is_first:
+        dist.recv(token, links.previous_rank, group=links.activations)
+        dist.send(token, links.previous_rank, group=links.gradients)
+    if not links.is_last:
+        dist.send(token, links.next_rank, group=links.activations)
+        dist.recv(token, links.next_rank, group=links.gradients)
 
 
 class Inbox:

@@ -1,9 +1,11 @@
 """The training loop: packs of the plan in, checkpoints and `run.jsonl` out."""
 
+import math
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,8 +30,9 @@ from megatron.vlm.initialize import initialize_parameters
 from megatron.vlm.schedule import PipelineLinks, run_forward_backward
 from megatron.vlm.stage import VLMStage, build_stage
 from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
 from omnibal.plan import Plan
-from omnibal.runlog import RUN_FILE, StageRecord, StepRecord
+from omnibal.runlog import RUN_FILE, StageRecord, StepRecord, append_step
 
 _GIB = 2**30
 
@@ -56,6 +59,7 @@ class Trainer:
 
     plan: Plan
     links: PipelineLinks
+    options: OptimizationOptions
     stage: VLMStage
     model: DistributedDataParallel
     optimizer: MegatronOptimizer
@@ -107,7 +111,13 @@ def build_trainer(
         wd_incr_style="constant",
     )
     return Trainer(
-        plan=plan, links=links, stage=stage, model=model, optimizer=optimizer, scheduler=scheduler
+        plan=plan,
+        links=links,
+        options=options,
+        stage=stage,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
     )
 
 
@@ -151,6 +161,8 @@ def train_step(
         sum(float(loss) for loss in losses),
         loss_tokens[0] if trainer.links.is_last else 0,
     )
+    loss = loss_sum / max(loss_token_sum, 1)
+    _check_finite("loss", loss, "the weights are those before this step")
     clock.switch(Phase.OPTIMIZER)
     finalize_model_grads([trainer.model])
     trainer.model.scale_gradients(1 / max(loss_token_sum, 1))
@@ -159,13 +171,23 @@ def train_step(
     trainer.scheduler.step(increment=1)
     learning_rate = trainer.optimizer.param_groups[0]["lr"]
     _, grad_norm, _ = trainer.optimizer.step()
+    _check_finite("gradient norm", float(grad_norm), "the weights are spoilt and not saved")
     return StepResult(
-        loss=loss_sum / max(loss_token_sum, 1),
+        loss=loss,
         loss_tokens=int(loss_token_sum),
         grad_norm=float(grad_norm),
         learning_rate=learning_rate,
         phases_ms=clock.stop(),
     )
+
+
+def _check_finite(name: str, value: float, state: str) -> None:
+    """Every rank has the same value, so all stop together."""
+    if not math.isfinite(value):
+        raise UserError(
+            f"the {name} is {value}, and must be a number to train on; {state}; resume from the "
+            "last checkpoint with a lower --lr or --clip-grad, or in fp32"
+        )
 
 
 def _counting_loss_tokens(batches: Iterator[MicroBatch], total: list[int]) -> Iterator[MicroBatch]:
@@ -226,8 +248,7 @@ def train(
         stages = _gather_stage_records(trainer.links, result.phases_ms)
         if is_writer:
             record = _step_record(scheduled, step, result, step_ms, stages)
-            with (options.save / RUN_FILE).open("a") as run_log:
-                run_log.write(record.model_dump_json() + "\n")
+            append_step(record, options.save / RUN_FILE)
             on_line(_progress_line(record, first_step, options.last_step, started))
         done = step + 1
         if done % options.save_interval == 0 or done == options.last_step:
@@ -238,6 +259,7 @@ def train(
                 trainer.stage,
                 trainer.optimizer,
                 trainer.scheduler,
+                asdict(trainer.options),
             )
             if is_writer:
                 on_line(f"saved {path}")
@@ -246,24 +268,28 @@ def train(
 def _gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
-    """Phase times and peak memory of every stage, mean over data-parallel ranks."""
-    own = torch.zeros(links.size, len(Phase) + 1, dtype=torch.float64, device=current_device())
-    own[links.rank] = torch.tensor([*(phases_ms[phase] for phase in Phase), _peak_gib()])
-    dist.all_reduce(own)
-    data_size = parallel_state.get_data_parallel_world_size()
+    """Per stage: phase times, mean over data-parallel ranks, and peak memory, their maximum."""
+    times_ms = torch.zeros(links.size, len(Phase), dtype=torch.float64, device=current_device())
+    times_ms[links.rank] = torch.tensor([phases_ms[phase] for phase in Phase])
+    peaks_gib = torch.zeros(links.size, dtype=torch.float64, device=current_device())
+    peaks_gib[links.rank] = _peak_gib()
+    dist.all_reduce(times_ms)
+    dist.all_reduce(peaks_gib, op=dist.ReduceOp.MAX)
+    times_ms /= parallel_state.get_data_parallel_world_size()
     return tuple(
         StageRecord(
-            **{f"{phase}_ms": value for phase, value in zip(Phase, row, strict=False)},
-            peak_gib=row[-1],
+            **{f"{phase}_ms": value for phase, value in zip(Phase, row, strict=True)},
+            peak_gib=peak_gib,
         )
-        for row in (own / data_size).tolist()
+        for row, peak_gib in zip(times_ms.tolist(), peaks_gib.tolist(), strict=True)
     )
 
 
 def _peak_gib() -> float:
     if has_cuda():
         return torch.cuda.max_memory_allocated() / _GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
 
 
 def _step_record(

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from scipy.optimize import nnls
 
 from omnibal.config import ClusterConfig, Frozen, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
 from omnibal.errors import UserError
+from omnibal.files import read_json_model, write_json_model
 from omnibal.plan import Parallel
 
 _DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
@@ -94,17 +95,22 @@ class FitResidual:
 
 
 def model_sha256(model: ModelConfig) -> str:
-    """Hash of the sizes that costs depend on; the name and the tiling do not."""
-    sizes = model.model_dump(mode="json", exclude={"name", "tiling"})
+    """Hash of what the cost of a unit depends on: not how many there are, nor constants in them."""
+    sizes = model.model_dump(
+        mode="json",
+        exclude={
+            "name": True,
+            "tiling": True,
+            "vision": {"layers", "norm_eps", "layer_scale_init"},
+            "language": {"layers", "norm_eps", "rope_base"},
+        },
+    )
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write `profile.json`; equal profiles give equal bytes."""
-    text = json.dumps(profile.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_json_model(profile, path)
 
 
 def read_profile(path: Path) -> Profile:
@@ -113,16 +119,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         UserError: the file is missing or does not follow the schema.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such profile; measure one with `omnibal profile`")
-    try:
-        return Profile.model_validate_json(path.read_text())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "top level"
-        raise UserError(
-            f"{path}: {where}: {first['msg']}; measure the profile anew with `omnibal profile`"
-        ) from error
+    return read_json_model(Profile, path, f"measure one with `omnibal profile -o {path}`")
 
 
 def fitted_cost(
@@ -143,10 +140,11 @@ def fitted_cost(
     """
     _check_match(profile, model, parallel, precision)
     cost = analytic_cost(model, cluster, parallel, precision)
+    plural = "es" if profile.processes > 1 else ""
     cost = replace(
         cost,
         units={unit: _fitted_unit(profile, unit, cost.units[unit]) for unit in Unit},
-        source=f"profile:{profile.device}",
+        source=f"profile:{profile.device}, {profile.processes} process{plural}",
     )
     if profile.optimizer:
         fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
@@ -206,8 +204,8 @@ def _check_match(
     if profile.tensor != parallel.tensor:
         raise UserError(
             f"the profile was measured with tensor parallel size {profile.tensor} but the plan "
-            f"has {parallel.tensor}; both must be equal: profile again with {parallel.tensor}, "
-            f"or plan with --tp {profile.tensor}"
+            f"has {parallel.tensor}; profiles are of tensor parallel 1: plan with --tp 1 or "
+            "without --profile"
         )
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.config import Frozen
 from omnibal.data.tokenizer import IMAGE_CONTEXT, IMAGE_END, IMAGE_START, TURN_END, TURN_START
 from omnibal.errors import UserError
+from omnibal.files import read_json_model
 
 IMAGE = "<image>"
 _RESERVED = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END, TURN_START, TURN_END)
@@ -149,15 +150,12 @@ class Annotations:
 def _read_meta(path: Path) -> dict[str, _SourceMeta]:
     if not path.is_file():
         raise UserError(f"{path}: no such meta file; pass the JSON that names the annotation files")
-    try:
-        entries = TypeAdapter(dict[str, _SourceMeta]).validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ": ".join(map(str, first["loc"])) or "the file"
-        raise UserError(
-            f"{path}: {place}: {first['msg']}; a meta maps each source name to "
-            '{"root", "annotation", "data_augment": false, "repeat_time", "length"}'
-        ) from error
+    entries = read_json_model(
+        dict[str, _SourceMeta],
+        path,
+        "a meta maps each source name to "
+        '{"root", "annotation", "data_augment": false, "repeat_time", "length"}',
+    )
     if not entries:
         raise UserError(f"{path}: names no source; at least one must be given")
     return entries

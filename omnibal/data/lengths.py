@@ -5,26 +5,45 @@ tokens included) and `loss_tokens` (tokens that carry loss).
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, Strict
 
 from omnibal.config import Frozen, TilingConfig
+from omnibal.data.columns import Columns
 from omnibal.errors import UserError
+from omnibal.files import atomic, parse_json_model, read_text
 
 _METADATA_KEY = b"omnibal"
+_COUNTS = ("tiles", "tokens", "loss_tokens")
+_Int32 = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
+
+
+class _Record(BaseModel):
+    """One sample of OmniBal's public format, which may say more."""
+
+    vit_num: _Int32
+    token_num: _Int32
+    image_flags: _Int32 | list[_Int32]
+
+
+class _MetaEntry(BaseModel):
+    """One source of OmniBal's meta JSON, which may say more."""
+
+    token_lengths: str
 
 
 class LengthsOrigin(Frozen):
     """What a scan was made from; training refuses data or a tokenizer that differ from it."""
 
     data_sha256: str
+    """Of source names, repeats and annotation bytes; neither image folders nor pixels."""
     tokenizer_sha256: str
     image_size: int
     tokens_per_tile: int
@@ -71,16 +90,16 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
     )
     if lengths.origin is not None:
         table = table.replace_schema_metadata({_METADATA_KEY: lengths.origin.model_dump_json()})
-    temporary = path.with_name(path.name + ".part")
-    pq.write_table(table, temporary)
-    temporary.replace(path)
+    with atomic(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def read_lengths(paths: Sequence[Path]) -> Lengths:
     """Read and join length files: Parquet, OmniBal's list of lengths, or its meta JSON of lists.
 
     Raises:
-        UserError: a file is missing, is not what its name says, lacks a column, or holds no row.
+        UserError: a file is missing, is not what its name says, lacks a column or holds anything
+            but counts in it, or there is no row.
     """
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
@@ -124,84 +143,65 @@ def _read_file(path: Path) -> list[Lengths]:
         )
     if path.suffix == ".json":
         return _read_json(path)
-    try:
-        table = pq.read_table(path)
-    except pa.ArrowInvalid as error:
-        raise UserError(
-            f"{path}: not a Parquet file ({error}); lengths are Parquet or .json"
-        ) from error
-    missing = {"tiles", "tokens", "loss_tokens", "source"} - set(table.column_names)
-    if missing:
-        raise UserError(
-            f"{path}: lacks the column(s) {', '.join(sorted(missing))}; a lengths file has "
-            "tiles, tokens, loss_tokens and source"
-        )
-    source = table.column("source").combine_chunks()
-    if not pa.types.is_dictionary(source.type):
-        source = source.dictionary_encode()
-    metadata = (table.schema.metadata or {}).get(_METADATA_KEY)
+    remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
+    columns = Columns.read(path, [*_COUNTS, "source"], remedy)
+    tiles, tokens, loss_tokens = (columns.integers(name, pa.int32()) for name in _COUNTS)
+    source, source_names = columns.categories("source")
     return [
         Lengths(
-            tiles=table.column("tiles").to_numpy().astype(np.int32),
-            tokens=table.column("tokens").to_numpy().astype(np.int32),
-            loss_tokens=table.column("loss_tokens").to_numpy().astype(np.int32),
-            source=source.indices.to_numpy(zero_copy_only=False).astype(np.int32),
-            source_names=tuple(source.dictionary.to_pylist()),
-            origin=LengthsOrigin.model_validate_json(metadata) if metadata else None,
+            tiles=tiles,
+            tokens=tokens,
+            loss_tokens=loss_tokens,
+            source=source,
+            source_names=source_names,
+            origin=_origin(columns),
         )
     ]
 
 
+def _origin(columns: Columns) -> LengthsOrigin | None:
+    metadata = (columns.table.schema.metadata or {}).get(_METADATA_KEY)
+    if metadata is None:
+        return None
+    where = f"{columns.path}: origin"
+    return parse_json_model(LengthsOrigin, metadata, where, "make it anew with `omnibal lengths`")
+
+
 def _read_json(path: Path) -> list[Lengths]:
-    content = _load_json(path)
-    if not isinstance(content, dict):
-        return [_from_records(content, path, path.stem)]
-    parts = []
-    for name, entry in content.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("token_lengths"), str):
-            raise UserError(
-                f'{path}: entry {name!r} has no "token_lengths"; a meta JSON of lengths maps '
-                'each source name to {"token_lengths": "file.json"}'
-            )
-        # An absolute path stays what it is.
-        part_path = path.parent / entry["token_lengths"]
-        parts.append(_from_records(_load_json(part_path), part_path, name))
-    return parts
+    text = _read_text(path)
+    if not text.lstrip().startswith("{"):
+        return [_from_records(text, path, path.stem)]
+    entries = parse_json_model(
+        dict[str, _MetaEntry],
+        text,
+        str(path),
+        'a meta JSON of lengths maps each source name to {"token_lengths": "file.json"}',
+    )
+    if not entries:
+        raise UserError(f"{path}: names no lengths file; at least one source must be given")
+    # An absolute path stays what it is.
+    paths = {name: path.parent / entry.token_lengths for name, entry in entries.items()}
+    return [_from_records(_read_text(paths[name]), paths[name], name) for name in paths]
 
 
-def _load_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; correct the path") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: not a JSON file ({error}); lengths are Parquet or .json"
-        ) from error
+def _read_text(path: Path) -> str:
+    return read_text(path, "correct the path to the lengths, which are Parquet or .json")
 
 
-def _from_records(records: Any, path: Path, source_name: str) -> Lengths:
+def _from_records(text: str, path: Path, source_name: str) -> Lengths:
     """OmniBal's public format; it has no loss counts, which are therefore read as 0."""
-    if not isinstance(records, list):
-        raise UserError(
-            f"{path}: holds a {type(records).__name__}; a lengths JSON is a list of "
-            '{"vit_num", "token_num", "image_flags"}'
-        )
-    try:
-        tiles = np.array([record["vit_num"] for record in records], np.int32)
-        tokens = np.array([record["token_num"] for record in records], np.int32)
-        flags = [record["image_flags"] for record in records]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f'{path}: a record does not fit ({error}); each must have the whole numbers "vit_num" '
-            'and "token_num", and "image_flags"'
-        ) from error
-    has_image = np.array([np.sum(flag) > 0 for flag in flags], bool)
-    tiles = np.where(has_image, tiles, 0).astype(np.int32)
+    records = parse_json_model(
+        list[_Record],
+        text,
+        str(path),
+        'a lengths JSON is a list of {"vit_num", "token_num", "image_flags"} in whole numbers',
+    )
+    has_image = np.array([np.sum(record.image_flags) > 0 for record in records], bool)
+    tiles = np.array([record.vit_num for record in records], np.int32)
     return Lengths(
-        tiles=tiles,
-        tokens=tokens,
-        loss_tokens=np.zeros_like(tokens),
+        tiles=np.where(has_image, tiles, 0).astype(np.int32),
+        tokens=np.array([record.token_num for record in records], np.int32),
+        loss_tokens=np.zeros(len(records), np.int32),
         source=np.zeros(len(records), np.int32),
         source_names=(source_name,),
         origin=None,

@@ -11,8 +11,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from omnibal.data.columns import Columns
 from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
+from omnibal.files import atomic
+
+_SCHEMA = pa.schema(
+    {
+        "step": pa.int64(),
+        "dp_rank": pa.int32(),
+        "slot": pa.int32(),
+        "epoch": pa.int32(),
+        "tiles": pa.int32(),
+        "tokens": pa.int32(),
+        "samples": pa.large_list(pa.int64()),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,47 +117,41 @@ def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
     """Write `packs.parquet`; equal packs give equal bytes."""
     table = pa.table(
         {
-            "step": pa.array(scheduled.step, pa.int64()),
-            "dp_rank": pa.array(scheduled.dp_rank, pa.int32()),
-            "slot": pa.array(scheduled.slot, pa.int32()),
-            "epoch": pa.array(scheduled.epoch, pa.int32()),
-            "tiles": pa.array(scheduled.tiles, pa.int32()),
-            "tokens": pa.array(scheduled.tokens, pa.int32()),
+            "step": scheduled.step,
+            "dp_rank": scheduled.dp_rank,
+            "slot": scheduled.slot,
+            "epoch": scheduled.epoch,
+            "tiles": scheduled.tiles,
+            "tokens": scheduled.tokens,
             "samples": pa.LargeListArray.from_arrays(
-                pa.array(scheduled.packs.offsets, pa.int64()),
-                pa.array(scheduled.packs.samples, pa.int64()),
+                scheduled.packs.offsets, scheduled.packs.samples
             ),
-        }
+        },
+        schema=_SCHEMA,
     )
-    temporary = path.with_name(path.name + ".part")
-    pq.write_table(table, temporary)
-    temporary.replace(path)
+    with atomic(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def read_packs(path: Path) -> ScheduledPacks:
     """Read `packs.parquet`.
 
     Raises:
-        UserError: the file is missing, is not Parquet, or lacks a column.
+        UserError: the file is missing, is not Parquet, or lacks a column, or a column has another
+            type, nulls, or (samples) an empty list.
     """
-    try:
-        table = pq.read_table(path)
-        lists = table.column("samples").combine_chunks()
-        columns = {
-            name: table.column(name).to_numpy()
-            for name in ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
-        }
-    except FileNotFoundError as error:
+    remedy = "make it anew with `omnibal plan` or `omnibal pack`"
+    columns = Columns.read(path, _SCHEMA.names, remedy)
+    samples, sizes = columns.integer_lists("samples")
+    if not sizes.all():
         raise UserError(
-            f"{path}: no such file; make it with `omnibal plan` or `omnibal pack`"
-        ) from error
-    except (pa.ArrowInvalid, KeyError) as error:
-        raise UserError(
-            f"{path}: not a packs file ({error}); make it anew with `omnibal plan`"
-        ) from error
+            f"{path}: row {int(sizes.argmin())} has no samples; every pack must hold one; {remedy}"
+        )
     return ScheduledPacks(
-        packs=Packs(
-            samples=lists.values.to_numpy(), offsets=lists.offsets.to_numpy().astype(np.int64)
-        ),
-        **columns,
+        packs=Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(sizes)])),
+        **{
+            field.name: columns.integers(field.name, field.type)
+            for field in _SCHEMA
+            if field.name != "samples"
+        },
     )

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from omnibal.config import ModelConfig
-from omnibal.data.annotations import Annotations
+from omnibal.data.annotations import Annotations, Sample
 from omnibal.data.chat import encode_sample
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.data.tiling import tile_count
@@ -20,6 +20,7 @@ from omnibal.errors import UserError
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
 _TAIL_BYTES = 1024
 _SAMPLES_PER_REPORT = 64
+_MAX_MISTAKES = 5
 
 
 def scan_lengths(
@@ -34,8 +35,8 @@ def scan_lengths(
         on_progress: called now and then with the number of samples done since the last call.
 
     Raises:
-        UserError: a malformed line, a missing, unreadable or truncated image, or a tokenizer that
-            is larger than the model's vocabulary.
+        UserError: malformed lines or missing, unreadable or truncated images, of which the first
+            five are named, or a tokenizer that is larger than the model's vocabulary.
     """
     if tokenizer.vocab_size > model.language.vocab_size:
         raise UserError(
@@ -44,18 +45,23 @@ def scan_lengths(
         )
     tiles_of: dict[Path, int] = {}
     counts = np.zeros((len(annotations), 3), np.int32)
+    mistakes: dict[str, None] = {}  # a repeated sample makes its mistake again
     for index in range(len(annotations)):
-        sample = annotations[index]
-        for image in sample.images:
-            if image not in tiles_of:
-                size = _image_size(image, sample.where)
-                tiles_of[image] = tile_count(*size, model.tiling, model.vision.image_size)
-        tiles = sum(tiles_of[image] for image in sample.images)
-        text = encode_sample(sample, [0] * len(sample.images), model.tokens_per_tile, tokenizer)
-        tokens = len(text.token_ids) + tiles * model.tokens_per_tile
-        counts[index] = tiles, tokens, text.loss_mask.sum()
+        try:
+            sample = annotations[index]
+            tiles = _sample_tiles(sample, model, tiles_of)
+        except UserError as error:
+            mistakes[str(error)] = None
+            if len(mistakes) == _MAX_MISTAKES:
+                break
+        else:
+            text = encode_sample(sample, [0] * len(sample.images), model.tokens_per_tile, tokenizer)
+            tokens = len(text.token_ids) + tiles * model.tokens_per_tile
+            counts[index] = tiles, tokens, text.loss_mask.sum()
         if (index + 1) % _SAMPLES_PER_REPORT == 0:
             on_progress(_SAMPLES_PER_REPORT)
+    if mistakes:
+        raise _all_of(list(mistakes))
     on_progress(len(annotations) % _SAMPLES_PER_REPORT)
     tiles_column, tokens_column, loss_column = np.ascontiguousarray(counts.T)
     return Lengths(
@@ -72,6 +78,25 @@ def scan_lengths(
             tiling=model.tiling,
         ),
     )
+
+
+def _sample_tiles(sample: Sample, model: ModelConfig, tiles_of: dict[Path, int]) -> int:
+    """Tiles of all images of a sample; `tiles_of` remembers the files that were looked at."""
+    for image in sample.images:
+        if image not in tiles_of:
+            size = _image_size(image, sample.where)
+            tiles_of[image] = tile_count(*size, model.tiling, model.vision.image_size)
+    return sum(tiles_of[image] for image in sample.images)
+
+
+def _all_of(mistakes: list[str]) -> UserError:
+    if len(mistakes) == 1:
+        return UserError(mistakes[0])
+    found = f"{len(mistakes)} bad samples were found"
+    if len(mistakes) == _MAX_MISTAKES:
+        found = f"the scan stopped at the first {_MAX_MISTAKES} bad samples"
+    listed = " ".join(f"({number}) {text}" for number, text in enumerate(mistakes, start=1))
+    return UserError(f"{found}: {listed}")
 
 
 def _image_size(path: Path, where: str) -> tuple[int, int]:

@@ -5,8 +5,9 @@ Objective: 1F1B's steady-state time of a step of m mean micro-batches on p stage
     (m - 1) * max_s t_s  +  sum_s t_s  +  sum over cuts of 2 * (latency + bytes * rate)
 
 with t_s forward plus backward plus recomputation of stage s. Stage s must fit the memory cap with
-min(p - s, m) micro-batches in flight, each as large as the worst pack. The result is the optimum
-over all contiguous splits, at least one layer per stage, and all recomputed sets.
+every min(p - s, m) consecutive packs of a rank's step in flight, which is the memory that the plan
+is then predicted to need. The result is the optimum over all contiguous splits, at least one layer
+per stage, and all recomputed sets.
 
 For given stage position and units, the cheapest recomputation that fits gives both the smallest sum
 and the smallest maximum, so each possible stage has one time. What is left is a shortest path (the
@@ -24,7 +25,7 @@ from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import UserError
 from omnibal.pipeline.recompute import cheapest_recompute, least_peak_bytes
-from omnibal.pipeline.stage_cost import GIB, MemoryTable, memory_table, undominated
+from omnibal.pipeline.stage_cost import GIB, MemoryTable, in_flight_features, memory_table
 from omnibal.pipeline.units import (
     LANGUAGE_LAYER,
     UNITS,
@@ -51,29 +52,26 @@ def search_stages(
     cost: CostModel,
     model: ModelConfig,
     features: np.ndarray,
+    slot: np.ndarray,
     pipeline_size: int,
     micro_batches: int,
     memory_cap_bytes: float,
 ) -> tuple[Stage, ...]:
-    """The best stages for packs with `features` [packs, 4].
+    """The best stages for the given packs.
 
     Args:
-        micro_batches: of one data-parallel rank in a step.
+        features: [packs, 4] of packs sorted by step, rank and slot.
+        slot: [packs].
+        pipeline_size: stages; at most as many as the model has layers.
+        micro_batches: of one data-parallel rank in a full step.
         memory_cap_bytes: of one device.
 
     Raises:
-        UserError: there are more stages than layers, or no split fits the cap.
+        UserError: no split fits the cap.
     """
-    layers = model.vision.layers + model.language.layers
-    if pipeline_size > layers:
-        raise UserError(
-            f"pipeline size {pipeline_size} is more than the {layers} layers of {model.name}; "
-            f"every stage must hold a layer: choose a pipeline size of at most {layers}"
-        )
     runs = _runs(model)
-    largest = undominated(features)
     tables = [
-        memory_table(cost, largest * min(pipeline_size - stage, micro_batches), largest)
+        memory_table(cost, in_flight_features(features, slot, pipeline_size - stage), features)
         for stage in range(pipeline_size)
     ]
     mean = features.mean(axis=0)

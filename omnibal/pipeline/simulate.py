@@ -19,7 +19,7 @@ from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.stage_cost import (
     StageTimes,
-    stage_memory,
+    stage_memories,
     stage_parameters,
     stage_times,
 )
@@ -225,18 +225,6 @@ def _padded(
     return table
 
 
-def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
-    """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 4]
-
-    Stage s of p holds min(p - s, m) micro-batches: those whose forward has run and whose backward
-    has not ended. Packs are sorted by step, rank and slot, and slots count from 0 without gaps; row
-    i is the run that ends with pack i, shorter at the step's start.
-    """
-    total = np.concatenate([np.zeros((1, features.shape[1])), np.cumsum(features, axis=0)])
-    last = np.arange(len(features))
-    return total[last + 1] - total[last - np.minimum(slot, in_flight - 1)]
-
-
 def predict(
     cost: CostModel,
     model: ModelConfig,
@@ -254,15 +242,7 @@ def predict(
         UserError: the stages are not the model cut into runs.
     """
     check_stages(model, stages)
-    memories = [
-        stage_memory(
-            cost,
-            stage,
-            in_flight_features(features, scheduled.slot, parallel.pipeline - index),
-            features,
-        )
-        for index, stage in enumerate(stages)
-    ]
+    memories = stage_memories(cost, stages, scheduled.slot, features)
     chosen = np.linspace(0, scheduled.steps - 1, min(scheduled.steps, MAX_SIMULATED_STEPS))
     picked = np.isin(scheduled.step, chosen.round().astype(np.int64))
     times = stage_times(cost, stages, features[picked])
@@ -283,7 +263,6 @@ def predict(
     run_ms = step_ms * scheduled.steps
     return Prediction(
         cost_source=cost.source,
-        method="omnibal",
         step_ms=step_ms,
         ideal_step_ms=float(needed_ms) / steps / (parallel.pipeline * parallel.data),
         bubble_fraction=float(wait_fraction.mean()),

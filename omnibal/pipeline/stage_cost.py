@@ -56,6 +56,33 @@ def stage_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
     return np.stack([unit_counts(stage) for stage in stages]) @ per_unit
 
 
+def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
+    """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 4]
+
+    Stage s of p holds min(p - s, m) micro-batches: those whose forward has run and whose backward
+    has not ended. Packs are sorted by step, rank and slot, and slots count from 0 without gaps; row
+    i is the run that ends with pack i, shorter at the step's start.
+    """
+    total = np.concatenate([np.zeros((1, features.shape[1])), np.cumsum(features, axis=0)])
+    last = np.arange(len(features))
+    return total[last + 1] - total[last - np.minimum(slot, in_flight - 1)]
+
+
+def stage_memories(
+    cost: CostModel, stages: Sequence[Stage], slot: np.ndarray, features: np.ndarray
+) -> list[StageMemory]:
+    """Peak memory of one device of every stage, over all packs of a run.
+
+    Args:
+        slot: [packs]; packs are sorted by step, rank and slot.
+        features: [packs, 4].
+    """
+    return [
+        stage_memory(cost, stage, in_flight_features(features, slot, len(stages) - i), features)
+        for i, stage in enumerate(stages)
+    ]
+
+
 def stage_memory(
     cost: CostModel, stage: Stage, held_features: np.ndarray, features: np.ndarray
 ) -> StageMemory:

@@ -56,12 +56,6 @@ def stage_units(stage: Stage) -> tuple[Unit, ...]:
     return tuple(unit for unit, count in zip(UNITS, counts, strict=True) for _ in range(count))
 
 
-def cuts_from_stages(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Positions of the cuts between the stages, one fewer than there are stages."""
-    sizes = [int(unit_counts(stage).sum()) for stage in stages]
-    return tuple(int(cut) for cut in np.cumsum(sizes)[:-1])
-
-
 def stages_from_cuts(
     model: ModelConfig,
     cuts: Sequence[int],

@@ -69,21 +69,23 @@ def _bubble(prediction: Prediction | None, run: RunSummary | None) -> str:
 
 
 def _rate(prediction: Prediction | None, run: RunSummary | None) -> str:
-    predicted = number(prediction.samples_per_second_per_gpu) if prediction else None
+    rate = prediction.samples_per_second_per_gpu if prediction else None
+    if rate is None and run is None:
+        return ""
+    predicted = None if rate is None else number(rate)
     value, note = _both(predicted, number(run.samples_per_second_per_gpu) if run else None)
     return _card("Samples per second per device", value, note)
 
 
 def _length(plan: Plan, prediction: Prediction) -> str:
-    days = f"{number(prediction.gpu_days)} device-days"
-    if plan.data is None:
-        return _card("Whole training", days, "predicted")
+    if plan.data is None or prediction.gpu_days is None:
+        return ""
     value = duration(prediction.step_ms * plan.data.steps / 1000)
     epochs = f"{plan.data.epochs} epoch{'s' * (plan.data.epochs > 1)}"
     return _card(
         "Whole training",
         f"{value} <small>predicted</small>",
-        f"{plan.data.steps:,} steps, {epochs}, {days}",
+        f"{plan.data.steps:,} steps, {epochs}, {number(prediction.gpu_days)} device-days",
     )
 
 

@@ -1,11 +1,14 @@
 """The report's figures: plan and run in, SVG out. Colours mean the same thing in all of them."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from omnibal.cost.model import Unit
 from omnibal.data.packs import ScheduledPacks
-from omnibal.plan import USABLE_MEMORY_FRACTION, Caps, Plan, Stage, StageMemory, memory_cap_gib
+from omnibal.pipeline.units import stage_units
+from omnibal.plan import USABLE_MEMORY_FRACTION, Caps, Plan, StageMemory, memory_cap_gib
 from omnibal.report.summary import RunSummary, StageTime, predicted_stage_times
 from omnibal.report.svg import (
     TOP,
@@ -52,7 +55,7 @@ def legend(*entries: tuple[str, str]) -> str:
 
 def split_figure(plan: Plan) -> str:
     """Every unit of the model as a block in the row of its stage."""
-    rows = stage_units(plan)
+    rows = drawn_units(plan)
     pitch = min(34.0, (WIDE - 80) / max(len(row) for row in rows))
     hatch = (
         '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -72,7 +75,7 @@ def split_figure(plan: Plan) -> str:
                 parts.append(text(x + pitch / 2 - 1, y + 18, short, "block middle"))
     label = "; ".join(
         f"stage {i}: {s.vision_layers} vision and {s.language_layers} language layers, "
-        f"{len(s.recompute_vision) + len(s.recompute_language)} recomputed"
+        f"{s.recomputed_layers} recomputed"
         for i, s in enumerate(plan.stages)
     )
     return figure(
@@ -89,29 +92,28 @@ def split_figure(plan: Plan) -> str:
     )
 
 
-def stage_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
+def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
     """(class, name, short name, recomputed) of the units of every stage, in model order."""
-    vision, language, rows = 0, 0, []
+    single = {
+        Unit.VISION_EMBED: ("edge", "vision embedding", "E", False),
+        Unit.PROJECTOR: ("edge", "projector", "P", False),
+        Unit.LANGUAGE_EMBED: ("edge", "language embedding", "E", False),
+        Unit.HEAD: ("edge", "head", "H", False),
+    }
+    layers = {kind: itertools.count() for kind in (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)}
+    rows = []
     for stage in plan.stages:
-        rows.append(_units_of(stage, vision, language))
-        vision += stage.vision_layers
-        language += stage.language_layers
+        row = []
+        for unit in stage_units(stage):
+            if unit in single:
+                row.append(single[unit])
+                continue
+            layer = next(layers[unit])
+            tower = "vision" if unit == Unit.VISION_LAYER else "language"
+            again = stage.recompute_vision if tower == "vision" else stage.recompute_language
+            row.append((tower, f"{tower} layer {layer}", str(layer), layer in again))
+        rows.append(row)
     return rows
-
-
-def _units_of(stage: Stage, vision: int, language: int) -> list[tuple[str, str, str, bool]]:
-    units = [("edge", "vision embedding", "E", False)] if stage.vision_embed else []
-    units += [
-        ("vision", f"vision layer {i}", str(i), i in stage.recompute_vision)
-        for i in range(vision, vision + stage.vision_layers)
-    ]
-    units += [("edge", "projector", "P", False)] if stage.projector else []
-    units += [("edge", "language embedding", "E", False)] if stage.language_embed else []
-    units += [
-        ("language", f"language layer {i}", str(i), i in stage.recompute_language)
-        for i in range(language, language + stage.language_layers)
-    ]
-    return units + ([("edge", "head", "H", False)] if stage.head else [])
 
 
 def memory_parts(memory: StageMemory) -> tuple[float, ...]:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packs import ScheduledPacks, read_packs
+from omnibal.cost.model import CostModel
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Plan, read_plan
+from omnibal.files import atomic
+from omnibal.plan import Plan, read_plan
+from omnibal.planner import cost_of_plan, data_of_plan
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import (
     curve_figure,
@@ -32,7 +35,14 @@ from omnibal.report.tables import (
 )
 from omnibal.report.text import TIMES, escape
 from omnibal.report.timeline import timeline_figure
-from omnibal.runlog import RUN_FILE, Evaluation, StepRecord, read_evaluation, read_run
+from omnibal.runlog import (
+    RUN_FILE,
+    Evaluation,
+    StepRecord,
+    read_evaluation,
+    read_run,
+    read_run_info,
+)
 
 # The page can neither load nor run anything, whatever text the data holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -43,65 +53,72 @@ class ReportInput:
     """Everything the page shows, read and found to belong together."""
 
     plan: Plan
-    packs: ScheduledPacks | None
-    """None, as `lengths`, for a plan without data."""
-    lengths: Lengths | None
+    cost: CostModel
+    data: tuple[ScheduledPacks, Lengths] | None
+    """Made up at the caps for a plan of shapes only; None for a plan without either."""
     records: list[StepRecord]
     """Empty without a run."""
     run: RunSummary | None
     evaluation: Evaluation | None
 
 
-def write_report(plan_directory: Path, run_directory: Path | None, output: Path) -> None:
+def write_report(plan_directory: Path, run_directory: Path | None, output: Path) -> ReportInput:
     """Write the report of a plan, and of the run trained from it if one is given.
 
     Args:
-        plan_directory: holds `plan.json`, and for a plan with data the packs and lengths.
-        run_directory: holds `run.jsonl`, and `evaluation.json` once the run was evaluated.
-        output: the HTML file; its directory must exist.
+        plan_directory: made by `omnibal plan`.
+        run_directory: holds `run.json` and `run.jsonl`, and `evaluation.json` once the run was
+            evaluated.
+        output: the HTML file.
+
+    Returns:
+        What the page shows.
 
     Raises:
         UserError: a file is missing or broken, or the files do not belong together.
     """
-    if not output.parent.is_dir():
-        raise UserError(f"{output}: the directory {output.parent} does not exist; create it first")
-    page = render(_read(plan_directory, run_directory))
-    temporary = output.with_name(output.name + ".part")
-    # Pure ASCII survives every server, mail and editor; the rest becomes character references.
-    temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
-    temporary.replace(output)
+    shown = _read(plan_directory, run_directory)
+    page = render(shown)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(output) as temporary:
+        # Pure ASCII survives every server, mail and editor; the rest becomes character references.
+        temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
+    return shown
 
 
 def _read(plan_directory: Path, run_directory: Path | None) -> ReportInput:
     plan = read_plan(plan_directory)
-    packs, lengths = None, None
-    if plan.data is not None:
-        packs = read_packs(plan_directory / PACKS_FILE)
-        lengths = read_lengths([plan_directory / LENGTHS_FILE])
-        if (packs.sha256, lengths.sha256) != (plan.data.packs_sha256, plan.data.lengths_sha256):
-            raise UserError(
-                f"{plan_directory}: packs or lengths are not those that plan.json was made with; "
-                "a plan directory is kept whole: make it anew with `omnibal plan`"
-            )
-    if run_directory and plan.data is None:
+    records = [] if run_directory is None else _records_of(plan, run_directory)
+    return ReportInput(
+        plan=plan,
+        cost=cost_of_plan(plan, plan_directory),
+        data=data_of_plan(plan, plan_directory),
+        records=records,
+        run=summarise_run(records, plan.parallel.world_size) if records else None,
+        evaluation=None if run_directory is None else read_evaluation(run_directory),
+    )
+
+
+def _records_of(plan: Plan, run_directory: Path) -> list[StepRecord]:
+    """The run's steps, if it was trained from the plan."""
+    if plan.data is None:
         raise UserError(
-            f"{plan_directory}: a plan without data cannot have been trained; give the plan that "
-            f"the run {run_directory} was trained from, or no run"
+            "a plan without data cannot have been trained; give the plan that the run "
+            f"{run_directory} was trained from, or no run"
         )
-    records = read_run(run_directory / RUN_FILE) if run_directory else []
+    info = read_run_info(run_directory)
+    if info.packs_sha256 != plan.data.packs_sha256:
+        raise UserError(
+            f"{run_directory}: the run trained packs of sha256 {info.packs_sha256[:12]}, and the "
+            f"plan has {plan.data.packs_sha256[:12]}; give the run that was trained from this plan"
+        )
+    records = read_run(run_directory / RUN_FILE)
     if any(len(record.stages) != len(plan.stages) for record in records):
         raise UserError(
             f"{run_directory}: the run has {len(records[0].stages)} pipeline stages and the plan "
             f"{len(plan.stages)}; give the run that was trained from this plan"
         )
-    return ReportInput(
-        plan=plan,
-        packs=packs,
-        lengths=lengths,
-        records=records,
-        run=summarise_run(records, plan.parallel.world_size) if records else None,
-        evaluation=read_evaluation(run_directory) if run_directory else None,
-    )
+    return records
 
 
 def render(report: ReportInput) -> str:
@@ -163,7 +180,7 @@ def _stages(report: ReportInput) -> str:
         split_figure(report.plan),
         stage_table(report.plan, report.run),
         waste_figure(report.plan),
-        timeline_figure(report.plan, report.packs, report.lengths),
+        timeline_figure(report.plan.stages, report.cost, *report.data) if report.data else "",
     )
 
 
@@ -221,13 +238,13 @@ def _answers(report: ReportInput) -> str:
 
 
 def _data(report: ReportInput) -> str:
-    data = report.plan.data
-    if data is None or report.packs is None or report.lengths is None:
+    if report.plan.data is None or report.data is None:
         return ""
+    packs, lengths = report.data
     return _section(
         "Data",
         '<div class="grid">'
-        f"{packs_figure(report.packs, data.caps)}"
-        f"{packing_facts(report.packs, report.lengths, report.plan)}</div>",
-        sources_table(report.lengths),
+        f"{packs_figure(packs, report.plan.data.caps)}"
+        f"{packing_facts(packs, lengths, report.plan)}</div>",
+        sources_table(lengths),
     )

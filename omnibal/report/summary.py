@@ -72,17 +72,17 @@ def _median_time(records: Sequence[StepRecord], stage: int) -> StageTime:
 
 
 def micro_batches_per_step(plan: Plan) -> float | None:
-    """Mean packs that one data-parallel rank trains per step; None for a plan without data."""
-    if plan.data is None:
-        return None
-    return plan.data.packs / (plan.data.steps * plan.parallel.data)
+    """Mean packs that one data-parallel rank trains per step; None where the plan has no packs."""
+    if plan.data is not None:
+        return plan.data.packs / (plan.data.steps * plan.parallel.data)
+    return plan.shapes.micro_batches_per_step if plan.shapes else None
 
 
 def predicted_stage_times(plan: Plan) -> tuple[StageTime, ...]:
     """The prediction in the run log's terms; what is neither computed nor waited is the update."""
-    if plan.prediction is None:
+    count = micro_batches_per_step(plan)
+    if plan.prediction is None or count is None:
         return ()
-    count = micro_batches_per_step(plan) or 1.0
     times = []
     for stage in plan.prediction.stages:
         forward_ms, backward_ms = stage.forward_ms * count, stage.backward_ms * count

@@ -76,7 +76,7 @@ def stage_table(plan: Plan, run: RunSummary | None) -> str:
     counts = {
         "vision": [s.vision_layers for s in stages],
         "language": [s.language_layers for s in stages],
-        "recomputed": [len(s.recompute_vision) + len(s.recompute_language) for s in stages],
+        "recomputed": [s.recomputed_layers for s in stages],
     }
     waits = [100 * s.wait_fraction for s in plan.prediction.stages] if plan.prediction else []
     columns = [
@@ -87,8 +87,8 @@ def stage_table(plan: Plan, run: RunSummary | None) -> str:
         *_pair("waiting, %", waits, [100 * w for w in run.wait_fractions] if run else []),
     ]
     count = micro_batches_per_step(plan)
-    per = f"a step of {count:.4g} micro-batches" if count else "one micro-batch"
-    return table(columns, f"Times of {per}; backward includes recomputation.")
+    per = f"Times of a step of {count:.4g} micro-batches; " if count else ""
+    return table(columns, f"{per}backward includes recomputation.")
 
 
 def memory_table(plan: Plan, run: RunSummary | None) -> str:
@@ -248,10 +248,7 @@ def provenance_facts(plan: Plan, records: Sequence[StepRecord]) -> str:
         ("Cluster", f"{escape(plan.cluster.name)}, {plan.cluster.memory_gib:g} GiB a device")
     ]
     if plan.prediction:
-        entries += [
-            ("Costs from", escape(plan.prediction.cost_source)),
-            ("Split found by", escape(plan.prediction.method)),
-        ]
+        entries += [("Costs from", escape(plan.prediction.cost_source))]
     if plan.data:
         entries += [
             ("Packs made by", f"{escape(plan.data.method)}, seed {plan.data.seed}"),

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import pack_features
+from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.simulate import Timeline, simulate_1f1b
-from omnibal.pipeline.stage_cost import StageTimes, stage_times
-from omnibal.plan import Plan, Prediction
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.plan import Stage
 from omnibal.report.figures import WIDE, figure, legend
 from omnibal.report.svg import Scale, drawing, line, rect, text
 from omnibal.report.text import milliseconds, tick
@@ -20,11 +19,11 @@ _LABEL_WIDTH = 15.0
 """Narrower blocks carry no number."""
 
 
-def timeline_figure(plan: Plan, packs: ScheduledPacks | None, lengths: Lengths | None) -> str:
+def timeline_figure(
+    stages: Sequence[Stage], cost: CostModel, packs: ScheduledPacks, lengths: Lengths
+) -> str:
     """The simulated schedule of one representative step of the first data-parallel rank."""
-    if plan.prediction is None or packs is None or lengths is None:
-        return ""
-    times = predicted_pack_times(plan, plan.prediction, packs, lengths)
+    times = stage_times(cost, stages, pack_features(packs.packs, lengths))
     rows = representative_step(packs, (times.forward_ms + times.backward_ms).sum(axis=1))
     link_ms = times.link_ms[rows]
     timeline = simulate_1f1b(times.forward_ms[rows], times.backward_ms[rows], link_ms, link_ms)
@@ -68,30 +67,6 @@ def draw(timeline: Timeline, tips: Sequence[str]) -> str:
                     parts.append(text((left + right) / 2, y + 17, index, "block middle"))
     label = f"schedule of {len(tips)} micro-batches on {stages} stages in {milliseconds(end_ms)}"
     return drawing(WIDE, bottom + 26, label, parts)
-
-
-def predicted_pack_times(
-    plan: Plan, prediction: Prediction, packs: ScheduledPacks, lengths: Lengths
-) -> StageTimes:
-    """Every pack's times: the means are the plan's, how packs differ is counted from the model.
-
-    The plan keeps only mean times, for a fitted profile is no part of it; operation counts say how
-    one pack compares with another, and the means set the scale of every stage.
-    """
-    cost = analytic_cost(plan.model, plan.cluster, plan.parallel, plan.precision)
-    counted = stage_times(cost, plan.stages, pack_features(packs.packs, lengths))
-    return StageTimes(
-        forward_ms=_with_means(counted.forward_ms, [s.forward_ms for s in prediction.stages]),
-        backward_ms=_with_means(counted.backward_ms, [s.backward_ms for s in prediction.stages]),
-        recompute_ms=counted.recompute_ms,
-        link_ms=counted.link_ms,
-    )
-
-
-def _with_means(values: np.ndarray, means: Sequence[float]) -> np.ndarray:
-    """Columns scaled to the given means; a column without any time stays so."""
-    counted = values.mean(axis=0)
-    return values * np.divide(means, counted, out=np.zeros_like(counted), where=counted > 0)
 
 
 def representative_step(packs: ScheduledPacks, load_ms: np.ndarray) -> np.ndarray:

@@ -3,6 +3,8 @@
 import numpy as np
 
 from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.cost.model import Unit
+from omnibal.cost.profile import Profile, UnitMeasurement
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.data.packing import PackingMethod
 from omnibal.plan import Caps, Parallel
@@ -53,3 +55,28 @@ def request(**changes) -> PlanRequest:
         "profile": None,
     }
     return PlanRequest(**(defaults | changes))
+
+
+def example_profile(activation_bytes: int | None = None) -> Profile:
+    shapes = [(0, 40), (2, 100), (4, 300), (8, 512)]
+    return Profile(
+        device="test",
+        precision="fp32",
+        model="internvl-digits",
+        model_sha256="m",
+        tensor=1,
+        processes=2,
+        measurements=tuple(
+            UnitMeasurement(
+                unit=unit,
+                tiles=tiles,
+                tokens=tokens,
+                squared_tokens=tokens**2,
+                forward_ms=1.0 + tiles + tokens,
+                backward_ms=2.0 + tiles + tokens,
+                activation_bytes=activation_bytes,
+            )
+            for unit in Unit
+            for tiles, tokens in shapes
+        ),
+    )

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import example_lengths, request
+from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
 
 from omnibal.check import check_plan
+from omnibal.config import ModelConfig, TilingConfig, load_cluster, load_model
+from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.errors import UserError
-from omnibal.plan import Parallel, read_plan, write_plan
-from omnibal.planner import make_plan, save_plan
+from omnibal.plan import Parallel, Plan, Stage, read_plan, write_plan
+from omnibal.planner import check_parallel, make_plan, save_plan
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def rows_of(packs: ScheduledPacks, rows: np.ndarray) -> ScheduledPacks:
 
 def test_a_good_plan_passes(directory):
     """Prevents checks that refuse what the planner makes."""
-    assert len(check_plan(directory)) == 9
+    assert len(check_plan(directory)) == 12
 
 
 @pytest.mark.parametrize(
@@ -208,11 +210,168 @@ def test_impossible_plans_are_refused(directory, change, expected):
         check_plan(directory)
 
 
+def without_recompute(plan: Plan) -> dict[str, object]:
+    bare = {"recompute_vision": (), "recompute_language": ()}
+    return {"stages": tuple(stage.model_copy(update=bare) for stage in plan.stages)}
+
+
+def tight_plan(directory: Path) -> Plan:
+    """Written to the directory: it recomputes, since without it does not fit."""
+    roomy = make_plan(request()).plan
+    peak_gib = max(stage.memory.peak_gib for stage in roomy.prediction.stages)
+    memory = {"memory_gib": 0.85 * peak_gib / 0.9}
+    result = make_plan(request(cluster=roomy.cluster.model_copy(update=memory)))
+    save_plan(result, directory)
+    return result.plan
+
+
+@pytest.mark.parametrize("keeps_prediction", [True, False])
+def test_removed_recomputation_is_seen(tmp_path, keeps_prediction):
+    """Prevents an out-of-memory after an edit, by trusting the prediction or for want of one."""
+    plan = tight_plan(tmp_path / "plan")
+    check_plan(tmp_path / "plan")
+    changes = without_recompute(plan) | ({} if keeps_prediction else {"prediction": None})
+    write_plan(plan.model_copy(update=changes), tmp_path / "plan")
+    with pytest.raises(UserError, match="is predicted to need"):
+        check_plan(tmp_path / "plan")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: {"precision": "bf16"},
+        lambda plan: {"parallel": plan.parallel.model_copy(update={"tensor": 2})},
+        lambda plan: {"model": with_vocabulary(plan.model, 512)},
+        lambda plan: {"stages": (recomputing_all(plan.stages[0]), *plan.stages[1:])},
+        lambda plan: {"prediction": plan.prediction.model_copy(update={"cost_source": "x"})},
+    ],
+)
+def test_edited_plan_with_its_old_prediction_is_refused(directory, change):
+    """Prevents a report of figures that the edited plan does not have."""
+    plan = read_plan(directory)
+    edited = plan.model_copy(update=change(plan))
+    write_plan(edited, directory)
+    with pytest.raises(UserError, match=r"prediction is of another plan.*remove `prediction`"):
+        check_plan(directory)
+    write_plan(edited.model_copy(update={"prediction": None}), directory)
+    assert check_plan(directory)
+
+
+def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
+    language = model.language.model_copy(update={"vocab_size": size})
+    return model.model_copy(update={"language": language})
+
+
+def recomputing_all(stage: Stage) -> Stage:
+    return stage.model_copy(update={"recompute_vision": tuple(range(stage.vision_layers))})
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_prediction_of_other_stages_is_refused(tmp_path, data):
+    """Prevents a traceback from a prediction without a stage."""
+    result = make_plan(request() if data else request(lengths=None))
+    save_plan(result, tmp_path / "plan")
+    prediction = result.plan.prediction.model_copy(update={"stages": ()})
+    write_plan(result.plan.model_copy(update={"prediction": prediction}), tmp_path / "plan")
+    with pytest.raises(UserError, match=r"0 entries for 2 stages.*remove `prediction`"):
+        check_plan(tmp_path / "plan")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "expected"),
+    [
+        ({"tensor": 3}, {}, r"tensor size 3 does not divide vision.heads = 4.*1, 2, 4.*1, 2: "),
+        ({"tensor": 4}, {}, "tensor size 4 does not divide language.kv_heads = 2"),
+        ({"tensor": 2}, {"gpus_per_node": 1}, "tensor size 2 is more than the 1 devices"),
+        ({"pipeline": 9}, {}, "pipeline size 9 is more than the 8 layers"),
+    ],
+)
+def test_impossible_parallel_sizes_are_refused(directory, sizes, changes, expected):
+    """Prevents a launch on thousands of devices that no tensor can be cut for."""
+    plan = read_plan(directory)
+    cluster = plan.cluster.model_copy(update={"gpus_per_node": 8} | changes)
+    parallel = plan.parallel.model_copy(update=sizes)
+    with pytest.raises(UserError, match=expected):
+        make_plan(request(cluster=cluster, parallel=parallel))
+    write_plan(plan.model_copy(update={"parallel": parallel, "cluster": cluster}), directory)
+    with pytest.raises(UserError, match=expected):
+        check_plan(directory)
+
+
+def test_large_encoder_names_its_tensor_sizes():
+    """Prevents guessing: 25 heads of InternViT-6B, with a language model of 8 kv heads."""
+    model, cluster = load_model("internvl-chat-1.5-6b-20b"), load_cluster("h100-80g")
+    with pytest.raises(UserError, match=r"vision.heads = 25 .* one of 1, 5, 25; .* allows 1: "):
+        check_parallel(model, Parallel(tensor=2, pipeline=4), cluster)
+
+
+def test_profile_is_kept_with_the_plan(tmp_path):
+    """Prevents memory checked by other costs than the plan was made with."""
+    profile = example_profile(activation_bytes=7_000_000)
+    profile = profile.model_copy(update={"model_sha256": model_sha256(MODEL)})
+    save_plan(make_plan(request(profile=profile)), tmp_path / "plan")
+    assert check_plan(tmp_path / "plan")
+    save_plan(make_plan(request(profile=profile)), tmp_path / "plan")
+    (tmp_path / "plan/profile.json").unlink()
+    with pytest.raises(UserError, match="costs from analytic:laptop-cpu"):
+        check_plan(tmp_path / "plan")
+    save_plan(make_plan(request()), tmp_path / "plan")
+    assert not (tmp_path / "plan/profile.json").exists()
+
+
+def test_plan_of_other_data_is_refused(tmp_path):
+    """Prevents training on data or tiles that the lengths are not of."""
+    directory = tmp_path / "plan"
+    save_plan(make_plan(request(lengths=example_lengths(origin_of(MODEL)))), directory)
+    assert len(check_plan(directory)) == 11
+    plan = read_plan(directory)
+    for origin, expected in (
+        (None, "data.origin of plan.json is not that"),
+        (origin_of(MODEL, data_sha256="other"), "data.origin of plan.json is not that"),
+    ):
+        data = plan.data.model_copy(update={"origin": origin})
+        write_plan(plan.model_copy(update={"data": data}), directory)
+        with pytest.raises(UserError, match=expected):
+            check_plan(directory)
+    cut = plan.model.model_copy(update={"tiling": TilingConfig(max_dynamic_patch=3)})
+    finer = plan.model.vision.model_copy(update={"image_size": 64})
+    for model, expected in (
+        (cut, "another tiling than model.tiling"),
+        (plan.model.model_copy(update={"vision": finer}), "tiles of 32 pixels"),
+    ):
+        write_plan(plan.model_copy(update={"model": model}), directory)
+        with pytest.raises(UserError, match=expected):
+            check_plan(directory)
+
+
+def test_what_cannot_be_trained_is_said(tmp_path):
+    """Prevents a queue's wait for a plan that the trainer then refuses."""
+    cases = {
+        "shapes": (request(lengths=None), "shapes only"),
+        "origin": (request(), "do not say which data"),
+        "tensor": (request(parallel=Parallel(tensor=2, pipeline=2)), "tensor size 2 can be"),
+    }
+    for name, (asked, expected) in cases.items():
+        save_plan(make_plan(asked), tmp_path / name)
+        assert expected in check_plan(tmp_path / name)[-1]
+
+
+def test_plan_of_shapes_is_held_to_its_memory(tmp_path):
+    """Prevents a plan without data from passing whatever it needs."""
+    result = make_plan(request(lengths=None))
+    save_plan(result, tmp_path / "plan")
+    check_plan(tmp_path / "plan")
+    cluster = result.plan.cluster.model_copy(update={"memory_gib": 1e-3})
+    write_plan(result.plan.model_copy(update={"cluster": cluster}), tmp_path / "plan")
+    with pytest.raises(UserError, match="is predicted to need"):
+        check_plan(tmp_path / "plan")
+
+
 def test_hand_written_plan_needs_no_prediction(directory):
     """Prevents a check that only accepts plans of the search."""
     plan = read_plan(directory)
     write_plan(plan.model_copy(update={"prediction": None}), directory)
-    assert "no prediction: memory is not checked" in check_plan(directory)
+    assert any("is predicted to need" in sentence for sentence in check_plan(directory))
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"schema_version": 2}'])

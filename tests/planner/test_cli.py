@@ -2,17 +2,19 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
-from plan_cases import example_lengths
+from plan_cases import example_lengths, example_profile
 
+import omnibal
 from omnibal import cli
 from omnibal.cost.model import Unit
-from omnibal.cost.profile import Profile, UnitMeasurement, write_profile
+from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import read_packs
 
@@ -30,9 +32,10 @@ STAGE_KEYS = (
 ).split()
 FLAGS = {
     "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --json",
-    "pack": "--max-tiles --max-tokens --dp --micro-batches --method --seed --output -o --json",
-    "profile": "--model --max-tiles --max-tokens --tokens-per-sample --output -o --precision "
-    "--processes --layers --repetitions --json",
+    "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --output -o "
+    "--json",
+    "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
+    "--precision --processes --layers --repetitions --json",
     "plan": "--model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--profile --micro-batches --epochs --seed --precision --memory-gib --packing --json",
     "check": "--json",
@@ -106,7 +109,7 @@ def test_plan_check_and_report(capsys, tmp_path, lengths_file):
     assert sum(stage["vision_layers"] for stage in printed["stages"]) == 4
     assert printed["ideal_step_ms"] <= printed["step_ms"]
     run("check --json", tmp_path / "plan")
-    assert len(json.loads(capsys.readouterr().out)["passed"]) == 9
+    assert len(json.loads(capsys.readouterr().out)["passed"]) == 12
     run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
     assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
@@ -119,7 +122,8 @@ def test_readable_output_shows_the_figures(capsys, tmp_path, lengths_file):
     for word in ("projector", "GiB of 3.60", "samples per second", "analytic:laptop-cpu"):
         assert word in printed
     run("check", tmp_path / "plan")
-    assert capsys.readouterr().out.count("ok: ") == 9
+    printed = capsys.readouterr().out
+    assert (printed.count("ok: "), printed.count("note: ")) == (11, 1)
     run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file)
     assert "300 of 300" in capsys.readouterr().out
 
@@ -170,7 +174,13 @@ def test_lengths_scan(capsys, tmp_path, digits):
         ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o {lengths}/p", "exists"),
         (PLAN + " -o {lengths}", "is a file"),
         ("check absent", "plan.json: no such file"),
+        (PLAN + " -o .", "is the current directory"),
+        (PLAN + " -o {lengths}/p/q", "is not a directory"),
+        (PLAN + " --tp 3 -o p", "is more than the 2 devices of a node"),
+        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o .", "is a directory"),
         ("report absent -o r.html", "plan.json: no such file"),
+        ("report absent -o new/r.html", "plan.json: no such file"),
+        ("report absent --run {lengths} -o r.html", "give the directory of the run"),
         ("lengths absent.json --model internvl-digits --tokenizer-model t -o l", "no such"),
     ],
 )  # fmt: skip
@@ -185,19 +195,92 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, comm
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "expected", "see"),
     [
-        "pack l.parquet --max-tiles 0 --max-tokens 512 --dp 2",
-        "pack l.parquet --max-tiles nine --max-tokens 512 --dp 2",
-        "pack l.parquet --max-tokens 512 --dp 2",
-        PLAN + " -o p --precision fp8",
-        PLAN + " -o p --memory-gib 0",
-        "unknown",
+        ("pack l.parquet --max-tiles 0 --max-tokens 512 --dp 2", "--max-tiles", "omnibal pack"),
+        (
+            "pack l.parquet --max-tiles nine --max-tokens 512 --dp 2",
+            "valid integer",
+            "omnibal pack",
+        ),
+        ("pack l.parquet --max-tokens 512 --dp 2", "--max-tiles", "omnibal pack"),
+        ("pack --max-tiles 8 --max-tokens 512 --dp 2", "LENGTHS", "omnibal pack"),
+        (PLAN + " -o p --precision fp8", "fp8", "omnibal plan"),
+        (PLAN + " -o p --memory-gib 0", "--memory-gib", "omnibal plan"),
+        (PLAN + " -o p --modle x", "--modle", "omnibal plan"),
+        ("unknown", "unknown", "omnibal"),
     ],
 )
-def test_usage_errors_exit_2(capsys, command):
-    """Prevents usage errors with another status than other mistakes, or on stdout."""
-    failure(capsys, command)
+def test_usage_errors_are_one_line(capsys, command, expected, see):
+    """Prevents usage errors with another form or status than other mistakes, or on stdout."""
+    error = failure(capsys, command)
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert expected in error
+    assert error.endswith(f"; see {see} --help\n")
+
+
+def test_version_and_help(capsys):
+    """Prevents a version that differs from the package's, and presets that nobody can find."""
+    run("--version")
+    assert capsys.readouterr().out == f"omnibal {omnibal.__version__}\n"
+    run("")
+    assert "report" in capsys.readouterr().out
+    options = {
+        option.name: option.help
+        for option in typer.main.get_command(cli.app).commands["plan"].params
+    }
+    assert "internvl-chat-1.5-6b-20b, internvl-digits" in options["model"]
+    assert "h100-80g" in options["cluster"]
+    assert "90% of it" in options["memory_gib"]
+    assert all(options.values())
+
+
+def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypatch, lengths_file):
+    """Prevents an hour of scanning or planning whose result has no place."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(cli, "read_lengths", lambda paths: pytest.fail("worked first"))
+    pack = "pack --max-tiles 8 --max-tokens 512 --dp 2"
+    for command, argument in ((PLAN + " --lengths", lengths_file), (pack, lengths_file)):
+        error = failure(capsys, command, argument, "-o", tmp_path / "a/b")
+        assert f"{tmp_path} cannot be written to" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["lengths.parquet"]
+
+
+def test_closed_pipe_ends_quietly(tmp_path):
+    """Prevents a traceback, or an error message, when the output goes into `head`."""
+    for form in ([], ["--json"]):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "omnibal", *PLAN.split(), *form, "-o", str(tmp_path / "plan")],
+            cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait() == 1
+        assert all(line.startswith("note: ") for line in errors.splitlines()), errors
+        process.stderr.close()
+
+
+def test_other_system_errors_name_the_path(capsys, tmp_path, monkeypatch):
+    """Prevents a bare error number, or a traceback, for a full or broken disk."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device", str(tmp_path / "plan"))
+
+    monkeypatch.setattr("omnibal.planner.save_plan", full)
+    error = failure(capsys, PLAN, "-o", tmp_path / "plan")
+    assert error.endswith(f"error: {tmp_path / 'plan'}: No space left on device\n")
+
+
+def test_plan_says_what_cannot_be_trained(capsys, tmp_path, lengths_file):
+    """Prevents a plan that is only refused once its devices are rented."""
+    run(PLAN, "--lengths", lengths_file, "--tp", 2, "-o", tmp_path / "plan", "--json")
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    notes = printed.err.splitlines()
+    assert len(notes) == 2
+    assert "do not say which data" in notes[0]
+    assert "tensor size 2 can be studied but not yet trained" in notes[1]
 
 
 def test_profile_without_torch_names_the_extra(capsys, tmp_path, monkeypatch):
@@ -243,6 +326,24 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
     }
 
 
+def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, lengths_file):
+    """Prevents a profile of other samples than those that are trained."""
+    output, commands = tmp_path / "profile.json", []
+
+    def run_profiler(command, check, stdout):
+        commands.append(command)
+        write_profile(example_profile(), output)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(cli, "_is_installed", lambda module: True)
+    monkeypatch.setattr(subprocess, "run", run_profiler)
+    command = PROFILE.replace(" --tokens-per-sample 64", "")
+    assert "give --tokens-per-sample, or --lengths" in failure(capsys, command, "-o", output)
+    run(command, "--lengths", lengths_file, "-o", output)
+    given = commands[0][commands[0].index("--tokens-per-sample") + 1]
+    assert int(given) == round(example_lengths().tokens.mean())
+
+
 def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
     """Prevents success from being reported when nothing was measured."""
     monkeypatch.setattr(cli, "_is_installed", lambda module: True)
@@ -251,28 +352,3 @@ def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main([*PROFILE.split(), "-o", str(tmp_path / "profile.json")])
     assert ended.value.code == 3
-
-
-def example_profile() -> Profile:
-    shapes = [(0, 40), (2, 100), (4, 300), (8, 512)]
-    return Profile(
-        device="test",
-        precision="fp32",
-        model="internvl-digits",
-        model_sha256="m",
-        tensor=1,
-        processes=2,
-        measurements=tuple(
-            UnitMeasurement(
-                unit=unit,
-                tiles=tiles,
-                tokens=tokens,
-                squared_tokens=tokens**2,
-                forward_ms=1.0 + tiles + tokens,
-                backward_ms=2.0 + tiles + tokens,
-                activation_bytes=None,
-            )
-            for unit in Unit
-            for tiles, tokens in shapes
-        ),
-    )

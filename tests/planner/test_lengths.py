@@ -104,7 +104,7 @@ def test_public_json_and_its_meta(tmp_path):
     [
         ("absent.parquet", None, "no such lengths file"),
         ("text.parquet", "hello", "not a Parquet file"),
-        ("half.json", "[{", "not a JSON file"),
+        ("half.json", "[{", "half.json: Invalid JSON"),
         ("keys.json", '[{"vit_num": 1}]', "token_num"),
         ("nan.json", '[{"vit_num": NaN, "token_num": 1, "image_flags": 1}]', "nan.json"),
         ("negative.json", '[{"vit_num": -1, "token_num": 1, "image_flags": 1}]', "row 0 has tiles"),
@@ -112,6 +112,14 @@ def test_public_json_and_its_meta(tmp_path):
         ("number.json", "7", "list"),
         ("meta.json", '{"docs": {"root": "x"}}', "token_lengths"),
         ("typed.json", '{"docs": {"token_lengths": 5}}', "token_lengths"),
+        ("none.json", "{}", "names no lengths file"),
+        ("array.json", '{"docs": []}', "array.json: docs: "),
+        ("flags.json", '[{"vit_num": 1, "token_num": 1, "image_flags": "x"}]', "image_flags"),
+        ("mixed.json", '[{"vit_num": 1, "token_num": 1, "image_flags": [1, "x"]}]', "image_flags"),
+        ("part.json", '[{"vit_num": 3.7, "token_num": 1, "image_flags": 1}]', "vit_num.*3.7"),
+        ("text.json", '[{"vit_num": "3", "token_num": 1, "image_flags": 1}]', "vit_num"),
+        ("null.json", '[{"vit_num": null, "token_num": 1, "image_flags": 1}]', "vit_num"),
+        ("large.json", '[{"vit_num": 1, "token_num": 4294967301, "image_flags": 1}]', "token_num"),
         ("lost.json", '{"docs": {"token_lengths": "gone.json"}}', "gone.json: no such"),
     ],
 )
@@ -142,6 +150,123 @@ def test_packs_round_trip(tmp_path):
     assert again.sha256 == packs.sha256
     write_packs(again, path)
     assert path.read_bytes() == first_bytes
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        ("tiles", pa.array([3.7]), " holds double"),
+        ("tiles", pa.array([float("nan")]), " holds double"),
+        ("tiles", pa.array(["3"]), " holds string"),
+        ("tiles", pa.array([True]), " holds bool"),
+        ("tokens", pa.array([2**32 + 5], pa.int64()), ": .*4294967301 not in range"),
+        ("tokens", pa.array([2**31], pa.uint32()), ": .*2147483648 not in range"),
+        ("loss_tokens", pa.array([None], pa.int32()), " holds int32 with nulls"),
+        ("source", pa.array([7]), " holds int64"),
+        ("source", pa.nulls(1), " holds null with nulls"),
+        ("source", pa.array([None], pa.string()), " holds string with nulls"),
+        ("source", pa.array([None], pa.string()).dictionary_encode(), " holds .* with nulls"),
+    ],
+)
+def test_columns_of_another_kind_are_refused(tmp_path, column, values, expected):
+    """Prevents counts that were rounded, wrapped or read from nothing."""
+    columns = {name: pa.array([1], pa.int32()) for name in COLUMNS} | {"source": pa.array(["a"])}
+    pq.write_table(pa.table(columns | {column: values}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=rf"a\.parquet: column {column}{expected}"):
+        read_lengths([tmp_path / "a.parquet"])
+
+
+def test_a_file_without_rows(tmp_path):
+    """Prevents a traceback, or an empty plan, from a table that has only its header."""
+    write_lengths(example_lengths(), tmp_path / "a.parquet")
+    pq.write_table(pq.read_table(tmp_path / "a.parquet").slice(0, 0), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="holds no sample"):
+        read_lengths([tmp_path / "a.parquet"])
+
+
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.int16(), pa.int64(), pa.uint64()])
+@pytest.mark.parametrize("text", [pa.string(), pa.large_string()])
+def test_integers_of_any_width_are_read(tmp_path, kind, text):
+    """Prevents refusing files whose counts fit, written by other tools."""
+    columns = {name: pa.array([100, 7], kind) for name in COLUMNS}
+    columns["source"] = pa.array(["b", "a"], text)
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    lengths = read_lengths([tmp_path / "a.parquet"])
+    for column in COLUMNS[:3]:
+        assert getattr(lengths, column).tolist() == [100, 7]
+        assert getattr(lengths, column).dtype == np.int32
+    assert [lengths.source_names[code] for code in lengths.source] == ["b", "a"]
+
+
+def test_row_groups_with_dictionaries_of_their_own(tmp_path):
+    """Prevents codes of one row group from being read with another's names."""
+    names = ["b", "a", "c", "a"]
+    columns = {name: pa.array([1, 2, 3, 4], pa.int32()) for name in COLUMNS}
+    columns["source"] = pa.chunked_array([pa.array(names[:2]), pa.array(names[2:])])
+    table = pa.table(columns | {"source": columns["source"].dictionary_encode()})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    lengths = read_lengths([tmp_path / "a.parquet"])
+    assert [lengths.source_names[code] for code in lengths.source] == names
+
+
+@pytest.mark.parametrize("metadata", ["{", "{}", '{"data_sha256": "d", "cache": 1}', b"\xff"])
+def test_an_origin_of_another_version_is_refused(tmp_path, metadata):
+    """Prevents a traceback for lengths that another version scanned."""
+    write_lengths(example_lengths(), tmp_path / "a.parquet")
+    table = pq.read_table(tmp_path / "a.parquet").replace_schema_metadata({"omnibal": metadata})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: origin: .*omnibal lengths"):
+        read_lengths([tmp_path / "a.parquet"])
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        ("step", pa.array([0.0, 1.0]), "column step holds double"),
+        ("slot", pa.array([0, None], pa.int32()), "column slot holds int32 with nulls"),
+        ("dp_rank", pa.array([0, 2**33]), "column dp_rank: .*not in range"),
+        ("samples", pa.array([1, 2]), "column samples holds int64"),
+        ("samples", pa.array([["a"], ["b"]]), "column samples holds list<.*string>"),
+        ("samples", pa.array([[0.5], [1.0]]), "column samples holds list<.*double>"),
+        ("samples", pa.array([[0], None]), "column samples .*with nulls"),
+        ("samples", pa.array([[0, None], [1]]), "column samples .*with nulls"),
+        ("samples", pa.array([[0, 1], []], pa.list_(pa.int64())), "row 1 has no samples"),
+    ],
+)
+def test_packs_of_another_kind_are_refused(tmp_path, column, values, expected):
+    """Prevents packs that were rounded, or shifted by a list that is not there."""
+    path = tmp_path / "packs.parquet"
+    write_packs(example_packs(), path)
+    table = pq.read_table(path)
+    table = table.set_column(table.column_names.index(column), column, values)
+    pq.write_table(table, path)
+    with pytest.raises(UserError, match=rf"packs\.parquet: {expected}.*omnibal plan"):
+        read_packs(path)
+
+
+def test_packs_of_other_writers(tmp_path):
+    """Prevents small lists in several row groups, as other tools write them, from shifting."""
+    path = tmp_path / "packs.parquet"
+    names = ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
+    table = pa.table(
+        {name: pa.array(range(4)) for name in names}
+        | {"samples": pa.array([[5], [1, 2], [3], [0, 4]], pa.list_(pa.int32()))}
+    )
+    pq.write_table(table, path, row_group_size=2)
+    packs = read_packs(path).packs
+    assert [packs[i].tolist() for i in range(4)] == [[5], [1, 2], [3], [0, 4]]
+
+
+@pytest.mark.parametrize("write", ["lengths", "packs"])
+def test_a_folder_is_no_target(tmp_path, write):
+    """Prevents a temporary file from staying behind where -o names a folder."""
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="is a directory"):
+        if write == "lengths":
+            write_lengths(example_lengths(), tmp_path / "out")
+        else:
+            write_packs(example_packs(), tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out"]
 
 
 @pytest.mark.parametrize("content", [None, "hello"])

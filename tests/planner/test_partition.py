@@ -1,7 +1,6 @@
 """The joint search against brute force, and stages against the model they are cut from."""
 
 import re
-import time
 from functools import reduce
 from itertools import combinations, pairwise, product
 
@@ -13,20 +12,18 @@ from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, Unit
 from omnibal.errors import UserError
+from omnibal.pipeline import partition
 from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.stage_cost import GIB, stage_memory, stage_times
-from omnibal.pipeline.units import (
-    check_stages,
-    cuts_from_stages,
-    stages_from_cuts,
-    unit_sequence,
-)
+from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
+from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
 from omnibal.plan import Parallel, Stage
 
 
-def run_options(cost: CostModel, held: tuple[Unit, ...], features: np.ndarray) -> np.ndarray:
-    """Of a run of units, for all numbers of recomputed layers: time in ms, bytes kept for one
-    micro-batch, and other bytes. [all, 3]"""
+def run_options(
+    cost: CostModel, held: tuple[Unit, ...], features: np.ndarray
+) -> list[tuple[float, np.ndarray, float]]:
+    """Of a run of units, for all numbers of recomputed layers: time in ms, bytes kept for each
+    micro-batch [packs], and other bytes."""
     mean = features.mean(axis=0)
     numbers = [range(held.count(kind) + 1) for kind in (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)]
     options = []
@@ -47,8 +44,15 @@ def run_options(cost: CostModel, held: tuple[Unit, ...], features: np.ndarray) -
             else:
                 kept += features @ unit_cost.activation_bytes
             working = max(working, transient.max())
-        options.append((time_ms, kept.max(), state + working))
-    return np.array(options)
+        options.append((time_ms, kept, state + working))
+    return options
+
+
+def most_together(kept: np.ndarray, m: int, in_flight: int) -> float:
+    """Largest sum of so many micro-batches in a row of one step; steps have m of them."""
+    steps = kept.reshape(-1, m)
+    count = min(in_flight, m)
+    return max(steps[:, i : i + count].sum(axis=1).max() for i in range(m - count + 1))
 
 
 def brute_force(
@@ -62,6 +66,11 @@ def brute_force(
         for a, b in combinations(range(len(sequence) + 1), 2)
         if layers & set(sequence[a:b])
     }
+    peaks_of = {
+        (stage, run): [most_together(kept, m, p - stage) + other for _, kept, other in choices]
+        for run, choices in options.items()
+        for stage in range(p)
+    }
     results = []
     for cuts in combinations(range(1, len(sequence)), p - 1):
         runs = list(pairwise((0, *cuts, len(sequence))))
@@ -69,11 +78,8 @@ def brute_force(
             continue
         sent = sum(mean @ cost.units[sequence[cut - 1]].output_bytes for cut in cuts)
         link_ms = 2 * ((p - 1) * cost.link_latency_ms + cost.link_ms_per_byte * sent)
-        times = [options[run][:, 0] for run in runs]
-        peaks = [
-            min(p - stage, m) * options[run][:, 1] + options[run][:, 2]
-            for stage, run in enumerate(runs)
-        ]
+        times = [np.array([time_ms for time_ms, _, _ in options[run]]) for run in runs]
+        peaks = [np.array(peaks_of[stage, run]) for stage, run in enumerate(runs)]
         total_ms = (m - 1) * reduce(np.maximum.outer, times) + reduce(np.add.outer, times) + link_ms
         results.append(
             np.stack([total_ms.ravel(), reduce(np.maximum.outer, peaks).ravel()], axis=1)
@@ -87,11 +93,14 @@ def objective(
     """The same two figures of the search's result, by the planner's own formulas."""
     times = stage_times(cost, stages, features.mean(axis=0, keepdims=True))
     stage_ms = (times.forward_ms + times.backward_ms)[0]
-    peaks = [
-        stage_memory(cost, stage, min(len(stages) - i, m) * features, features).peak_gib * GIB
-        for i, stage in enumerate(stages)
-    ]
-    return (m - 1) * stage_ms.max() + stage_ms.sum() + 2 * times.link_ms.sum(), max(peaks)
+    memories = stage_memories(cost, stages, slots(features, m), features)
+    peak = max(memory.peak_gib for memory in memories) * GIB
+    return (m - 1) * stage_ms.max() + stage_ms.sum() + 2 * times.link_ms.sum(), peak
+
+
+def slots(features: np.ndarray, m: int) -> np.ndarray:
+    """Of packs in steps of m. [packs]"""
+    return np.arange(len(features)) % m
 
 
 def test_the_search_equals_brute_force():
@@ -102,19 +111,19 @@ def test_the_search_equals_brute_force():
         vision, language = rng.integers(1, 5, 2)
         p, m = int(rng.integers(1, min(4, vision + language) + 1)), int(rng.integers(1, 7))
         model, cost = small_model(int(vision), int(language)), random_cost(rng)
-        features = random_features(rng, int(rng.integers(1, 6)))
+        features = random_features(rng, m * int(rng.integers(1, 4)))
         results = brute_force(cost, model, features, p, m)
         low, high = results[:, 1].min(), results[:, 1].max()
         cap = rng.uniform(low - 0.1 * (high - low), low + 0.8 * (high - low))
         if cap < low:
             outcomes["infeasible"] += 1
             with pytest.raises(UserError, match="more than the memory cap") as raised:
-                search_stages(cost, model, features, p, m, cap)
+                search_stages(cost, model, features, slots(features, m), p, m, cap)
             stated = float(re.search(r"needs ([\d.]+) GiB", str(raised.value))[1])
             assert stated == pytest.approx(low / GIB, abs=0.005)
-            search_stages(cost, model, features, p, m, low * (1 + 1e-9))
+            search_stages(cost, model, features, slots(features, m), p, m, low * (1 + 1e-9))
             continue
-        stages = search_stages(cost, model, features, p, m, cap)
+        stages = search_stages(cost, model, features, slots(features, m), p, m, cap)
         check_stages(model, stages)
         total_ms, peak = objective(cost, stages, features, m)
         assert total_ms == pytest.approx(results[results[:, 1] <= cap, 0].min(), rel=1e-9)
@@ -124,8 +133,8 @@ def test_the_search_equals_brute_force():
     assert min(outcomes.values()) >= 10, outcomes
 
 
-def test_a_large_model_is_searched_in_seconds():
-    """Prevents a search too slow to use; the bound leaves room for slow machines."""
+def test_a_large_model_is_searched_with_few_paths(monkeypatch: pytest.MonkeyPatch):
+    """Prevents a search that tries every possible slowest stage: there are 67,040 here."""
     base = load_model("internvl-chat-1.5-6b-20b")
     language = base.language.model_copy(update={"layers": 80})
     model = base.model_copy(update={"language": language})
@@ -134,12 +143,16 @@ def test_a_large_model_is_searched_in_seconds():
     tokens = 4096 - 100 * tiles - rng.integers(0, 100, len(tiles))  # many undominated packs
     features = np.stack([np.ones_like(tiles), tiles, tokens, tokens**2 / 3], axis=1)
     cost = analytic_cost(model, load_cluster("a100-80g"), Parallel(tensor=4, pipeline=8), "bf16")
-    started = time.perf_counter()
-    for micro_batches in (2, 32):
-        stages = search_stages(cost, model, features, 8, micro_batches, 28 * GIB)
+    find, found = partition._shortest_path, []
+    monkeypatch.setattr(
+        partition, "_shortest_path", lambda *given: found.append(find(*given)) or found[-1]
+    )
+    for m in (2, 32):
+        found.clear()
+        stages = search_stages(cost, model, features, slots(features, m), 8, m, 28 * GIB)
         check_stages(model, stages)
-        assert any(stage.recompute_vision or stage.recompute_language for stage in stages)
-    assert time.perf_counter() - started < 20
+        assert any(stage.recomputed_layers for stage in stages)
+        assert 1 <= len(found) < 50
 
 
 def test_recomputed_layers_are_the_earliest_of_their_stage():
@@ -155,14 +168,8 @@ def test_cuts_and_stages_are_each_others_inverse():
     for cuts in combinations(range(1, len(unit_sequence(model))), 3):
         stages = stages_from_cuts(model, cuts)
         check_stages(model, stages)
-        assert cuts_from_stages(stages) == cuts
-
-
-def test_more_stages_than_layers_are_refused():
-    """Prevents stages without any layer."""
-    cost = random_cost(np.random.default_rng(0))
-    with pytest.raises(UserError, match="pipeline size 6 is more than the 5 layers"):
-        search_stages(cost, small_model(2, 3), np.ones((1, 4)), 6, 4, GIB)
+        sizes = [len(stage_units(stage)) for stage in stages]
+        assert tuple(np.cumsum(sizes)[:-1]) == cuts
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Planner: a plan directory that is whole, repeatable, and made for its data and its memory."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,10 +52,7 @@ def test_less_memory_makes_layers_recompute():
     peak_gib = max(stage.memory.peak_gib for stage in roomy.prediction.stages)
     tight_cluster = roomy.cluster.model_copy(update={"memory_gib": 0.85 * peak_gib / 0.9})
     tight = make_plan(request(cluster=tight_cluster)).plan
-    recomputed = [
-        sum(len(stage.recompute_vision + stage.recompute_language) for stage in plan.stages)
-        for plan in (roomy, tight)
-    ]
+    recomputed = [sum(stage.recomputed_layers for stage in plan.stages) for plan in (roomy, tight)]
     assert recomputed[0] == 0 < recomputed[1]
     assert max(s.memory.peak_gib for s in tight.prediction.stages) <= memory_cap_gib(tight_cluster)
     assert tight.prediction.step_ms > roomy.prediction.step_ms
@@ -73,7 +71,9 @@ def test_plan_of_shapes_only(tmp_path):
     assert result.data is None
     assert result.plan.data is None
     assert result.plan.prediction.step_ms > 0
-    assert result.plan.prediction.gpu_days == 0
+    assert result.plan.prediction.gpu_days is None
+    assert result.plan.prediction.samples_per_second_per_gpu is None
+    assert result.plan.shapes.micro_batches_per_step == 4
     save_plan(result, tmp_path / "plan")
     assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.json"]
     assert any("shapes only" in sentence for sentence in check_plan(tmp_path / "plan"))
@@ -144,3 +144,31 @@ def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch):
         save_plan(make_plan(request()), directory)
     assert saved_bytes(directory) == before
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+
+
+def test_failed_rename_brings_the_old_plan_back(tmp_path, monkeypatch):
+    """Prevents the loss of both plans when the last rename of saving fails."""
+    directory = tmp_path / "plan"
+    save_plan(make_plan(request(seed=1)), directory)
+    before, rename = saved_bytes(directory), Path.rename
+
+    def refuse_the_new(path, target):
+        if path.name == "new":
+            raise OSError("stale file handle")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_new)
+    with pytest.raises(OSError, match="stale file handle"):
+        save_plan(make_plan(request()), directory)
+    assert saved_bytes(directory) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+
+
+@pytest.mark.parametrize("place", [".", "..", "inner/..", "/"])
+def test_current_directory_is_not_replaced(tmp_path, monkeypatch, place):
+    """Prevents a plan that deletes the directory that its user stands in."""
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is the current directory or above it"):
+        save_plan(make_plan(request()), Path(place))
+    assert [path.name for path in tmp_path.iterdir()] == ["inner"]

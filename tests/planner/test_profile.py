@@ -98,7 +98,7 @@ def test_exact_measurements_give_back_the_true_costs():
     assert fitted.optimizer_ms_per_parameter == pytest.approx(1e-5)
     assert fitted.link_latency_ms == pytest.approx(0.03)
     assert fitted.link_ms_per_byte == pytest.approx(2e-6)
-    assert fitted.source == "profile:test CPU"
+    assert fitted.source == "profile:test CPU, 2 processes"
     assert all(residual.max_error < 1e-3 for residual in fit_residuals(measured()))
 
 
@@ -156,6 +156,7 @@ def test_optimizer_time_is_divided_over_data_parallel_ranks():
         ({"model_sha256": "0"}, PARALLEL, "sizes are not those of internvl-digits"),
         ({"precision": "bf16"}, PARALLEL, "measured in bf16 but the plan is for fp32"),
         ({}, Parallel(tensor=2, pipeline=2), "tensor parallel size 1 but the plan has 2"),
+        ({}, Parallel(tensor=2, pipeline=2), "plan with --tp 1 or without --profile"),
         ({"measurements": measured().measurements[:-5]}, PARALLEL, "no measurement of head"),
     ],
 )
@@ -165,6 +166,32 @@ def test_a_profile_of_something_else_is_refused(
     """Prevents plans with another job's times."""
     with pytest.raises(UserError, match=message):
         fitted_cost(measured(**changed), MODEL, CLUSTER, parallel, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("tower", "field", "value", "same"),
+    [
+        (None, "name", "other", True),
+        (None, "downsample_ratio", 0.25, False),
+        ("vision", "layers", 9, True),
+        ("vision", "norm_eps", 1e-3, True),
+        ("vision", "layer_scale_init", 0.5, True),
+        ("vision", "hidden_size", 128, False),
+        ("vision", "qkv_bias", False, False),
+        ("language", "layers", 9, True),
+        ("language", "norm_eps", 1e-3, True),
+        ("language", "rope_base", 500, True),
+        ("language", "vocab_size", 300, False),
+    ],
+)
+def test_the_model_hash_covers_what_units_cost(
+    tower: str | None, field: str, value: object, same: bool
+):
+    """Prevents a profile refused for the model's depth, and one that is used for other sizes."""
+    changed = {field: value}
+    if tower is not None:
+        changed = {tower: getattr(MODEL, tower).model_copy(update=changed)}
+    assert (model_sha256(MODEL.model_copy(update=changed)) == model_sha256(MODEL)) == same
 
 
 def test_a_written_profile_reads_back_equal(tmp_path: Path):

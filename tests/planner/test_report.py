@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from omnibal.config import load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, write_packs
 from omnibal.errors import UserError
+from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
@@ -23,21 +27,24 @@ from omnibal.plan import (
     Parallel,
     Plan,
     Prediction,
+    Shapes,
     Stage,
     StageMemory,
     StagePrediction,
     write_plan,
 )
 from omnibal.report import write_report
-from omnibal.report.timeline import predicted_pack_times, representative_step
+from omnibal.report.timeline import representative_step
 from omnibal.runlog import (
     RUN_FILE,
     EvaluatedAnswer,
     Evaluation,
     KindAccuracy,
+    RunInfo,
     StageRecord,
     StepRecord,
     write_evaluation,
+    write_run_info,
 )
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=http://evil.example/x>&amp;"
@@ -106,7 +113,6 @@ STAGES = (
 )
 PREDICTION = Prediction(
     cost_source="profile:CPU core",
-    method="omnibal",
     step_ms=187.5,
     ideal_step_ms=141.0,
     bubble_fraction=0.1337,
@@ -199,7 +205,12 @@ def make_evaluation(text: str) -> Evaluation:
 
 
 def write_plan_directory(
-    directory: Path, *, text: str = "documents", data: bool = True, prediction: bool = True
+    directory: Path,
+    *,
+    text: str = "documents",
+    data: bool = True,
+    prediction: bool = True,
+    shapes: bool = False,
 ) -> Plan:
     directory.mkdir()
     lengths = make_lengths(text)
@@ -226,6 +237,7 @@ def write_plan_directory(
         stages=STAGES,
         cluster=cluster.model_copy(update={"device": text}) if text == HOSTILE else cluster,
         data=data_plan if data else None,
+        shapes=Shapes(caps=CAPS, micro_batches_per_step=MICRO_BATCHES) if shapes else None,
         prediction=PREDICTION if prediction else None,
     )
     write_plan(plan, directory)
@@ -239,6 +251,8 @@ def write_run_directory(
     directory: Path, *, steps: int = STEPS, text: str = "documents"
 ) -> list[StepRecord]:
     directory.mkdir()
+    packs = make_packs(make_lengths(text))
+    write_run_info(RunInfo(model="internvl-digits", packs_sha256=packs.sha256), directory)
     records = make_records(steps)
     lines = [record.model_dump_json() for record in records]
     (directory / RUN_FILE).write_text("\n".join(lines) + "\n")
@@ -440,24 +454,40 @@ def test_timeline_draws_every_pass_and_none_overlap(page: str) -> None:
         assert all(x + width <= after for (x, width), (after, _) in pairwise(boxes))
 
 
-def test_timeline_times_keep_the_plan_s_means() -> None:
-    """Prevents a drawn step on another scale than the plan's prediction."""
+def test_timeline_is_as_long_as_the_simulated_step(page: str) -> None:
+    """Prevents a drawn step that is on another scale than the plan's costs."""
     lengths = make_lengths("documents")
     packs = make_packs(lengths)
-    plan = Plan(
-        model=load_model("internvl-digits"),
-        precision="fp32",
-        parallel=Parallel(pipeline=2, data=DP),
-        stages=STAGES,
-        cluster=load_cluster("laptop-cpu"),
-        data=None,
-    )
-    times = predicted_pack_times(plan, PREDICTION, packs, lengths)
-    assert times.forward_ms.mean(axis=0) == pytest.approx([10.25, 12.75])
-    assert times.backward_ms.mean(axis=0) == pytest.approx([25.5, 26.25])
-    # The first stage is vision only, so a pack's time grows with its tiles and nothing else.
-    least, most = packs.tiles.argmin(), packs.tiles.argmax()
-    assert times.forward_ms[least, 0] < times.forward_ms[most, 0]
+    model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
+    parallel = Parallel(pipeline=2, data=DP)
+    cost = analytic_cost(model, cluster, parallel, "fp32")
+    times = stage_times(cost, STAGES, pack_features(packs.packs, lengths))
+    found = re.search(r"Step (\d+) as simulated</h3>.*? stages in ([\d.]+) ms", page, re.S)
+    number, length = found.groups()
+    rows = (packs.step == int(number)) & (packs.dp_rank == 0)
+    link_ms = times.link_ms[rows]
+    step = simulate_1f1b(times.forward_ms[rows], times.backward_ms[rows], link_ms, link_ms)
+    assert float(length) == pytest.approx(float(step.step_ms), rel=0.01)
+
+
+def test_shapes_only_plan_is_drawn_per_step(tmp_path: Path) -> None:
+    """Prevents an invented rate and duration, and one micro-batch's times in a step's bars."""
+    plan = write_plan_directory(tmp_path / "plan", data=False, shapes=True)
+    unknown = {"samples_per_second_per_gpu": None, "gpu_days": None}
+    prediction = plan.prediction.model_copy(update=unknown)
+    write_plan(plan.model_copy(update={"prediction": prediction}), tmp_path / "plan")
+    write_report(tmp_path / "plan", None, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text("ascii")
+    assert "Samples per second" not in page
+    assert "Whole training" not in page
+    for stage, row in zip(PREDICTION.stages, rows_under(page, "Stages"), strict=True):
+        assert row[4] == f"{MICRO_BATCHES * stage.forward_ms:.1f}"
+        update_ms = PREDICTION.step_ms * (1 - stage.wait_fraction) - MICRO_BATCHES * (
+            stage.forward_ms + stage.backward_ms
+        )
+        assert f"update: {max(update_ms, 0):.3g} ms" in page
+    assert "4 micro-batches on 2 stages" in page
+    assert "<h2>Data</h2>" not in page
 
 
 def test_representative_step_is_full_and_of_median_load() -> None:
@@ -539,7 +569,9 @@ def test_diverged_run_is_said_to_have_diverged(tmp_path: Path) -> None:
         for record in records
     ]
     lines = [record.model_dump_json() for record in broken]
-    (tmp_path / "run" / RUN_FILE).write_text("\n".join(lines).replace('"loss":null', '"loss":NaN'))
+    (tmp_path / "run" / RUN_FILE).write_text(
+        "\n".join([*lines, ""]).replace('"loss":null', '"loss":NaN')
+    )
     write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
     text = Page((tmp_path / "r.html").read_text("ascii")).text
     assert "Steps without a finite value: 5." in text
@@ -551,12 +583,26 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     plan = write_plan_directory(tmp_path / "plan")
     write_run_directory(tmp_path / "run", steps=2)
     output = tmp_path / "r.html"
-    one_stage = plan.model_copy(update={"stages": STAGES[:1]})
+    one_stage = plan.model_copy(update={"stages": STAGES[:1], "prediction": None})
     write_plan(one_stage, tmp_path / "plan")
     with pytest.raises(UserError, match="2 pipeline stages and the plan 1"):
         write_report(tmp_path / "plan", tmp_path / "run", output)
     write_plan(plan, tmp_path / "plan")
     write_lengths(make_lengths("another name"), tmp_path / "plan" / LENGTHS_FILE)
-    with pytest.raises(UserError, match="are not those that"):
+    with pytest.raises(UserError, match=r"lengths\.parquet has the content hash"):
         write_report(tmp_path / "plan", None, output)
     assert not output.exists()
+
+
+def test_run_of_another_plan_is_refused(tmp_path: Path) -> None:
+    """Prevents a measurement of other packs from standing beside this plan's prediction."""
+    write_plan_directory(tmp_path / "plan")
+    write_run_directory(tmp_path / "run", steps=2)
+    info = RunInfo(model="internvl-digits", packs_sha256="0" * 64)
+    write_run_info(info, tmp_path / "run")
+    with pytest.raises(UserError, match="trained packs of sha256 000000000000"):
+        write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(UserError, match=r"run\.json: no such file; pretrain_vlm\.py writes it"):
+        write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()

@@ -1,6 +1,7 @@
 """Lengths from headers and text: equal to what is trained on, and strict about images."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,23 @@ def test_format_without_end_marker(tmp_path, tokenizer):
     """Prevents formats other than PNG and JPEG from being refused."""
     save_noise(tmp_path / "x.bmp")
     assert scan_one(tmp_path, "x.bmp", tokenizer).tiles.tolist() == [3]
+
+
+def test_bad_samples_are_named_together(tmp_path, tokenizer):
+    """Prevents a run of the scan for each bad image; a repeated sample is no second mistake."""
+    messages = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "7"}]
+    lines = [json.dumps({"image": f"gone{k}.png", "conversations": messages}) for k in range(9)]
+    lines[1] = "{"
+    meta = '{"a": {"root": "", "annotation": "a.jsonl", "repeat_time": 2}}'
+    (tmp_path / "meta.json").write_text(meta)
+    for count, beginning in ((3, "3 bad samples were found: "), (9, "the scan stopped at the fir")):
+        (tmp_path / "a.jsonl").write_text("\n".join(lines[:count]))
+        with pytest.raises(UserError) as error:
+            scan_lengths(Annotations.open(tmp_path / "meta.json"), MODEL, tokenizer, lambda _: None)
+        assert str(error.value).startswith(beginning)
+        found = re.findall(r"\(\d\) \S+a\.jsonl: line (\d)", str(error.value))
+        assert found == ["1", "2", "3", "4", "5"][:count]
+        assert "gone2.png does not exist" in str(error.value)
 
 
 def test_tokenizer_larger_than_the_vocabulary(digits, tokenizer):

@@ -10,13 +10,12 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.pipeline import simulate
 from omnibal.pipeline.simulate import (
     Timeline,
-    in_flight_features,
     predict,
     predict_steps,
     simulate_1f1b,
     simulate_steps,
 )
-from omnibal.pipeline.stage_cost import GIB, StageTimes, stage_times
+from omnibal.pipeline.stage_cost import GIB, StageTimes, in_flight_features, stage_times
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Parallel
 

@@ -14,11 +14,12 @@ from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import Tokenizer
+from tools import make_digits_dataset
 from tools.make_digits_dataset import SHARES, main
 
 MODEL = load_model("internvl-digits")
 SPLITS = ("train", "heldout")
-ARGUMENTS = ["--samples", "400", "--heldout-samples", "60", "--seed", "3"]
+ARGUMENTS = ["--samples", "400", "--heldout-samples", "100", "--seed", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +168,54 @@ def test_interrupted_run_leaves_nothing_that_looks_finished(tmp_path, capfd):
     assert not (folder / "train" / "stale.jsonl").exists()
     assert not leftover.exists()
     assert capfd.readouterr().err == ""
+
+
+def refuse(capfd, *arguments: object) -> str:
+    """The one line of a usage error."""
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(argument) for argument in arguments])
+    assert exit_info.value.code == 2
+    return capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"made_with": {', "[]", "{}", '{"made_with": {"format": 1}}', b"\xff"]
+)
+def test_a_folder_of_unknown_making_is_kept(tmp_path, capfd, content):
+    """Prevents a traceback for, or the loss of, what is no dataset of these arguments."""
+    description = tmp_path / "dataset.json"
+    description.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = hashes(tmp_path)
+    assert "was not made with" in refuse(capfd, "--output", tmp_path, *ARGUMENTS)
+    assert hashes(tmp_path) == before
+
+
+def test_datasets_of_an_earlier_version_are_made_anew(dataset, tmp_path, capfd, monkeypatch):
+    """Prevents training on the former composition under the present one's name."""
+    monkeypatch.setattr(make_digits_dataset, "FORMAT", make_digits_dataset.FORMAT + 1)
+    assert "by this version" in refuse(capfd, "--output", dataset, *ARGUMENTS)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_out_of_range(tmp_path, capfd, seed):
+    """Prevents numpy's and scikit-learn's tracebacks."""
+    assert "--seed" in refuse(capfd, "--output", tmp_path / "dataset", "--seed", seed)
+
+
+def test_a_place_that_cannot_be_written(tmp_path, capfd):
+    """Prevents a traceback where a file stands in the way of the folder."""
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in refuse(capfd, "--output", tmp_path / "file/dataset", *ARGUMENTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Prevents half a dataset from filling the disk after an error."""
+
+    def fail(texts: Iterator[str]) -> bytes:
+        raise RuntimeError("no tokenizer")
+
+    monkeypatch.setattr(make_digits_dataset, "train_tokenizer", fail)
+    with pytest.raises(RuntimeError, match="no tokenizer"):
+        make_digits_dataset.make_dataset(tmp_path / "dataset", 20, 20, seed=0)
+    assert not list(tmp_path.iterdir())

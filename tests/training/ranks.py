@@ -1,10 +1,12 @@
 """Run a function on every rank of a forked world and collect what each returns."""
 
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,7 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + _TIMEOUT_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        _wait(processes)
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
@@ -46,6 +46,15 @@ def run_ranks(
             torch.load(Path(folder) / f"{rank}.result", weights_only=False)
             for rank in range(parallel.world_size)
         ]
+
+
+def _wait(processes: list[Any]) -> None:
+    """Until all have ended, or the first has failed: the others would wait for it."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            break
+        connection.wait([process.sentinel for process in processes if process.is_alive()], 1.0)
 
 
 def _rank(
@@ -64,3 +73,4 @@ def _rank(
         shut_down_distributed()
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)

@@ -1,7 +1,10 @@
 """Stopping and resuming: the same weights as if nothing had happened."""
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
+from megatron.core import parallel_state
 from ranks import run_ranks
 from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 
@@ -24,13 +27,14 @@ PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
 def train_range(links, plan, first, last, load, save, seed=3):
     """Losses of steps first..last-1 and the weights after, by global name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=seed)
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler)
+    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
         assert load_checkpoint(load, *parts) == first
     losses = []
     for step in range(first, last):
         batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
-        losses.append(train_step(trainer, iter(batches), counts_of(batches)).loss)
+        own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+        losses.append(train_step(trainer, iter(own), counts_of(own)).loss)
     if save is not None:
         save_checkpoint(save, last, *parts)
     weights = {
@@ -46,10 +50,11 @@ def run_range(plan, *arguments, **options):
     return ranks[0][0], weights
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("data", [1, 2], ids=["one-pipeline", "two-pipelines"])
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, data):
     """Prevents: optimizer, schedule or weights that a checkpoint does not bring back exactly."""
     model = toy_model()
-    plan = toy_plan(model, stages_of(model, 4))
+    plan = toy_plan(model, stages_of(model, 4), data=data)
     losses, weights = run_range(plan, 0, TOTAL_STEPS, None, None)
     first, _ = run_range(plan, 0, 3, None, tmp_path)
     assert latest_step(tmp_path) == 3
@@ -92,12 +97,33 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
     assert "vision.hidden_size is 16 there and 32 in the plan" in message
 
 
+def refused_options(links, plan, load):
+    options = replace(OPTIONS, lr=5e-3)
+    trainer = build_trainer(plan, links, options, steps=TOTAL_STEPS, seed=0)
+    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(options))
+    with pytest.raises(UserError) as caught:
+        load_checkpoint(load, *parts)
+    return str(caught.value)
+
+
+def test_resuming_with_other_options_is_refused(tmp_path):
+    """Prevents: a learning rate that is given and silently overruled by the checkpoint's."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model))
+    run_range(plan, 0, 1, None, tmp_path)
+    [message] = run_ranks(plan.parallel, refused_options, plan, tmp_path)
+    assert "lr is 0.01 there and 0.005 given" in message
+
+
 def test_missing_and_broken_checkpoints_are_refused(tmp_path):
     """Prevents: training from scratch when a checkpoint was asked for."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model))
     [message] = run_ranks(plan.parallel, refusal, plan, tmp_path)
     assert "holds no checkpoint" in message
+    (tmp_path / TRACKER_FILE).write_text("seven")
+    [message] = run_ranks(plan.parallel, refusal, plan, tmp_path)
+    assert "must hold the step number" in message
     (tmp_path / TRACKER_FILE).write_text("7")
     checkpoint_path(tmp_path, 7).mkdir()
     [message] = run_ranks(plan.parallel, refusal, plan, tmp_path)

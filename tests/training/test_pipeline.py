@@ -1,5 +1,7 @@
 """The pipeline against the single-process run: same losses, same gradients, same weights after."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -8,6 +10,7 @@ from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
+from omnibal.errors import UserError
 from omnibal.plan import Parallel
 
 # Packs of different shapes; one has no image, one is a single sample, one only images' worth.
@@ -47,22 +50,33 @@ def single_process(model, steps, *options):
     return run_ranks(Parallel(pipeline=1), train_steps, plan, steps, *options)[0]
 
 
+def assert_same_results(ranks, results):
+    """Loss, gradient norm and loss tokens of every step, on every rank."""
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+
+
+def assert_same_weights(ranks, weights):
+    """Every rank's own weights, and together all of them."""
+    assert {name for rank in ranks for name in rank[2]} == weights.keys()
+    for rank in ranks:
+        for name, weight in rank[2].items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 def assert_same_training(ranks, reference):
     results, gradients, weights = reference
     merged_gradients = [
         {name: value for rank in ranks for name, value in rank[1][step].items()}
         for step in range(len(gradients))
     ]
-    for rank in ranks:
-        for got, expected in zip(rank[0], results, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
+    assert_same_results(ranks, results)
     for got, expected in zip(merged_gradients, gradients, strict=True):
         assert got.keys() == expected.keys()
         for name in expected:
             torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
-    merged_weights = {name: value for rank in ranks for name, value in rank[2].items()}
-    for name in weights:
-        torch.testing.assert_close(merged_weights[name], weights[name], rtol=1e-4, atol=1e-5)
+    assert_same_weights(ranks, weights)
 
 
 # Units of the toy model: 0 vision embed, 1-4 vision layers, 5 projector, 6 language embed,
@@ -93,11 +107,8 @@ def test_data_parallel_equals_one_process():
     plan = toy_plan(model, stages_of(model), data=2)
     ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
     results, _, weights = single_process(model, STEPS)
-    for rank in ranks:
-        for got, expected in zip(rank[0], results, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
-        for name in weights:
-            torch.testing.assert_close(rank[2][name], weights[name], rtol=1e-4, atol=1e-5)
+    assert_same_results(ranks, results)
+    assert_same_weights(ranks, weights)
 
 
 def test_two_pipelines_of_two_stages_equal_one_process():
@@ -106,11 +117,8 @@ def test_two_pipelines_of_two_stages_equal_one_process():
     plan = toy_plan(model, stages_of(model, 4), data=2)
     ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
     results, _, weights = single_process(model, STEPS)
-    for rank in ranks:
-        for got, expected in zip(rank[0], results, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
-        for name, weight in rank[2].items():
-            torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+    assert_same_results(ranks, results)
+    assert_same_weights(ranks, weights)
 
 
 @pytest.mark.parametrize("cuts", [(3,), (6,)], ids=["vision-cut", "projector-cut"])
@@ -133,9 +141,7 @@ def test_step_without_micro_batches_for_one_rank():
     plan = toy_plan(model, stages_of(model, 4), data=2)
     ranks = run_ranks(plan.parallel, train_steps, plan, steps, 2)
     results, _, _ = single_process(model, steps)
-    for rank in ranks:
-        for got, expected in zip(rank[0], results, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
+    assert_same_results(ranks, results)
 
 
 def test_bf16_pipeline_trains_with_fp32_master_weights():
@@ -149,3 +155,20 @@ def test_bf16_pipeline_trains_with_fp32_master_weights():
     assert losses == pytest.approx(reference, rel=2e-2)
     assert losses[-1] < 0.9 * losses[0]
     assert all(weight.dtype == torch.bfloat16 for _, _, own in ranks for weight in own.values())
+
+
+def train_on_poisoned_pixels(links, plan):
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+    batch = toy_batch(plan.model, [(1, 9)], seed=0)
+    poisoned = replace(batch, pixels_TCPP=batch.pixels_TCPP * float("nan"))
+    with pytest.raises(UserError, match="the loss is nan"):
+        train_step(trainer, iter([poisoned]), counts_of([poisoned]))
+    assert all(torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
+
+
+def test_nan_stops_every_rank_before_the_update():
+    """Prevents: weights and checkpoints spoilt by one batch, and ranks that wait for the others."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, 4))
+    run_ranks(plan.parallel, train_on_poisoned_pixels, plan)

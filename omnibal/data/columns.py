@@ -1,0 +1,82 @@
+"""Parquet in, with every column of the type that it must have, or one clear error."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from omnibal.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """A Parquet file's columns; every error names the file and ends with the remedy."""
+
+    table: pa.Table
+    path: Path
+    remedy: str
+
+    @classmethod
+    def read(cls, path: Path, names: Sequence[str], remedy: str) -> "Columns":
+        """Read a file.
+
+        Raises:
+            UserError: it is missing, is not Parquet, or lacks one of the columns.
+        """
+        try:
+            with pq.ParquetFile(path) as file:
+                table = file.read()
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: no such file; {remedy}") from error
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a Parquet file ({error}); {remedy}") from error
+        missing = [name for name in names if table.column_names.count(name) != 1]
+        if missing:
+            raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}; {remedy}")
+        return cls(table, path, remedy)
+
+    def integers(self, name: str, kind: pa.DataType) -> np.ndarray:
+        """A column of integers that all fit into `kind`. [rows]"""
+        column = self.table.column(name)
+        self._require(name, pa.types.is_integer(column.type), "integers", column.null_count)
+        return self._cast(name, kind).to_numpy()
+
+    def integer_lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The entries of all lists, one list after the other, and the lists' sizes; both int64."""
+        column = self.table.column(name)
+        kind = column.type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        fits = is_list and pa.types.is_integer(kind.value_type)
+        nulls = column.null_count + (pc.list_flatten(column).null_count if fits else 0)
+        self._require(name, fits, "lists of integers", nulls)
+        lists = self._cast(name, pa.large_list(pa.int64()))
+        return pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
+
+    def categories(self, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Codes (int32 [rows]) and names of a column of strings."""
+        column = self.table.column(name).combine_chunks()
+        if not pa.types.is_dictionary(column.type):
+            column = column.dictionary_encode()
+        kind = column.type.value_type
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        nulls = column.null_count + column.dictionary.null_count
+        self._require(name, is_text, "strings", nulls)
+        return column.indices.to_numpy().astype(np.int32), tuple(column.dictionary.to_pylist())
+
+    def _cast(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
+        try:
+            return self.table.column(name).cast(kind)
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{self.path}: column {name}: {error}; {self.remedy}") from error
+
+    def _require(self, name: str, fits: bool, wanted: str, nulls: int) -> None:
+        if not fits or nulls:
+            given = f"{self.table.column(name).type}{' with nulls' if nulls else ''}"
+            raise UserError(
+                f"{self.path}: column {name} holds {given}; it must hold {wanted} without nulls; "
+                f"{self.remedy}"
+            )

@@ -1,0 +1,98 @@
+"""Files in and out: writes that are never half done, and reads that fail with one clear line."""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from omnibal.errors import UserError
+
+T = TypeVar("T")
+_TELLING = ("json_invalid", "missing", "value_error")
+"""Complaints whose input is all that surrounds the mistake, or that say themselves what it is."""
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to: it replaces `path`, or is removed on any error.
+
+    Raises:
+        UserError: `path` is a directory.
+
+    Example:
+        >>> with atomic(Path("plan.json")) as temporary:
+        ...     temporary.write_text("{}")
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: is a directory; give the path of a file")
+    temporary = path.with_name(path.name + ".part")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        if temporary.is_file():
+            temporary.unlink()
+        raise
+
+
+def write_json_model(model: BaseModel, path: Path) -> None:
+    """Write JSON with sorted keys, atomically: equal models give equal bytes."""
+    text = json.dumps(model.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
+    """The JSON file as a `kind`, which is a pydantic model or a collection of them.
+
+    Args:
+        kind: type to read.
+        path: the file.
+        remedy: what the user can do about a bad file; ends the message.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8 or JSON, or does not follow the schema.
+    """
+    return parse_json_model(kind, read_text(path, remedy), str(path), remedy)
+
+
+def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) -> T:
+    """JSON text as a `kind`; `where` (such as file and line) begins the message of an error."""
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        raise _invalid(error, where, remedy) from error
+
+
+def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
+    """The TOML file as a `kind`; raises as `read_json_model` does."""
+    try:
+        return TypeAdapter(kind).validate_python(tomllib.loads(read_text(path, remedy)))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not TOML: {error}; {remedy}") from error
+    except ValidationError as error:
+        raise _invalid(error, str(path), remedy) from error
+
+
+def read_text(path: Path, remedy: str) -> str:
+    """The UTF-8 text of a file; raises UserError where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error}); {remedy}") from error
+
+
+def _invalid(error: ValidationError, where: str, remedy: str) -> UserError:
+    """The first of pydantic's complaints, on one line."""
+    first = error.errors()[0]
+    place = ": " + ": ".join(map(str, first["loc"])) if first["loc"] else ""
+    given = f" (given: {first['input']!r:.80})" if first["type"] not in _TELLING else ""
+    return UserError(f"{where}{place}: {first['msg']}{given}; {remedy}")

@@ -1,0 +1,72 @@
+"""Presets that load, and configurations that are refused before anything divides by them."""
+
+from pathlib import Path
+
+import pytest
+
+from omnibal.config import ModelConfig, load_cluster, load_model, preset_names
+from omnibal.errors import UserError
+
+DIGITS = load_model("internvl-digits")
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+def test_every_model_preset_loads(name):
+    """Prevents shipping a preset with a wrong field, or under another name than its own."""
+    model = load_model(name)
+    assert model.name == name
+    assert model.tokens_per_tile > 0
+
+
+@pytest.mark.parametrize("name", preset_names("clusters"))
+def test_every_cluster_preset_loads(name):
+    """Prevents shipping a preset with a wrong field, or under another name than its own."""
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert set(cluster.peak_tflops) == {"bf16", "fp32"}
+    assert cluster.inter_node_gb_per_s < cluster.intra_node_gb_per_s < cluster.memory_gb_per_s
+
+
+def test_the_shipped_presets_are_found():
+    """Prevents the two tests above from passing on an empty folder."""
+    assert {"internvl-chat-1.5-6b-20b", "internvl-digits"} <= set(preset_names("models"))
+    assert {"a100-80g", "h100-80g", "h200-141g", "laptop-cpu"} <= set(preset_names("clusters"))
+
+
+@pytest.mark.parametrize(("ratio", "factor"), [(1, 1), (0.5, 2), (0.25, 4), (0.125, 8)])
+def test_pixel_shuffle_factor(ratio, factor):
+    """Prevents a projector of another width than the ratio says."""
+    model = ModelConfig.model_validate(DIGITS.model_dump() | {"downsample_ratio": ratio})
+    assert model.pixel_shuffle_factor == factor
+
+
+@pytest.mark.parametrize("ratio", [2, 1.5, 0.3, 0.45, 0.999, float("nan"), float("inf"), 0, -0.5])
+def test_other_downsample_ratios_are_refused(ratio):
+    """Prevents a division by zero, and 0.3 from being trained as a third."""
+    with pytest.raises(ValueError, match="downsample_ratio"):
+        ModelConfig.model_validate(DIGITS.model_dump() | {"downsample_ratio": ratio})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "did you mean 'internvl-digits'.*presets of omnibal/presets/models"),
+        (b"layers = ", r"internvl-digit: not TOML.*compare with a preset"),
+        (b"name = '\xff'", "not UTF-8"),
+        (b"name = 'x'", "vision: Field required"),
+        (b"name = 'x'\nspeed = 1", "Field required|speed"),
+    ],
+)
+def test_mistakes_in_a_model_file(tmp_path: Path, monkeypatch, content, expected):
+    """Prevents a traceback for a hand-written model."""
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("internvl-digit").write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        load_model("internvl-digit")
+
+
+def test_a_folder_is_no_model(tmp_path):
+    """Prevents a traceback for the path of a folder."""
+    with pytest.raises(UserError, match="neither a file nor a preset"):
+        load_model(str(tmp_path))

@@ -1,0 +1,120 @@
+"""Writes that leave nothing behind, and reads whose every failure is one line."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import PositiveInt
+
+from omnibal.config import Frozen
+from omnibal.errors import UserError
+from omnibal.files import atomic, read_json_model, read_toml_model, write_json_model
+
+
+class Inner(Frozen):
+    count: PositiveInt
+    ratio: float = 1.0
+
+
+class Outer(Frozen):
+    inner: tuple[Inner, ...]
+
+
+def test_a_finished_write_replaces_the_file(tmp_path):
+    """Prevents readers from seeing the new content before all of it is there."""
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with atomic(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert temporary.parent == path.parent
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failed_write_keeps_the_old_file_and_no_other(tmp_path, error):
+    """Prevents a half-written file, and a temporary one beside it."""
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(error), atomic(path) as temporary:
+        temporary.write_text("ne")
+        raise error
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_cannot_be_written(tmp_path):
+    """Prevents work whose result has no place to go, and a temporary file beside the folder."""
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="out: is a directory"), atomic(tmp_path / "out") as path:
+        path.write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("folder", ["absent", "file"])
+def test_the_error_of_the_write_is_the_one_raised(tmp_path, folder):
+    """Prevents cleaning up from hiding why the write failed."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"No such file|Not a directory") as raised:
+        write_json_model(Inner(count=1), tmp_path / folder / "a.json")
+    assert raised.value.__context__ is None
+
+
+def test_models_come_back(tmp_path):
+    """Prevents a model that cannot be read, and bytes that differ between writes."""
+    path, model = tmp_path / "a.json", Outer(inner=(Inner(count=2), Inner(count=3, ratio=0.5)))
+    write_json_model(model, path)
+    first = path.read_bytes()
+    assert read_json_model(Outer, path, "r") == model
+    write_json_model(model, path)
+    assert path.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "Invalid JSON"),
+        (b"{", "Invalid JSON"),
+        (b"\xff{}", "not UTF-8 text"),
+        (b"[]", "valid dictionary|object"),
+        (b"{}", "inner: Field required; mend it"),
+        (b'{"inner": [], "x": 1}', r"x: Extra inputs are not permitted \(given: 1\); mend it"),
+        (b'{"inner": [{"count": 1}, {"count": 0}]}', r"inner: 1: count: .*\(given: 0\); mend it"),
+        (b'{"inner": [{"count": 1, "ratio": NaN}]}', r"ratio: .*finite.*\(given: nan\)"),
+        (b'{"inner": "' + b"y" * 999 + b'"}', "inner: "),
+    ],
+)
+def test_bad_json_is_one_line(tmp_path, content, expected):
+    """Prevents tracebacks, and messages of pydantic's that fill a screen."""
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=expected) as raised:
+        read_json_model(Outer, path, "mend it")
+    message = str(raised.value)
+    assert message.startswith(f"{path}: ") and message.endswith("; mend it")
+    assert "\n" not in message and len(message) < len(str(path)) + 250
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"count = ", "a.toml: not TOML: .*; mend it"),
+        (b"count = 1\nname = '\xff'", "a.toml: not UTF-8"),
+        (b"count = 0", r"a.toml: count: .*\(given: 0\); mend it"),
+        (b"count = 1\nratio = nan", "ratio: .*finite"),
+    ],
+)
+def test_bad_toml_is_one_line(tmp_path, content, expected):
+    """Prevents a traceback for a hand-written file with a mistake in it."""
+    (tmp_path / "a.toml").write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        read_toml_model(Inner, tmp_path / "a.toml", "mend it")
+
+
+@pytest.mark.parametrize("read", [read_json_model, read_toml_model])
+def test_what_is_no_file_is_named(tmp_path: Path, read):
+    """Prevents a traceback for a wrong path."""
+    with pytest.raises(UserError, match="absent: no such file; mend it"):
+        read(Inner, tmp_path / "absent", "mend it")
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\); mend it"):
+        read(Inner, tmp_path, "mend it")

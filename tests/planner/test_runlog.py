@@ -1,0 +1,134 @@
+"""The run's files: what training writes is what reports read, also while it is still writing."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from omnibal.errors import UserError
+from omnibal.runlog import (
+    EVALUATION_FILE,
+    RUN_INFO_FILE,
+    Evaluation,
+    KindAccuracy,
+    RunInfo,
+    StageRecord,
+    StepRecord,
+    append_step,
+    read_evaluation,
+    read_run,
+    read_run_info,
+    write_evaluation,
+    write_run_info,
+)
+
+STAGE = StageRecord(forward_ms=1, backward_ms=2, wait_ms=3, data_ms=0, optimizer_ms=1, peak_gib=0.5)
+
+
+def record(step: int, **changed) -> StepRecord:
+    fields = {
+        "step": step,
+        "epoch": 0,
+        "loss": 1.5,
+        "loss_tokens": 10,
+        "samples": 2,
+        "tiles": 3,
+        "tokens": 90,
+        "step_ms": 7.0,
+        "learning_rate": 1e-3,
+        "grad_norm": 0.25,
+        "stages": (STAGE,),
+    }
+    return StepRecord(**(fields | changed))
+
+
+def write_lines(path: Path, *records: StepRecord, tail: str = "") -> Path:
+    path.write_text("".join(entry.model_dump_json() + "\n" for entry in records) + tail)
+    return path
+
+
+def test_the_last_line_of_a_step_counts(tmp_path):
+    """Prevents a resumed run from being read twice, or out of order."""
+    path = write_lines(tmp_path / "run.jsonl", record(1), record(0), record(1, loss=0.5))
+    assert read_run(path) == [record(0), record(1, loss=0.5)]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_diverged_step_is_written_and_read(tmp_path, loss):
+    """Prevents the log of a diverged run from being unreadable just when it is needed."""
+    path = write_lines(tmp_path / "run.jsonl", record(0, loss=loss, grad_norm=math.nan))
+    (again,) = read_run(path)
+    assert again.loss == pytest.approx(loss, nan_ok=True)
+    assert math.isnan(again.grad_norm)
+    with pytest.raises(ValueError, match="step_ms"):
+        record(0, step_ms=math.nan)
+
+
+@pytest.mark.parametrize("cut", [1, 10, 60, None])
+def test_a_line_that_is_being_written_is_left_out(tmp_path, cut):
+    """Prevents a report on a run in progress from failing now and then."""
+    tail = record(1).model_dump_json()[:cut]
+    assert read_run(write_lines(tmp_path / "run.jsonl", record(0), tail=tail)) == [record(0)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "no such file; pretrain_vlm.py writes it"),
+        (b"", "holds no step yet"),
+        (b'{"step": 0', "holds no step yet"),
+        (b'{"step": 0\n', "line 1: Invalid JSON"),
+        (b"\n", "line 1: Invalid JSON"),
+        (b"{}\n", "line 1: step: Field required"),
+        (b"\xff\n", "not UTF-8"),
+    ],
+)
+def test_a_broken_log_is_refused(tmp_path, content, expected):
+    """Prevents steps from missing in a report without a word."""
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"run\.jsonl: {expected}"):
+        read_run(path)
+
+
+def test_run_info_comes_back(tmp_path):
+    """Prevents a report from taking one run for another."""
+    info = RunInfo(model="internvl-digits", packs_sha256="ab")
+    write_run_info(info, tmp_path)
+    assert read_run_info(tmp_path) == info
+    assert [path.name for path in tmp_path.iterdir()] == [RUN_INFO_FILE]
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model": "m"}'])
+def test_missing_or_broken_run_info(tmp_path, content):
+    """Prevents a traceback for a folder that is not a run's."""
+    if content is not None:
+        (tmp_path / RUN_INFO_FILE).write_text(content)
+    with pytest.raises(UserError, match=r"run\.json: .*; pretrain_vlm.py writes it into --save"):
+        read_run_info(tmp_path)
+
+
+def test_evaluation_comes_back(tmp_path):
+    """Prevents accuracies from being lost, and a run without evaluation from being refused."""
+    assert read_evaluation(tmp_path) is None
+    kind = KindAccuracy(kind="single", questions=4, correct=3, chance=0.25)
+    evaluation = Evaluation(step=9, kinds=(kind,), examples=())
+    path = write_evaluation(evaluation, tmp_path)
+    assert path == tmp_path / EVALUATION_FILE
+    assert read_evaluation(tmp_path) == evaluation
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text('{"step": -1}')
+    with pytest.raises(UserError, match=r"evaluation\.json: step: .*; run the evaluation again"):
+        read_evaluation(tmp_path)
+
+
+def test_steps_are_appended_after_a_kill_in_mid_line(tmp_path):
+    """Prevents a resumed run from joining its first line to the half line of the killed one."""
+    path = tmp_path / "run.jsonl"
+    for step in (0, 1):
+        append_step(record(step=step, loss=1.0 + step), path)
+    with path.open("a") as log:
+        log.write('{"step": 2, "lo')
+    append_step(record(step=2, loss=9.0), path)
+    assert [line.loss for line in read_run(path)] == [1.0, 2.0, 9.0]
