@@ -200,7 +200,7 @@ def profile(  # noqa: PLR0913 (one parameter per option)
         if not _is_installed(module):
             raise UserError(
                 f"{package} is not installed, and `omnibal profile` runs the model's layers; "
-                'install it with: pip install "omnibal[train]"'
+                'install it with: pip install ".[train]" in its repository'
             )
     # A mistake is found here, before several processes start and each reports it.
     _check_output(output)

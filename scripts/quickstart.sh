@@ -36,7 +36,7 @@ make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model inter
 caps=(--max-tiles 12 --max-tokens 448)
 
 make $work/profile.json omnibal profile --model internvl-digits --precision fp32 --processes 2 \
-    "${caps[@]}" --lengths $work/lengths.parquet -o $work/profile.json
+    "${caps[@]}" --lengths $work/lengths.parquet --repetitions 25 -o $work/profile.json
 
 make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
     --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \

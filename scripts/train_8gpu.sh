@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One node of 8 GPUs. Plan first, for as many ranks (here 4 stages x 2 pipelines):
-#   omnibal plan --model internvl-chat-1.5-6b-20b --cluster h100-80g --pp 4 --dp 2 \
+# One node of 8 GPUs. Plan first, for as many ranks (here 8 stages):
+#   omnibal plan --model internvl-chat-1.5-6b-20b --cluster h100-80g --pp 8 \
 #       --lengths lengths.parquet --max-tiles 15 --max-tokens 4608 --micro-batches 32 -o plan
 set -euo pipefail
 if [[ $# -lt 4 ]]; then

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from rich.console import Console
 from rich.progress import track
+from scipy.stats import trim_mean
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.batch import MicroBatch
@@ -66,7 +67,7 @@ class ProfileOptions:
     layers: int
     """Layers of each tower in the measured stage; at most the model's own."""
     repetitions: int
-    """Timed runs of each micro-batch, after one warm-up; their lower quartile counts."""
+    """Timed runs of each micro-batch, after one warm-up; their trimmed mean counts."""
 
 
 def profile(
@@ -223,7 +224,7 @@ def _measure_units(
     """All units on all packs.
 
     The packs take turns, so that a machine that is slow for some seconds slows a few runs of every
-    pack, which the quartile leaves out, and not every run of one.
+    pack, and not every run of one.
     """
     forward: dict[tuple[int, Unit], list[float]] = defaultdict(list)
     backward: dict[tuple[int, Unit], list[float]] = defaultdict(list)
@@ -243,8 +244,8 @@ def _measure_units(
             tiles=batch.tiles,
             tokens=batch.tokens,
             squared_tokens=sum(length**2 for length in batch.segment_tokens),
-            forward_ms=_undisturbed_ms(forward[index, unit]),
-            backward_ms=_undisturbed_ms(backward[index, unit]),
+            forward_ms=_typical_ms(forward[index, unit]),
+            backward_ms=_typical_ms(backward[index, unit]),
             activation_bytes=kept[index][unit],
         )
         for index, batch in enumerate(batches)
@@ -281,14 +282,15 @@ def _timed(function: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | 
     return result, start.elapsed_time(end)
 
 
-def _undisturbed_ms(samples_ms: list[float]) -> float:
-    """Lower quartile on each process, then the maximum over processes.
+def _typical_ms(samples_ms: list[float]) -> float:
+    """Mean without the extreme tenths on each process, then the maximum over processes.
 
-    Whatever else a machine does only ever adds time, and on a shared one it does so for seconds.
+    Not the median: a shared machine may have two speeds, for seconds each, and a long run meets
+    both in about the shares that the rounds do.
     """
-    quartile = torch.tensor(float(np.quantile(samples_ms, 0.25)), device=current_device())
-    dist.all_reduce(quartile, op=dist.ReduceOp.MAX)
-    return quartile.item()
+    mean = torch.tensor(float(trim_mean(samples_ms, 0.1)), device=current_device())
+    dist.all_reduce(mean, op=dist.ReduceOp.MAX)
+    return mean.item()
 
 
 def _activation_bytes(stage: VLMStage, batch: MicroBatch) -> dict[Unit, int]:
@@ -331,7 +333,7 @@ def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasureme
             samples_ms.append(elapsed_ms)
     return OptimizerMeasurement(
         parameters=sum(weight.numel() for weight in trainer.stage.parameters()),
-        optimizer_ms=_undisturbed_ms(samples_ms),
+        optimizer_ms=_typical_ms(samples_ms),
     )
 
 
@@ -356,7 +358,7 @@ def _measure_links(links: PipelineLinks, repetitions: int) -> list[LinkMeasureme
             _, elapsed_ms = _timed(round_trip)
             if repetition and links.rank <= 1:
                 samples_ms.append(elapsed_ms / 2)
-        one_way_ms = _undisturbed_ms(samples_ms or [0.0])
+        one_way_ms = _typical_ms(samples_ms or [0.0])
         measurements.append(LinkMeasurement(bytes=size, ms=one_way_ms))
     return measurements
 
@@ -369,7 +371,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True, help="token cap of a pack")
     parser.add_argument("--tokens-per-sample", type=int, required=True, help="a typical sample's")
     parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")
-    parser.add_argument("--repetitions", type=int, default=25, help="timed runs of each pack")
+    parser.add_argument("--repetitions", type=int, default=15, help="timed runs of each pack")
     parser.add_argument("-o", "--output", type=Path, required=True, help="profile.json to write")
     arguments = parser.parse_args()
     launch = Launch.from_environment()

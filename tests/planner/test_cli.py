@@ -294,7 +294,7 @@ def test_profile_without_torch_names_the_extra(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     error = failure(capsys, PROFILE + " -o", tmp_path / "profile.json")
     assert "megatron-core is not installed" in error
-    assert 'pip install "omnibal[train]"' in error
+    assert 'pip install ".[train]" in its repository' in error
 
 
 def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
