@@ -30,9 +30,9 @@ from megatron.vlm.train import (
     own_rows,
     train,
 )
-from omnibal.check import check_plan
+from omnibal.check import check_plan, training_obstacles
 from omnibal.data.annotations import Annotations
-from omnibal.data.lengths import Lengths, LengthsOrigin, read_lengths
+from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packs import ScheduledPacks, read_packs
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.errors import EXIT_USER_ERROR, UserError
@@ -145,15 +145,17 @@ def load_job(arguments: argparse.Namespace, launch: Launch) -> Job:
     """
     check_plan(arguments.plan)
     plan = read_plan(arguments.plan)
-    if plan.data is None:
-        raise UserError(f"{arguments.plan}: is a plan of shapes only; plan with --lengths to train")
+    obstacles = training_obstacles(plan)
+    if obstacles:
+        raise UserError(f"{arguments.plan}: {'; '.join(obstacles)}")
     launch.check_against(plan.parallel)
     tokenizer = Tokenizer(arguments.tokenizer_model)
-    _check_same("the tokenizer", tokenizer.sha256, plan.data.origin, "tokenizer_sha256")
+    origin = plan.data.origin
+    _check_same("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
     training_data = heldout_data = None
     if not arguments.skip_train:
         training_data = Annotations.open(arguments.data)
-        _check_same(str(arguments.data), training_data.sha256, plan.data.origin, "data_sha256")
+        _check_same(str(arguments.data), training_data.sha256, origin.data_sha256)
         _check_no_other_run(arguments.save, arguments.load)
     if arguments.eval_data is not None:
         heldout_data = Annotations.open(arguments.eval_data)
@@ -177,13 +179,7 @@ def _check_no_other_run(save: Path, load: Path | None) -> None:
         )
 
 
-def _check_same(name: str, given: str, origin: LengthsOrigin | None, field: str) -> None:
-    if origin is None:
-        raise UserError(
-            "the plan's lengths do not say which data they are of, so they cannot be trained on; "
-            "scan the data with `omnibal lengths` and plan from that file"
-        )
-    planned = origin.model_dump()[field]
+def _check_same(name: str, given: str, planned: str) -> None:
     if planned != given:
         raise UserError(
             f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
@@ -242,7 +238,7 @@ def train_plan(
         # Steps of a run that never reached a checkpoint would mix with this one's.
         (arguments.save / RUN_FILE).unlink(missing_ok=True)
     if job.launch.rank == 0:
-        info = RunInfo(model=job.plan.model.name, packs_sha256=job.packs.sha256)
+        info = RunInfo(model=job.plan.model.name, packs_sha256=job.plan.data.packs_sha256)
         write_run_info(info, arguments.save)
     dataset = PackDataset(
         SampleReader(job.training_data, job.tokenizer, job.plan.model),

@@ -124,7 +124,7 @@ class Prediction(Frozen):
     """What the simulator says of the plan on its own packs."""
 
     cost_source: str
-    """"analytic:<cluster>" or "profile:<device>"."""
+    """"analytic:<cluster>" or "profile:<device>, <n> processes"."""
     step_ms: NonNegativeFloat
     """Mean over the simulated steps."""
     ideal_step_ms: NonNegativeFloat

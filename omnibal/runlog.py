@@ -30,7 +30,7 @@ class RunInfo(Frozen):
 
 
 class StageRecord(Frozen):
-    """What one pipeline stage did in one step, mean over its data-parallel ranks."""
+    """What one pipeline stage did in one step: times are the mean over its data-parallel ranks."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat
@@ -42,7 +42,8 @@ class StageRecord(Frozen):
     optimizer_ms: NonNegativeFloat
     """Gradient reduction, norm, clipping and weight update."""
     peak_gib: NonNegativeFloat
-    """Peak memory of the process (CPU: resident set) or device (CUDA: allocator) so far."""
+    """Peak memory of a process (CPU: resident set) or device (CUDA: allocator) so far; the largest
+    over the ranks."""
 
 
 class StepRecord(Frozen):

@@ -113,6 +113,18 @@ def test_launch_of_another_size_is_refused(plan, digits, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_plan_that_can_only_be_studied_is_refused(digits, tmp_path):
+    """Prevents: a trainer that starts on a plan of which `omnibal check` says it cannot train."""
+    succeed(
+        "-m", "omnibal", "plan", *MODEL, "--cluster", "laptop-cpu", "--precision", "fp32", *CAPS,
+        "--tp", "2", "-o", tmp_path / "plan",
+    )  # fmt: skip
+    message = refuse(*training(tmp_path / "plan", digits, tmp_path / "run"), processes=2)
+    assert "without data: it cannot be trained" in message
+    assert "tensor size 2 can be studied but not yet trained" in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_plan_of_other_data_is_refused(single_plan, digits, tmp_path):
     """Prevents: training on samples that the plan's packs do not describe."""
     command = training(single_plan, digits, tmp_path / "run")

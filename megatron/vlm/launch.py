@@ -45,11 +45,6 @@ class Launch:
                 f"{torch.cuda.device_count()}, and each process needs one; launch fewer processes "
                 "a node, or hide the devices to train on the CPU (CUDA_VISIBLE_DEVICES=)"
             )
-        if parallel.tensor != 1:
-            raise UserError(
-                f"the plan has tensor parallel size {parallel.tensor}; training supports 1 so far; "
-                "plan anew with --tp 1"
-            )
 
 
 def initialize_distributed(
