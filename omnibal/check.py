@@ -185,7 +185,8 @@ def _check_caps(data: DataPlan, packs: ScheduledPacks) -> str:
 
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
-    ranks, slots = plan.parallel.data, data.micro_batches_per_step
+    # An epoch's one step of another size may have half as many micro-batches more.
+    ranks, slots = plan.parallel.data, -(-3 * data.packs_per_step // (2 * plan.parallel.data))
     outside = (rank < 0) | (rank >= ranks)
     _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
     outside = (slot < 0) | (slot >= slots)

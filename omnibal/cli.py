@@ -7,6 +7,7 @@ What only one command needs is imported there, so that `omnibal --help` stays fa
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn, cast
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -35,8 +37,8 @@ from omnibal.config import ModelConfig, Precision, load_cluster, load_model, pre
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import write_packs
-from omnibal.data.steps import DataRequest, draw_packs, size_load
+from omnibal.data.packs import Packs, write_packs
+from omnibal.data.steps import DataRequest, deal_steps, draw_steps
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.plan import (
     USABLE_MEMORY_FRACTION,
@@ -52,6 +54,9 @@ from omnibal.runlog import RUN_FILE
 app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable=False)
 
 DEFAULT_MICRO_BATCHES = 8
+_DATA_OPTIONS = (
+    "lengths max_tiles max_tokens micro_batches epochs seed packing".split()  # of `omnibal plan`
+)
 # Of an unknown option, a missing argument or a bad value; typer gives it no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
@@ -66,6 +71,12 @@ LengthsOption = Annotated[
 ]
 MaxTilesOption = Annotated[int, typer.Option(min=1, help="image tiles that a pack may hold")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="language tokens that a pack may hold")]
+OptionalMaxTilesOption = Annotated[
+    int | None, typer.Option(min=1, help="image tiles that a pack may hold")
+]
+OptionalMaxTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="language tokens that a pack may hold")
+]
 MicroBatchesOption = Annotated[int, typer.Option(min=1, help="packs of one rank in a step")]
 PackingOption = Annotated[PackingMethod, typer.Option("--packing", "--method", help="packing rule")]
 PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
@@ -120,11 +131,20 @@ def lengths(
     max_dynamic_patch: Annotated[
         int | None, typer.Option(min=1, help="tiles of one image, in place of the model's")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="that scan at the same time (default: usable cores)")
+    ] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
+    ] = "stop",
     as_json: JsonOption = False,
 ) -> None:
     """Scan a dataset: tiles and tokens of every sample, from image headers and text."""
     from omnibal.data.annotations import Annotations
-    from omnibal.data.scan import scan_lengths
+    from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
+    from omnibal.data.scan_journal import ScanJournal
+    from omnibal.data.scan_pool import usable_cores
     from omnibal.data.tokenizer import Tokenizer
 
     start = time.perf_counter()
@@ -132,13 +152,34 @@ def lengths(
     config = _with_max_dynamic_patch(load_model(model), max_dynamic_patch)
     tokenizer = Tokenizer(tokenizer_model)
     annotations = Annotations.open(meta)
-    with _progress("scanning", len(annotations)) as advance:
-        scanned = scan_lengths(annotations, config, tokenizer, advance)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_lengths(scanned, output)
-    summary = {"samples": len(scanned), "seconds": time.perf_counter() - start}
-    table = tables.lengths_table(scanned)
-    _print_result(as_json, summary | {"sources": tables.source_statistics(scanned)}, table)
+    key = scan_key(annotations, config, tokenizer)
+    journal = ScanJournal.open(output.with_name(f"{output.name}.partial"), key)
+    for note in journal.notes(len(annotations)):
+        sys.stderr.write(f"{note}\n")
+    try:
+        with _progress("scanning", len(annotations)) as advance:
+            scan = scan_lengths(
+                annotations, config, tokenizer, advance, processes=processes or usable_cores(),
+                on_error=on_error, journal=journal,
+            )  # fmt: skip
+    except KeyboardInterrupt as error:
+        sys.stderr.write("interrupted: run the same command again to resume\n")
+        raise typer.Exit(128 + signal.SIGINT) from error
+    skipped_list = output.with_name(f"{output.name}.skipped.txt")
+    write_skipped(scan.skipped, skipped_list)
+    write_lengths(scan.lengths, output)
+    journal.remove()
+    for note in skipped_notes(scan.skipped, skipped_list):
+        sys.stderr.write(f"{note}\n")
+    result = {
+        "samples": len(scan.lengths),
+        "seconds": time.perf_counter() - start,
+        "skipped": len(scan.skipped),
+        "skipped_list": str(skipped_list) if scan.skipped else None,
+        "sources": tables.source_statistics(scan.lengths),
+    }
+    _print_result(as_json, result, tables.lengths_table(scan.lengths))
 
 
 @app.command()
@@ -148,29 +189,62 @@ def pack(  # noqa: PLR0913 (one parameter per option)
     max_tokens: MaxTokensOption,
     dp: Annotated[int, typer.Option(min=1, help="data-parallel ranks")],
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
-    packing: PackingOption = PackingMethod.ISF,
+    packing: PackingOption = PackingMethod.BALANCED,
     seed: SeedOption = 0,
+    model: Annotated[
+        str, typer.Option(help=f"whose predicted time is balanced: {_preset_help('model')}")
+    ] = "internvl-chat-1.5-6b-20b",
+    cluster: Annotated[
+        str, typer.Option(help=f"on which that is predicted: {_preset_help('cluster')}")
+    ] = "a100-80g",
+    bound: Annotated[
+        bool, typer.Option(help="prove how many packs are needed at least, or only add up sizes")
+    ] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Parquet file to write")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="SVG file to draw: load of ranks before and after")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack samples under two caps, share the packs out over ranks and steps, and measure both."""
-    start = time.perf_counter()
+    """Pack samples under two caps, match packs into steps, share them out, and measure it all."""
+    from omnibal.cost.analytic import analytic_cost
+    from omnibal.cost.model import pack_features
+    from omnibal.data.bound import naive_lower_bound, packs_lower_bound
+    from omnibal.pipeline.stage_cost import model_ms
+    from omnibal.report.loads import LoadSetting, write_loads
+
     if output is not None:
         _check_output(output)
+    if picture is not None:
+        _check_picture(picture)
+    config, hardware = load_model(model), load_cluster(cluster)
+    parallel = Parallel(pipeline=1, data=dp)
+    cost = analytic_cost(config, hardware, parallel, "bf16")
     samples = read_lengths(lengths)
     caps = Caps(max_tiles=max_tiles, max_tokens=max_tokens)
     request = DataRequest(
-        caps=caps, method=packing, seed=seed, epochs=1, dp=dp, micro_batches=micro_batches
+        caps=caps, method=packing, seed=seed, epochs=1, packs_per_step=dp * micro_batches
     )
-    packs = draw_packs(samples, request, lambda packs: size_load(packs, samples))
+
+    def load(packs: Packs) -> np.ndarray:
+        return model_ms(cost, config, pack_features(packs, samples))
+
+    start = time.perf_counter()
+    packs = deal_steps(draw_steps(samples, request, load), samples, load, dp)
     seconds = time.perf_counter() - start
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_packs(packs, output)
-    metrics = measure_packs(packs, samples, caps, dp)
-    _print_result(as_json, asdict(metrics) | {"seconds": seconds}, tables.packs_table(metrics))
+    if picture is not None:
+        setting = LoadSetting(model=config, cluster=hardware, cost=cost, request=request, dp=dp)
+        write_loads(setting, packs, samples, picture)
+    with _status("proving how many packs are needed"):
+        least = (packs_lower_bound if bound else naive_lower_bound)(samples, caps)
+    metrics = measure_packs(packs, samples, caps, dp, load(packs.packs), least)
+    result = asdict(metrics) | {"seconds": seconds, "load": cost.source, "model": config.name}
+    _print_result(as_json, result, tables.packs_table(metrics, f"{config.name}, {cost.source}"))
 
 
 @app.command()
@@ -241,11 +315,12 @@ def profile(  # noqa: PLR0913 (one parameter per option)
 
 @app.command()
 def plan(  # noqa: PLR0913 (one parameter per option)
+    context: typer.Context,
     model: ModelOption,
     cluster: Annotated[str, typer.Option(help=_preset_help("cluster"))],
-    max_tiles: MaxTilesOption,
-    max_tokens: MaxTokensOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
+    max_tiles: OptionalMaxTilesOption = None,
+    max_tokens: OptionalMaxTokensOption = None,
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="data-parallel size")] = 1,
@@ -268,31 +343,51 @@ def plan(  # noqa: PLR0913 (one parameter per option)
             f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
         ),
     ] = None,
-    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.ISF,
+    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.BALANCED,
+    steps_of: Annotated[
+        Path | None,
+        typer.Option(
+            help="plan directory whose data to keep, step by step, so that its run can go on with "
+            "other parallel sizes"
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
     from omnibal.check import training_obstacles
     from omnibal.cost.profile import read_profile
-    from omnibal.planner import PlanRequest, check_replaceable, make_plan, save_plan
+    from omnibal.planner import (
+        PlanRequest,
+        check_replaceable,
+        data_settings,
+        make_plan,
+        save_plan,
+    )
 
     check_replaceable(output)
     _check_parent(output)
     hardware = load_cluster(cluster)
     if memory_gib is not None:
         hardware = hardware.model_copy(update={"memory_gib": memory_gib})
+    if steps_of is not None:
+        _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
+        data = data_settings(steps_of)
+    else:
+        data = {
+            "caps": _caps(max_tiles, max_tokens),
+            "lengths": read_lengths(lengths) if lengths else None,
+            "packing": packing,
+            "packs_per_step": dp * micro_batches,
+            "epochs": epochs,
+            "seed": seed,
+        }
     request = PlanRequest(
         model=load_model(model),
         cluster=hardware,
         parallel=Parallel(tensor=tp, pipeline=pp, data=dp),
         precision=precision,
-        caps=Caps(max_tiles=max_tiles, max_tokens=max_tokens),
-        lengths=read_lengths(lengths) if lengths else None,
-        packing=packing,
-        micro_batches=micro_batches,
-        epochs=epochs,
-        seed=seed,
         profile=read_profile(profile) if profile else None,
+        **data,
     )
     result = make_plan(request)
     save_plan(result, output)
@@ -350,6 +445,24 @@ def report(
     _print_result(as_json, result, *run_tables, f"report: {output}")
 
 
+def _caps(max_tiles: int | None, max_tokens: int | None) -> Caps:
+    if max_tiles is None or max_tokens is None:
+        raise UserError(
+            "the caps of a pack are missing: give --max-tiles and --max-tokens; `omnibal caps` "
+            "finds good ones"
+        )
+    return Caps(max_tiles=max_tiles, max_tokens=max_tokens)
+
+
+def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> None:
+    """Refuse options of the command line that another one overrules."""
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{listed} cannot be given: {why}; leave it out")
+
+
 def _run_directory(run: Path | None) -> Path | None:
     """The directory that is meant by --run, which may name the run.jsonl in it."""
     if run is None or not run.is_file():
@@ -361,19 +474,27 @@ def _run_directory(run: Path | None) -> Path | None:
     return run.parent
 
 
-def _check_output(output: Path) -> None:
+def _check_picture(picture: Path) -> None:
+    _check_output(picture, "--picture")
+    if picture.suffix.lower() != ".svg":
+        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")
+
+
+def _check_output(output: Path, option: str = "-o") -> None:
     """Refuse a file that could not be written, before any work is done for it."""
     if output.is_dir():
-        raise UserError(f"{output}: is a directory; -o must name a file in it")
-    _check_parent(output)
+        raise UserError(f"{output}: is a directory; {option} must name a file in it")
+    _check_parent(output, option)
 
 
-def _check_parent(output: Path) -> None:
+def _check_parent(output: Path, option: str = "-o") -> None:
     nearest = next(parent for parent in output.absolute().parents if parent.exists())
     if not nearest.is_dir():
-        raise UserError(f"{output}: {nearest} exists and is not a directory; choose another -o")
+        raise UserError(
+            f"{output}: {nearest} exists and is not a directory; choose another {option}"
+        )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"{output}: {nearest} cannot be written to; choose another -o")
+        raise UserError(f"{output}: {nearest} cannot be written to; choose another {option}")
 
 
 def _print_result(as_json: bool, result: dict[str, Any], *readable: Table | str) -> None:
@@ -403,6 +524,13 @@ def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)
+
+
+@contextmanager
+def _status(what: str) -> Iterator[None]:
+    """A spinner on stderr for work whose length is not known."""
+    with Console(stderr=True).status(what):
+        yield
 
 
 def _is_installed(module: str) -> bool:

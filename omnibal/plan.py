@@ -70,7 +70,7 @@ class Shapes(Frozen):
 
     caps: Caps
     micro_batches_per_step: PositiveInt
-    """Packs of one data-parallel rank in a full step; an epoch's last step may hold fewer."""
+    """Packs of one data-parallel rank in a full step, at most; one step of an epoch may differ."""
 
 
 class DataPlan(Shapes):
@@ -79,11 +79,16 @@ class DataPlan(Shapes):
     method: str
     seed: int
     epochs: PositiveInt
+    packs_per_step: PositiveInt
+    """Of all ranks together, in every step of an epoch but one."""
     samples: PositiveInt
     packs: PositiveInt
     steps: PositiveInt
     lengths_sha256: str
     packs_sha256: str
+    steps_sha256: str
+    """Of the packs of every step, whatever ranks train them: runs with equal ones can go on as
+    each other."""
     origin: LengthsOrigin | None
 
 

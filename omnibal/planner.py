@@ -4,6 +4,7 @@ import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +14,12 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost, read_profile, write_profile
 from omnibal.data.lengths import Lengths, LengthsOrigin, read_lengths, write_lengths
 from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks, read_packs, write_packs
-from omnibal.data.steps import DataRequest, draw_packs, size_load
+from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
+from omnibal.data.steps import DataRequest, Steps, deal_steps, draw_steps, size_load, steps_of
 from omnibal.errors import UserError
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import predict
-from omnibal.pipeline.stage_cost import GIB
-from omnibal.pipeline.units import unit_sequence
+from omnibal.pipeline.stage_cost import GIB, model_ms
 from omnibal.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
@@ -31,6 +31,7 @@ from omnibal.plan import (
     Plan,
     Shapes,
     memory_cap_gib,
+    read_plan,
     write_plan,
 )
 
@@ -47,12 +48,19 @@ class PlanRequest:
     lengths: Lengths | None
     """None for a plan of shapes only, whose micro-batches are all at the caps."""
     packing: PackingMethod
-    micro_batches: int
-    """Packs of one data-parallel rank in a full step."""
+    packs_per_step: int
+    """Of all data-parallel ranks together."""
     epochs: int
     seed: int
     profile: Profile | None
     """Measured costs; None to count operations and bytes instead."""
+    steps: Steps | None = None
+    """Of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Packs of a data-parallel rank in a full step, at most."""
+        return -(-self.packs_per_step // self.parallel.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,7 +91,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
         packs, lengths = _data_at_caps(shapes, request.parallel.data)
     else:
         lengths = request.lengths
-        packs = _draw(request, lengths, cost, model)
+        packs = _packs(request, lengths, cost, model)
     features = pack_features(packs.packs, lengths)
     stages = search_stages(
         cost,
@@ -173,10 +181,14 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
     """
     if plan.data is None:
         return None if plan.shapes is None else _data_at_caps(plan.shapes, plan.parallel.data)
+    return _read_data(plan.data, directory)
+
+
+def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths]:
     packs, lengths = read_packs(directory / PACKS_FILE), read_lengths([directory / LENGTHS_FILE])
     for name, given, planned in (
-        (LENGTHS_FILE, lengths.sha256, plan.data.lengths_sha256),
-        (PACKS_FILE, packs.sha256, plan.data.packs_sha256),
+        (LENGTHS_FILE, lengths.sha256, data.lengths_sha256),
+        (PACKS_FILE, packs.sha256, data.packs_sha256),
     ):
         if given != planned:
             raise UserError(
@@ -185,6 +197,30 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
                 "with `omnibal plan`"
             )
     return packs, lengths
+
+
+def data_settings(directory: Path) -> dict[str, Any]:
+    """The fields of a `PlanRequest` that give an earlier plan's data again, step by step.
+
+    Raises:
+        UserError: there is no such plan, it has no data, or a file of it is broken.
+    """
+    plan = read_plan(directory)
+    if plan.data is None:
+        raise UserError(
+            f"{directory}: is a plan of shapes only, so it has no steps to take over; give a plan "
+            "that was made with --lengths"
+        )
+    packs, lengths = _read_data(plan.data, directory)
+    return {
+        "caps": plan.data.caps,
+        "lengths": lengths,
+        "packing": PackingMethod(plan.data.method),
+        "packs_per_step": plan.data.packs_per_step,
+        "epochs": plan.data.epochs,
+        "seed": plan.data.seed,
+        "steps": steps_of(packs),
+    }
 
 
 def save_plan(result: PlanResult, directory: Path) -> None:
@@ -251,15 +287,14 @@ def _data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, L
         source_names=("at the caps",),
         origin=None,
     )
-    request = DataRequest(
-        caps=shapes.caps,
-        method=PackingMethod.ISF,
-        seed=0,
-        epochs=1,
-        dp=data_parallel,
-        micro_batches=shapes.micro_batches_per_step,
+    steps = Steps(
+        packs=Packs.from_lists([[sample] for sample in range(count)]),
+        step=np.zeros(count, np.int64),
+        epoch=np.zeros(count, np.int32),
     )
-    return draw_packs(lengths, request, lambda packs: size_load(packs, lengths)), lengths
+    return deal_steps(
+        steps, lengths, lambda packs: size_load(packs, lengths), data_parallel
+    ), lengths
 
 
 def model_of_origin(model: ModelConfig, origin: LengthsOrigin | None) -> ModelConfig:
@@ -293,21 +328,25 @@ def _cost(
     return fitted_cost(profile, model, cluster, parallel, precision)
 
 
-def _draw(
+def _packs(
     request: PlanRequest, lengths: Lengths, cost: CostModel, model: ModelConfig
 ) -> ScheduledPacks:
-    """All epochs' packs, ranks balanced in predicted time of the whole model."""
-    units = [cost.units[unit] for unit in unit_sequence(model)]
-    ms_per_feature = np.sum([unit.forward_ms + unit.backward_ms for unit in units], axis=0)
-    data = DataRequest(
-        caps=request.caps,
-        method=request.packing,
-        seed=request.seed,
-        epochs=request.epochs,
-        dp=request.parallel.data,
-        micro_batches=request.micro_batches,
-    )
-    return draw_packs(lengths, data, lambda packs: pack_features(packs, lengths) @ ms_per_feature)
+    """All epochs' packs, matched and dealt to ranks by the predicted time of the whole model."""
+
+    def load(packs: Packs) -> np.ndarray:
+        return model_ms(cost, model, pack_features(packs, lengths))
+
+    steps = request.steps
+    if steps is None:
+        data = DataRequest(
+            caps=request.caps,
+            method=request.packing,
+            seed=request.seed,
+            epochs=request.epochs,
+            packs_per_step=request.packs_per_step,
+        )
+        steps = draw_steps(lengths, data, load)
+    return deal_steps(steps, lengths, load, request.parallel.data)
 
 
 def _data_plan(request: PlanRequest, lengths: Lengths, packs: ScheduledPacks) -> DataPlan:
@@ -316,11 +355,13 @@ def _data_plan(request: PlanRequest, lengths: Lengths, packs: ScheduledPacks) ->
         method=request.packing,
         seed=request.seed,
         epochs=request.epochs,
+        packs_per_step=request.packs_per_step,
         micro_batches_per_step=request.micro_batches,
         samples=len(lengths),
         packs=len(packs),
         steps=packs.steps,
         lengths_sha256=lengths.sha256,
         packs_sha256=packs.sha256,
+        steps_sha256=steps_of(packs).sha256,
         origin=lengths.origin,
     )

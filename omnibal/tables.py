@@ -52,18 +52,22 @@ def _length_cells(row: dict[str, Any]) -> list[str]:
     return [row["source"], *numbers]
 
 
-def packs_table(metrics: PackMetrics) -> Table:
-    """The figures of a packing."""
+def packs_table(metrics: PackMetrics, load: str) -> Table:
+    """The figures of a packing; `load` says by what the straggler factor is measured."""
     table = _facts_table("Packs")
     table.add_row("samples packed", f"{metrics.packed:,} of {metrics.samples:,}")
     table.add_row("packs", f"{metrics.packs:,}")
-    table.add_row("packs, lower bound", f"{metrics.packs_lower_bound:,}")
+    table.add_row("packs needed at least", f"{metrics.packs_lower_bound:,}")
+    table.add_row("above that", f"{metrics.gap:.2%}")
     table.add_row("samples per pack", f"{metrics.samples_per_pack:.2f}")
     table.add_row("fill of tiles", f"{metrics.fill_tiles:.1%}")
     table.add_row("fill of tokens", f"{metrics.fill_tokens:.1%}")
     table.add_row("pad ratio", f"{metrics.pad_ratio:.4f}")
     table.add_row("dist ratio, vision", f"{metrics.dist_ratio_vision:.4f}")
     table.add_row("dist ratio, language", f"{metrics.dist_ratio_language:.4f}")
+    table.add_row("attention balance ratio", f"{metrics.attention_balance_ratio:.4f}")
+    table.add_row("straggler factor", f"{metrics.straggler_factor:.4f}")
+    table.add_row("in predicted time of", load)
     table.add_row("steps", f"{metrics.steps:,}")
     return table
 

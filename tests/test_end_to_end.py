@@ -73,8 +73,12 @@ def training(plan: Path, digits: Path, save: Path, *options: object) -> list[obj
     ]  # fmt: skip
 
 
+def records(save: Path) -> list[dict]:
+    return [json.loads(line) for line in (save / "run.jsonl").read_text().splitlines()]
+
+
 def losses(save: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (save / "run.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records(save)]
 
 
 def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, lengths, tmp_path):
@@ -101,6 +105,32 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, l
     )  # fmt: skip
     assert result["accuracy"].keys() == {kind["kind"] for kind in evaluation["kinds"]}
     assert "</html>" in page.read_text()
+
+
+def test_run_goes_on_with_other_data_parallel_ranks(single_plan, digits, tmp_path):
+    """Prevents: samples that are skipped or trained twice when the number of ranks changes.
+
+    Two steps on one rank, two more on two ranks; against four steps on one rank.
+    """
+    alone, elastic, wider = tmp_path / "alone", tmp_path / "elastic", tmp_path / "wider"
+    plan = ("-m", "omnibal", "plan", *MODEL, "--cluster", "laptop-cpu", "--precision", "fp32")
+    succeed(*plan, "--dp", "2", "--steps-of", single_plan, "-o", wider)
+    succeed(*training(single_plan, digits, alone, "--train-iters", "4"))
+    succeed(*training(single_plan, digits, elastic, "--train-iters", "2"))
+    resume = training(wider, digits, elastic, "--load", elastic, "--train-iters", "4")
+    assert f"resuming {elastic} after step 2" in succeed(*TORCHRUN, *resume)
+    assert losses(elastic) == pytest.approx(losses(alone), rel=1e-4)
+    seen = [[(r["samples"], r["tokens"]) for r in records(save)] for save in (elastic, alone)]
+    assert seen[0] == seen[1]
+
+
+def test_run_of_other_steps_is_not_resumed(single_plan, lengths, digits, tmp_path):
+    """Prevents: a step count that means other samples in the plan than in the checkpoint."""
+    save = tmp_path / "run"
+    succeed(*training(single_plan, digits, save, "--train-iters", "1"))
+    other = plan_of(lengths, tmp_path / "other", "--seed", "1")
+    message = refuse(*training(other, digits, save, "--load", save))
+    assert "was trained on other steps than the plan's" in message and "--steps-of" in message
 
 
 def test_launch_of_another_size_is_refused(plan, digits, tmp_path):

@@ -102,11 +102,11 @@ def load_checkpoint(
         raise UserError(
             f"{path}: was trained with other settings: {'; '.join(different)}; resume with the same"
         )
-    if plan.data is not None and identity["packs_sha256"] != plan.data.packs_sha256:
+    if plan.data is not None and identity["steps_sha256"] != plan.data.steps_sha256:
         raise UserError(
-            f"{path}: was trained on other packs than the plan's, so its step count does not say "
-            "which samples were seen; resume with the plan it was trained with, or start anew "
-            "without --load"
+            f"{path}: was trained on other steps than the plan's, so its step count does not say "
+            "which samples were seen; resume with the plan it was trained with or with one made "
+            "by `omnibal plan --steps-of` it, or start anew without --load"
         )
     _fill_empty_optimizer_state(optimizer)
     state = _model_state(stage)
@@ -140,7 +140,7 @@ def _model_state(stage: VLMStage) -> dict[str, Any]:
 def _identity(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model.model_dump(mode="json"),
-        "packs_sha256": plan.data.packs_sha256 if plan.data is not None else None,
+        "steps_sha256": plan.data.steps_sha256 if plan.data is not None else None,
     }
 
 

@@ -137,7 +137,8 @@ class PackDataset(torch.utils.data.Dataset):
         reads_text = self.stage.language_embed or self.stage.head
         samples = []
         if reads_text or self.stage.vision_embed:
-            samples = [self.reader.annotations[int(index)] for index in indices]
+            places = self.lengths.annotation_indices(indices)
+            samples = [self.reader.annotations[int(place)] for place in places]
         if self.stage.vision_embed:
             fields["pixels_TCPP"] = self.reader.pixels(samples)
             _check_count(len(fields["pixels_TCPP"]), tiles, "tiles", samples)

@@ -62,8 +62,6 @@ class _Source:
     name: str
     root: Path
     annotation: Path
-    line_starts: np.ndarray
-    """int64 byte offset of each line."""
 
 
 class _Invalid(ValueError):
@@ -76,13 +74,24 @@ class Annotations:
     Safe to share between processes: a file is opened for each access.
     """
 
-    def __init__(self, sources: list[_Source], source: np.ndarray, line: np.ndarray, sha256: str):
+    def __init__(
+        self,
+        sources: list[_Source],
+        source: np.ndarray,
+        line: np.ndarray,
+        line_start: np.ndarray,
+        sha256: str,
+    ) -> None:
         self._sources = sources
-        self._source = source
         self._line = line
+        self._line_start = line_start
+        self.source = source
+        """int32 index into `sources` of every sample."""
         self.sources = tuple(entry.name for entry in sources)
         self.sha256 = sha256
         """Covers source names, repeats and annotation bytes; neither folders nor pixels."""
+        self.roots = tuple(entry.root for entry in sources)
+        """Image folder of every source."""
 
     @classmethod
     def open(cls, meta_path: Path) -> "Annotations":
@@ -94,7 +103,7 @@ class Annotations:
         """
         entries = _read_meta(meta_path)
         digest = hashlib.sha256()
-        sources, lines = [], []
+        sources, lines, line_starts = [], [], []
         for name, entry in entries.items():
             annotation = meta_path.parent / entry.annotation
             starts, file_sha256 = _index_lines(annotation)
@@ -103,20 +112,32 @@ class Annotations:
                     f"{annotation}: holds {len(starts)} lines, but {meta_path} states length "
                     f"{entry.length} for {name!r}; complete the file or correct the length"
                 )
-            sources.append(_Source(name, meta_path.parent / entry.root, annotation, starts))
+            sources.append(_Source(name, meta_path.parent / entry.root, annotation))
             lines.append(_repeated(len(starts), entry.repeat_time))
+            line_starts.append(starts[lines[-1]])
             digest.update(json.dumps([name, entry.repeat_time, file_sha256]).encode())
         source = np.repeat(np.arange(len(sources), dtype=np.int32), [len(part) for part in lines])
         if not len(source):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
-        return cls(sources, source, np.concatenate(lines), digest.hexdigest())
+        line, line_start = np.concatenate(lines), np.concatenate(line_starts)
+        return cls(sources, source, line, line_start, digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def source_of(self, index: int) -> int:
-        """Index into `sources` of a sample."""
-        return int(self._source[index])
+    def take(self, indices: np.ndarray) -> "Annotations":
+        """The samples at `indices` alone, in that order: little to hand to another process."""
+        return Annotations(
+            self._sources,
+            self.source[indices],
+            self._line[indices],
+            self._line_start[indices],
+            self.sha256,
+        )
+
+    def where(self, index: int) -> str:
+        """Annotation file and line of a sample, with which each of its errors begins."""
+        return f"{self._sources[self.source[index]].annotation}: line {self._line[index] + 1}"
 
     def __getitem__(self, index: int) -> Sample:
         """Read, parse and check one line.
@@ -124,18 +145,17 @@ class Annotations:
         Raises:
             UserError: the line is not a well-formed sample; names its file and number.
         """
-        source, line = self._sources[self._source[index]], int(self._line[index])
+        source, where = self._sources[self.source[index]], self.where(index)
         with source.annotation.open("rb") as file:
-            file.seek(int(source.line_starts[line]))
+            file.seek(int(self._line_start[index]))
             content = file.readline()
-        where = f"{source.annotation}: line {line + 1}"
         try:
             record = json.loads(content)
             if not isinstance(record, dict):
                 raise _Invalid(f"is a JSON {type(record).__name__}; it must be an object")
             images = _images(record)
             return Sample(
-                identity=f"{source.name}/{record.get('id', line + 1)}",
+                identity=f"{source.name}/{record.get('id', self._line[index] + 1)}",
                 source=source.name,
                 where=where,
                 images=tuple(source.root / image for image in images),
@@ -143,7 +163,7 @@ class Annotations:
             )
         except _Invalid as error:
             raise UserError(f"{where} {error}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also too long a number, too deep a nesting
             raise UserError(f"{where} is not JSON ({error}); mend or remove the line") from error
 
 
@@ -239,6 +259,12 @@ def _conversation_values(record: dict[str, Any]) -> list[str]:
             "alternate, human first and gpt last"
         )
     values = [message["value"] for message in messages]
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        raise _Invalid(
+            f"has text that is not Unicode ({error.reason}); mend its \\u escapes"
+        ) from error
     for piece in _RESERVED:
         if any(piece in value for value in values):
             raise _Invalid(

@@ -1,7 +1,8 @@
 """Sample lengths: what every sample costs, one row each, read from Parquet or OmniBal's JSON.
 
 A row counts `tiles` (vision encoder inputs, thumbnail included), `tokens` (language tokens, image
-tokens included) and `loss_tokens` (tokens that carry loss).
+tokens included) and `loss_tokens` (tokens that carry loss). Only where a scan skipped samples does
+it also say which `sample` of the annotations it is of.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_text
 
 _METADATA_KEY = b"omnibal"
+_SAMPLE = "sample"
 _COUNTS = ("tiles", "tokens", "loss_tokens")
 _Int32 = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
 
@@ -62,6 +64,9 @@ class Lengths:
     source_names: tuple[str, ...]
     origin: LengthsOrigin | None
     """None when the lengths did not come from a scan, so that no training data can be matched."""
+    sample: np.ndarray | None = None
+    """int64 index of every row's sample in the annotations, ascending; None where a row's index is
+    its sample's, as nothing was skipped."""
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -72,11 +77,18 @@ class Lengths:
         digest = hashlib.sha256("\0".join(self.source_names).encode())
         for column in (self.tiles, self.tokens, self.loss_tokens, self.source):
             digest.update(np.ascontiguousarray(column, dtype="<i4").tobytes())
+        if self.sample is not None:
+            digest.update(_SAMPLE.encode())
+            digest.update(np.ascontiguousarray(self.sample, dtype="<i8").tobytes())
         return digest.hexdigest()
+
+    def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
+        """Where the samples of these rows stand in the annotations. int64 [rows]"""
+        return rows if self.sample is None else self.sample[rows]
 
 
 def write_lengths(lengths: Lengths, path: Path) -> None:
-    """Write Parquet with columns tiles, tokens, loss_tokens, source (dictionary of names)."""
+    """Write Parquet: tiles, tokens, loss_tokens, source (dictionary of names), sample if any."""
     source = pa.DictionaryArray.from_arrays(
         pa.array(lengths.source, pa.int32()), pa.array(lengths.source_names, pa.string())
     )
@@ -88,6 +100,8 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
             "source": source,
         }
     )
+    if lengths.sample is not None:
+        table = table.append_column(_SAMPLE, pa.array(lengths.sample, pa.int64()))
     if lengths.origin is not None:
         table = table.replace_schema_metadata({_METADATA_KEY: lengths.origin.model_dump_json()})
     with atomic(path) as temporary:
@@ -116,6 +130,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         source=np.concatenate(codes),
         source_names=names,
         origin=parts[0].origin if len(parts) == 1 else None,
+        sample=parts[0].sample if len(parts) == 1 else None,
     )
     if not len(joined):
         raise UserError(
@@ -147,6 +162,7 @@ def _read_file(path: Path) -> list[Lengths]:
     columns = Columns.read(path, [*_COUNTS, "source"], remedy)
     tiles, tokens, loss_tokens = (columns.integers(name, pa.int32()) for name in _COUNTS)
     source, source_names = columns.categories("source")
+    origin = _origin(columns)
     return [
         Lengths(
             tiles=tiles,
@@ -154,7 +170,8 @@ def _read_file(path: Path) -> list[Lengths]:
             loss_tokens=loss_tokens,
             source=source,
             source_names=source_names,
-            origin=_origin(columns),
+            origin=origin,
+            sample=_sample(columns) if origin is not None else None,
         )
     ]
 
@@ -165,6 +182,20 @@ def _origin(columns: Columns) -> LengthsOrigin | None:
         return None
     where = f"{columns.path}: origin"
     return parse_json_model(LengthsOrigin, metadata, where, "make it anew with `omnibal lengths`")
+
+
+def _sample(columns: Columns) -> np.ndarray | None:
+    if _SAMPLE not in columns.table.column_names:
+        return None
+    sample = columns.integers(_SAMPLE, pa.int64())
+    wrong = np.diff(sample, prepend=-1) < 1
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise UserError(
+            f"{columns.path}: column {_SAMPLE} holds {sample[row]} in row {row}; it must ascend "
+            "from 0 or more, as each sample has one row; make it anew with `omnibal lengths`"
+        )
+    return sample
 
 
 def _read_json(path: Path) -> list[Lengths]:

@@ -1,6 +1,8 @@
-"""How good packs and steps are: the two ratios of OmniBal (arXiv 2407.20761, section 3), and fill.
+"""How good packs and steps are.
 
-Both ratios are 0 for perfect balance and approach 1 when one member does everything.
+Pad and dist ratio are Eq. 1 and 2 of OmniBal (arXiv 2407.20761, section 3), the attention balance
+ratio is HBP's (arXiv 2503.07680, section 3). All are 0 for perfect balance and approach 1 when one
+member does everything.
 """
 
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
+from omnibal.data.packs import ScheduledPacks, sum_squared_tokens
 from omnibal.plan import Caps
 
 
@@ -20,25 +22,44 @@ class PackMetrics:
     packed: int
     packs: int
     packs_lower_bound: int
-    """Of all epochs."""
+    """Of all epochs; no packing under these caps needs fewer."""
+    gap: float
+    """Packs above the lower bound, as a share of it."""
     samples_per_pack: float
     fill_tiles: float
     fill_tokens: float
     pad_ratio: float
     dist_ratio_vision: float
     dist_ratio_language: float
+    attention_balance_ratio: float
+    """The dist ratio of the sum of squared sample tokens, which block-diagonal attention costs."""
+    straggler_factor: float
+    """Load of a step's busiest rank over the mean of its ranks; ranks wait for the busiest."""
     steps: int
 
 
-def measure_packs(scheduled: ScheduledPacks, lengths: Lengths, caps: Caps, dp: int) -> PackMetrics:
-    """All figures of a schedule over `dp` data-parallel ranks."""
+def measure_packs(
+    scheduled: ScheduledPacks,
+    lengths: Lengths,
+    caps: Caps,
+    dp: int,
+    load: np.ndarray,
+    lower_bound: int,
+) -> PackMetrics:
+    """All figures of a schedule over `dp` data-parallel ranks.
+
+    Args:
+        load: of every pack, such as its predicted milliseconds.
+        lower_bound: on the packs of one epoch.
+    """
     packs = len(scheduled)
     epochs = int(scheduled.epoch[-1]) + 1
     return PackMetrics(
         samples=len(lengths) * epochs,
         packed=len(scheduled.packs.samples),
         packs=packs,
-        packs_lower_bound=packs_lower_bound(lengths, caps) * epochs,
+        packs_lower_bound=lower_bound * epochs,
+        gap=packs / (lower_bound * epochs) - 1,
         samples_per_pack=len(scheduled.packs.samples) / packs,
         fill_tiles=float(scheduled.tiles.sum(dtype=np.int64) / (packs * caps.max_tiles)),
         fill_tokens=float(scheduled.tokens.sum(dtype=np.int64) / (packs * caps.max_tokens)),
@@ -47,6 +68,10 @@ def measure_packs(scheduled: ScheduledPacks, lengths: Lengths, caps: Caps, dp: i
         pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
         dist_ratio_vision=dist_ratio(rank_sums(scheduled, scheduled.tiles, dp)),
         dist_ratio_language=dist_ratio(rank_sums(scheduled, scheduled.tokens, dp)),
+        attention_balance_ratio=dist_ratio(
+            rank_sums(scheduled, sum_squared_tokens(scheduled.packs, lengths), dp)
+        ),
+        straggler_factor=straggler_factor(rank_sums(scheduled, load, dp)),
         steps=scheduled.steps,
     )
 
@@ -75,6 +100,11 @@ def dist_ratio(loads: np.ndarray) -> float:
     return float(np.mean(1 - share))
 
 
+def straggler_factor(loads: np.ndarray) -> float:
+    """max_i(T_i) / mean_i(T_i), mean over steps; loads are [steps, N devices], no step is empty."""
+    return float(np.mean(loads.max(axis=1) / loads.mean(axis=1)))
+
+
 def rank_sums(scheduled: ScheduledPacks, per_pack: np.ndarray, dp: int) -> np.ndarray:
     """Sum of a per-pack quantity over each rank's micro-batches of each step, float64 [steps, dp].
 
@@ -83,9 +113,3 @@ def rank_sums(scheduled: ScheduledPacks, per_pack: np.ndarray, dp: int) -> np.nd
     rank = scheduled.step * dp + scheduled.dp_rank
     sums = np.bincount(rank, weights=per_pack, minlength=scheduled.steps * dp)
     return sums.reshape(scheduled.steps, dp)
-
-
-def packs_lower_bound(lengths: Lengths, caps: Caps) -> int:
-    """Packs that one epoch needs at least: the total tiles, or tokens, fill no fewer."""
-    tiles, tokens = lengths.tiles.sum(dtype=np.int64), lengths.tokens.sum(dtype=np.int64)
-    return int(max(-(-tiles // caps.max_tiles), -(-tokens // caps.max_tokens)))

@@ -4,6 +4,7 @@ Stored as `packs.parquet`, one row per micro-batch. Samples are concatenated in 
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,15 @@ class Packs:
         )
 
     @staticmethod
+    def join(parts: Sequence["Packs"]) -> "Packs":
+        """The packs of all parts, one part after the other."""
+        sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+        return Packs(
+            samples=np.concatenate([part.samples for part in parts]),
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+        )
+
+    @staticmethod
     def from_lists(lists: list) -> "Packs":
         """Build from a list of non-empty lists of sample indices."""
         counts = np.array([len(members) for members in lists], np.int64)
@@ -95,17 +105,23 @@ class ScheduledPacks:
 
     @property
     def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for column, kind in (
+        """Hash of everything: what is trained, when and where."""
+        return sha256_of_columns(
             (self.step, "<i8"),
             (self.dp_rank, "<i4"),
             (self.slot, "<i4"),
             (self.epoch, "<i4"),
             (self.packs.offsets, "<i8"),
             (self.packs.samples, "<i8"),
-        ):
-            digest.update(np.ascontiguousarray(column, dtype=kind).tobytes())
-        return digest.hexdigest()
+        )
+
+
+def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
+    """Hash of arrays, each converted to the type that is named beside it."""
+    digest = hashlib.sha256()
+    for column, kind in columns:
+        digest.update(np.ascontiguousarray(column, dtype=kind).tobytes())
+    return digest.hexdigest()
 
 
 def sum_squared_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:

@@ -1,26 +1,64 @@
 """What every sample costs, from image headers and text alone: annotations in, lengths out.
 
-No pixel is decoded, except of a file whose end looks wrong.
+No pixel is decoded, except of a file whose end looks wrong. Neither the number of processes nor
+where an earlier scan was killed changes the result.
 """
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
+from omnibal import __version__
 from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations, Sample
 from omnibal.data.chat import encode_sample
 from omnibal.data.lengths import Lengths, LengthsOrigin
+from omnibal.data.scan_journal import COUNTED, ScanJournal
+from omnibal.data.scan_pool import map_unordered
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.errors import UserError
+from omnibal.files import atomic
+
+OnError = Literal["stop", "skip"]
+"""What to do about bad samples: name the first of them and give up, or leave them all out."""
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
 _TAIL_BYTES = 1024
-_SAMPLES_PER_REPORT = 64
+_SAMPLES_PER_TASK = 256
 _MAX_MISTAKES = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadSample:
+    """A sample that cannot be trained on."""
+
+    index: int
+    """In the annotations, repeats included."""
+    where: str
+    """Annotation file and line."""
+    message: str
+    """Begins with `where`."""
+
+    @property
+    def reason(self) -> str:
+        return self.message.removeprefix(self.where).lstrip(": ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scan:
+    """What a scan found."""
+
+    lengths: Lengths
+    skipped: tuple[BadSample, ...]
+    """In the order of the annotations."""
 
 
 def scan_lengths(
@@ -28,94 +66,209 @@ def scan_lengths(
     model: ModelConfig,
     tokenizer: Tokenizer,
     on_progress: Callable[[int], None],
-) -> Lengths:
+    *,
+    processes: int = 1,
+    on_error: OnError = "stop",
+    journal: ScanJournal | None = None,
+) -> Scan:
     """Tiles, tokens and loss tokens of every sample; image tokens are counted, not built.
 
     Args:
         on_progress: called now and then with the number of samples done since the last call.
+        processes: how many share the work; 1 starts none.
+        on_error: whether bad samples are an error or are left out.
+        journal: opened with `scan_key`; what it holds is not scanned again, and good samples are
+            added to it as they are scanned.
 
     Raises:
         UserError: malformed lines or missing, unreadable or truncated images, of which the first
-            five are named, or a tokenizer that is larger than the model's vocabulary.
+            five are named (to skip: only where nothing else is left), a tokenizer that is larger
+            than the model's vocabulary, or a process that was ended from outside.
     """
     if tokenizer.vocab_size > model.language.vocab_size:
         raise UserError(
             f"{tokenizer.path} has {tokenizer.vocab_size} pieces, but {model.name} embeds "
             f"{model.language.vocab_size}; pass the model's own tokenizer or raise vocab_size"
         )
-    tiles_of: dict[Path, int] = {}
-    counts = np.zeros((len(annotations), 3), np.int32)
-    mistakes: dict[str, None] = {}  # a repeated sample makes its mistake again
-    for index in range(len(annotations)):
-        try:
-            sample = annotations[index]
-            tiles = _sample_tiles(sample, model, tiles_of)
-        except UserError as error:
-            mistakes[str(error)] = None
-            if len(mistakes) == _MAX_MISTAKES:
-                break
-        else:
-            text = encode_sample(sample, [0] * len(sample.images), model.tokens_per_tile, tokenizer)
-            tokens = len(text.token_ids) + tiles * model.tokens_per_tile
-            counts[index] = tiles, tokens, text.loss_mask.sum()
-        if (index + 1) % _SAMPLES_PER_REPORT == 0:
-            on_progress(_SAMPLES_PER_REPORT)
-    if mistakes:
-        raise _all_of(list(mistakes))
-    on_progress(len(annotations) % _SAMPLES_PER_REPORT)
-    tiles_column, tokens_column, loss_column = np.ascontiguousarray(counts.T)
+    parts = [journal.finished if journal is not None else np.empty(0, COUNTED)]
+    bad: list[BadSample] = []
+    left = np.setdiff1d(np.arange(len(annotations)), parts[0]["index"], assume_unique=True)
+    on_progress(len(parts[0]))
+
+    def tasks() -> Iterator[_Task]:
+        # In order and without gaps, so that the first mistakes are among what was handed out.
+        for start in range(0, len(left), _SAMPLES_PER_TASK):
+            if on_error == "stop" and len(_messages(bad)) >= _MAX_MISTAKES:
+                return
+            indices = left[start : start + _SAMPLES_PER_TASK]
+            yield _Task(indices, annotations.take(indices))
+
+    processes = max(1, min(processes, -(-len(left) // _SAMPLES_PER_TASK)))
+    with closing(map_unordered(_Scanner(model, tokenizer), tasks(), processes)) as results:
+        for scanned in results:
+            parts.append(scanned.rows)
+            bad += scanned.bad
+            if journal is not None and len(scanned.rows):
+                journal.append(scanned.rows)
+            on_progress(len(scanned.rows) + len(scanned.bad))
+    bad.sort(key=lambda sample: sample.index)
+    if bad and on_error == "stop":
+        raise _all_of(_messages(bad))
+    rows = np.concatenate(parts)
+    rows = rows[np.argsort(rows["index"])]
+    if not len(rows):
+        raise UserError(f"every sample is bad; one at least must be good: {bad[0].message}")
+    return Scan(lengths=_lengths(rows, annotations, model, tokenizer), skipped=tuple(bad))
+
+
+def scan_key(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """Hash of all that the counts depend on, except for the image files themselves."""
+    given = (
+        __version__,
+        _origin(annotations, model, tokenizer).model_dump_json(),
+        *(str(root.resolve()) for root in annotations.roots),
+    )
+    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+
+
+def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
+    """Write one line a sample, of index, place and reason with tabs between; none: no file."""
+    if not skipped:
+        path.unlink(missing_ok=True)
+        return
+    fields = ((str(sample.index), sample.where, sample.reason) for sample in skipped)
+    lines = ("\t".join(" ".join(text.split()) for text in line) + "\n" for line in fields)
+    with atomic(path) as temporary:
+        # A name that is no Unicode may be just what is wrong with a sample.
+        temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+
+
+def skipped_notes(skipped: Sequence[BadSample], path: Path) -> list[str]:
+    """What the user is told about them, and the file that lists them; a line each."""
+    if not skipped:
+        return []
+    shown = [f"  {' '.join(sample.message.split())}" for sample in skipped[:_MAX_MISTAKES]]
+    return [f"skipped: {len(skipped):,} bad samples, listed in {path}; the first:", *shown]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    indices: np.ndarray
+    """int64, in the annotations."""
+    samples: Annotations
+    """Those alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scanned:
+    rows: np.ndarray
+    """COUNTED [good samples]."""
+    bad: list[BadSample]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scanner:
+    """Scans samples, and remembers the image files that were looked at."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer
+    tiles_of: dict[Path, int | str] = field(default_factory=dict)
+    """Tiles of an image, or what is wrong with it."""
+
+    def __call__(self, task: _Task) -> _Scanned:
+        rows, bad = [], []
+        for place, index in enumerate(task.indices.tolist()):
+            try:
+                sample = task.samples[place]
+                rows.append((index, *self._counts(sample)))
+            except UserError as error:
+                where = task.samples.where(place)
+                bad.append(BadSample(index=index, where=where, message=str(error)))
+        return _Scanned(np.array(rows, COUNTED), bad)
+
+    def _counts(self, sample: Sample) -> tuple[int, int, int]:
+        """Tiles, tokens and loss tokens."""
+        tiles = sum(self._image_tiles(image, sample) for image in sample.images)
+        tokens_per_tile = self.model.tokens_per_tile
+        text = encode_sample(sample, [0] * len(sample.images), tokens_per_tile, self.tokenizer)
+        tokens = len(text.token_ids) + tiles * tokens_per_tile
+        return tiles, tokens, int(text.loss_mask.sum())
+
+    def _image_tiles(self, path: Path, sample: Sample) -> int:
+        if path not in self.tiles_of:
+            try:
+                size = _image_size(path)
+                tiles = tile_count(*size, self.model.tiling, self.model.vision.image_size)
+                self.tiles_of[path] = tiles
+            except _BadImage as error:
+                self.tiles_of[path] = str(error)
+        found = self.tiles_of[path]
+        if isinstance(found, str):
+            raise UserError(f"{sample.where}: {found}")
+        return found
+
+
+def _lengths(
+    rows: np.ndarray, annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer
+) -> Lengths:
+    indices = np.ascontiguousarray(rows["index"])
     return Lengths(
-        tiles=tiles_column,
-        tokens=tokens_column,
-        loss_tokens=loss_column,
-        source=np.array([annotations.source_of(i) for i in range(len(annotations))], np.int32),
+        tiles=np.ascontiguousarray(rows["tiles"]),
+        tokens=np.ascontiguousarray(rows["tokens"]),
+        loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
+        source=annotations.source[indices],
         source_names=annotations.sources,
-        origin=LengthsOrigin(
-            data_sha256=annotations.sha256,
-            tokenizer_sha256=tokenizer.sha256,
-            image_size=model.vision.image_size,
-            tokens_per_tile=model.tokens_per_tile,
-            tiling=model.tiling,
-        ),
+        origin=_origin(annotations, model, tokenizer),
+        sample=indices if len(indices) < len(annotations) else None,
     )
 
 
-def _sample_tiles(sample: Sample, model: ModelConfig, tiles_of: dict[Path, int]) -> int:
-    """Tiles of all images of a sample; `tiles_of` remembers the files that were looked at."""
-    for image in sample.images:
-        if image not in tiles_of:
-            size = _image_size(image, sample.where)
-            tiles_of[image] = tile_count(*size, model.tiling, model.vision.image_size)
-    return sum(tiles_of[image] for image in sample.images)
+def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
+    return LengthsOrigin(
+        data_sha256=annotations.sha256,
+        tokenizer_sha256=tokenizer.sha256,
+        image_size=model.vision.image_size,
+        tokens_per_tile=model.tokens_per_tile,
+        tiling=model.tiling,
+    )
+
+
+def _messages(bad: Sequence[BadSample]) -> list[str]:
+    """In the order of the samples; a repeated sample makes its mistake again, and counts once."""
+    return list(dict.fromkeys(sample.message for sample in bad))
 
 
 def _all_of(mistakes: list[str]) -> UserError:
     if len(mistakes) == 1:
-        return UserError(mistakes[0])
+        return UserError(f"{mistakes[0]}; or leave it out with --on-error skip")
     found = f"{len(mistakes)} bad samples were found"
-    if len(mistakes) == _MAX_MISTAKES:
+    if len(mistakes) >= _MAX_MISTAKES:
         found = f"the scan stopped at the first {_MAX_MISTAKES} bad samples"
-    listed = " ".join(f"({number}) {text}" for number, text in enumerate(mistakes, start=1))
-    return UserError(f"{found}: {listed}")
+    numbered = enumerate(mistakes[:_MAX_MISTAKES], start=1)
+    listed = " ".join(f"({number}) {text}" for number, text in numbered)
+    return UserError(f"{found}: {listed}; or leave them out with --on-error skip")
 
 
-def _image_size(path: Path, where: str) -> tuple[int, int]:
+class _BadImage(ValueError):
+    """What is wrong with an image and what to do; the caller adds whose image it is."""
+
+
+def _image_size(path: Path) -> tuple[int, int]:
     """Width and height in pixels, of a file that is whole."""
     try:
         with Image.open(path) as image:
             size, image_format = image.size, image.format
+        truncated = _is_truncated(path, _END_MARKERS.get(image_format or "", b""))
     except FileNotFoundError as error:
-        raise UserError(
-            f"{where}: image {path} does not exist; correct the path, or root in the meta"
+        raise _BadImage(
+            f"image {path} does not exist; correct the path, or root in the meta"
         ) from error
-    except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"{where}: image {path} cannot be read ({error}); replace the file or remove the line"
+    except Exception as error:  # what Pillow raises for a broken file has no common type
+        raise _BadImage(
+            f"image {path} cannot be read ({error}); replace the file or remove the line"
         ) from error
-    if _is_truncated(path, _END_MARKERS.get(image_format or "", b"")):
-        raise UserError(
-            f"{where}: image {path} is truncated; fetch the file again or remove the line"
-        )
+    if truncated:
+        raise _BadImage(f"image {path} is truncated; fetch the file again or remove the line")
     return size
 
 
@@ -136,6 +289,6 @@ def _is_truncated(path: Path, end_marker: bytes) -> bool:
     try:
         with Image.open(path) as image:
             image.load()
-    except OSError:
+    except Exception:
         return True
     return False

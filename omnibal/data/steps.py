@@ -1,124 +1,201 @@
-"""Steps: which packs share an optimizer step, and the rank and slot that each one runs in."""
+"""Steps: which packs share an optimizer step, and the rank and slot that each one runs in.
 
-from collections.abc import Callable, Sequence
+Two parts, so that a run can go on with another number of ranks. Which packs form a step depends on
+the seed, the epoch and the packs per step, and on nothing else; where they run is dealt out anew
+for any number of ranks.
+
+A step's packs are alike: equal tiles and similar predicted time. Any number of ranks that divides
+them is then in balance, and so are the stages of each pipeline, since all its micro-batches take
+about equally long. What keeps training unbiased is that packs are mixtures of samples, that they
+are matched inside random windows, and that the steps of an epoch come in random order.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.data.fit import Seed
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, Seed, pack_samples
-from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.packing import PackingMethod, pack_samples
+from omnibal.data.packs import Packs, ScheduledPacks, sha256_of_columns
+from omnibal.errors import UserError
 from omnibal.plan import Caps
+
+_WINDOW_PACKS = 1 << 14
+"""Packs among which those of a step are matched, at least; more match better and mix less."""
+_MIN_WINDOW_STEPS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRequest:
-    """How samples become micro-batches."""
+    """How samples become steps."""
 
     caps: Caps
     method: PackingMethod
     seed: int
     epochs: int
-    dp: int
-    """Data-parallel ranks."""
-    micro_batches: int
-    """Packs of one rank in a full step."""
+    packs_per_step: int
+    """Of all ranks together."""
 
 
-def draw_packs(
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Steps:
+    """Packs in the order of the steps that they belong to, with no word about ranks.
+
+    Inside a step they are sorted by their first sample, so equal steps are equal arrays.
+    """
+
+    packs: Packs
+    step: np.ndarray
+    """int64 [packs]; counts on through the epochs."""
+    epoch: np.ndarray
+    """int32 [packs]."""
+
+    @classmethod
+    def of(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":
+        """Steps of packs in any order."""
+        order = np.lexsort((packs.samples[packs.offsets[:-1]], step))
+        return cls(packs=packs.take(order), step=step[order], epoch=epoch[order])
+
+    @property
+    def sha256(self) -> str:
+        """Hash of what is trained and when, whatever ranks train it."""
+        return sha256_of_columns(
+            (self.step, "<i8"),
+            (self.epoch, "<i4"),
+            (self.packs.offsets, "<i8"),
+            (self.packs.samples, "<i8"),
+        )
+
+
+def draw_steps(
     lengths: Lengths, request: DataRequest, load: Callable[[Packs], np.ndarray]
-) -> ScheduledPacks:
-    """Pack and schedule all epochs; each is drawn anew from (seed, epoch), its packs included.
+) -> Steps:
+    """Pack and order all epochs; each is drawn anew from (seed, epoch), its packs included.
 
     Args:
         lengths: of all samples.
         request: caps, method, seed and sizes.
         load: gives the load of every pack, such as its predicted milliseconds.
     """
-    parts: list[ScheduledPacks] = []
+    parts: list[Packs] = []
+    step: list[np.ndarray] = []
+    first_step = 0
     for epoch in range(request.epochs):
         packing_seed, order_seed = np.random.SeedSequence([request.seed, epoch]).spawn(2)
         packs = pack_samples(lengths, request.caps, request.method, packing_seed)
-        parts.append(
-            schedule_packs(
-                packs,
-                lengths,
-                epoch=epoch,
-                first_step=parts[-1].steps if parts else 0,
-                dp=request.dp,
-                micro_batches=request.micro_batches,
-                seed=order_seed,
-                load=load(packs),
-            )
-        )
-    return join_epochs(parts)
+        tiles = packs.sums(lengths.tiles)
+        step.append(match_packs(tiles, load(packs), request.packs_per_step, order_seed))
+        step[-1] += first_step
+        first_step = int(step[-1].max()) + 1
+        parts.append(packs)
+    epochs = np.repeat(np.arange(request.epochs, dtype=np.int32), list(map(len, parts)))
+    return Steps.of(Packs.join(parts), np.concatenate(step), epochs)
 
 
-def schedule_packs(
-    packs: Packs,
-    lengths: Lengths,
-    *,
-    epoch: int,
-    first_step: int,
-    dp: int,
-    micro_batches: int,
-    seed: Seed,
-    load: np.ndarray,
-) -> ScheduledPacks:
-    """Shuffle one epoch's packs, cut them into steps, and balance each step over its ranks.
+def match_packs(tiles: np.ndarray, load: np.ndarray, packs_per_step: int, seed: Seed) -> np.ndarray:
+    """The step of every pack of an epoch, int64 [packs], counted from 0 in random order.
 
-    A step takes dp * micro_batches packs in shuffled order; the last one takes what is left, and
-    its ranks hold equally many packs or one fewer (perhaps none). Inside a step the packs are dealt
-    in rounds of one per rank, heaviest round first, each round's heaviest pack to the rank with the
-    least load so far: longest processing time first, with equal counts. A rank runs its lightest
-    packs first and last, since all stages but one idle while the pipeline fills and drains on them.
+    Every step but one has `packs_per_step` packs. That one takes what is over, from half to one and
+    a half times as many, and of all packs the lightest: those that the packing could not fill.
 
     Args:
-        packs: of one epoch.
-        lengths: of all samples.
-        epoch: number of the epoch, recorded with every pack.
-        first_step: number of the epoch's first step.
-        dp: data-parallel ranks.
-        micro_batches: packs of a rank in a full step.
-        seed: of the shuffle.
-        load: what ranks must have equally much of, such as predicted ms; [packs].
+        tiles: int64 [packs].
+        load: float64 [packs], what packs of a step should have equally much of.
+        packs_per_step: of all ranks together.
+        seed: of windows and order.
     """
-    steps = -(-len(packs) // (dp * micro_batches))
-    order = np.full((steps, micro_batches * dp), -1)
-    order.flat[: len(packs)] = np.random.default_rng(seed).permutation(len(packs))
-    # Empty places weigh less than any pack, so that they sort behind all of them.
-    weight = np.where(order < 0, -np.inf, load[order])
-    heaviest_first = np.argsort(-weight, axis=1, kind="stable")
-    rounds = np.take_along_axis(order, heaviest_first, axis=1).reshape(steps, micro_batches, dp)
-    by_rank = _deal(rounds, load)[:, :, _lightest_at_the_ends(micro_batches)]
-    filled = by_rank >= 0
-    step, dp_rank, _ = np.nonzero(filled)
-    slot = np.cumsum(filled, axis=2)[filled] - 1
-    ordered = packs.take(by_rank[filled])
+    rng = np.random.default_rng(seed)
+    steps = max(int(len(load) / packs_per_step + 0.5), 1)
+    left_over = len(load) - (steps - 1) * packs_per_step
+    lightest_first = np.argsort(load, kind="stable")
+    number = rng.permutation(steps)
+    step = np.empty(len(load), np.int64)
+    step[lightest_first[:left_over]] = number[-1]
+    shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
+    window_steps = max(_WINDOW_PACKS // packs_per_step, _MIN_WINDOW_STEPS)
+    windows = max(round((steps - 1) / window_steps), 1)
+    for window in np.array_split(np.arange(steps - 1), windows):
+        first, last = window[[0, -1]] * packs_per_step if len(window) else (0, -packs_per_step)
+        inside = shuffled[first : last + packs_per_step]
+        alike = inside[_by_tiles_then_load(tiles[inside], load[inside])]
+        step[alike] = np.repeat(number[window], packs_per_step)
+    return step
+
+
+def _by_tiles_then_load(tiles: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """Order by tiles; load rises and falls by turns, so that it does not jump at the borders."""
+    _, turn = np.unique(tiles, return_inverse=True)
+    return np.lexsort((np.where(turn % 2, -load, load), tiles))
+
+
+def deal_steps(
+    steps: Steps, lengths: Lengths, load: Callable[[Packs], np.ndarray], dp: int
+) -> ScheduledPacks:
+    """Deal the packs of every step out to `dp` data-parallel ranks.
+
+    Packs are dealt in rounds of one per rank, heaviest round first, each round's heaviest pack to
+    the rank with the least load so far: longest processing time first, with equal counts. Where
+    the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs first and
+    last, since all stages but one idle while the pipeline fills and drains on them.
+
+    Raises:
+        UserError: an epoch has fewer packs than ranks.
+    """
+    fewest = int(np.bincount(steps.epoch).min())
+    if fewest < dp:
+        raise UserError(
+            f"an epoch has {fewest} packs for {dp} data-parallel ranks; every rank must have one "
+            "to train: use fewer ranks, lower the caps, or add data"
+        )
+    weight = load(steps.packs)
+    sizes = np.bincount(steps.step)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
+    # Steps of equal size at once: nearly all of them.
+    for size in np.unique(sizes):
+        rows = first[:-1][sizes == size][:, None] + np.arange(size)
+        by_rank = _deal(rows, weight, dp)
+        _, rank, position = np.nonzero(by_rank >= 0)
+        dp_rank[by_rank[by_rank >= 0]] = rank
+        slot[by_rank[by_rank >= 0]] = position
+    order = np.lexsort((slot, dp_rank, steps.step))
+    packs = steps.packs.take(order)
     return ScheduledPacks(
-        packs=ordered,
-        step=step + first_step,
-        dp_rank=dp_rank.astype(np.int32),
-        slot=slot.astype(np.int32),
-        epoch=np.full(len(ordered), epoch, np.int32),
-        tiles=ordered.sums(lengths.tiles).astype(np.int32),
-        tokens=ordered.sums(lengths.tokens).astype(np.int32),
+        packs=packs,
+        step=steps.step[order],
+        dp_rank=dp_rank[order],
+        slot=slot[order],
+        epoch=steps.epoch[order],
+        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
     )
 
 
-def _deal(rounds: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """Deal rounds [steps, micro_batches, dp] of pack indices to ranks, [steps, dp, micro_batches].
+def steps_of(scheduled: ScheduledPacks) -> Steps:
+    """The steps of a schedule, as they were before packs were dealt to ranks."""
+    return Steps.of(scheduled.packs, scheduled.step, scheduled.epoch)
 
-    Rounds and their packs are sorted from heavy to light; -1 is an empty place.
-    """
-    by_rank = np.empty_like(rounds)
-    rank_load = np.zeros_like(rounds[:, 0], dtype=np.float64)
-    for number in range(rounds.shape[1]):
+
+def _deal(rows: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
+    """Packs of steps [steps, packs] to ranks, [steps, dp, slots]; -1 behind a rank's last pack."""
+    steps, size = rows.shape
+    slots = -(-size // dp)
+    heaviest_first = np.argsort(-load[rows], axis=1, kind="stable")
+    rounds = np.full((steps, slots * dp), -1)
+    rounds[:, :size] = np.take_along_axis(rows, heaviest_first, axis=1)
+    by_rank = np.empty((steps, slots, dp), np.int64)
+    rank_load = np.zeros((steps, dp))
+    for number, dealt in enumerate(rounds.reshape(steps, slots, dp).swapaxes(0, 1)):
         lightest_rank_first = np.argsort(rank_load, axis=1, kind="stable")
-        np.put_along_axis(by_rank[:, number], lightest_rank_first, rounds[:, number], axis=1)
-        dealt = by_rank[:, number]
-        rank_load += np.where(dealt < 0, 0.0, load[dealt])
-    return by_rank.swapaxes(1, 2)
+        np.put_along_axis(by_rank[:, number], lightest_rank_first, dealt, axis=1)
+        given = by_rank[:, number]
+        rank_load += np.where(given < 0, 0.0, load[given])
+    ordered = by_rank.swapaxes(1, 2)[:, :, _lightest_at_the_ends(slots)]
+    # A rank with a pack fewer has no empty slot in between.
+    empty_last = np.argsort(ordered < 0, axis=2, kind="stable")
+    return np.take_along_axis(ordered, empty_last, axis=2)
 
 
 def _lightest_at_the_ends(count: int) -> np.ndarray:
@@ -130,21 +207,6 @@ def _lightest_at_the_ends(count: int) -> np.ndarray:
     """
     lightest_first = np.arange(count)[::-1]
     return np.concatenate([lightest_first[0::2], lightest_first[1::2][::-1]])
-
-
-def join_epochs(epochs: Sequence[ScheduledPacks]) -> ScheduledPacks:
-    """One schedule of consecutive epochs, whose steps must already count on."""
-    sizes = np.concatenate([np.diff(part.packs.offsets) for part in epochs])
-    return ScheduledPacks(
-        packs=Packs(
-            samples=np.concatenate([part.packs.samples for part in epochs]),
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
-        ),
-        **{
-            name: np.concatenate([getattr(part, name) for part in epochs])
-            for name in ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
-        },
-    )
 
 
 def size_load(packs: Packs, lengths: Lengths) -> np.ndarray:

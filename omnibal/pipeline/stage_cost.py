@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.units import UNITS, recomputed_counts, stage_units, unit_counts
+from omnibal.pipeline.units import (
+    UNITS,
+    recomputed_counts,
+    stage_units,
+    unit_counts,
+    unit_sequence,
+)
 from omnibal.plan import Stage, StageMemory
 
 GIB = 1024**3
@@ -48,6 +55,12 @@ def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) 
         recompute_ms=recompute_ms,
         link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ crossing.T),
     )
+
+
+def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.ndarray:
+    """Forward and backward of the whole model for packs with `features` [packs, 4]. [packs]"""
+    units = [cost.units[unit] for unit in unit_sequence(model)]
+    return features @ np.sum([unit.forward_ms + unit.backward_ms for unit in units], axis=0)
 
 
 def stage_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:

@@ -6,6 +6,7 @@ from itertools import groupby
 
 import numpy as np
 
+from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packs import ScheduledPacks
@@ -184,7 +185,8 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, plan: Plan) -> str:
     if plan.data is None:
         return ""
     dp = plan.parallel.data
-    m = measure_packs(packs, lengths, plan.data.caps, dp)
+    bound = naive_lower_bound(lengths, plan.data.caps)
+    m = measure_packs(packs, lengths, plan.data.caps, dp, packs.tokens, bound)
     entries = [
         ("Samples", f"{len(lengths):,}, {m.samples_per_pack:.3g} per pack"),
         ("Packs", f"{m.packs:,} (at least {m.packs_lower_bound:,} are needed)"),
@@ -198,7 +200,7 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, plan: Plan) -> str:
         ]
     count = plan.data.micro_batches_per_step
     entries += [
-        ("Steps", f"{m.steps:,} of up to {count} micro-batches on each of {dp} ranks"),
+        ("Steps", f"{m.steps:,} of {count} micro-batches on each of {dp} ranks"),
         ("Method", f"{escape(plan.data.method)}, seed {plan.data.seed}"),
     ]
     return facts("Packing", entries)

@@ -49,7 +49,7 @@ def request(**changes) -> PlanRequest:
         "caps": Caps(max_tiles=8, max_tokens=512),
         "lengths": example_lengths(),
         "packing": PackingMethod.ISF,
-        "micro_batches": 4,
+        "packs_per_step": 8,
         "epochs": 2,
         "seed": 0,
         "profile": None,

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from omnibal.data.annotations import Annotations
@@ -93,8 +95,23 @@ def test_sources_follow_the_meta(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     annotations = Annotations.open(tmp_path / "meta.json")
     assert annotations.sources == ("b", "a")
-    assert [annotations.source_of(k) for k in range(4)] == [0, 0, 1, 1]
+    assert annotations.source.tolist() == [0, 0, 1, 1]
     assert [sample.source for sample in annotations] == ["b", "b", "a", "a"]
+
+
+def test_samples_taken_are_those_of_the_whole(tmp_path):
+    """Prevents another process from reading other lines, or naming other places, than meant."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{line(name + k)}\n" for k in "123"))
+    meta = {name: {"root": "", "annotation": f"{name}.jsonl", "repeat_time": 2} for name in "ab"}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    annotations = Annotations.open(tmp_path / "meta.json")
+    indices = np.array([11, 4, 0, 7])
+    taken = pickle.loads(pickle.dumps(annotations.take(indices)))
+    assert [sample.turns[0].question for sample in taken] == ["b3", "a2", "a1", "b2"]
+    assert list(taken) == [annotations[index] for index in indices]
+    assert [taken.where(k) for k in range(4)] == [sample.where for sample in taken]
+    assert taken.source.tolist() == [1, 0, 0, 1]
 
 
 def test_hash_follows_content_and_not_place(tmp_path):
@@ -128,6 +145,9 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
     [
         ('{"conversations": [', "is not JSON"),
         ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"id": ' + "9" * 5000 + "}", "is not JSON"),
+        (line("\ud800"), "has text that is not Unicode"),
         ("[1]", "is a JSON list"),
         ("{}", 'must have "conversations"'),
         (json.dumps({"conversations": []}), 'must have "conversations"'),

@@ -95,7 +95,7 @@ def test_a_good_plan_passes(directory):
         (with_entry("tokens", 3, 7), "row 3 has other tokens"),
         (with_entry("dp_rank", 0, 2), "row 0 has no such dp_rank.*0 to 1"),
         (with_entry("dp_rank", 0, -1), "row 0 has no such dp_rank"),
-        (with_entry("slot", 3, 4), "row 3 has no such slot.*0 to 3"),
+        (with_entry("slot", 3, 6), "row 3 has no such slot.*0 to 5"),
         (swapped(0, 1), "row 1 is out of order"),
         (swapped(3, 4), "is out of order"),
         (with_entry("slot", 3, 2), "row 3 is out of order"),
@@ -113,7 +113,7 @@ def test_wrong_packs_are_refused(directory, change, expected):
 def test_step_of_two_epochs_is_refused(tmp_path):
     """Prevents an epoch border inside a step, which no resumed run could find again."""
     two_epochs_of_a_step = request(
-        lengths=example_lengths(count=3), micro_batches=8, parallel=Parallel(pipeline=1)
+        lengths=example_lengths(count=3), packs_per_step=8, parallel=Parallel(pipeline=1)
     )
     save_plan(make_plan(two_epochs_of_a_step), tmp_path / "plan")
     rewrite_packs(

@@ -19,8 +19,9 @@ from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import read_packs
 
 PACK_KEYS = (
-    "samples packed packs packs_lower_bound samples_per_pack fill_tiles fill_tokens pad_ratio "
-    "dist_ratio_vision dist_ratio_language steps seconds"
+    "samples packed packs packs_lower_bound gap samples_per_pack fill_tiles fill_tokens pad_ratio "
+    "dist_ratio_vision dist_ratio_language attention_balance_ratio straggler_factor steps seconds "
+    "load model"
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms bubble_fraction samples_per_second_per_gpu gpu_days "
@@ -31,13 +32,15 @@ STAGE_KEYS = (
     "backward_ms wait_fraction peak_gib"
 ).split()
 FLAGS = {
-    "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --json",
-    "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --output -o "
+    "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --processes --on-error "
     "--json",
+    "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
+    "--cluster --bound --output -o --picture --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --json",
     "plan": "--model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
-    "--profile --micro-batches --epochs --seed --precision --memory-gib --packing --json",
+    "--profile --micro-batches --epochs --seed --precision --memory-gib --packing "
+    "--steps-of --json",
     "check": "--json",
     "report": "--output -o --run --json",
 }

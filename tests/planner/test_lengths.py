@@ -1,5 +1,6 @@
 """Length and pack files: what is written comes back, and a wrong file gets one clear error."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -207,6 +208,49 @@ def test_row_groups_with_dictionaries_of_their_own(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     lengths = read_lengths([tmp_path / "a.parquet"])
     assert [lengths.source_names[code] for code in lengths.source] == names
+
+
+def skipping(sample: list[int]) -> Lengths:
+    return dataclasses.replace(example_lengths(), sample=np.array(sample))
+
+
+def test_lengths_of_all_samples_stay_as_they_were(tmp_path):
+    """Prevents plans from being refused since their lengths have another hash than when planned."""
+    lengths = example_lengths()
+    assert lengths.sha256.startswith("9ad8ebf8cdf46e48d1bdc725f642a004")
+    write_lengths(lengths, tmp_path / "a.parquet")
+    assert pq.read_table(tmp_path / "a.parquet").column_names == list(COLUMNS)
+    assert read_lengths([tmp_path / "a.parquet"]).sample is None
+    assert lengths.annotation_indices(np.array([2, 0])).tolist() == [2, 0]
+
+
+def test_lengths_with_skipped_samples(tmp_path):
+    """Prevents a skipped sample from being trained on in place of the row's own."""
+    lengths = skipping([1, 4, 5])
+    write_lengths(lengths, tmp_path / "a.parquet")
+    again = read_lengths([tmp_path / "a.parquet"])
+    assert again.annotation_indices(np.array([2, 0, 0])).tolist() == [5, 1, 1]
+    hashes = [example_lengths().sha256, lengths.sha256, skipping([0, 1, 2]).sha256]
+    assert again.sha256 == lengths.sha256
+    assert len(set(hashes)) == 3
+
+
+def test_samples_without_origin_mean_nothing(tmp_path):
+    """Prevents indices into annotations from being kept where nobody knows which."""
+    write_lengths(skipping([1, 4, 5]), tmp_path / "a.parquet")
+    joined = read_lengths([tmp_path / "a.parquet"] * 2)
+    assert joined.sample is None
+    table = pq.read_table(tmp_path / "a.parquet").replace_schema_metadata(None)
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read_lengths([tmp_path / "a.parquet"]).sample is None
+
+
+@pytest.mark.parametrize("sample", [[1, 1, 2], [2, 1, 3], [-1, 0, 1]])
+def test_samples_that_do_not_ascend_are_refused(tmp_path, sample):
+    """Prevents a damaged file from training a sample twice, or the last one for index -1."""
+    write_lengths(skipping(sample), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: column sample holds .* must ascend"):
+        read_lengths([tmp_path / "a.parquet"])
 
 
 @pytest.mark.parametrize("metadata", ["{", "{}", '{"data_sha256": "d", "cache": 1}', b"\xff"])

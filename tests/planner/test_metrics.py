@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import dist_ratio, measure_packs, packs_lower_bound, pad_ratio
+from omnibal.data.metrics import dist_ratio, measure_packs, pad_ratio, straggler_factor
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.plan import Caps
 
@@ -24,11 +25,16 @@ def test_dist_ratio_is_equation_2():
     assert dist_ratio(np.array([[4.0, 9.0], [0.0, 0.0]])) == pytest.approx((9 - 4) / (9 * 2) / 2)
 
 
+def test_straggler_factor_is_the_time_that_ranks_wait_for():
+    """Prevents a ratio of sums over all steps, which long steps would rule."""
+    assert straggler_factor(np.array([[1.0, 3.0], [10.0, 10.0]])) == pytest.approx((1.5 + 1) / 2)
+
+
 def test_lower_bound_takes_the_tighter_dimension():
     """Prevents a bound that is rounded down or looks at tokens alone."""
     lengths = four_samples()
-    assert packs_lower_bound(lengths, Caps(max_tiles=3, max_tokens=10_000)) == 3  # 7 tiles
-    assert packs_lower_bound(lengths, Caps(max_tiles=100, max_tokens=30)) == 4  # 100 tokens
+    assert naive_lower_bound(lengths, Caps(max_tiles=3, max_tokens=10_000)) == 3  # 7 tiles
+    assert naive_lower_bound(lengths, Caps(max_tiles=100, max_tokens=30)) == 4  # 100 tokens
 
 
 def test_figures_of_a_small_schedule():
@@ -42,9 +48,14 @@ def test_figures_of_a_small_schedule():
         tiles=np.array([3, 4, 0], np.int32),
         tokens=np.array([30, 30, 40], np.int32),
     )
-    metrics = measure_packs(scheduled, four_samples(), Caps(max_tiles=4, max_tokens=50), dp=2)
+    caps, load = Caps(max_tiles=4, max_tokens=50), np.array([1.0, 3.0, 5.0])
+    metrics = measure_packs(scheduled, four_samples(), caps, 2, load, lower_bound=2)
     assert (metrics.samples, metrics.packed, metrics.packs, metrics.steps) == (4, 4, 3, 2)
     assert metrics.packs_lower_bound == 2
+    assert metrics.gap == pytest.approx(1 / 2)
+    assert metrics.straggler_factor == pytest.approx((3 / 2 + 5 / 2.5) / 2)
+    # Squares of 10 and 20 against 30, then rank 0 idle.
+    assert metrics.attention_balance_ratio == pytest.approx((400 / 1800 + 1 / 2) / 2)
     assert metrics.samples_per_pack == pytest.approx(4 / 3)
     assert metrics.fill_tiles == pytest.approx(7 / 12)
     assert metrics.fill_tokens == pytest.approx(100 / 150)

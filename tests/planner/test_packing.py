@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.data.bound import naive_lower_bound
+from omnibal.data.fit import check_samples_fit
+from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.metrics import packs_lower_bound
-from omnibal.data.packing import check_samples_fit, pack_isf
 from omnibal.errors import UserError
 from omnibal.plan import Caps
 
@@ -43,7 +44,7 @@ def test_every_sample_once_within_the_caps(sizes, seed, iterations):
     lengths, caps = make_lengths(sizes), Caps(max_tiles=9, max_tokens=512)
     packs = pack_isf(lengths, caps, seed, iterations=iterations)
     assert_valid(packs, lengths, caps)
-    assert len(packs) >= packs_lower_bound(lengths, caps)
+    assert len(packs) >= naive_lower_bound(lengths, caps)
 
 
 @pytest.mark.parametrize(

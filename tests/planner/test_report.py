@@ -16,6 +16,7 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, write_packs
+from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
 from omnibal.pipeline.simulate import simulate_1f1b
 from omnibal.pipeline.stage_cost import stage_times
@@ -220,12 +221,14 @@ def write_plan_directory(
         method="balanced",
         seed=42,
         epochs=1,
+        packs_per_step=MICRO_BATCHES,
         micro_batches_per_step=MICRO_BATCHES,
         samples=len(lengths),
         packs=len(packs),
         steps=packs.steps,
         lengths_sha256=lengths.sha256,
         packs_sha256=packs.sha256,
+        steps_sha256=steps_of(packs).sha256,
         origin=lengths.origin,
     )
     model = load_model("internvl-digits")

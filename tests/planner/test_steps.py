@@ -1,4 +1,4 @@
-"""Steps: complete, gapless, balanced, and drawn anew every epoch."""
+"""Steps: complete, gapless, alike, unbiased, drawn anew every epoch, and the same for any ranks."""
 
 from itertools import permutations
 
@@ -8,10 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import rank_sums
+from omnibal.data.metrics import rank_sums, straggler_factor
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import DataRequest, draw_packs, schedule_packs, size_load
+from omnibal.data.steps import (
+    DataRequest,
+    Steps,
+    deal_steps,
+    draw_steps,
+    match_packs,
+    size_load,
+    steps_of,
+)
+from omnibal.errors import UserError
 from omnibal.plan import Caps
 
 
@@ -21,47 +30,58 @@ def single_sample_packs(tokens: np.ndarray) -> tuple[Packs, Lengths]:
         tiles=np.arange(count, dtype=np.int32) % 4,
         tokens=tokens.astype(np.int32),
         loss_tokens=np.zeros(count, np.int32),
-        source=np.zeros(count, np.int32),
-        source_names=("docs",),
+        source=np.arange(count, dtype=np.int32) % 3,
+        source_names=("docs", "charts", "chat"),
         origin=None,
     )
     return Packs.from_lists([[i] for i in range(count)]), lengths
 
 
-def schedule(packs: Packs, lengths: Lengths, dp: int, micro_batches: int, **changes):
-    settings = {"epoch": 0, "first_step": 0, "seed": 0, "load": packs.sums(lengths.tokens)}
-    return schedule_packs(
-        packs, lengths, dp=dp, micro_batches=micro_batches, **(settings | changes)
-    )
+def schedule(tokens: np.ndarray, dp: int, micro_batches: int, seed: int = 0) -> ScheduledPacks:
+    """Match and deal packs of one sample each, by their tokens."""
+    packs, lengths = single_sample_packs(tokens)
+    load = packs.sums(lengths.tokens).astype(float)
+    step = match_packs(packs.sums(lengths.tiles), load, dp * micro_batches, seed)
+    steps = Steps.of(packs, step, np.zeros(len(packs), np.int32))
+    return deal_steps(steps, lengths, lambda packs: packs.sums(lengths.tokens).astype(float), dp)
 
 
-def draw(lengths: Lengths, **changes) -> ScheduledPacks:
+def draw(lengths: Lengths, dp: int = 2, micro_batches: int = 3, **changes) -> ScheduledPacks:
     settings = {
         "caps": Caps(max_tiles=9, max_tokens=512),
-        "method": PackingMethod.ISF,
+        "method": PackingMethod.BALANCED,
         "seed": 0,
         "epochs": 2,
-        "dp": 2,
-        "micro_batches": 3,
+        "packs_per_step": dp * micro_batches,
     }
-    return draw_packs(
-        lengths, DataRequest(**(settings | changes)), lambda packs: size_load(packs, lengths)
-    )
+
+    def load(packs: Packs) -> np.ndarray:
+        return size_load(packs, lengths)
+
+    request = DataRequest(**(settings | changes))
+    return deal_steps(draw_steps(lengths, request, load), lengths, load, dp)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(count=st.integers(1, 60), dp=st.integers(1, 5), micro_batches=st.integers(1, 5))
 def test_places_are_complete_and_gapless(count, dp, micro_batches):
-    """Prevents lost packs, doubled slots, and a last step that loads one rank with all of it."""
-    packs, lengths = single_sample_packs(np.arange(1, count + 1))
-    scheduled = schedule(packs, lengths, dp, micro_batches)
+    """Prevents lost packs, doubled slots, steps of other sizes, and ranks without their share."""
+    if count < dp:
+        with pytest.raises(UserError, match=f"{count} packs for {dp} data-parallel ranks"):
+            schedule(np.arange(1, count + 1), dp, micro_batches)
+        return
+    scheduled = schedule(np.arange(1, count + 1), dp, micro_batches)
     assert sorted(scheduled.packs.samples.tolist()) == list(range(count))
-    assert scheduled.steps == -(-count // (dp * micro_batches))
+    sizes = np.bincount(scheduled.step)
+    full = dp * micro_batches
+    assert np.count_nonzero(sizes != full) <= 1
+    assert sizes.max() < 1.5 * full or count < full
+    assert sizes.min() >= 0.5 * full or count < full
     places = list(zip(scheduled.step, scheduled.dp_rank, scheduled.slot, strict=True))
     assert places == sorted(set(places))
     for step in range(scheduled.steps):
         counts = np.bincount(scheduled.dp_rank[scheduled.step == step], minlength=dp)
-        assert counts.max() - counts.min() <= (1 if step == scheduled.steps - 1 else 0)
+        assert counts.max() - counts.min() <= (sizes[step] % dp > 0)
         for rank in range(dp):
             here = (scheduled.step == step) & (scheduled.dp_rank == rank)
             assert scheduled.slot[here].tolist() == list(range(counts[rank]))
@@ -69,60 +89,132 @@ def test_places_are_complete_and_gapless(count, dp, micro_batches):
 
 def test_columns_are_the_packs_own_sums():
     """Prevents tiles or tokens that belong to another row after sorting."""
-    packs, lengths = single_sample_packs(np.arange(10, 47))
-    scheduled = schedule(packs, lengths, dp=2, micro_batches=4, epoch=3, first_step=11)
+    scheduled = schedule(np.arange(10, 47), dp=2, micro_batches=4)
+    _, lengths = single_sample_packs(np.arange(10, 47))
     first = scheduled.packs.samples
     assert scheduled.tokens.tolist() == lengths.tokens[first].tolist()
     assert scheduled.tiles.tolist() == lengths.tiles[first].tolist()
-    assert set(scheduled.epoch) == {3}
-    assert scheduled.step.min() == 11
 
 
-def test_balance_is_near_the_best_possible():
+def test_dealing_is_near_the_best_possible():
     """Prevents ranks that wait for each other although a better deal of the same packs exists."""
     rng = np.random.default_rng(1)
     for _ in range(20):
-        packs, lengths = single_sample_packs(rng.integers(50, 500, 6))
-        scheduled = schedule(packs, lengths, dp=2, micro_batches=3)
+        tokens = rng.integers(50, 500, 6)
+        scheduled = schedule(tokens, dp=2, micro_batches=3)
         worst = rank_sums(scheduled, scheduled.tokens, 2).max()
         best = min(
-            max(lengths.tokens[list(p[:3])].sum(), lengths.tokens[list(p[3:])].sum())
+            max(tokens[list(p[:3])].sum(), tokens[list(p[3:])].sum())
             for p in permutations(range(6))
         )
         assert worst <= best * 1.2
 
 
-def test_balancing_beats_the_shuffled_order():
-    """Prevents a load vector that is ignored: random ranks differ by several percent."""
-    packs, lengths = single_sample_packs(np.random.default_rng(2).integers(50, 500, 8 * 8 * 40))
+@pytest.mark.parametrize(("micro_batches", "most"), [(1, 1.015), (8, 1.003)])
+def test_matching_removes_the_straggler(micro_batches, most):
+    """Prevents a load that is ignored: ranks of shuffled packs differ by many percent."""
+    tokens = np.random.default_rng(2).integers(50, 500, 8 * 8 * 40)
+    scheduled = schedule(tokens, 8, micro_batches)
+    shuffled = np.random.default_rng(3).permutation(tokens).reshape(-1, 8, micro_batches).sum(2)
+    assert straggler_factor(shuffled) > 1.1
+    assert straggler_factor(rank_sums(scheduled, scheduled.tokens, 8)) < most
 
-    def straggler_factor(load):
-        sums = rank_sums(
-            scheduled := schedule(packs, lengths, 8, 8, load=load), scheduled.tokens, 8
-        )
-        return (sums.max(axis=1) / sums.mean(axis=1)).mean()
 
-    assert straggler_factor(lengths.tokens) < 1.02
-    assert straggler_factor(np.ones(len(packs))) > 1.1
+def test_ranks_of_a_step_hold_equal_tiles():
+    """Prevents steps matched by time alone, whose vision stages still wait for each other."""
+    scheduled = schedule(np.random.default_rng(2).integers(50, 500, 8 * 400), 8, 1)
+    tiles = rank_sums(scheduled, scheduled.tiles, 8)
+    # At the borders of the 4 tile counts, and in the step of the lightest packs.
+    assert np.count_nonzero(np.ptp(tiles, axis=1)) <= 4
 
 
 def test_light_packs_fill_and_drain_the_pipeline():
     """Prevents heavy packs at either end of a rank's order, where every other stage waits."""
-    packs, lengths = single_sample_packs(np.random.default_rng(3).integers(50, 500, 14))
-    rows = schedule(packs, lengths, dp=1, micro_batches=9).tokens
-    for step in (rows[:9], rows[9:]):
-        peak = int(step.argmax())
-        assert (np.diff(step[: peak + 1]) >= 0).all()
-        assert (np.diff(step[peak:]) <= 0).all()
-        assert max(step[0], step[-1]) <= np.sort(step)[1]
+    scheduled = schedule(np.random.default_rng(3).integers(50, 500, 18), dp=1, micro_batches=9)
+    for rows in (scheduled.tokens[:9], scheduled.tokens[9:]):
+        peak = int(rows.argmax())
+        assert (np.diff(rows[: peak + 1]) >= 0).all()
+        assert (np.diff(rows[peak:]) <= 0).all()
+        assert max(rows[0], rows[-1]) <= np.sort(rows)[1]
 
 
-def test_heavy_packs_do_not_cluster_in_time():
-    """Prevents an order that is sorted by load, which would bias training."""
-    packs, lengths = single_sample_packs(np.random.default_rng(4).integers(50, 500, 4000))
-    scheduled = schedule(packs, lengths, dp=2, micro_batches=2)
-    # 4 / sqrt(n): beyond chance.
-    assert abs(np.corrcoef(scheduled.step, scheduled.tokens)[0, 1]) < 4 / np.sqrt(4000)
+def test_load_does_not_follow_the_step_number():
+    """Prevents an order that is sorted by load, which would bias training.
+
+    Over many seeds, the correlation of a step's number and its load must spread around 0 as it does
+    for a random order, with standard deviation 1 / sqrt(steps - 1).
+    """
+    tokens = np.random.default_rng(4).integers(50, 500, 4000)
+    scores = []
+    for seed in range(40):
+        scheduled = schedule(tokens, 2, 4, seed)
+        loads = rank_sums(scheduled, scheduled.tokens, 2).sum(axis=1)
+        correlation = np.corrcoef(np.arange(len(loads)), loads)[0, 1]
+        scores.append(correlation * np.sqrt(len(loads) - 1))
+    assert abs(np.mean(scores)) < 4 / np.sqrt(40)
+    assert 0.6 < np.std(scores) < 1.5
+
+
+def test_neighbouring_steps_are_not_alike():
+    """Prevents windows that come one after the other in sorted order."""
+    tokens = np.random.default_rng(4).integers(50, 500, 40_000)
+    scheduled = schedule(tokens, 2, 4)
+    loads = rank_sums(scheduled, scheduled.tokens, 2).sum(axis=1)
+    assert abs(np.corrcoef(loads[1:], loads[:-1])[0, 1]) < 4 / np.sqrt(len(loads))
+
+
+def test_sources_are_spread_evenly_over_the_epoch():
+    """Prevents a source that comes early or late.
+
+    The steps of an epoch are cut into ten parts; each source's samples per part must vary no more
+    than if steps were drawn at random (their own variance, times 10 parts, over 40 seeds).
+    """
+    rng = np.random.default_rng(5)
+    source = rng.choice(3, 6000, p=[0.6, 0.3, 0.1])
+    # Each source has its own lengths, so that steps are of one source more than of others.
+    tokens = rng.integers(40, 120, 6000) + 90 * source
+    lengths = Lengths(
+        tiles=source.astype(np.int32),
+        tokens=tokens.astype(np.int32),
+        loss_tokens=np.zeros(6000, np.int32),
+        source=source.astype(np.int32),
+        source_names=("a", "b", "c"),
+        origin=None,
+    )
+    ratios = []
+    for seed in range(40):
+        scheduled = draw(lengths, seed=seed, epochs=1)
+        step_of_sample = np.repeat(scheduled.step, np.diff(scheduled.packs.offsets))
+        counts = np.zeros((scheduled.steps, 3))
+        np.add.at(counts, (step_of_sample, source[scheduled.packs.samples]), 1)
+        counts = counts[: scheduled.steps // 10 * 10]
+        parts = counts.reshape(10, -1, 3).sum(axis=1)
+        ratios.append(parts.var(axis=0, ddof=1) / (len(counts) / 10 * counts.var(axis=0, ddof=1)))
+    # The mean of a variance ratio with 9 degrees of freedom over 40 draws: 1 +- 4 * 0.075.
+    assert (np.abs(np.mean(ratios, axis=0) - 1) < 0.3).all()
+
+
+@pytest.mark.parametrize(("dp", "micro_batches"), [(1, 12), (3, 4), (12, 1), (5, None)])
+def test_steps_do_not_depend_on_the_ranks(dp, micro_batches):
+    """Prevents samples that are skipped or repeated when a run goes on with other ranks."""
+    _, lengths = single_sample_packs(np.random.default_rng(5).integers(50, 300, 300))
+    planned = draw(lengths, dp=4, micro_batches=3)
+    if micro_batches is None:  # 5 ranks do not divide the 12 packs of a step
+        again = deal_steps(steps_of(planned), lengths, lambda packs: packs.sums(lengths.tokens), dp)
+    else:
+        again = draw(lengths, dp=dp, micro_batches=micro_batches)
+    assert again.sha256 != planned.sha256
+    assert steps_of(again).sha256 == steps_of(planned).sha256
+    for step in range(planned.steps):
+        trained = [
+            sorted(s for row in np.flatnonzero(p.step == step) for s in p.packs[row].tolist())
+            for p in (planned, again)
+        ]
+        assert trained[0] == trained[1]
+    cursor = planned.steps // 3
+    seen = [planned.packs[row] for row in np.flatnonzero(planned.step < cursor)]
+    rest = [again.packs[row] for row in np.flatnonzero(again.step >= cursor)]
+    assert sorted(np.concatenate(seen + rest)) == sorted([*range(300)] * 2)
 
 
 def test_epochs_are_joined_and_drawn_anew():

@@ -1,0 +1,186 @@
+"""A proven lower bound on the number of packs: no packing under the caps, by any rule, needs fewer.
+
+If every sample is given a value such that no pack can be worth more than 1, then there are at least
+as many packs as the samples are worth together. Good values come from column generation, where
+they are the dual solution. Two things keep it fast and tight with thousands of distinct sizes:
+
+- Values are piecewise linear in tokens, so the master problem has a row per knot and not per size.
+  A straight line is what tokens are worth where the token cap alone decides; pieces, and jumps
+  between them, are for the rest.
+- Values are fitted to the knots alone, then to all sizes in a coarse grid, then in a fine one.
+
+What makes the bound valid is only this: the most valuable pack under the fitted values is found
+over all distinct sizes, rounded down to the grid, and the values are divided by its worth (Farley
+1990). Rounding down can only overstate that worth.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+
+from omnibal.data.fit import check_samples_fit
+from omnibal.data.lengths import Lengths
+from omnibal.data.patterns import (
+    Grid,
+    Items,
+    SizeTypes,
+    first_guesses,
+    generate_mix,
+    group_sizes,
+    most_copies,
+)
+from omnibal.plan import Caps
+
+_TYPES = 112
+_KNOT_ROUNDS = 40
+_COARSE_ROUNDS = 30
+_FINE_ROUNDS = 3
+_COARSE_WORK = 1.5e8
+_FINE_WORK = 1.5e9
+"""Table cells times sizes in one pricing, which decide how coarse the grid is."""
+_TOLERANCE = 2e-4
+_CLOSE = 1e-3
+"""Relative distance to the fit on the knots alone at which no more is asked for."""
+_NEW_COLUMNS = 128
+_ROUNDING = 1e-9
+"""Relative; the float sums are good to more than that."""
+
+
+def packs_lower_bound(lengths: Lengths, caps: Caps) -> int:
+    """Packs needed at least: the larger of the naive bound and of what column generation proves.
+
+    Raises:
+        UserError: a sample is larger than a cap.
+    """
+    check_samples_fit(lengths, caps)
+    tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
+    proven = _fractional_bound(tiles, tokens, caps)
+    return max(naive_lower_bound(lengths, caps), int(np.ceil(proven * (1 - _ROUNDING))))
+
+
+def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
+    """Packs needed at least: the total tiles, or tokens, fill no fewer."""
+    tiles, tokens = lengths.tiles.sum(dtype=np.int64), lengths.tokens.sum(dtype=np.int64)
+    return int(max(-(-tiles // caps.max_tiles), -(-tokens // caps.max_tokens)))
+
+
+def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> float:
+    sizes, counts = np.unique(tiles << 32 | tokens, return_counts=True)
+    size_tiles, size_tokens = sizes >> 32, sizes & 0xFFFFFFFF
+    knots = _Knots.of(group_sizes(tiles, tokens, _TYPES), tokens)
+    cover = knots.weights(size_tiles, size_tokens)
+    demand = counts @ cover
+    max_tiles = min(caps.max_tiles, int(tiles.sum()))
+    # One pack for a knot's worth is more than enough, so the master always has a solution.
+    alone = np.eye(len(knots))
+    guesses = first_guesses(knots.tiles, knots.tokens, caps)
+    few = _knot_items(knots, max_tiles, caps.max_tokens)
+    fitted = generate_mix(
+        few,
+        demand,
+        np.diag(most_copies(few)).astype(np.float64),
+        guesses,
+        _as_it_is,
+        max_rounds=_KNOT_ROUNDS,
+        max_new_columns=len(knots),
+        tolerance=_TOLERANCE,
+    )
+    bound, values = 0.0, fitted.values
+    for work, rounds in ((_COARSE_WORK, _COARSE_ROUNDS), (_FINE_WORK, _FINE_ROUNDS)):
+        proven = generate_mix(
+            _all_items(size_tiles, size_tokens, cover, max_tiles, caps.max_tokens, work),
+            demand,
+            np.concatenate([alone, fitted.columns]),
+            values[None],
+            _as_it_is,
+            max_rounds=rounds,
+            max_new_columns=_NEW_COLUMNS,
+            tolerance=_TOLERANCE,
+        )
+        bound, values = max(bound, proven.bound), proven.values
+        if bound >= fitted.packs * (1 - _CLOSE):
+            break
+    return bound
+
+
+def _as_it_is(patterns: np.ndarray) -> np.ndarray:
+    return patterns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Knots:
+    """Points between which values are interpolated, sorted by (tiles, tokens)."""
+
+    tiles: np.ndarray
+    """int64 [knots]."""
+    tokens: np.ndarray
+    """int64 [knots]."""
+
+    def __len__(self) -> int:
+        return len(self.tiles)
+
+    @classmethod
+    def of(cls, types: SizeTypes, tokens: np.ndarray) -> "_Knots":
+        """Knots at the fewest and the most tokens of every type; `tokens` are of all samples.
+
+        Neighbouring types have knots at neighbouring sizes, so values may jump in between.
+        """
+        ends = types.members[np.concatenate([types.bounds[:-1], types.bounds[1:] - 1])]
+        points = np.unique(np.stack([np.tile(types.tiles, 2), tokens[ends]], axis=1), axis=0)
+        return cls(tiles=points[:, 0], tokens=points[:, 1])
+
+    def weights(self, tiles: np.ndarray, tokens: np.ndarray) -> sparse.csr_array:
+        """How sizes lie between their two knots, float64 [sizes, knots]; rows sum to 1."""
+        key = self.tiles << 32 | self.tokens
+        upper = np.searchsorted(key, tiles << 32 | tokens)
+        upper = np.minimum(upper, len(self) - 1)
+        upper = np.where(self.tiles[upper] == tiles, upper, upper - 1)
+        lower = np.where(self.tiles[upper - 1] == tiles, upper - 1, upper)
+        width = self.tokens[upper] - self.tokens[lower]
+        share = np.divide(
+            tokens - self.tokens[lower], width, out=np.ones(len(tiles)), where=width > 0
+        ).clip(0, 1)
+        index = np.arange(len(tiles))
+        return sparse.csr_array(
+            (
+                np.concatenate([share, 1 - share]),
+                (np.concatenate([index, index]), np.concatenate([upper, lower])),
+            ),
+            shape=(len(tiles), len(self)),
+        )
+
+
+def _knot_items(knots: _Knots, max_tiles: int, max_tokens: int) -> Items:
+    """The knots as if they were all sizes; good enough to fit values, and no proof."""
+    grid = Grid.of(max_tiles, max_tokens)
+    tokens = np.rint(knots.tokens / grid.token_unit).astype(np.int64)
+    return Items(
+        grid=grid,
+        tiles=np.minimum(-(-knots.tiles // grid.tile_unit), grid.tiles),
+        tokens=np.clip(tokens, 1, grid.tokens),
+        cover=sparse.eye_array(len(knots), format="csr"),
+        row=np.arange(len(knots)),
+    )
+
+
+def _all_items(
+    tiles: np.ndarray,
+    tokens: np.ndarray,
+    cover: sparse.csr_array,
+    max_tiles: int,
+    max_tokens: int,
+    work: float,
+) -> Items:
+    """All sizes, rounded down to a grid; what rounds down to nothing is worth nothing."""
+    cells = int(work / len(tiles))
+    grid = Grid.of(max_tiles, max_tokens, max(cells, 1 << 12))
+    tile_units, token_units = tiles // grid.tile_unit, tokens // grid.token_unit
+    nothing = (tile_units == 0) & (token_units == 0)
+    return Items(
+        grid=grid,
+        tiles=tile_units,
+        tokens=np.where(nothing, grid.tokens, token_units),
+        cover=sparse.csr_array(sparse.diags_array((~nothing).astype(np.float64)) @ cover),
+        row=np.asarray(cover.argmax(axis=1)).ravel(),
+    )

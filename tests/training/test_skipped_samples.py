@@ -1,0 +1,53 @@
+"""A scan that skipped broken samples, and what training then loads."""
+
+import shutil
+
+import numpy as np
+from toy import stages_of
+
+from megatron.vlm.data import PackDataset, SampleReader
+from omnibal.config import load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import read_lengths, write_lengths
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.scan import scan_lengths
+
+MODEL = load_model("internvl-digits")
+
+
+def one_sample_packs(lengths) -> ScheduledPacks:
+    """Every row of the lengths in a pack of its own, all on one rank."""
+    rows = np.arange(len(lengths))
+    return ScheduledPacks(
+        packs=Packs.from_lists([[row] for row in rows]),
+        step=rows,
+        dp_rank=np.zeros(len(rows), np.int32),
+        slot=np.zeros(len(rows), np.int32),
+        epoch=np.zeros(len(rows), np.int32),
+        tiles=lengths.tiles,
+        tokens=lengths.tokens,
+    )
+
+
+def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
+    """Prevents rows behind a skipped sample from loading its neighbour, or the sample itself."""
+    folder = tmp_path / "heldout"
+    shutil.copytree(digits / "heldout", folder)
+    annotations = Annotations.open(folder / "meta.json")
+    gone = annotations[3].images[0]
+    gone.unlink()
+    bad = {k for k in range(len(annotations)) if gone in annotations[k].images}
+    scan = scan_lengths(annotations, MODEL, tokenizer, lambda _: None, on_error="skip")
+    write_lengths(scan.lengths, tmp_path / "lengths.parquet")
+    lengths = read_lengths([tmp_path / "lengths.parquet"])
+    good = [k for k in range(len(annotations)) if k not in bad]
+    assert bad and len(lengths) == len(good)
+    reader = SampleReader(annotations, tokenizer, MODEL)
+    (stage,) = stages_of(MODEL)
+    dataset = PackDataset(reader, one_sample_packs(lengths), lengths, np.arange(len(good)), stage)
+    for row, index in enumerate(good):
+        sample = annotations[index]
+        loaded = dataset[row]
+        expected = reader.encode(sample, int(lengths.tiles[row])).token_ids
+        assert loaded.token_ids_S.tolist() == expected.tolist()
+        assert loaded.pixels_TCPP.equal(reader.pixels([sample]))
