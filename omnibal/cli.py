@@ -248,6 +248,99 @@ def pack(  # noqa: PLR0913 (one parameter per option)
 
 
 @app.command()
+def caps(  # noqa: PLR0913 (one parameter per option)
+    lengths: LengthsOption,
+    model: ModelOption,
+    cluster: Annotated[str, typer.Option(help=_preset_help("cluster"))],
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="data-parallel size")] = 1,
+    samples_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="of all ranks, at which caps are compared "
+            f"(default: 4.5 samples x {DEFAULT_MICRO_BATCHES} micro-batches x dp)",
+        ),
+    ] = None,
+    rule: Annotated[
+        Literal["time", "paper"],
+        typer.Option(
+            help="least predicted time per sample, or the OmniBal paper's: 4 to 5 samples in a "
+            "pack and least imbalance"
+        ),
+    ] = "time",
+    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.BALANCED,
+    precision: PrecisionOption = "bf16",
+    profile: Annotated[
+        Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
+    ] = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="memory of a device, in place of the cluster's; "
+            f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="drawn to try caps on; more where steps are large")
+    ] = 20_000,
+    seed: SeedOption = 0,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="that try caps at the same time (default: all cores)")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose the caps, --max-tiles and --max-tokens: the least predicted time that fits."""
+    from omnibal import cap_search
+    from omnibal.cost.profile import read_profile
+    from omnibal.data.scan_pool import usable_cores
+
+    start = time.perf_counter()
+    hardware = load_cluster(cluster)
+    if memory_gib is not None:
+        hardware = hardware.model_copy(update={"memory_gib": memory_gib})
+    request = cap_search.CapSearchRequest(
+        model=load_model(model),
+        cluster=hardware,
+        parallel=Parallel(tensor=tp, pipeline=pp, data=dp),
+        precision=precision,
+        lengths=read_lengths(lengths),
+        packing=packing,
+        samples_per_step=samples_per_step
+        or cap_search.usual_samples_per_step(dp, DEFAULT_MICRO_BATCHES),
+        samples=samples,
+        seed=seed,
+        profile=read_profile(profile) if profile else None,
+        rule=cap_search.CapRule(rule),
+    )
+    with _progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
+        found = cap_search.search_caps(request, advance, processes or usable_cores())
+    for note in cap_search.notes(request, found):
+        sys.stderr.write(f"note: {note}\n")
+    reasons = [reason.split(";")[0] for reason in found.infeasible.values()]
+    unusable = [f"{len(reasons)} other caps cannot be used: {reasons[0]}"] if reasons else []
+    result = {
+        "max_tiles": found.best.max_tiles,
+        "max_tokens": found.best.max_tokens,
+        "rule": rule,
+        "candidates": [asdict(candidate) for candidate in found.candidates],
+        "infeasible": [
+            {**each.model_dump(), "reason": reason} for each, reason in found.infeasible.items()
+        ],
+        "seconds": time.perf_counter() - start,
+    }
+    _print_result(
+        as_json,
+        result,
+        tables.caps_table(found, memory_cap_gib(hardware)),
+        *unusable,
+        f"use: --max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}",
+    )
+
+
+@app.command()
 def profile(  # noqa: PLR0913 (one parameter per option)
     model: ModelOption,
     max_tiles: MaxTilesOption,

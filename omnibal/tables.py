@@ -13,8 +13,11 @@ from omnibal.plan import Plan, Prediction, Stage, memory_cap_gib
 from omnibal.runlog import Evaluation
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.cap_search import CapSearch
     from omnibal.cost.profile import FitResidual
     from omnibal.report.summary import RunSummary
+
+_SHOWN_CANDIDATES = 10
 
 
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
@@ -69,6 +72,31 @@ def packs_table(metrics: PackMetrics, load: str) -> Table:
     table.add_row("straggler factor", f"{metrics.straggler_factor:.4f}")
     table.add_row("in predicted time of", load)
     table.add_row("steps", f"{metrics.steps:,}")
+    return table
+
+
+def caps_table(search: "CapSearch", cap_gib: float) -> Table:
+    """The best caps that were tried, the chosen ones first."""
+    packs = ("samples per pack", "packs per step", "per rank")
+    predicted = ("recompute", f"GiB of {cap_gib:.2f}", "bubble", "ms per sample", "over best")
+    table = _table("Caps", "", "tiles", "tokens", *packs, *predicted)
+    best = search.candidates[0]
+    for candidate in search.candidates[:_SHOWN_CANDIDATES]:
+        # Without the sign of a difference that rounds to nothing.
+        over_best = round(candidate.ms_per_sample / best.ms_per_sample - 1, 3) + 0.0
+        table.add_row(
+            "best" if candidate is best else "",
+            f"{candidate.max_tiles:,}",
+            f"{candidate.max_tokens:,}",
+            f"{candidate.samples_per_pack:.2f}",
+            f"{candidate.packs_per_step:,}",
+            f"{candidate.micro_batches:,}",
+            str(candidate.recomputed_layers),
+            f"{candidate.peak_gib:.2f}",
+            f"{candidate.bubble_fraction:.1%}",
+            f"{candidate.ms_per_sample:,.3f}",
+            f"{over_best:+.1%}",
+        )
     return table
 
 

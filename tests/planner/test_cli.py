@@ -36,6 +36,8 @@ FLAGS = {
     "--json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
     "--cluster --bound --output -o --picture --json",
+    "caps": "--model --cluster --tp --pp --dp --samples-per-step --rule --packing --precision "
+    "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --json",
     "plan": "--model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
