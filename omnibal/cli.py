@@ -34,7 +34,7 @@ from rich.text import Text
 
 from omnibal import __version__, tables
 from omnibal.config import ModelConfig, Precision, load_cluster, load_model, preset_names
-from omnibal.data.lengths import read_lengths, write_lengths
+from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, write_packs
@@ -54,6 +54,7 @@ from omnibal.runlog import RUN_FILE
 app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable=False)
 
 DEFAULT_MICRO_BATCHES = 8
+DEFAULT_CAP_SAMPLES = 20_000
 _DATA_OPTIONS = (
     "lengths max_tiles max_tokens micro_batches epochs seed packing".split()  # of `omnibal plan`
 )
@@ -72,10 +73,12 @@ LengthsOption = Annotated[
 MaxTilesOption = Annotated[int, typer.Option(min=1, help="image tiles that a pack may hold")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="language tokens that a pack may hold")]
 OptionalMaxTilesOption = Annotated[
-    int | None, typer.Option(min=1, help="image tiles that a pack may hold")
+    int | None,
+    typer.Option(min=1, help="image tiles that a pack may hold (default: searched for)"),
 ]
 OptionalMaxTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="language tokens that a pack may hold")
+    int | None,
+    typer.Option(min=1, help="language tokens that a pack may hold (default: searched for)"),
 ]
 MicroBatchesOption = Annotated[int, typer.Option(min=1, help="packs of one rank in a step")]
 PackingOption = Annotated[PackingMethod, typer.Option("--packing", "--method", help="packing rule")]
@@ -225,7 +228,12 @@ def pack(  # noqa: PLR0913 (one parameter per option)
     samples = read_lengths(lengths)
     caps = Caps(max_tiles=max_tiles, max_tokens=max_tokens)
     request = DataRequest(
-        caps=caps, method=packing, seed=seed, epochs=1, packs_per_step=dp * micro_batches
+        caps=caps,
+        method=packing,
+        seed=seed,
+        epochs=1,
+        packs_per_step=dp * micro_batches,
+        alike=dp,
     )
 
     def load(packs: Packs) -> np.ndarray:
@@ -285,7 +293,7 @@ def caps(  # noqa: PLR0913 (one parameter per option)
     ] = None,
     samples: Annotated[
         int, typer.Option(min=1, help="drawn to try caps on; more where steps are large")
-    ] = 20_000,
+    ] = DEFAULT_CAP_SAMPLES,
     seed: SeedOption = 0,
     processes: Annotated[
         int | None, typer.Option(min=1, help="that try caps at the same time (default: all cores)")
@@ -462,26 +470,32 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     hardware = load_cluster(cluster)
     if memory_gib is not None:
         hardware = hardware.model_copy(update={"memory_gib": memory_gib})
+    job: dict[str, Any] = {
+        "model": load_model(model),
+        "cluster": hardware,
+        "parallel": Parallel(tensor=tp, pipeline=pp, data=dp),
+        "precision": precision,
+        "profile": read_profile(profile) if profile else None,
+    }
     if steps_of is not None:
         _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
         data = data_settings(steps_of)
     else:
+        samples = read_lengths(lengths) if lengths else None
         data = {
-            "caps": _caps(max_tiles, max_tokens),
-            "lengths": read_lengths(lengths) if lengths else None,
+            "caps": _caps(
+                max_tiles,
+                max_tokens,
+                samples,
+                lambda lengths: _find_caps(job, lengths, packing, micro_batches, seed),
+            ),
+            "lengths": samples,
             "packing": packing,
             "packs_per_step": dp * micro_batches,
             "epochs": epochs,
             "seed": seed,
         }
-    request = PlanRequest(
-        model=load_model(model),
-        cluster=hardware,
-        parallel=Parallel(tensor=tp, pipeline=pp, data=dp),
-        precision=precision,
-        profile=read_profile(profile) if profile else None,
-        **data,
-    )
+    request = PlanRequest(**job, **data)
     result = make_plan(request)
     save_plan(result, output)
     for obstacle in training_obstacles(result.plan):
@@ -538,13 +552,50 @@ def report(
     _print_result(as_json, result, *run_tables, f"report: {output}")
 
 
-def _caps(max_tiles: int | None, max_tokens: int | None) -> Caps:
-    if max_tiles is None or max_tokens is None:
+def _caps(
+    max_tiles: int | None,
+    max_tokens: int | None,
+    samples: Lengths | None,
+    search: Callable[[Lengths], Caps],
+) -> Caps:
+    """The caps that were given, or that a search finds for the samples."""
+    if max_tiles is not None and max_tokens is not None:
+        return Caps(max_tiles=max_tiles, max_tokens=max_tokens)
+    if (max_tiles, max_tokens) != (None, None) or samples is None:
         raise UserError(
-            "the caps of a pack are missing: give --max-tiles and --max-tokens; `omnibal caps` "
-            "finds good ones"
+            "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or "
+            "neither, with --lengths, to have them searched for"
         )
-    return Caps(max_tiles=max_tiles, max_tokens=max_tokens)
+    return search(samples)
+
+
+def _find_caps(
+    job: dict[str, Any],
+    samples: Lengths,
+    packing: PackingMethod,
+    micro_batches: int,
+    seed: int,
+) -> Caps:
+    """The caps of least predicted time per sample, as `omnibal caps` finds them."""
+    from omnibal import cap_search
+    from omnibal.data.scan_pool import usable_cores
+
+    request = cap_search.CapSearchRequest(
+        **job,
+        lengths=samples,
+        packing=packing,
+        samples_per_step=cap_search.usual_samples_per_step(job["parallel"].data, micro_batches),
+        samples=DEFAULT_CAP_SAMPLES,
+        seed=seed,
+        rule=cap_search.CapRule.TIME,
+    )
+    with _progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
+        found = cap_search.search_caps(request, advance, usable_cores())
+    sys.stderr.write(
+        f"note: found --max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}; "
+        "`omnibal caps` shows what else was tried\n"
+    )
+    return found.best
 
 
 def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> None:

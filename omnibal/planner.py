@@ -344,6 +344,7 @@ def _packs(
             seed=request.seed,
             epochs=request.epochs,
             packs_per_step=request.packs_per_step,
+            alike=request.parallel.data,
         )
         steps = draw_steps(lengths, data, load)
     return deal_steps(steps, lengths, load, request.parallel.data)

@@ -77,15 +77,17 @@ def packs_table(metrics: PackMetrics, load: str) -> Table:
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
     """The best caps that were tried, the chosen ones first."""
-    packs = ("samples per pack", "packs per step", "per rank")
-    predicted = ("recompute", f"GiB of {cap_gib:.2f}", "bubble", "ms per sample", "over best")
-    table = _table("Caps", "", "tiles", "tokens", *packs, *predicted)
+    title = "Caps: samples per pack, packs per step and per rank, and what that takes"
+    packs = ("per pack", "per step", "per rank")
+    predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "bubble", "ms per sample", "over best")
+    table = _table(title, "tiles", "tokens", *packs, *predicted)
+    # Else too wide for 80 characters.
+    table.pad_edge = False
     best = search.candidates[0]
     for candidate in search.candidates[:_SHOWN_CANDIDATES]:
         # Without the sign of a difference that rounds to nothing.
         over_best = round(candidate.ms_per_sample / best.ms_per_sample - 1, 3) + 0.0
         table.add_row(
-            "best" if candidate is best else "",
             f"{candidate.max_tiles:,}",
             f"{candidate.max_tokens:,}",
             f"{candidate.samples_per_pack:.2f}",
@@ -94,8 +96,8 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
             str(candidate.recomputed_layers),
             f"{candidate.peak_gib:.2f}",
             f"{candidate.bubble_fraction:.1%}",
-            f"{candidate.ms_per_sample:,.3f}",
-            f"{over_best:+.1%}",
+            f"{candidate.ms_per_sample:,.2f}",
+            "best" if candidate is best else f"{over_best:+.1%}",
         )
     return table
 

@@ -39,6 +39,7 @@ _FINE_ROUNDS = 3
 _COARSE_WORK = 1.5e8
 _FINE_WORK = 1.5e9
 """Table cells times sizes in one pricing, which decide how coarse the grid is."""
+_MAX_CELLS = 1 << 19
 _TOLERANCE = 2e-4
 _CLOSE = 1e-3
 """Relative distance to the fit on the knots alone at which no more is asked for."""
@@ -70,15 +71,15 @@ def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> floa
     size_tiles, size_tokens = sizes >> 32, sizes & 0xFFFFFFFF
     knots = _Knots.of(group_sizes(tiles, tokens, _TYPES), tokens)
     cover = knots.weights(size_tiles, size_tokens)
-    demand = counts @ cover
     max_tiles = min(caps.max_tiles, int(tiles.sum()))
+    max_tokens = min(caps.max_tokens, int(tokens.sum()))
     # One pack for a knot's worth is more than enough, so the master always has a solution.
     alone = np.eye(len(knots))
     guesses = first_guesses(knots.tiles, knots.tokens, caps)
-    few = _knot_items(knots, max_tiles, caps.max_tokens)
+    few = _knot_items(knots, max_tiles, max_tokens)
     fitted = generate_mix(
         few,
-        demand,
+        counts @ cover,
         np.diag(most_copies(few)).astype(np.float64),
         guesses,
         _as_it_is,
@@ -89,8 +90,7 @@ def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> floa
     bound, values = 0.0, fitted.values
     for work, rounds in ((_COARSE_WORK, _COARSE_ROUNDS), (_FINE_WORK, _FINE_ROUNDS)):
         proven = generate_mix(
-            _all_items(size_tiles, size_tokens, cover, max_tiles, caps.max_tokens, work),
-            demand,
+            *_all_items(size_tiles, size_tokens, counts, cover, max_tiles, max_tokens, work),
             np.concatenate([alone, fitted.columns]),
             values[None],
             _as_it_is,
@@ -132,15 +132,14 @@ class _Knots:
 
     def weights(self, tiles: np.ndarray, tokens: np.ndarray) -> sparse.csr_array:
         """How sizes lie between their two knots, float64 [sizes, knots]; rows sum to 1."""
-        key = self.tiles << 32 | self.tokens
-        upper = np.searchsorted(key, tiles << 32 | tokens)
-        upper = np.minimum(upper, len(self) - 1)
-        upper = np.where(self.tiles[upper] == tiles, upper, upper - 1)
-        lower = np.where(self.tiles[upper - 1] == tiles, upper - 1, upper)
+        # The largest size of every tile count is a knot.
+        upper = np.searchsorted(self.tiles << 32 | self.tokens, tiles << 32 | tokens)
+        lower = np.maximum(upper - 1, 0)
+        lower = np.where(self.tiles[lower] == tiles, lower, upper)
         width = self.tokens[upper] - self.tokens[lower]
         share = np.divide(
             tokens - self.tokens[lower], width, out=np.ones(len(tiles)), where=width > 0
-        ).clip(0, 1)
+        )
         index = np.arange(len(tiles))
         return sparse.csr_array(
             (
@@ -167,20 +166,30 @@ def _knot_items(knots: _Knots, max_tiles: int, max_tokens: int) -> Items:
 def _all_items(
     tiles: np.ndarray,
     tokens: np.ndarray,
+    counts: np.ndarray,
     cover: sparse.csr_array,
     max_tiles: int,
     max_tokens: int,
     work: float,
-) -> Items:
-    """All sizes, rounded down to a grid; what rounds down to nothing is worth nothing."""
-    cells = int(work / len(tiles))
-    grid = Grid.of(max_tiles, max_tokens, max(cells, 1 << 12))
-    tile_units, token_units = tiles // grid.tile_unit, tokens // grid.token_unit
-    nothing = (tile_units == 0) & (token_units == 0)
-    return Items(
-        grid=grid,
-        tiles=tile_units,
-        tokens=np.where(nothing, grid.tokens, token_units),
-        cover=sparse.csr_array(sparse.diags_array((~nothing).astype(np.float64)) @ cover),
-        row=np.asarray(cover.argmax(axis=1)).ravel(),
+) -> tuple[Items, np.ndarray]:
+    """All sizes, rounded down to a grid, and their demand [rows].
+
+    Sizes that become the same are worth their mean, and what rounds down to nothing is left out.
+    """
+    cells = min(max(work / len(tiles), work**0.5), _MAX_CELLS)
+    grid = Grid.of(max_tiles, max_tokens, int(cells))
+    units, item = np.unique(
+        tiles // grid.tile_unit << 32 | tokens // grid.token_unit, return_inverse=True
     )
+    of_item = sparse.csr_array((counts, (item, np.arange(len(tiles)))))
+    something = units > 0
+    units, of_item = units[something], of_item[something]
+    total_cover = of_item @ cover
+    items = Items(
+        grid=grid,
+        tiles=units >> 32,
+        tokens=units & 0xFFFFFFFF,
+        cover=sparse.csr_array(sparse.diags_array(1 / of_item.sum(axis=1)) @ total_cover),
+        row=total_cover.argmax(axis=1),
+    )
+    return items, total_cover.sum(axis=0)

@@ -200,7 +200,7 @@ def generate_mix(
     def price(values: np.ndarray) -> np.ndarray:
         nonlocal bound, best_values
         most, patterns = _price(items, values, max_new_columns)
-        if values @ demand / most > bound:
+        if values @ demand > bound * most:
             bound, best_values = float(values @ demand / most), values / most
         return trim(patterns) @ items.cover
 
@@ -208,7 +208,8 @@ def generate_mix(
         columns = _with_new(columns, price(guess))
     master = solve_master(columns, demand)
     for _ in range(max_rounds):
-        if bound >= master.packs * (1 - tolerance):
+        # Packs come in whole numbers, so the bound rounded up may be all there is to prove.
+        if bound >= master.packs * (1 - tolerance) or np.ceil(bound) >= master.packs:
             break
         found = price(master.values)
         improved = _with_new(columns, found[found @ master.values > 1 + _MIN_IMPROVEMENT])

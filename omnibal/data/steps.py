@@ -1,13 +1,11 @@
 """Steps: which packs share an optimizer step, and the rank and slot that each one runs in.
 
-Two parts, so that a run can go on with another number of ranks. Which packs form a step depends on
-the seed, the epoch and the packs per step, and on nothing else; where they run is dealt out anew
-for any number of ranks.
+Two parts, so that a run can go on with another number of ranks: which packs form a step is settled
+without a word about ranks, and where they run is dealt out anew for any number of them.
 
-A step's packs are alike: equal tiles and similar predicted time. Any number of ranks that divides
-them is then in balance, and so are the stages of each pipeline, since all its micro-batches take
-about equally long. What keeps training unbiased is that packs are mixtures of samples, that they
-are matched inside random windows, and that the steps of an epoch come in random order.
+A step is made of rows. The packs of a row are alike, with equal tiles and similar predicted time,
+so that ranks which take one each do not wait for each other. Which rows share a step is random: a
+step of packs that are all alike would be of one kind of sample, and trains worse.
 """
 
 from collections.abc import Callable
@@ -23,8 +21,7 @@ from omnibal.errors import UserError
 from omnibal.plan import Caps
 
 _WINDOW_PACKS = 1 << 14
-"""Packs among which those of a step are matched, at least; more match better and mix less."""
-_MIN_WINDOW_STEPS = 64
+"""Packs among which those of a row are matched; more match better and mix less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +34,8 @@ class DataRequest:
     epochs: int
     packs_per_step: int
     """Of all ranks together."""
+    alike: int
+    """Packs of a row, of which a step has a whole number: the ranks that will be in balance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,7 +85,9 @@ def draw_steps(
         packing_seed, order_seed = np.random.SeedSequence([request.seed, epoch]).spawn(2)
         packs = pack_samples(lengths, request.caps, request.method, packing_seed)
         tiles = packs.sums(lengths.tiles)
-        step.append(match_packs(tiles, load(packs), request.packs_per_step, order_seed))
+        step.append(
+            match_packs(tiles, load(packs), request.packs_per_step, request.alike, order_seed)
+        )
         step[-1] += first_step
         first_step = int(step[-1].max()) + 1
         parts.append(packs)
@@ -94,16 +95,20 @@ def draw_steps(
     return Steps.of(Packs.join(parts), np.concatenate(step), epochs)
 
 
-def match_packs(tiles: np.ndarray, load: np.ndarray, packs_per_step: int, seed: Seed) -> np.ndarray:
-    """The step of every pack of an epoch, int64 [packs], counted from 0 in random order.
+def match_packs(
+    tiles: np.ndarray, load: np.ndarray, packs_per_step: int, alike: int, seed: Seed
+) -> np.ndarray:
+    """The step of every pack of an epoch, int64 [packs], counted from 0.
 
-    Every step but one has `packs_per_step` packs. That one takes what is over, from half to one and
-    a half times as many, and of all packs the lightest: those that the packing could not fill.
+    Every step but one has `packs_per_step` packs. That one, anywhere in the epoch, takes what is
+    over, from half to one and a half times as many, and of all packs the lightest: those that the
+    packing could not fill.
 
     Args:
         tiles: int64 [packs].
-        load: float64 [packs], what packs of a step should have equally much of.
-        packs_per_step: of all ranks together.
+        load: float64 [packs], what packs of a row should have equally much of.
+        packs_per_step: of all ranks together, a multiple of `alike`.
+        alike: packs of a row.
         seed: of windows and order.
     """
     rng = np.random.default_rng(seed)
@@ -114,13 +119,13 @@ def match_packs(tiles: np.ndarray, load: np.ndarray, packs_per_step: int, seed: 
     step = np.empty(len(load), np.int64)
     step[lightest_first[:left_over]] = number[-1]
     shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
-    window_steps = max(_WINDOW_PACKS // packs_per_step, _MIN_WINDOW_STEPS)
-    windows = max(round((steps - 1) / window_steps), 1)
-    for window in np.array_split(np.arange(steps - 1), windows):
-        first, last = window[[0, -1]] * packs_per_step if len(window) else (0, -packs_per_step)
-        inside = shuffled[first : last + packs_per_step]
-        alike = inside[_by_tiles_then_load(tiles[inside], load[inside])]
-        step[alike] = np.repeat(number[window], packs_per_step)
+    rows = (steps - 1) * packs_per_step // alike
+    step_of_row = number[rng.permutation(rows) * alike // packs_per_step]
+    for window in np.array_split(np.arange(rows), max(round(rows * alike / _WINDOW_PACKS), 1)):
+        if len(window):
+            inside = shuffled[window[0] * alike : (window[-1] + 1) * alike]
+            sorted_ = inside[_by_tiles_then_load(tiles[inside], load[inside])]
+            step[sorted_] = np.repeat(step_of_row[window], alike)
     return step
 
 
@@ -135,10 +140,10 @@ def deal_steps(
 ) -> ScheduledPacks:
     """Deal the packs of every step out to `dp` data-parallel ranks.
 
-    Packs are dealt in rounds of one per rank, heaviest round first, each round's heaviest pack to
-    the rank with the least load so far: longest processing time first, with equal counts. Where
-    the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs first and
-    last, since all stages but one idle while the pipeline fills and drains on them.
+    Packs are dealt in rounds of one per rank, of most tiles and load first, each round's heaviest
+    pack to the rank with the least load so far: longest processing time first, with equal counts.
+    Where the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs
+    first and last, since all stages but one idle while the pipeline fills and drains on them.
 
     Raises:
         UserError: an epoch has fewer packs than ranks.
@@ -149,14 +154,14 @@ def deal_steps(
             f"an epoch has {fewest} packs for {dp} data-parallel ranks; every rank must have one "
             "to train: use fewer ranks, lower the caps, or add data"
         )
-    weight = load(steps.packs)
+    weight, tiles = load(steps.packs), steps.packs.sums(lengths.tiles)
     sizes = np.bincount(steps.step)
     first = np.concatenate([[0], np.cumsum(sizes)])
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
     # Steps of equal size at once: nearly all of them.
     for size in np.unique(sizes):
         rows = first[:-1][sizes == size][:, None] + np.arange(size)
-        by_rank = _deal(rows, weight, dp)
+        by_rank = _deal(rows, tiles, weight, dp)
         _, rank, position = np.nonzero(by_rank >= 0)
         dp_rank[by_rank[by_rank >= 0]] = rank
         slot[by_rank[by_rank >= 0]] = position
@@ -178,24 +183,30 @@ def steps_of(scheduled: ScheduledPacks) -> Steps:
     return Steps.of(scheduled.packs, scheduled.step, scheduled.epoch)
 
 
-def _deal(rows: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
+def _deal(rows: np.ndarray, tiles: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
     """Packs of steps [steps, packs] to ranks, [steps, dp, slots]; -1 behind a rank's last pack."""
     steps, size = rows.shape
     slots = -(-size // dp)
-    heaviest_first = np.argsort(-load[rows], axis=1, kind="stable")
+    most_first = np.lexsort((-load[rows], -tiles[rows]), axis=1)
     rounds = np.full((steps, slots * dp), -1)
-    rounds[:, :size] = np.take_along_axis(rows, heaviest_first, axis=1)
+    rounds[:, :size] = np.take_along_axis(rows, most_first, axis=1)
     by_rank = np.empty((steps, slots, dp), np.int64)
     rank_load = np.zeros((steps, dp))
-    for number, dealt in enumerate(rounds.reshape(steps, slots, dp).swapaxes(0, 1)):
+    for number, drawn in enumerate(rounds.reshape(steps, slots, dp).swapaxes(0, 1)):
+        heaviest_first = np.argsort(
+            np.where(drawn < 0, np.inf, -load[drawn]), axis=1, kind="stable"
+        )
         lightest_rank_first = np.argsort(rank_load, axis=1, kind="stable")
+        dealt = np.take_along_axis(drawn, heaviest_first, axis=1)
         np.put_along_axis(by_rank[:, number], lightest_rank_first, dealt, axis=1)
         given = by_rank[:, number]
         rank_load += np.where(given < 0, 0.0, load[given])
-    ordered = by_rank.swapaxes(1, 2)[:, :, _lightest_at_the_ends(slots)]
-    # A rank with a pack fewer has no empty slot in between.
-    empty_last = np.argsort(ordered < 0, axis=2, kind="stable")
-    return np.take_along_axis(ordered, empty_last, axis=2)
+    by_rank = by_rank.swapaxes(1, 2)
+    # Empty places are the lightest here, and then come last in the order too.
+    weight = np.where(by_rank < 0, -np.inf, load[by_rank])
+    by_rank = np.take_along_axis(by_rank, np.argsort(-weight, axis=2, kind="stable"), axis=2)
+    ordered = by_rank[:, :, _lightest_at_the_ends(slots)]
+    return np.take_along_axis(ordered, np.argsort(ordered < 0, axis=2, kind="stable"), axis=2)
 
 
 def _lightest_at_the_ends(count: int) -> np.ndarray:

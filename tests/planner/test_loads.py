@@ -57,6 +57,7 @@ def case(
         seed=5,
         epochs=1,
         packs_per_step=dp * micro_batches,
+        alike=dp,
     )
     setting = LoadSetting(
         model=MODEL.model_copy(update={"name": name}),

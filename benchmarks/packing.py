@@ -1,0 +1,235 @@
+"""Packing rules side by side, on real lengths, on uncorrelated ones, and at growing sizes.
+
+    python benchmarks/packing.py [LENGTHS ...] [--seeds 3] [--quick]
+
+For every data set and caps, one table: packs against the proven lower bound, the paper's dist
+ratios (Eq. 2) and the straggler factor in predicted time, over 8 data-parallel ranks with one pack
+each a step, and with eight. Figures are medians over the seeds. `isf` and the other systems' rules
+have their packs shuffled (or kept in order where that is the rule) and dealt out in that order, as
+those systems do; `balanced` has them matched. Rules marked * may break a cap, and may so need fewer
+packs than the bound.
+
+LENGTHS default to the published ai2d and docvqa files where they are at hand, else to the synthetic
+mixture. `--quick` leaves out the ten million samples.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from packing_rivals import RIVALS, Rival
+from rich.console import Console
+from rich.table import Table
+
+from omnibal.cap_search import (
+    CapRule,
+    CapSearchRequest,
+    search_caps,
+    usual_samples_per_step,
+)
+from omnibal.config import load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import pack_features
+from omnibal.data.bound import packs_lower_bound
+from omnibal.data.isf import pack_isf
+from omnibal.data.lengths import Lengths, read_lengths
+from omnibal.data.metrics import PackMetrics, measure_packs
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.plan import Caps, Parallel
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+from tools.make_lengths import make_lengths  # noqa: E402
+
+RANKS = 8
+MICRO_BATCHES = (1, 8)
+MODEL = load_model("internvl-chat-1.5-6b-20b")
+CLUSTER = load_cluster("a100-80g")
+COST = analytic_cost(MODEL, CLUSTER, Parallel(pipeline=1, data=RANKS), "bf16")
+PUBLISHED = REPOSITORY.parent / "shared" / "data" / "lengths"
+ISF = Rival(
+    name="isf",
+    rule=pack_isf,
+    keeps_order=False,
+    keeps_tile_cap=True,
+    keeps_token_cap=True,
+    source="OmniBal, arXiv 2407.20761, Algorithm 1",
+)
+SIZES = (126_782, 1_267_819, 10_000_000)
+
+Schedule = Callable[[Lengths, Caps, int, int], tuple[ScheduledPacks, int]]
+"""Lengths, caps, micro-batches of a rank in a step, and seed to a schedule over `RANKS` ranks, and
+the number of packs with those that fill no step and are not in it."""
+
+
+def milliseconds(packs: Packs, lengths: Lengths) -> np.ndarray:
+    """Predicted time of every pack. [packs]"""
+    return model_ms(COST, MODEL, pack_features(packs, lengths))
+
+
+def balanced(
+    lengths: Lengths, caps: Caps, micro_batches: int, seed: int
+) -> tuple[ScheduledPacks, int]:
+    """Our packs, matched into steps."""
+    request = DataRequest(
+        caps=caps,
+        method=PackingMethod.BALANCED,
+        seed=seed,
+        epochs=1,
+        packs_per_step=RANKS * micro_batches,
+        alike=RANKS,
+    )
+
+    def load(packs: Packs) -> np.ndarray:
+        return milliseconds(packs, lengths)
+
+    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, RANKS)
+    return scheduled, len(scheduled)
+
+
+def in_order(rival: Rival) -> Schedule:
+    """A rival's packs, dealt out in its order or in a random one; an unfull last step is left out.
+
+    Neighbouring packs go to neighbouring ranks.
+    """
+
+    def schedule(
+        lengths: Lengths, caps: Caps, micro_batches: int, seed: int
+    ) -> tuple[ScheduledPacks, int]:
+        drawn = rival.rule(lengths, caps, seed)
+        order = np.arange(len(drawn))
+        if not rival.keeps_order:
+            order = np.random.default_rng(seed).permutation(order)
+        per_step = RANKS * micro_batches
+        place = np.arange(len(drawn) // per_step * per_step)
+        step, rank = place // per_step, place % RANKS
+        slot = place % per_step // RANKS
+        sort = np.lexsort((slot, rank, step))
+        packs = drawn.take(order[place][sort])
+        scheduled = ScheduledPacks(
+            packs=packs,
+            step=step[sort],
+            dp_rank=rank[sort].astype(np.int32),
+            slot=slot[sort].astype(np.int32),
+            epoch=np.zeros(len(packs), np.int32),
+            tiles=packs.sums(lengths.tiles).astype(np.int32),
+            tokens=packs.sums(lengths.tokens).astype(np.int32),
+        )
+        return scheduled, len(drawn)
+
+    return schedule
+
+
+def compare(name: str, lengths: Lengths, caps: Caps, seeds: int, console: Console) -> None:
+    """Print the table of all rules on one data set."""
+    start = time.perf_counter()
+    bound = packs_lower_bound(lengths, caps)
+    seconds = time.perf_counter() - start
+    table = Table(
+        title=f"{name}: {len(lengths):,} samples at {caps.max_tiles} tiles / {caps.max_tokens} "
+        f"tokens; at least {bound:,} packs (proven in {seconds:.1f} s)",
+        title_justify="left",
+    )
+    for column in ("rule", "packs", "/ bound", "dist vision", "dist language", "straggler"):
+        table.add_column(column, justify="left" if column == "rule" else "right")
+    rules: dict[str, Schedule] = {"balanced": balanced}
+    for rival in (ISF, *RIVALS):
+        star = "" if rival.keeps_tile_cap and rival.keeps_token_cap else "*"
+        rules[rival.name + star] = in_order(rival)
+    for rule, schedule in rules.items():
+        both = [medians(schedule, lengths, caps, bound, m, seeds) for m in MICRO_BATCHES]
+        table.add_row(
+            rule,
+            f"{both[0]['packs']:,.0f}",
+            f"{both[0]['packs'] / bound:.4f}",
+            *(
+                "  ".join(f"{figures[key]:.4f}" for figures in both)
+                for key in ("dist_ratio_vision", "dist_ratio_language", "straggler_factor")
+            ),
+        )
+    console.print(table)
+
+
+def medians(
+    schedule: Schedule, lengths: Lengths, caps: Caps, bound: int, micro_batches: int, seeds: int
+) -> dict[str, float]:
+    """Figures of a rule, median over the seeds."""
+    runs: list[PackMetrics] = []
+    for seed in range(seeds):
+        scheduled, packs = schedule(lengths, caps, micro_batches, seed)
+        load = milliseconds(scheduled.packs, lengths)
+        metrics = measure_packs(scheduled, lengths, caps, RANKS, load, bound)
+        runs.append(replace(metrics, packs=packs))
+    names = ("packs", "dist_ratio_vision", "dist_ratio_language", "straggler_factor")
+    return {name: statistics.median(asdict(run)[name] for run in runs) for name in names}
+
+
+def own_caps(lengths: Lengths) -> Caps:
+    """What `omnibal caps` finds for InternVL-Chat 1.5 on A100s, PP 8 x DP 8, 32 micro-batches."""
+    request = CapSearchRequest(
+        model=MODEL,
+        cluster=CLUSTER,
+        parallel=Parallel(pipeline=8, data=RANKS),
+        precision="bf16",
+        lengths=lengths,
+        packing=PackingMethod.BALANCED,
+        samples_per_step=usual_samples_per_step(RANKS, 32),
+        samples=20_000,
+        seed=0,
+        profile=None,
+        rule=CapRule.TIME,
+    )
+    return search_caps(request, lambda done: None).best
+
+
+def scale(samples: int) -> tuple[float, float, int]:
+    """Seconds, peak GiB of the process, and packs of one epoch packed and matched at 9 / 4,096."""
+    lengths = make_lengths("internvl", samples, seed=0)
+    start = time.perf_counter()
+    _, packs = balanced(lengths, Caps(max_tiles=9, max_tokens=4096), MICRO_BATCHES[-1], seed=0)
+    seconds = time.perf_counter() - start
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, packs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("lengths", type=Path, nargs="*", help="length files, packed together")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="leave out ten million samples")
+    arguments = parser.parse_args()
+    console = Console(width=110)
+    paths = arguments.lengths or sorted(PUBLISHED.glob("*.json"))
+    lengths, name = make_lengths("internvl", 22_624, seed=0), "synthetic mixture"
+    if paths:
+        lengths, name = read_lengths(paths), " + ".join(path.stem for path in paths)
+    console.print(f"{RANKS} ranks; dist ratios and straggler: 1 and 8 packs of a rank in a step")
+    for caps in (Caps(max_tiles=15, max_tokens=4096), Caps(max_tiles=9, max_tokens=4096)):
+        compare(name, lengths, caps, arguments.seeds, console)
+    compare(f"{name}, own caps", lengths, own_caps(lengths), arguments.seeds, console)
+    uncorrelated = make_lengths("uncorrelated", 20_000, seed=0)
+    caps = Caps(max_tiles=40, max_tokens=16_384)
+    compare("uncorrelated (synthetic)", uncorrelated, caps, arguments.seeds, console)
+    for samples in SIZES[: 2 if arguments.quick else 3]:
+        # A process of its own, so that its peak memory is that of this size.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            seconds, gib, packs = pool.submit(scale, samples).result()
+        console.print(
+            f"{samples:>10,} samples (synthetic): {packs:,} packs matched into steps in "
+            f"{seconds:.1f} s, {seconds / samples * 1e6:.2f} s per million, peak {gib:.2f} GiB"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,621 @@
+"""Caps by predicted time: how many image tiles (Qv) and language tokens (Qt) a pack may hold.
+
+Larger packs pay fixed costs less often; smaller ones leave more micro-batches to a step of the same
+samples, so less bubble, and need less memory, so less recomputation. Each candidate is therefore
+packed, planned by `make_plan` and compared in predicted time per sample, all at the same number of
+samples per step. The search has two parts: a coarse grid on few of the samples, from small caps to
+large ones until they are clearly worse or do not fit, then finer moves around the best on more.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import count
+
+import numpy as np
+
+from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.profile import Profile, fitted_cost
+from omnibal.data.isf import pack_isf
+from omnibal.data.lengths import Lengths
+from omnibal.data.metrics import dist_ratio
+from omnibal.data.packing import PackingMethod, pack_samples
+from omnibal.data.packs import Packs
+from omnibal.data.scan_pool import map_unordered
+from omnibal.data.steps import Steps, match_packs
+from omnibal.errors import UserError
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.plan import Caps, Parallel
+from omnibal.planner import PlanRequest, check_parallel, make_plan, model_of_origin
+
+MAX_CANDIDATES = 32
+"""Of a search by time: 17 on the grid, the best 3 again on more samples, twice 6 moves."""
+
+_USUAL_SAMPLES_PER_PACK = 4.5
+_TIE = 0.003
+_COARSE_SHARE = 8
+"""The grid is evaluated on this part of the samples."""
+_MIN_STEPS = 8
+_LEVELS = tuple(2 ** (step / 2) for step in range(5))
+"""Token caps of the grid, relative to the least."""
+_TILE_SHARES = (0.75, 1.0)
+"""Tile caps of the grid, relative to where tiles and tokens fill up together."""
+_FIRST_TILE_SHARES = (0.5, *_TILE_SHARES)
+"""At the least token cap, where only the tile cap can make packs smaller."""
+_CLEARLY_WORSE = 1.05
+_FINALISTS = 3
+_MOVES = (2**0.25, 2**0.125)
+"""How far to move from the best, first and then."""
+_TOKEN_STEPS = 8
+"""Token caps are multiples of a power of two, at least so many of which make up the least cap."""
+_COMMON_SHARE = 1 / 8
+"""A tile count is common when it holds this part of all tiles."""
+
+_PAPER_TOKENS = 4096
+_PAPER_ALIGNMENT = 256
+_PAPER_RANKS = 8
+_PAPER_SAMPLES_PER_PACK = (4, 5)
+_PAPER_CANDIDATES = 10
+
+
+class CapRule(StrEnum):
+    """What caps are chosen by."""
+
+    TIME = "time"
+    PAPER = "paper"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CapSearchRequest:
+    """Everything that caps are chosen for."""
+
+    model: ModelConfig
+    cluster: ClusterConfig
+    parallel: Parallel
+    precision: Precision
+    lengths: Lengths
+    packing: PackingMethod
+    samples_per_step: int
+    """Of all data-parallel ranks together; candidates are compared at this number."""
+    samples: int
+    """Drawn at random to evaluate candidates on; more where steps are large, all if fewer."""
+    seed: int
+    profile: Profile | None
+    """Measured costs; None to count operations and bytes instead."""
+    rule: CapRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """Caps, and what is predicted under them; the names are keys of `omnibal caps --json`."""
+
+    max_tiles: int
+    max_tokens: int
+    samples_per_pack: float
+    packs_per_step: int
+    """Of all ranks together: the multiple of the ranks that comes nearest to the samples wanted."""
+    micro_batches: int
+    """Packs of one rank in a step; the next three are of the plan with so many."""
+    recomputed_layers: int
+    """Of all stages."""
+    peak_gib: float
+    """Of one device of the fullest stage."""
+    bubble_fraction: float
+    ms_per_sample: float
+    """Time of a step of exactly the samples wanted, over their number."""
+    samples_per_second: float
+
+    @property
+    def caps(self) -> Caps:
+        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapSearch:
+    """What was tried."""
+
+    candidates: tuple[Candidate, ...]
+    """Those that can be trained: the chosen one, then the others in the order of the rule."""
+    infeasible: dict[Caps, str]
+    """Why the others cannot be, in the order in which that was found."""
+    is_largest: bool
+    """Whether no larger token cap than the chosen one is tried; one might be better."""
+
+    @property
+    def best(self) -> Caps:
+        return self.candidates[0].caps
+
+
+def usual_samples_per_step(data_parallel: int, micro_batches: int) -> int:
+    """Samples of a step when a pack holds 4.5, the middle of what the paper's rule looks for."""
+    return round(_USUAL_SAMPLES_PER_PACK * micro_batches * data_parallel)
+
+
+def search_caps(
+    request: CapSearchRequest, on_progress: Callable[[int], None], processes: int = 1
+) -> CapSearch:
+    """The caps of the least predicted time per sample, or those of the paper's rule.
+
+    Of caps whose times differ by less than 0.3 % the smallest are chosen. Every sample fits.
+
+    Args:
+        request: equal requests give equal results.
+        on_progress: called with the candidates done since the last call, `MAX_CANDIDATES` in all.
+        processes: that evaluate candidates at the same time.
+
+    Raises:
+        UserError: the parallel sizes do not fit the model, the lengths were scanned for another
+            model, the profile is of something else, or no caps can be used.
+    """
+    model, cost = _model_and_cost(request)
+    least = least_caps(request.lengths)
+    left = MAX_CANDIDATES
+
+    def advance() -> None:
+        nonlocal left
+        left -= 1
+        on_progress(1)
+
+    def trials(share: int) -> _Trials:
+        wanted = max(request.samples // share, _MIN_STEPS * request.samples_per_step)
+        some = replace(request, lengths=draw_samples(request.lengths, wanted, request.seed))
+        evaluation = _Evaluation(request=some, model=model, cost=cost)
+        return _Trials(evaluation=evaluation, processes=processes, advance=advance)
+
+    if request.rule is CapRule.PAPER:
+        search = _search_by_paper(trials(1), least)
+    else:
+        search = _search_by_time(trials(_COARSE_SHARE), trials(1), _Space.of(request.lengths))
+    on_progress(left)
+    if not search.candidates:
+        raise UserError(_unusable(search.infeasible, least))
+    return search
+
+
+def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
+    """What to know before using the caps that were found; a sentence each."""
+    found = []
+    if request.rule is CapRule.TIME and request.profile is None:
+        found.append(
+            "counted costs charge next to nothing for a micro-batch as such, which favours small "
+            "caps; a measured profile does (`omnibal profile`, then --profile)"
+        )
+    if search.is_largest:
+        found.append(
+            f"the best token cap is {_LEVELS[-1]:.0f} times what the longest sample needs; larger "
+            "ones, which are not tried, may be better still"
+        )
+    if request.packing is PackingMethod.ISF:
+        drawn = draw_samples(request.lengths, request.samples, request.seed)
+        worse = isf_note(drawn, search.best, request.seed)
+        found += [] if worse is None else [worse]
+    return found
+
+
+def least_caps(lengths: Lengths) -> Caps:
+    """The smallest caps that every sample fits."""
+    return Caps(max_tiles=max(int(lengths.tiles.max()), 1), max_tokens=int(lengths.tokens.max()))
+
+
+def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
+    """So many samples at random, in the order that they have; all if there are no more."""
+    if samples >= len(lengths):
+        return lengths
+    rows = np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples])
+    return replace(
+        lengths,
+        tiles=lengths.tiles[rows],
+        tokens=lengths.tokens[rows],
+        loss_tokens=lengths.loss_tokens[rows],
+        source=lengths.source[rows],
+        sample=lengths.annotation_indices(rows),
+    )
+
+
+def isf_worsens(lengths: Lengths, caps: Caps, seed: int) -> tuple[int, int] | None:
+    """Packs that ISF makes in 1 iteration and in its default 10, if the 10 make more; else None.
+
+    ISF keeps packs that fill a cap and draws the rest again. Where few sets of samples fill a cap,
+    they take the small samples that others would have needed, and what is left packs worse.
+    """
+    once = len(pack_isf(lengths, caps, seed, iterations=1))
+    by_default = len(pack_isf(lengths, caps, seed))
+    return (once, by_default) if by_default > once else None
+
+
+def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
+    """What to tell who packs by ISF where `isf_worsens`; None elsewhere."""
+    counts = isf_worsens(lengths, caps, seed)
+    if counts is None:
+        return None
+    return (
+        f"ISF makes {counts[1]:,} packs of {len(lengths):,} samples in 10 iterations and "
+        f"{counts[0]:,} in 1: the caps of {caps.max_tiles} tiles and {caps.max_tokens} tokens do "
+        "not suit these sizes, so that its filtering does harm; use --packing balanced or other "
+        "caps"
+    )
+
+
+def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
+    """Caps by the rule of OmniBal's public code (arXiv 2407.20761), the best first.
+
+    The tokens that go with a tile are estimated from the mean lengths (tokens rounded up to 256).
+    From 4096 tokens and as many tiles as go with them, both caps move by one tile and its tokens,
+    for as long as packs by ISF hold 4 to 5 samples on average. What is found is ranked by pad ratio
+    plus dist ratios of vision and language over 8 ranks, one pack each. A pack is not padded, so
+    its pad ratio is 0. Where nothing on the way has 4 to 5 samples, what comes nearest is all.
+
+    Args:
+        lengths: of all samples, or of some drawn at random.
+        least: that every sample fits; caps are never smaller.
+        seed: of ISF and of the ranks' packs.
+
+    Raises:
+        UserError: no sample has a tile.
+    """
+    per_tile = _paper_tokens_per_tile(lengths)
+    start_tiles = _PAPER_TOKENS // per_tile
+    first = max(least.max_tiles - start_tiles, -(-(least.max_tokens - _PAPER_TOKENS) // per_tile))
+    packed: dict[Caps, Packs] = {}
+
+    def samples_per_pack(moves: int) -> float:
+        caps = Caps(max_tiles=start_tiles + moves, max_tokens=_PAPER_TOKENS + moves * per_tile)
+        packed[caps] = pack_isf(lengths, caps, seed)
+        return len(lengths) / len(packed[caps])
+
+    fewest, most = _PAPER_SAMPLES_PER_PACK
+    start = max(first, 0)
+    for moves in range(start, first - 1, -1):
+        if samples_per_pack(moves) < fewest:
+            break
+    for moves in count(start + 1):
+        average = samples_per_pack(moves)
+        if average > most or average == len(lengths):
+            break
+
+    def distance(caps: Caps) -> float:
+        average = len(lengths) / len(packed[caps])
+        return max(fewest - average, average - most, 0.0)
+
+    nearest = min(map(distance, packed))
+    found = [caps for caps in packed if distance(caps) == nearest]
+    return sorted(
+        found, key=lambda caps: (_dist_ratios(packed[caps], lengths, seed), caps.max_tokens)
+    )
+
+
+def _paper_tokens_per_tile(lengths: Lengths) -> int:
+    mean_tiles = float(lengths.tiles.mean())
+    if not mean_tiles:
+        raise UserError(
+            "the paper's rule needs to know how many tokens go with an image tile, and none of "
+            f"{len(lengths)} samples has a tile; choose caps by predicted time (--rule time)"
+        )
+    aligned = -(-lengths.tokens.astype(np.int64) // _PAPER_ALIGNMENT) * _PAPER_ALIGNMENT
+    # At least 16, also where tiles are many and tokens few.
+    return max(int((float(aligned.mean()) // mean_tiles + 1) // 16) * 16, 16)
+
+
+def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
+    """Of vision plus language when each rank trains its share of the packs in random order."""
+    ranks = min(_PAPER_RANKS, len(packs))
+    shares = np.arange(len(packs) // ranks * ranks).reshape(ranks, -1)
+    by_step = np.random.default_rng(seed).permuted(shares, axis=1).T
+    vision, language = packs.sums(lengths.tiles), packs.sums(lengths.tokens)
+    return dist_ratio(vision[by_step]) + dist_ratio(language[by_step])
+
+
+def _model_and_cost(request: CapSearchRequest) -> tuple[ModelConfig, CostModel]:
+    """As `make_plan` takes them; what is wrong with any caps is found here."""
+    check_parallel(request.model, request.parallel, request.cluster)
+    model = model_of_origin(request.model, request.lengths.origin)
+    given = model, request.cluster, request.parallel, request.precision
+    if request.profile is None:
+        return model, analytic_cost(*given)
+    return model, fitted_cost(request.profile, *given)
+
+
+def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
+    caps, reason = next(iter(infeasible.items()))
+    return (
+        f"no caps can be used: at max_tiles {caps.max_tiles} and max_tokens {caps.max_tokens}, "
+        f"{reason}; every sample must fit, so for caps below {least.max_tiles} tiles and "
+        f"{least.max_tokens} tokens the largest must be split or dropped"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Evaluation:
+    """What candidates are evaluated on; can be sent to another process."""
+
+    request: CapSearchRequest
+    """With the samples that were drawn."""
+    model: ModelConfig
+    """With the tiling of the lengths."""
+    cost: CostModel
+
+    def __call__(self, caps: Caps) -> tuple[Caps, Candidate | str]:
+        """The candidate, or why the caps cannot be used."""
+        try:
+            return caps, self._candidate(caps)
+        except UserError as error:
+            return caps, str(error)
+
+    def _candidate(self, caps: Caps) -> Candidate:
+        """Pack, and plan steps of a whole number of micro-batches: just fewer, just more samples.
+
+        Caps could otherwise win by being rounded to larger steps, whose bubble is smaller.
+
+        Raises:
+            UserError: the caps do not fit into memory, or there are fewer packs than ranks.
+        """
+        lengths, ranks = self.request.lengths, self.request.parallel.data
+        packing_seed, order_seed = self._seeds()
+        packs = pack_samples(lengths, caps, self.request.packing, packing_seed)
+        samples_per_pack = len(lengths) / len(packs)
+        wanted = min(self.request.samples_per_step, len(lengths))
+        micro_batches = max(wanted / samples_per_pack / ranks, 1.0)
+        plans = {
+            whole: self._plan(caps, packs, whole * ranks, order_seed)
+            for whole in (math.floor(micro_batches), math.ceil(micro_batches))
+        }
+        nearest = round(micro_batches)
+        ms_per_sample = _ms_per_sample([*plans.values()], wanted)
+        return Candidate(
+            max_tiles=caps.max_tiles,
+            max_tokens=caps.max_tokens,
+            samples_per_pack=samples_per_pack,
+            packs_per_step=nearest * ranks,
+            micro_batches=nearest,
+            recomputed_layers=plans[nearest].recomputed_layers,
+            peak_gib=plans[nearest].peak_gib,
+            bubble_fraction=plans[nearest].bubble_fraction,
+            ms_per_sample=ms_per_sample,
+            samples_per_second=1e3 / ms_per_sample,
+        )
+
+    def _plan(
+        self, caps: Caps, packs: Packs, packs_per_step: int, order_seed: np.random.SeedSequence
+    ) -> "_Planned":
+        """What `make_plan` makes of packs that it would otherwise draw anew for each step size."""
+        request, lengths = self.request, self.request.lengths
+        load = model_ms(self.cost, self.model, pack_features(packs, lengths))
+        step = match_packs(
+            packs.sums(lengths.tiles), load, packs_per_step, request.parallel.data, order_seed
+        )
+        plan = make_plan(
+            PlanRequest(
+                model=request.model,
+                cluster=request.cluster,
+                parallel=request.parallel,
+                precision=request.precision,
+                caps=caps,
+                lengths=lengths,
+                packing=request.packing,
+                packs_per_step=packs_per_step,
+                epochs=1,
+                seed=request.seed,
+                profile=request.profile,
+                steps=Steps.of(packs, step, np.zeros(len(packs), np.int32)),
+            )
+        ).plan
+        assert plan.data is not None and plan.prediction is not None
+        return _Planned(
+            samples_per_step=len(lengths) / plan.data.steps,
+            step_ms=plan.prediction.step_ms,
+            recomputed_layers=sum(stage.recomputed_layers for stage in plan.stages),
+            peak_gib=max(stage.memory.peak_gib for stage in plan.prediction.stages),
+            bubble_fraction=plan.prediction.bubble_fraction,
+        )
+
+    def _seeds(self) -> list[np.random.SeedSequence]:
+        """Of the packing and the order of a plan's first epoch, as `draw_steps` takes them."""
+        return np.random.SeedSequence([self.request.seed, 0]).spawn(2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """What counts of a plan."""
+
+    samples_per_step: float
+    """Mean, as the time."""
+    step_ms: float
+    recomputed_layers: int
+    peak_gib: float
+    bubble_fraction: float
+
+
+def _ms_per_sample(plans: Sequence[_Planned], samples_per_step: float) -> float:
+    """Of a step of so many samples, on the line through the first and the last of the plans."""
+    first, last = plans[0], plans[-1]
+    if first.samples_per_step == last.samples_per_step:
+        return first.step_ms / first.samples_per_step
+    ms_per_more = (last.step_ms - first.step_ms) / (last.samples_per_step - first.samples_per_step)
+    step_ms = first.step_ms + ms_per_more * (samples_per_step - first.samples_per_step)
+    return step_ms / samples_per_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Trials:
+    """Candidates evaluated on the same samples."""
+
+    evaluation: _Evaluation
+    processes: int
+    advance: Callable[[], None]
+    """Called after each candidate."""
+    found: dict[Caps, Candidate] = field(default_factory=dict)
+    failed: dict[Caps, str] = field(default_factory=dict)
+
+    def run(self, candidates: Iterable[Caps]) -> None:
+        """Evaluate those that are new; what is larger than caps that failed fails without it."""
+        untried = []
+        for caps in dict.fromkeys(candidates):
+            if caps in self.found or caps in self.failed:
+                continue
+            if reason := self._known_reason(caps):
+                self.failed[caps] = reason
+            else:
+                untried.append(caps)
+        results: dict[Caps, Candidate | str] = {}
+        processes = max(min(self.processes, len(untried)), 1)
+        for caps, result in map_unordered(self.evaluation, untried, processes):
+            results[caps] = result
+            self.advance()
+        # In the order asked for, whichever process was the first.
+        for caps in untried:
+            result = results[caps]
+            if isinstance(result, str):
+                self.failed[caps] = result
+            else:
+                self.found[caps] = result
+
+    def ranked(self) -> list[Candidate]:
+        return sorted(self.found.values(), key=lambda candidate: candidate.ms_per_sample)
+
+    def _known_reason(self, caps: Caps) -> str | None:
+        for failed, reason in self.failed.items():
+            if caps.max_tiles >= failed.max_tiles and caps.max_tokens >= failed.max_tokens:
+                return reason
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Space:
+    """All caps that a search by time may come to; every sample fits the least of them."""
+
+    tiles: np.ndarray
+    """int64, ascending: the most tiles of a sample, and sums of common tile counts above."""
+    tokens: np.ndarray
+    """int64, ascending multiples of a power of two, up to 4 times the least."""
+    tiles_per_token: float
+    """Of all samples together."""
+    main_tiles: int
+    """The tile count that holds the most tiles; 1 without any."""
+
+    @classmethod
+    def of(cls, lengths: Lengths) -> "_Space":
+        least = least_caps(lengths)
+        unit = 1 << max((least.max_tokens // _TOKEN_STEPS).bit_length() - 1, 0)
+        first = -(-least.max_tokens // unit) * unit
+        tokens = np.arange(first, _LEVELS[-1] * first + 1, unit, dtype=np.int64)
+        held = np.bincount(lengths.tiles) * np.arange(int(lengths.tiles.max()) + 1)
+        tiles_per_token = float(held.sum() / lengths.tokens.sum(dtype=np.int64))
+        common = np.flatnonzero(held >= max(_COMMON_SHARE * held.sum(), 1)).tolist()
+        most = max(_LEVELS[-1] * least.max_tiles, tiles_per_token * tokens[-1])
+        sums = _sums(common or [1], math.ceil(most))
+        return cls(
+            tiles=np.concatenate([[least.max_tiles], sums[sums > least.max_tiles]]),
+            tokens=tokens,
+            tiles_per_token=tiles_per_token,
+            main_tiles=max(int(held.argmax()), 1),
+        )
+
+    @property
+    def least(self) -> Caps:
+        return Caps(max_tiles=int(self.tiles[0]), max_tokens=int(self.tokens[0]))
+
+    def level(self, factor: float) -> list[Caps]:
+        """The grid's caps with so many times the least tokens."""
+        tokens = _nearest(self.tokens, factor * self.tokens[0])
+        matched = tokens * self.tiles_per_token
+        shares = _FIRST_TILE_SHARES if factor == _LEVELS[0] else _TILE_SHARES
+        wanted = [share * matched for share in shares]
+        wanted.append(round(matched / self.main_tiles) * self.main_tiles)
+        if factor == _LEVELS[0]:
+            wanted.append(self.tiles[0])
+        tiles = sorted({_nearest(self.tiles, value) for value in wanted})
+        return [Caps(max_tiles=value, max_tokens=tokens) for value in tiles]
+
+    def moves(self, caps: Caps, factor: float) -> list[Caps]:
+        """Caps around some, one of them or both smaller or larger by about the factor."""
+        less, more = (
+            (_moved(self.tiles, caps.max_tiles, by), _moved(self.tokens, caps.max_tokens, by))
+            for by in (1 / factor, factor)
+        )
+        tiles, tokens = caps.max_tiles, caps.max_tokens
+        around = (
+            less,
+            (less[0], tokens),
+            (tiles, less[1]),
+            (more[0], tokens),
+            (tiles, more[1]),
+            more,
+        )
+        return [Caps(max_tiles=v, max_tokens=t) for v, t in around]
+
+
+def _sums(parts: Sequence[int], most: int) -> np.ndarray:
+    """All sums, up to the most, of parts that may repeat; int64, ascending from 0."""
+    reached = np.zeros(most + 1, bool)
+    reached[0] = True
+    for part in parts:
+        for total in range(part, most + 1):
+            reached[total] |= reached[total - part]
+    return np.flatnonzero(reached)
+
+
+def _nearest(axis: np.ndarray, value: float) -> int:
+    return int(axis[np.abs(axis - value).argmin()])
+
+
+def _moved(axis: np.ndarray, value: int, factor: float) -> int:
+    """The entry nearest to so many times an entry, but another one unless that is the last."""
+    old, new = (int(np.abs(axis - near).argmin()) for near in (value, value * factor))
+    new = max(new, old + 1) if factor > 1 else min(new, old - 1)
+    return int(axis[min(max(new, 0), len(axis) - 1)])
+
+
+def _search_by_time(coarse: _Trials, fine: _Trials, space: _Space) -> CapSearch:
+    _try_grid(coarse, space)
+    if len(fine.evaluation.request.lengths) == len(coarse.evaluation.request.lengths):
+        fine = coarse
+    fine.failed.update(coarse.failed)
+    fine.run(candidate.caps for candidate in coarse.ranked()[:_FINALISTS])
+    if not fine.found:
+        # More samples can need more memory.
+        fine.run([space.least])
+    if not fine.found:
+        return CapSearch(candidates=(), infeasible=fine.failed, is_largest=False)
+    for factor in _MOVES:
+        fine.run(space.moves(fine.ranked()[0].caps, factor))
+    candidates = _smallest_tie_first(fine.ranked(), space.least)
+    return CapSearch(
+        candidates=tuple(candidates),
+        infeasible=fine.failed,
+        is_largest=bool(candidates[0].max_tokens == space.tokens[-1]),
+    )
+
+
+def _try_grid(trials: _Trials, space: _Space) -> None:
+    """Try small caps first; stop where larger ones do not fit or take clearly longer."""
+    best_ms = math.inf
+    for factor in _LEVELS:
+        level = space.level(factor)
+        trials.run(level)
+        level_ms = [trials.found[caps].ms_per_sample for caps in level if caps in trials.found]
+        if not level_ms or min(level_ms) > _CLEARLY_WORSE * best_ms:
+            return
+        best_ms = min(best_ms, *level_ms)
+
+
+def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]:
+    """The candidates, with the smallest of those that are about as good as the best before all."""
+
+    def size(candidate: Candidate) -> float:
+        return candidate.max_tiles / least.max_tiles + candidate.max_tokens / least.max_tokens
+
+    ties = [each for each in ranked if each.ms_per_sample <= (1 + _TIE) * ranked[0].ms_per_sample]
+    chosen = min(ties, key=size)
+    return [chosen, *(each for each in ranked if each is not chosen)]
+
+
+def _search_by_paper(trials: _Trials, least: Caps) -> CapSearch:
+    """What the rule finds, in its order; predicted times are to be looked at only."""
+    request = trials.evaluation.request
+    ranked = paper_caps(request.lengths, least, request.seed)[:_PAPER_CANDIDATES]
+    trials.run(ranked)
+    candidates = tuple(trials.found[caps] for caps in ranked if caps in trials.found)
+    return CapSearch(candidates=candidates, infeasible=trials.failed, is_largest=False)

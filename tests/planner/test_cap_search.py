@@ -1,0 +1,399 @@
+"""Caps: the least predicted time that fits into memory, by the planner's own prediction."""
+
+import json
+from dataclasses import asdict, replace
+from functools import cache
+
+import numpy as np
+import pytest
+from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
+
+from omnibal import cli
+from omnibal.cap_search import (
+    MAX_CANDIDATES,
+    CapRule,
+    CapSearch,
+    CapSearchRequest,
+    draw_samples,
+    isf_note,
+    isf_worsens,
+    least_caps,
+    notes,
+    paper_caps,
+    search_caps,
+)
+from omnibal.config import load_cluster
+from omnibal.cost.profile import Profile, model_sha256, write_profile
+from omnibal.data.isf import pack_isf
+from omnibal.data.lengths import Lengths, write_lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.plan import Caps, Parallel, memory_cap_gib
+from omnibal.planner import make_plan
+
+CLUSTER = load_cluster("laptop-cpu")
+SAMPLES_PER_STEP = 50
+
+
+def lengths_of(sizes: list[tuple[int, int]]) -> Lengths:
+    tiles, tokens = np.array(sizes, np.int32).T
+    return Lengths(
+        tiles=tiles,
+        tokens=tokens,
+        loss_tokens=tokens // 2,
+        source=np.zeros(len(sizes), np.int32),
+        source_names=("docs",),
+        origin=None,
+    )
+
+
+def profile_with_fixed_costs(fixed_ms: float) -> Profile:
+    """Each pass of a unit costs so much besides its tiles and tokens, so that packs should grow."""
+    profile = example_profile()
+    measurements = tuple(
+        one.model_copy(update={"forward_ms": forward_ms, "backward_ms": 2 * forward_ms})
+        for one in profile.measurements
+        for forward_ms in [fixed_ms + one.tiles + one.tokens / 100]
+    )
+    changes = {"model_sha256": model_sha256(MODEL), "measurements": measurements}
+    return profile.model_copy(update=changes)
+
+
+def search_request(**changes) -> CapSearchRequest:
+    defaults = {
+        "model": MODEL,
+        "cluster": CLUSTER,
+        "parallel": Parallel(pipeline=2, data=2),
+        "precision": "fp32",
+        "lengths": example_lengths(),
+        "packing": PackingMethod.ISF,
+        "samples_per_step": SAMPLES_PER_STEP,
+        "samples": 1000,
+        "seed": 0,
+        "profile": profile_with_fixed_costs(2.0),
+        "rule": CapRule.TIME,
+    }
+    return CapSearchRequest(**(defaults | changes))
+
+
+def search(**changes) -> CapSearch:
+    return search_caps(search_request(**changes), lambda done: None)
+
+
+def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
+    """As the planner alone predicts it: a line through steps just below and above the samples."""
+    ranks = searched.parallel.data
+    common = {
+        "cluster": searched.cluster,
+        "caps": caps,
+        "lengths": searched.lengths,
+        "packing": searched.packing,
+        "profile": searched.profile,
+        "epochs": 1,
+    }
+    packs = make_plan(request(packs_per_step=ranks, **common)).plan.data.packs
+    micro_batches = max(searched.samples_per_step * packs / len(searched.lengths) / ranks, 1)
+    points = []
+    for whole in (np.floor(micro_batches), np.ceil(micro_batches)):
+        plan = make_plan(request(packs_per_step=int(whole) * ranks, **common)).plan
+        points.append((len(searched.lengths) / plan.data.steps, plan.prediction.step_ms))
+    (fewer, short_ms), (more, long_ms) = points
+    if fewer == more:
+        return short_ms / fewer
+    slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
+    return slope + start / searched.samples_per_step
+
+
+@pytest.mark.parametrize(
+    ("packing", "compared"), [(PackingMethod.ISF, 20), (PackingMethod.BALANCED, 4)]
+)
+def test_winner_is_the_best_of_the_planners_own_predictions(packing, compared):
+    """Prevents a second cost formula, another drawing of packs, and a winner that is not best."""
+    searched = search_request(packing=packing, lengths=example_lengths(count=200))
+    found = search_caps(searched, lambda done: None)
+    assert len(found.candidates) >= 10
+    candidates = found.candidates[:compared]
+    planned = [planned_ms_per_sample(searched, each.caps) for each in candidates]
+    shown = [each.ms_per_sample for each in candidates]
+    np.testing.assert_allclose(shown, planned, rtol=1e-9)
+    ties = [
+        each for each, ms in zip(candidates, planned, strict=True) if ms <= 1.003 * min(planned)
+    ]
+    smallest = min(ties, key=lambda each: each.max_tiles / 4 + each.max_tokens / 160)
+    assert smallest.caps == found.best
+    assert shown[1:] == sorted(shown[1:])
+
+
+def test_ties_go_to_the_smaller_caps():
+    """Prevents memory from being spent for a difference that the prediction cannot tell."""
+    found = search(profile=None)
+    fastest = min(found.candidates, key=lambda each: each.ms_per_sample)
+    assert found.candidates[0].ms_per_sample > fastest.ms_per_sample
+    assert found.best.max_tokens < fastest.max_tokens
+    assert found.candidates[0].ms_per_sample <= 1.003 * fastest.ms_per_sample
+
+
+@pytest.mark.parametrize("fixed_ms", [1.0, 2.0])
+def test_few_candidates_come_close_to_all(fixed_ms):
+    """Prevents a grid or moves that miss where the best caps are."""
+    searched = search_request(profile=profile_with_fixed_costs(fixed_ms))
+    found = search_caps(searched, lambda done: None)
+    least = least_caps(searched.lengths)
+    everywhere = [
+        planned_ms_per_sample(searched, Caps(max_tiles=tiles, max_tokens=tokens))
+        for tiles in range(least.max_tiles, 4 * least.max_tiles + 1, 3)
+        for tokens in range(160, 641, 120)
+    ]
+    assert found.candidates[0].ms_per_sample <= 1.005 * min(everywhere)
+    assert max(everywhere) > 1.05 * min(everywhere)
+
+
+def test_fixed_costs_ask_for_larger_packs():
+    """Prevents a search that always ends where it starts, or never says that it was cut short."""
+    cheap, dear = (search(profile=profile_with_fixed_costs(ms)) for ms in (0.0, 50.0))
+    assert cheap.best.max_tokens < dear.best.max_tokens == 640
+    assert dear.is_largest
+    assert not cheap.is_largest
+
+
+def test_less_memory_excludes_large_caps():
+    """Prevents caps that cannot be trained, and feasible ones that are called infeasible."""
+    costs = {"profile": profile_with_fixed_costs(50.0)}
+    roomy = search(**costs)
+    tight_cluster = CLUSTER.model_copy(
+        update={"memory_gib": 0.25 * roomy.candidates[0].peak_gib / 0.9}
+    )
+    tight = search(cluster=tight_cluster, **costs)
+    assert not roomy.infeasible
+    assert tight.best.max_tokens < roomy.best.max_tokens
+    assert max(each.peak_gib for each in tight.candidates) <= memory_cap_gib(tight_cluster)
+    assert tight.infeasible
+    for caps, reason in tight.infeasible.items():
+        with pytest.raises(UserError, match="more than the memory cap"):
+            make_plan(request(cluster=tight_cluster, caps=caps, epochs=1, **costs))
+        assert "more than the memory cap" in reason
+
+
+def test_no_caps_fit():
+    """Prevents a traceback or a list of failures where one error can say what would help."""
+    with pytest.raises(UserError) as raised:
+        search(cluster=CLUSTER.model_copy(update={"memory_gib": 0.001}))
+    message = str(raised.value)
+    for words in ("at max_tiles 4 and max_tokens 160", "GiB per device at best", "more pipeline"):
+        assert words in message
+    assert "largest must be split or dropped" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel": Parallel(pipeline=99)}, "pipeline size 99"),
+        ({"profile": example_profile()}, "are not those of internvl-digits"),
+        ({"lengths": example_lengths(origin_of(MODEL, tokens_per_tile=1))}, "were scanned for"),
+    ],
+    ids=["parallel sizes", "profile", "lengths"],
+)
+def test_what_is_wrong_with_any_caps_is_said_as_it_is(changes, words):
+    """Prevents a mistake that has nothing to do with caps from being reported as one of caps."""
+    with pytest.raises(UserError, match=words) as raised:
+        search(**changes)
+    assert "caps" not in str(raised.value)
+
+
+@pytest.mark.parametrize("rule", CapRule)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(1, 40)] * 60 + [(30, 9000)],
+        [(5, 300)] * 40 + [(1, 90), (3, 190)] * 10,
+        [(0, 17), (0, 90), (2, 60)] * 20,
+        [(3, 5)] * 12,
+    ],
+    ids=["one giant", "lumpy", "mostly text", "few samples"],
+)
+def test_every_sample_fits(sizes, rule):
+    """Prevents caps that `omnibal plan` then refuses, on data of any shape."""
+    found = search(lengths=lengths_of(sizes), rule=rule, samples=30, samples_per_step=8)
+    assert found.best.max_tiles >= max(tiles for tiles, _ in sizes)
+    assert found.best.max_tokens >= max(tokens for _, tokens in sizes)
+
+
+def test_text_alone_has_caps_by_time_only():
+    """Prevents a division by the tiles that text does not have."""
+    text = lengths_of([(0, 17), (0, 90)] * 20)
+    assert search(lengths=text).best.max_tiles == 1
+    with pytest.raises(UserError, match="none of 40 samples has a tile"):
+        search(lengths=text, rule=CapRule.PAPER)
+
+
+def test_seed_decides_the_result():
+    """Prevents results that depend on the processes, or on anything but the request."""
+    few = {"samples": 100, "samples_per_step": 10}
+    first, again = search(**few), search_caps(search_request(**few), lambda done: None, processes=2)
+    assert first == again
+    assert search(seed=1, **few).candidates != first.candidates
+
+
+@pytest.mark.parametrize("rule", CapRule)
+def test_progress_ends_at_the_end(rule):
+    """Prevents a bar that stops half-way or runs over."""
+    done: list[int] = []
+    found = search_caps(search_request(rule=rule), done.append)
+    assert done[:-1].count(1) == len(done) - 1 >= len(found.candidates)
+    assert sum(done) == MAX_CANDIDATES
+    assert done[-1] >= 0
+
+
+def test_draw_keeps_samples_whole():
+    """Prevents tiles of one sample with the tokens of another, and doubled samples."""
+    lengths = example_lengths(count=90)
+    drawn = draw_samples(lengths, 40, seed=3)
+    assert len(np.unique(drawn.sample)) == 40
+    for name in ("tiles", "tokens", "loss_tokens", "source"):
+        np.testing.assert_array_equal(getattr(drawn, name), getattr(lengths, name)[drawn.sample])
+    assert draw_samples(lengths, 90, seed=3) is lengths
+
+
+@cache
+def documents(tokens_per_tile: int = 100) -> Lengths:
+    """Of 0 to 5 tiles, so many tokens for each, and some text."""
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(0, 6, 800)
+    tokens = tokens_per_tile * tiles + rng.integers(2, 9, 800) * tokens_per_tile
+    return lengths_of(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
+
+
+def plain_dist_ratio(loads: list[list[int]]) -> float:
+    ratios = [
+        sum(max(step) - load for load in step) / (max(step) * len(step)) if max(step) else 0.0
+        for step in loads
+    ]
+    return sum(ratios) / len(ratios)
+
+
+@pytest.mark.parametrize("tokens_per_tile", [40, 100, 250])
+def test_papers_rule_is_what_its_code_does(tokens_per_tile):
+    """Prevents a rule that only bears the name: computed again, step by step, by plain loops."""
+    lengths, seed = documents(tokens_per_tile), 5
+    mean_tokens = np.mean([256 * np.ceil(tokens / 256) for tokens in lengths.tokens])
+    per_tile = int((mean_tokens // np.mean(lengths.tiles) + 1) // 16) * 16
+    scores = {}
+    for moves in range(1 - 4096 // per_tile, 30):
+        caps = Caps(max_tiles=4096 // per_tile + moves, max_tokens=4096 + moves * per_tile)
+        if caps.max_tiles < 5 or caps.max_tokens < lengths.tokens.max():
+            continue
+        packs = pack_isf(lengths, caps, seed)
+        if not 4 <= len(lengths) / len(packs) <= 5:
+            continue
+        share = len(packs) // 8
+        order = np.arange(8 * share).reshape(8, share)
+        by_step = np.random.default_rng(seed).permuted(order, axis=1).T
+        scores[caps] = sum(
+            plain_dist_ratio([[int(size[packs[pack]].sum()) for pack in step] for step in by_step])
+            for size in (lengths.tiles, lengths.tokens)
+        )
+    assert len(scores) > 1
+    assert paper_caps(lengths, least_caps(lengths), seed) == sorted(scores, key=scores.get)
+
+
+@pytest.mark.parametrize(
+    "size", [(1, 200), (3, 900), (6, 3000)], ids=["from above", "in between", "from below"]
+)
+def test_papers_rule_ends_at_4_to_5_samples(size):
+    """Prevents a walk that goes the wrong way, or stops before or beyond the range."""
+    rng = np.random.default_rng(0)
+    sizes = [(size[0] + n % 2, size[1] + int(rng.integers(99))) for n in range(400)]
+    lengths = lengths_of(sizes)
+    for caps in paper_caps(lengths, least_caps(lengths), 0):
+        assert 4 <= len(lengths) / len(pack_isf(lengths, caps, 0)) <= 5
+
+
+def test_papers_rule_skips_what_does_not_fit_into_memory():
+    """Prevents the rule from choosing caps that cannot be trained while others of it can."""
+    costs = {"lengths": documents(), "rule": CapRule.PAPER, "samples": 800}
+    by_rule = paper_caps(documents(), least_caps(documents()), 0)
+    assert [each.caps for each in search(**costs).candidates] == by_rule
+    none_gib, all_gib = 0.001, CLUSTER.memory_gib
+    for _ in range(30):
+        gib = (none_gib + all_gib) / 2
+        try:
+            tight = search(cluster=CLUSTER.model_copy(update={"memory_gib": gib}), **costs)
+        except UserError:
+            none_gib = gib
+            continue
+        if tight.infeasible:
+            break
+        all_gib = gib
+    feasible = [caps for caps in by_rule if caps not in tight.infeasible]
+    assert 0 < len(feasible) < len(by_rule)
+    assert [each.caps for each in tight.candidates] == feasible
+
+
+LUMPY = lengths_of([(5, 1400)] * 600 + [(3, 900)] * 400)
+
+
+def test_isf_is_warned_of_where_filtering_does_harm():
+    """Prevents silence at caps of 9 for samples of 5 tiles, and a warning where all is well."""
+    lumpy = Caps(max_tiles=9, max_tokens=4096)
+    once, by_default = isf_worsens(LUMPY, lumpy, 0)
+    assert once == len(pack_isf(LUMPY, lumpy, 0, iterations=1))
+    assert by_default == len(pack_isf(LUMPY, lumpy, 0, iterations=10)) > once
+    note = isf_note(LUMPY, lumpy, 0)
+    assert f"{once:,}" in note
+    assert f"{by_default:,}" in note
+    assert "--packing balanced" in note
+    assert isf_note(documents(), Caps(max_tiles=20, max_tokens=8192), 0) is None
+
+
+CAPS = "caps --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --precision fp32"
+
+
+def run(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*CAPS.split(), "--processes", "1", *map(str, arguments)])
+    assert not ended.value.code
+
+
+def test_command_prints_one_json_object(capsys, tmp_path):
+    """Prevents options that the search never sees, and notes mixed with the result."""
+    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
+    write_profile(profile_with_fixed_costs(50.0), tmp_path / "profile.json")
+    given = (tmp_path / "lengths.parquet", "--profile", tmp_path / "profile.json")
+    expected = search_request(
+        cluster=CLUSTER.model_copy(update={"memory_gib": 0.011}),
+        profile=profile_with_fixed_costs(50.0),
+        samples_per_step=30,
+        samples=200,
+        seed=3,
+    )
+    options = "--packing isf --samples-per-step 30 --samples 200 --seed 3 --memory-gib 0.011"
+    run(*given, *options.split(), "--json")
+    found = search_caps(expected, lambda done: None)
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == ("max_tiles max_tokens rule candidates infeasible seconds".split())
+    assert Caps(max_tiles=printed["max_tiles"], max_tokens=printed["max_tokens"]) == found.best
+    assert printed["candidates"] == [asdict(candidate) for candidate in found.candidates]
+    assert len(printed["infeasible"]) == len(found.infeasible) > 0
+
+
+def test_command_says_what_to_use(capsys, tmp_path):
+    """Prevents a table without the winner, and caps that are not those of the table."""
+    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
+    run(tmp_path / "lengths.parquet", "--packing", "isf", "--rule", "paper")
+    printed = capsys.readouterr().out
+    # After the header, which ends so too.
+    row = [line for line in printed.splitlines() if line.strip().endswith("best")][-1].split()
+    used = f"use: --max-tiles {row[0]} --max-tokens {row[1].replace(',', '')}"
+    assert printed.splitlines()[-1] == used
+
+
+def test_command_notes_what_to_beware_of(capsys, tmp_path):
+    """Prevents caps that are due to counted costs, or to ISF, from being taken as they are."""
+    write_lengths(LUMPY, tmp_path / "lengths.parquet")
+    run(tmp_path / "lengths.parquet", "--packing", "isf", "--samples-per-step", 8)
+    assert "note: counted costs" in " ".join(capsys.readouterr().err.split())
+    lumpy = search_request(lengths=LUMPY, packing=PackingMethod.ISF)
+    candidate = replace(search().candidates[0], max_tiles=9, max_tokens=4096)
+    chosen = CapSearch(candidates=(candidate,), infeasible={}, is_largest=False)
+    assert isf_note(LUMPY, Caps(max_tiles=9, max_tokens=4096), 0) in notes(lumpy, chosen)
+    assert not notes(replace(lumpy, packing=PackingMethod.BALANCED), chosen)
