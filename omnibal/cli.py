@@ -212,6 +212,7 @@ def pack(  # noqa: PLR0913 (one parameter per option)
     as_json: JsonOption = False,
 ) -> None:
     """Pack samples under two caps, match packs into steps, share them out, and measure it all."""
+    from omnibal.cap_search import isf_note
     from omnibal.cost.analytic import analytic_cost
     from omnibal.cost.model import pack_features
     from omnibal.data.bound import naive_lower_bound, packs_lower_bound
@@ -251,6 +252,8 @@ def pack(  # noqa: PLR0913 (one parameter per option)
     with _status("proving how many packs are needed"):
         least = (packs_lower_bound if bound else naive_lower_bound)(samples, caps)
     metrics = measure_packs(packs, samples, caps, dp, load(packs.packs), least)
+    if packing is PackingMethod.ISF and (note := isf_note(samples, caps, seed)) is not None:
+        sys.stderr.write(f"note: {note}\n")
     result = asdict(metrics) | {"seconds": seconds, "load": cost.source, "model": config.name}
     _print_result(as_json, result, tables.packs_table(metrics, f"{config.name}, {cost.source}"))
 
@@ -591,10 +594,9 @@ def _find_caps(
     )
     with _progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
         found = cap_search.search_caps(request, advance, usable_cores())
-    sys.stderr.write(
-        f"note: found --max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}; "
-        "`omnibal caps` shows what else was tried\n"
-    )
+    chosen = f"--max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}"
+    for note in (f"found {chosen}", *cap_search.notes(request, found)):
+        sys.stderr.write(f"note: {note}\n")
     return found.best
 
 

@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from plan_cases import example_lengths, example_profile
@@ -17,6 +19,7 @@ from omnibal.cost.model import Unit
 from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import read_packs
+from omnibal.plan import read_plan
 
 PACK_KEYS = (
     "samples packed packs packs_lower_bound gap samples_per_pack fill_tiles fill_tokens pad_ratio "
@@ -103,6 +106,55 @@ def test_pack_seed_decides_the_file(tmp_path, lengths_file):
         run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file, "--seed", seed, "-o", path)
     contents = [(tmp_path / name).read_bytes() for name in "abc"]
     assert contents[0] == contents[1] != contents[2]
+
+
+def test_isf_at_caps_that_do_not_suit_it_is_said(capsys, tmp_path):
+    """Prevents a packing that gets worse with every iteration without a word."""
+    tiles = np.repeat(np.array([5, 3], np.int32), [600, 400])
+    lumpy = replace(
+        example_lengths(count=1000),
+        tiles=tiles,
+        tokens=tiles * 290,
+        loss_tokens=tiles,
+        source=tiles * 0,
+    )
+    write_lengths(lumpy, tmp_path / "lumpy.parquet")
+    command = "pack --max-tiles 9 --max-tokens 4096 --dp 1 --no-bound"
+    run(command, tmp_path / "lumpy.parquet", "--packing", "isf")
+    assert "do not suit these sizes" in capsys.readouterr().err
+    run(command, tmp_path / "lumpy.parquet")
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_plan_searches_for_caps_that_are_not_given(capsys, tmp_path, lengths_file):
+    """Prevents a plan that cannot be made without knowing good caps, or half of a pair."""
+    options = f"plan --model internvl-digits --cluster laptop-cpu --lengths {lengths_file}"
+    run(options, "-o", tmp_path / "plan")
+    caps = read_plan(tmp_path / "plan").data.caps
+    noted = f"note: found --max-tiles {caps.max_tiles} --max-tokens {caps.max_tokens}"
+    assert noted in capsys.readouterr().err
+    message = failure(capsys, options, "--max-tiles", 8, "-o", tmp_path / "other")
+    assert "give both --max-tiles and --max-tokens, or neither" in message
+
+
+def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, lengths_file):
+    """Prevents other steps under the same plan's name, and options that are silently overruled."""
+    run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", tmp_path / "plan")
+    options = "plan --model internvl-digits --cluster laptop-cpu --dp 4 --steps-of"
+    run(options, tmp_path / "plan", "-o", tmp_path / "wider")
+    plans = [read_plan(tmp_path / name) for name in ("plan", "wider")]
+    assert plans[0].data.steps_sha256 == plans[1].data.steps_sha256
+    assert plans[0].data.packs_sha256 != plans[1].data.packs_sha256
+    run("check", tmp_path / "wider")
+    capsys.readouterr()
+    message = failure(
+        capsys, options, tmp_path / "plan", "--seed", 1, "--epochs", 2, "-o", tmp_path / "x"
+    )
+    assert "--epochs, --seed cannot be given" in message
+    run(PLAN, "-o", tmp_path / "shapes")
+    capsys.readouterr()
+    message = failure(capsys, options, tmp_path / "shapes", "-o", tmp_path / "x")
+    assert "is a plan of shapes only" in message
 
 
 def test_plan_check_and_report(capsys, tmp_path, lengths_file):
