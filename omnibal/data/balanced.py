@@ -18,6 +18,7 @@ import numpy as np
 from scipy import sparse
 
 from omnibal.data.fit import Seed, check_samples_fit
+from omnibal.data.isf import cut_groups
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.data.patterns import (
@@ -28,6 +29,7 @@ from omnibal.data.patterns import (
     first_guesses,
     generate_mix,
     group_sizes,
+    mixed_alike,
     most_copies,
 )
 from omnibal.plan import Caps
@@ -40,6 +42,8 @@ _MAX_ROUNDS = 100
 _TOLERANCE = 2e-4
 _SPARE_SHARE = 4096
 """Patterns leave this part of the token cap free, so that evening out has room."""
+_RANDOM_SAMPLES = 40_000
+"""Drawn to see what random packs look like."""
 _MIN_EVENING_ROUNDS = 5
 _MAX_EVENING_ROUNDS = 15
 _REST_CELLS = 1 << 14
@@ -61,7 +65,7 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
     types = group_sizes(tiles, tokens, min(_MAX_TYPES, len(lengths) // _MIN_SAMPLES_PER_TYPE))
     spare_tokens = caps.max_tokens // _SPARE_SHARE
     reduced = Caps(max_tiles=caps.max_tiles, max_tokens=caps.max_tokens - spare_tokens)
-    mix = _mix_types(types, reduced)
+    mix = _mix_types(types, (tiles, tokens), reduced, rng)
     dealt, left = _deal(types, mix, rng)
     even = _even_out(dealt, tiles, tokens, caps.max_tokens, rng)
     kept, taken_out = _take_out_excess(even, tokens, caps.max_tokens)
@@ -73,7 +77,9 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
     return Packs.join([kept, Packs.from_lists(rest)])
 
 
-def _mix_types(types: SizeTypes, caps: Caps) -> Mix:
+def _mix_types(
+    types: SizeTypes, sizes: tuple[np.ndarray, np.ndarray], caps: Caps, rng: np.random.Generator
+) -> Mix:
     """Patterns for types taken at their mean sizes.
 
     A pattern's mean tokens stay within the token cap, so the packs made from it do on average.
@@ -92,7 +98,7 @@ def _mix_types(types: SizeTypes, caps: Caps) -> Mix:
     def trim(patterns: np.ndarray) -> np.ndarray:
         return _without_excess(patterns, types.mean_tokens, caps.max_tokens)
 
-    return generate_mix(
+    mix = generate_mix(
         items,
         types.counts.astype(np.float64),
         trim(np.diag(most_copies(items))).astype(np.float64),
@@ -102,6 +108,23 @@ def _mix_types(types: SizeTypes, caps: Caps) -> Mix:
         max_new_columns=len(types),
         tolerance=_TOLERANCE,
     )
+    _, kind = np.unique(types.tiles, return_inverse=True)
+    random = trim(_random_patterns(types, *sizes, caps, rng)).astype(np.float64)
+    return mixed_alike(mix, types.counts.astype(np.float64), random, kind)
+
+
+def _random_patterns(
+    types: SizeTypes, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
+) -> np.ndarray:
+    """Types of samples that fill packs in random order, int64 [packs, types]."""
+    type_of = np.empty(len(tiles), np.int64)
+    type_of[types.members] = np.repeat(np.arange(len(types)), types.counts)
+    drawn = rng.permutation(len(tiles))[:_RANDOM_SAMPLES]
+    # A sample may exceed the reduced token cap, and is then alone.
+    bounds = cut_groups(tiles[drawn], np.minimum(tokens[drawn], caps.max_tokens), caps)
+    pack = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    cells = np.bincount(pack * len(types) + type_of[drawn], minlength=(pack[-1] + 1) * len(types))
+    return cells.reshape(-1, len(types))
 
 
 def _without_excess(patterns: np.ndarray, tokens: np.ndarray, max_tokens: int) -> np.ndarray:

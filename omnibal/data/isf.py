@@ -55,7 +55,7 @@ def pack_isf(
         if not len(left):
             break
         left = rng.permutation(left)
-        bounds = _cut_groups(tiles[left], tokens[left], caps)
+        bounds = cut_groups(tiles[left], tokens[left], caps)
         group_tiles = np.add.reduceat(tiles[left], bounds[:-1])
         group_tokens = np.add.reduceat(tokens[left], bounds[:-1])
         full = (group_tiles >= tile_threshold) | (group_tokens >= token_threshold)
@@ -64,11 +64,11 @@ def pack_isf(
         left = left[np.repeat(~full, np.diff(bounds))]
     if len(left):
         left = rng.permutation(left)
-        kept += np.split(left, _cut_groups(tiles[left], tokens[left], caps)[1:-1])
+        kept += np.split(left, cut_groups(tiles[left], tokens[left], caps)[1:-1])
     return Packs.from_lists(kept)
 
 
-def _cut_groups(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
+def cut_groups(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
     """Bounds of the groups when samples are taken in order until the next would break a cap.
 
     Where a group that starts at i ends does not depend on what came before, so all possible ends

@@ -13,7 +13,7 @@ for several rows in parts. A knapsack's table is [tile units + 1, token units + 
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +27,9 @@ _MAX_CELLS = 1 << 17
 _MAX_TILE_UNITS = 512
 _MIN_IMPROVEMENT = 1e-7
 _EMPTY = 1e-12
+_MORE_PACKS = 2e-4
+"""Share of packs that being mixed may cost."""
+_MAX_RANDOM = 3000
 _BLENDS = (0.1, 0.5, 0.9)
 """Shares of the tiles in the first guesses of what samples are worth."""
 
@@ -225,6 +228,35 @@ def generate_mix(
         packs=master.packs,
         bound=bound,
     )
+
+
+def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray) -> Mix:
+    """Hardly more packs, of patterns that are as mixed as can be.
+
+    The patterns of a master's solution are extreme: some packs hold samples of one kind alone. Of
+    the patterns that are worth a whole pack, those are used that deviate least from the mean of all
+    packs, by the sum over the kinds of squared deviation over mean (chi-squared).
+
+    Args:
+        mix: of the fewest packs.
+        demand: float64 [rows].
+        random: float64 [columns, rows], more columns, as random packs have them.
+        kind: int64 [rows], from 0 without gaps.
+    """
+    worth_a_pack = random[random @ mix.values >= 1 - _MORE_PACKS]
+    columns = _with_new(mix.columns, worth_a_pack[:_MAX_RANDOM])
+    of_kind = sparse.csr_array((np.ones(len(kind)), (np.arange(len(kind)), kind)))
+    mean = demand @ of_kind / mix.packs
+    solution = linprog(
+        ((columns @ of_kind - mean) ** 2 / mean).sum(axis=1),
+        A_ub=sparse.vstack([-columns.T, np.ones((1, len(columns)))], format="csr"),
+        b_ub=np.append(-demand, mix.packs * (1 + _MORE_PACKS)),
+        method="highs-ds",
+    )
+    if not solution.success:
+        return mix
+    used = solution.x > _EMPTY
+    return replace(mix, columns=columns[used], times=solution.x[used])
 
 
 def _with_new(columns: np.ndarray, found: np.ndarray) -> np.ndarray:
