@@ -3,6 +3,8 @@
 1. Samples are grouped into types of similar size, and column generation finds the patterns of types
    that need the fewest packs (`omnibal.data.patterns`). This costs the same for any number of
    samples.
+   Of the patterns that are as good, those are used that resemble the mean of all packs: packs are
+   then mixtures, alike in length, and no step is of one kind of sample.
 2. Every pattern is used a whole number of times, with samples drawn at random from its types.
 3. A pattern fits on average, a single pack perhaps not. Samples of equal tiles may trade places, so
    in every round each pack offers one sample of a tile count, and the largest offer goes where the

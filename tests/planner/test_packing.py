@@ -198,6 +198,18 @@ def test_balanced_is_near_the_bound(name):
     assert len(packs) < len(pack_samples(lengths, caps, PackingMethod.ISF, 0))
 
 
+@pytest.mark.parametrize("name", ["charts", "ocr"])
+def test_packs_are_mixtures(name):
+    """Prevents packs of one kind of sample, which are as few and train worse.
+
+    The spread of samples per pack must be below that of ISF, whose packs are random.
+    """
+    lengths = family(name, 4000)
+    caps = Caps(max_tiles=FAMILIES[name][0], max_tokens=FAMILIES[name][1])
+    sizes = [np.diff(pack_samples(lengths, caps, m, 0).offsets) for m in PackingMethod]
+    assert sizes[0].std() < sizes[1].std()
+
+
 def test_seeds_put_other_samples_together():
     """Prevents epochs in which the same samples always share a pack."""
     lengths, caps = family("ocr", 6000), Caps(max_tiles=15, max_tokens=4096)
