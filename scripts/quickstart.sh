@@ -40,7 +40,7 @@ make $work/profile.json omnibal profile --model internvl-digits --precision fp32
 
 make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
     --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
-    --micro-batches 4 --epochs 3 -o "$plan"
+    --micro-batches 3 --epochs 3 -o "$plan"
 
 printf '\n$ omnibal check %s\n' "$plan"
 omnibal check "$plan"

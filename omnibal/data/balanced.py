@@ -44,7 +44,7 @@ _MAX_ROUNDS = 100
 _TOLERANCE = 2e-4
 _SPARE_SHARE = 4096
 """Patterns leave this part of the token cap free, so that evening out has room."""
-_RANDOM_SAMPLES = 40_000
+_RANDOM_SAMPLES = 20_000
 """Drawn to see what random packs look like."""
 _MIN_EVENING_ROUNDS = 5
 _MAX_EVENING_ROUNDS = 15

@@ -29,7 +29,7 @@ _MIN_IMPROVEMENT = 1e-7
 _EMPTY = 1e-12
 _MORE_PACKS = 2e-4
 """Share of packs that being mixed may cost."""
-_MAX_RANDOM = 3000
+_MAX_RANDOM = 1200
 _BLENDS = (0.1, 0.5, 0.9)
 """Shares of the tiles in the first guesses of what samples are worth."""
 
