@@ -249,11 +249,11 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
     mean = demand @ of_kind / mix.packs
     solution = linprog(
         ((columns @ of_kind - mean) ** 2 / mean).sum(axis=1),
-        A_ub=sparse.vstack([-columns.T, np.ones((1, len(columns)))], format="csr"),
+        A_ub=sparse.csr_array(np.vstack([-columns.T, np.ones(len(columns))])),
         b_ub=np.append(-demand, mix.packs * (1 + _MORE_PACKS)),
         method="highs-ds",
     )
-    if not solution.success:
+    if not solution.success:  # the mix itself is a solution, but tolerances may hide it
         return mix
     used = solution.x > _EMPTY
     return replace(mix, columns=columns[used], times=solution.x[used])
