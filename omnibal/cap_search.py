@@ -15,10 +15,9 @@ from itertools import count
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.analytic import analytic_cost
+from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Profile, fitted_cost
+from omnibal.cost.profile import Profile
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import dist_ratio
@@ -29,7 +28,7 @@ from omnibal.data.steps import Steps, match_packs
 from omnibal.errors import UserError
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.plan import Caps, Parallel
-from omnibal.planner import PlanRequest, check_parallel, make_plan, model_of_origin
+from omnibal.planner import PlanRequest, check_parallel, job_cost, make_plan, model_of_origin
 
 MAX_CANDIDATES = 32
 """Of a search by time: 17 on the grid, the best 3 again on more samples, twice 6 moves."""
@@ -86,6 +85,7 @@ class CapSearchRequest:
     profile: Profile | None
     """Measured costs; None to count operations and bytes instead."""
     rule: CapRule
+    frozen: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,10 +312,8 @@ def _model_and_cost(request: CapSearchRequest) -> tuple[ModelConfig, CostModel]:
     """As `make_plan` takes them; what is wrong with any caps is found here."""
     check_parallel(request.model, request.parallel, request.cluster)
     model = model_of_origin(request.model, request.lengths.origin)
-    given = model, request.cluster, request.parallel, request.precision
-    if request.profile is None:
-        return model, analytic_cost(*given)
-    return model, fitted_cost(request.profile, *given)
+    job = model, request.cluster, request.parallel, request.precision
+    return model, job_cost(request.profile, *job, request.frozen)
 
 
 def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
@@ -399,6 +397,7 @@ class _Evaluation:
                 epochs=1,
                 seed=request.seed,
                 profile=request.profile,
+                frozen=request.frozen,
                 steps=Steps.of(packs, step, np.zeros(len(packs), np.int32)),
             )
         ).plan

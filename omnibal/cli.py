@@ -63,7 +63,7 @@ _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 
 def _preset_help(kind: str) -> str:
-    return f"{kind} preset ({', '.join(preset_names(kind + 's'))}) or TOML file"
+    return f"{kind} preset (`omnibal presets` lists them) or TOML file"
 
 
 ModelOption = Annotated[str, typer.Option("--model", help=_preset_help("model"))]
@@ -512,6 +512,18 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         tables.memory_table(result.plan, prediction),
         tables.plan_table(result.plan, prediction),
     )
+
+
+@app.command()
+def presets(as_json: JsonOption = False) -> None:
+    """List the models and clusters that can be named."""
+    models = [load_model(name) for name in preset_names("models")]
+    clusters = [load_cluster(name) for name in preset_names("clusters")]
+    result = {
+        "models": [model.model_dump(mode="json") for model in models],
+        "clusters": [cluster.model_dump(mode="json") for cluster in clusters],
+    }
+    _print_result(as_json, result, tables.models_table(models), tables.clusters_table(clusters))
 
 
 @app.command()

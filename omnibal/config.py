@@ -15,6 +15,8 @@ from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 
 Precision = Literal["fp32", "bf16"]
+Part = Literal["vision", "projector", "language"]
+"""What can be trained or frozen as a whole."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -63,7 +65,7 @@ class VisionConfig(Frozen):
 
 
 class LanguageConfig(Frozen):
-    """InternLM2 (Llama family): RMSNorm, grouped-query attention, RoPE, SwiGLU, untied head."""
+    """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU, untied head."""
 
     layers: PositiveInt
     hidden_size: PositiveInt
@@ -71,6 +73,7 @@ class LanguageConfig(Frozen):
     kv_heads: PositiveInt
     ffn_hidden_size: PositiveInt
     vocab_size: PositiveInt
+    qkv_bias: bool = False
     norm_eps: PositiveFloat = 1e-5
     rope_base: PositiveInt = 1_000_000
 
@@ -152,8 +155,15 @@ class ClusterConfig(Frozen):
         le=1, description="share of the peak that layers reach"
     )
     memory_gb_per_s: PositiveFloat
+    memory_efficiency: PositiveFloat = Field(
+        le=1, description="share of that rate that element-wise kernels reach"
+    )
+    kernel_us: PositiveFloat = Field(description="of each kernel, besides its work")
     intra_node_gb_per_s: PositiveFloat
     inter_node_gb_per_s: PositiveFloat
+    link_efficiency: PositiveFloat = Field(
+        le=1, description="share of both rates that transfers reach"
+    )
     link_latency_us: PositiveFloat
 
 

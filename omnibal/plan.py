@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from omnibal.config import ClusterConfig, Frozen, ModelConfig, Precision
+from omnibal.config import ClusterConfig, Frozen, ModelConfig, Part, Precision
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.files import read_json_model, write_json_model
 
@@ -29,6 +29,14 @@ class Parallel(Frozen):
     tensor: PositiveInt = 1
     pipeline: PositiveInt
     data: PositiveInt = 1
+    sequence_parallel: bool = False
+    """Divide the language model's tensors between parallel blocks over tensor ranks too."""
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor(self) -> "Parallel":
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel needs a tensor size of at least 2")
+        return self
 
     @property
     def world_size(self) -> int:
@@ -150,6 +158,8 @@ class Plan(Frozen):
     model: ModelConfig
     precision: Precision
     parallel: Parallel
+    frozen: tuple[Part, ...] = ()
+    """Parts of the model that are not trained."""
     stages: tuple[Stage, ...]
     cluster: ClusterConfig
     data: DataPlan | None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost, read_profile, write_profile
@@ -54,6 +54,8 @@ class PlanRequest:
     seed: int
     profile: Profile | None
     """Measured costs; None to count operations and bytes instead."""
+    frozen: tuple[Part, ...] = ()
+    """Parts of the model that are not trained."""
     steps: Steps | None = None
     """Of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
 
@@ -85,7 +87,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
     check_parallel(request.model, request.parallel, request.cluster)
     origin = request.lengths.origin if request.lengths is not None else None
     model = model_of_origin(request.model, origin)
-    cost = _cost(request.profile, model, request.cluster, request.parallel, request.precision)
+    cost = _cost(request, model)
     shapes = Shapes(caps=request.caps, micro_batches_per_step=request.micro_batches)
     if request.lengths is None:
         packs, lengths = _data_at_caps(shapes, request.parallel.data)
@@ -111,6 +113,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
         model=model,
         precision=request.precision,
         parallel=request.parallel,
+        frozen=request.frozen,
         stages=stages,
         cluster=request.cluster,
         data=None if request.lengths is None else _data_plan(request, lengths, packs),
@@ -126,7 +129,7 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
 
     Raises:
         UserError: there are more stages than layers, tensor-parallel ranks do not divide the
-            attention heads or feed-forward sizes, or they are more than a node's devices.
+            language model's heads or a feed-forward size, or they are more than a node's devices.
     """
     layers = model.vision.layers + model.language.layers
     if parallel.pipeline > layers:
@@ -139,8 +142,8 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
             f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
             f"node of {cluster.name}, and its ranks must share one: choose at most that many"
         )
+    # Not the vision heads: Megatron pads InternViT's 25 to a multiple of the tensor size.
     divided = {
-        "vision.heads": model.vision.heads,
         "vision.ffn_hidden_size": model.vision.ffn_hidden_size,
         "language.heads": model.language.heads,
         "language.kv_heads": model.language.kv_heads,
@@ -170,7 +173,8 @@ def cost_of_plan(plan: Plan, directory: Path) -> CostModel:
     """
     path = directory / PROFILE_FILE
     profile = read_profile(path) if path.exists() else None
-    return _cost(profile, plan.model, plan.cluster, plan.parallel, plan.precision)
+    job = plan.model, plan.cluster, plan.parallel, plan.precision
+    return job_cost(profile, *job, plan.frozen)
 
 
 def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
@@ -316,16 +320,27 @@ def model_of_origin(model: ModelConfig, origin: LengthsOrigin | None) -> ModelCo
     return model.model_copy(update={"tiling": origin.tiling})
 
 
-def _cost(
+def _cost(request: PlanRequest, model: ModelConfig) -> CostModel:
+    job = model, request.cluster, request.parallel, request.precision
+    return job_cost(request.profile, *job, request.frozen)
+
+
+def job_cost(
     profile: Profile | None,
     model: ModelConfig,
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
+    frozen: tuple[Part, ...],
 ) -> CostModel:
+    """Costs by the profile, or counted without one.
+
+    Raises:
+        UserError: the profile is of another model, precision or tensor-parallel size.
+    """
     if profile is None:
-        return analytic_cost(model, cluster, parallel, precision)
-    return fitted_cost(profile, model, cluster, parallel, precision)
+        return analytic_cost(model, cluster, parallel, precision, frozen)
+    return fitted_cost(profile, model, cluster, parallel, precision, frozen)
 
 
 def _packs(

@@ -7,6 +7,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from omnibal.config import ClusterConfig, ModelConfig
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import PackMetrics
 from omnibal.plan import Plan, Prediction, Stage, memory_cap_gib
@@ -35,6 +36,35 @@ def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
         {"source": name, **length_statistics(lengths, lengths.source == code)}
         for code, name in enumerate(lengths.source_names)
     ]
+
+
+def models_table(models: Sequence[ModelConfig]) -> Table:
+    """The model presets: layers x hidden size, and pixels and tokens of a tile."""
+    table = _table("Models", "name", "vision", "language", "pixels", "tokens")
+    for model in models:
+        table.add_row(
+            model.name,
+            f"{model.vision.layers} x {model.vision.hidden_size}",
+            f"{model.language.layers} x {model.language.hidden_size}",
+            str(model.vision.image_size),
+            str(model.tokens_per_tile),
+        )
+    return table
+
+
+def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
+    """The cluster presets."""
+    table = _table("Clusters", "name", "device", "GiB", "bf16 TFLOP/s", "GB/s in node", "between")
+    for cluster in clusters:
+        table.add_row(
+            cluster.name,
+            cluster.device,
+            f"{cluster.memory_gib:g}",
+            f"{cluster.peak_tflops['bf16']:g}",
+            f"{cluster.intra_node_gb_per_s:g}",
+            f"{cluster.inter_node_gb_per_s:g}",
+        )
+    return table
 
 
 def lengths_table(lengths: Lengths) -> Table:

@@ -43,7 +43,7 @@ def vision_transformer_config(
 def language_transformer_config(
     model: ModelConfig, stages: Sequence[Stage], parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
-    """InternLM2's layers, spread over the stages as the plan says."""
+    """The language model's layers, spread over the stages as the plan says."""
     language = model.language
     return TransformerConfig(
         num_layers=language.layers,
@@ -54,6 +54,7 @@ def language_transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=language.norm_eps,
         add_bias_linear=False,
+        add_qkv_bias=language.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         pipeline_model_parallel_layout=_layout([stage.language_layers for stage in stages]),

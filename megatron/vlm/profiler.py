@@ -244,6 +244,7 @@ def _measure_units(
             tiles=batch.tiles,
             tokens=batch.tokens,
             squared_tokens=sum(length**2 for length in batch.segment_tokens),
+            loss_tokens=len(batch.loss_positions_L),
             forward_ms=_typical_ms(forward[index, unit]),
             backward_ms=_typical_ms(backward[index, unit]),
             activation_bytes=kept[index][unit],

@@ -1,25 +1,40 @@
 """Costs by counting operations and bytes against a cluster's data-sheet figures.
 
-Operations: Narayanan et al. 2021 (Megatron-LM, arXiv 2104.04473, appendix): a layer of hidden size
-h does 24 s h^2 + 4 s^2 h per sequence of s; generalised here to grouped-query attention, SwiGLU and
-any feed-forward size. Causal attention does half of the squared term. Backward is twice forward.
+Time of a unit's forward pass is the sum of four counts, none of which overlaps another:
 
-Activations: Korthikanti et al. 2022 (arXiv 2205.05198, section 4): 34 s h bytes per layer in 16 bit
-besides attention's squared term; here without dropout masks (32 s h), with flash attention (nothing
-quadratic, one fp32 log-sum-exp per head), plus what layer scale and q/k norms keep. Tensors between
-the parallel blocks are whole on every tensor-parallel rank, those inside are divided.
+* matrix products, at a share `matmul_efficiency` of the device's peak. A layer of hidden size h
+  does 24 s h^2 + 4 s^2 h operations per sequence of s (Narayanan et al. 2021, Megatron-LM, arXiv
+  2104.04473, appendix); generalised here to grouped-query attention, SwiGLU and any feed-forward
+  size. Causal attention does half of the squared term. Backward is twice forward, and half of that
+  where only the input's gradient is wanted; attention's is 2.5 times forward, as it recomputes its
+  scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, section 3.3).
+* element-wise passes (norms, biases, residuals, activation functions, rotary embedding), in bytes
+  read and written, at a share `memory_efficiency` of the memory's rate. They make a vision layer
+  slower than its operations say: tensor parallelism divides its products but not its norms and
+  residuals, as a sequence of 1,025 positions cannot be divided.
+* tensor-parallel collectives: two all-reduces of the layer's output in each direction, or with
+  sequence parallelism an all-gather and a reduce-scatter in place of each, and in backward two
+  gathers more (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+* kernels, each at `kernel_us` besides its work; backward also adds to fp32 gradients, once per
+  parameter and micro-batch.
 
-Not counted: tensor-parallel collectives and element-wise kernels of layers, both of which
-`matmul_efficiency` has to cover, and rows of padding in the vocabulary.
+Activations: Korthikanti et al., section 4: 34 s h bytes per layer in 16 bit besides attention's
+squared term; here without dropout masks (32 s h), with flash attention (nothing quadratic, one fp32
+log-sum-exp per head), plus what layer scale and q/k norms keep. Tensors between the parallel blocks
+are whole on every tensor-parallel rank, or divided under sequence parallelism; those inside are
+divided. A frozen layer keeps only what its input's gradient needs: no inputs of linear layers.
 
-Letters: h hidden, f feed-forward, P positions per tile, T language tokens per tile.
+Not counted: rows of padding in the vocabulary.
+
+Letters: h hidden, f feed-forward, P positions per tile, T language tokens per tile, t tensor size.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
 from omnibal.cost.model import CostModel, Unit, UnitCost
 from omnibal.plan import Parallel
 
@@ -29,41 +44,79 @@ GRADIENT_BYTES = 4
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
 """Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
 
-_FIXED, _TILES, _TOKENS, _SQUARED = np.eye(4)
+_FIXED, _TILES, _TOKENS, _SQUARED, _LOSS_TOKENS = np.eye(5)
 _TOKEN_ID_BYTES = 8
 _FP32_BYTES = 4
+_BACKWARD_OF_ATTENTION = 2.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Device:
+    """Rates of one device, and how its tensor-parallel group divides a unit."""
+
     flops_per_ms: float
     bytes_per_ms: float
+    collective_bytes_per_ms: float
+    kernel_ms: float
     tensor: int
+    sequence_parallel: bool
+    """Of the language model."""
     element_bytes: int
+
+    @property
+    def whole(self) -> float:
+        """Share of the language model's tensors between parallel blocks that a rank holds."""
+        return 1 / self.tensor if self.sequence_parallel else 1.0
+
+    @property
+    def sent(self) -> float:
+        """Share of a tensor that a rank sends in an all-gather or a reduce-scatter (a ring)."""
+        return (self.tensor - 1) / self.tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counts:
+    """What one unit does on one device. Vectors [5]; of one forward pass."""
+
+    matmul_flops: np.ndarray
+    attention_flops: np.ndarray
+    moved_bytes: np.ndarray
+    collective_bytes: np.ndarray
+    """Sent by the rank; backward sends as much."""
+    gathered_again_bytes: np.ndarray
+    """Sent in backward only, for the gradients of weights."""
+    kernels: int
+    kept_bytes: np.ndarray
+    kept_frozen_bytes: np.ndarray
+    """Where only the gradient of the input is wanted."""
+    boundary_bytes: np.ndarray
+    output_bytes: np.ndarray
+    transient_bytes: np.ndarray
+    parameters: int
 
 
 def analytic_cost(
-    model: ModelConfig, cluster: ClusterConfig, parallel: Parallel, precision: Precision
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    frozen: Collection[Part] = (),
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes."""
     element_bytes = ELEMENT_BYTES[precision]
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
-    bytes_per_ms = cluster.memory_gb_per_s * 1e6
+    bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
     device = _Device(
         flops_per_ms=cluster.peak_tflops[precision] * 1e9 * cluster.matmul_efficiency,
         bytes_per_ms=bytes_per_ms,
+        collective_bytes_per_ms=1 / _link_ms_per_byte(cluster, parallel.tensor),
+        kernel_ms=cluster.kernel_us / 1e3,
         tensor=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel,
         element_bytes=element_bytes,
     )
     return CostModel(
-        units={
-            Unit.VISION_EMBED: _vision_embed(model, device),
-            Unit.VISION_LAYER: _vision_layer(model, device),
-            Unit.PROJECTOR: _projector(model, device),
-            Unit.LANGUAGE_EMBED: _language_embed(model, device),
-            Unit.LANGUAGE_LAYER: _language_layer(model, device),
-            Unit.HEAD: _head(model, device),
-        },
+        units=_unit_costs(model, device, frozen),
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / parallel.data,
@@ -81,7 +134,7 @@ def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
     """Of a group that spans so many consecutive ranks: one node's links, or the network's."""
     within_node = consecutive_ranks <= cluster.gpus_per_node
     rate = cluster.intra_node_gb_per_s if within_node else cluster.inter_node_gb_per_s
-    return 1 / (rate * 1e6)
+    return 1 / (rate * 1e6 * cluster.link_efficiency)
 
 
 def _gradient_reduction_ms(
@@ -96,41 +149,93 @@ def _gradient_reduction_ms(
     return sent_bytes * _link_ms_per_byte(cluster, parallel.tensor * parallel.data)
 
 
+def _unit_costs(
+    model: ModelConfig, device: _Device, frozen: Collection[Part]
+) -> dict[Unit, UnitCost]:
+    """In model order; a unit has a backward if it, or anything before it, is trained."""
+    units: tuple[tuple[Unit, Part, _Counts], ...] = (
+        (Unit.VISION_EMBED, "vision", _vision_embed(model, device)),
+        (Unit.VISION_LAYER, "vision", _vision_layer(model, device)),
+        (Unit.PROJECTOR, "projector", _projector(model, device)),
+        (Unit.LANGUAGE_EMBED, "language", _language_embed(model, device)),
+        (Unit.LANGUAGE_LAYER, "language", _language_layer(model, device)),
+        (Unit.HEAD, "language", _head(model, device)),
+    )
+    costs = {}
+    before_trained = False
+    for unit, part, counts in units:
+        trained = part not in frozen
+        costs[unit] = _unit_cost(device, counts, trained=trained, before_trained=before_trained)
+        before_trained = before_trained or trained
+    return costs
+
+
 def _unit_cost(
-    device: _Device,
-    *,
-    flops: np.ndarray,
-    moved_bytes: np.ndarray,
-    activation_bytes: np.ndarray,
-    boundary_bytes: np.ndarray,
-    output_bytes: np.ndarray,
-    transient_bytes: np.ndarray,
-    parameters: int,
+    device: _Device, counts: _Counts, *, trained: bool, before_trained: bool
 ) -> UnitCost:
-    """`flops` and `moved_bytes` are of one forward pass on this device."""
-    forward_ms = flops / device.flops_per_ms + moved_bytes / device.bytes_per_ms
+    kernels_ms = _FIXED * counts.kernels * device.kernel_ms
+    matmul_ms = counts.matmul_flops / device.flops_per_ms
+    attention_ms = counts.attention_flops / device.flops_per_ms
+    moved_ms = counts.moved_bytes / device.bytes_per_ms
+    collective_ms = counts.collective_bytes / device.collective_bytes_per_ms
+    forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
+    has_backward = trained or before_trained
+    if not has_backward:
+        nothing = 0 * _FIXED
+        return UnitCost(
+            forward_ms=forward_ms,
+            backward_ms=nothing,
+            collective_ms=collective_ms,
+            activation_bytes=nothing,
+            boundary_bytes=nothing,
+            output_bytes=counts.output_bytes,
+            output_gradient_bytes=nothing,
+            transient_bytes=counts.transient_bytes,
+            parameters=counts.parameters,
+            trained_parameters=0,
+        )
+    # Gradients of the input and of the weights are a product each.
+    products = int(trained) + int(before_trained)
+    back_collective_ms = collective_ms + trained * (
+        counts.gathered_again_bytes / device.collective_bytes_per_ms
+    )
+    accumulate_ms = _FIXED * trained * counts.parameters * 2 * GRADIENT_BYTES / device.bytes_per_ms
+    backward_ms = (
+        products * matmul_ms
+        + _BACKWARD_OF_ATTENTION * attention_ms
+        + 2 * (moved_ms + kernels_ms)
+        + back_collective_ms
+        + accumulate_ms
+    )
     return UnitCost(
         forward_ms=forward_ms,
-        backward_ms=2 * forward_ms,
-        activation_bytes=activation_bytes,
-        boundary_bytes=boundary_bytes,
-        output_bytes=output_bytes,
-        transient_bytes=transient_bytes,
-        parameters=parameters,
+        backward_ms=backward_ms,
+        collective_ms=collective_ms + back_collective_ms,
+        activation_bytes=counts.kept_bytes if trained else counts.kept_frozen_bytes,
+        boundary_bytes=counts.boundary_bytes,
+        output_bytes=counts.output_bytes,
+        output_gradient_bytes=counts.output_bytes,
+        transient_bytes=counts.transient_bytes,
+        parameters=counts.parameters,
+        trained_parameters=counts.parameters if trained else 0,
     )
 
 
-def _vision_embed(model: ModelConfig, device: _Device) -> UnitCost:
+def _vision_embed(model: ModelConfig, device: _Device) -> _Counts:
     vision, size = model.vision, device.element_bytes
     patches, patch_values = vision.patches_per_side**2, 3 * vision.patch_size**2
     pixel_bytes = _TILES * patches * patch_values * size
     output_bytes = _TILES * vision.positions_per_tile * vision.hidden_size * size
-    return _unit_cost(
-        device,
-        flops=_TILES * 2 * patches * patch_values * vision.hidden_size,
+    return _Counts(
+        matmul_flops=_TILES * 2 * patches * patch_values * vision.hidden_size,
+        attention_flops=0 * _TILES,
         # Pixels in, patches out, then read and written again with the positions added.
         moved_bytes=pixel_bytes + 3 * output_bytes,
-        activation_bytes=pixel_bytes,
+        collective_bytes=0 * _TILES,
+        gathered_again_bytes=0 * _TILES,
+        kernels=5,
+        kept_bytes=pixel_bytes,
+        kept_frozen_bytes=0 * _TILES,
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
         transient_bytes=output_bytes,
@@ -139,95 +244,143 @@ def _vision_embed(model: ModelConfig, device: _Device) -> UnitCost:
     )
 
 
-def _vision_layer(model: ModelConfig, device: _Device) -> UnitCost:
+def _vision_layer(model: ModelConfig, device: _Device) -> _Counts:
     vision, t, size = model.vision, device.tensor, device.element_bytes
     h, f, positions = vision.hidden_size, vision.ffn_hidden_size, vision.positions_per_tile
+    # Heads that the ranks cannot share evenly are padded (25 heads become 28 on 4 ranks).
+    a = h // vision.heads * (-(-vision.heads // t) * t)
     rows = _TILES * positions
     # Whole: input, both norms' outputs, the middle residual, both outputs that layer scale scales.
     # Divided: q, k, v, attention's output, and the feed-forward before and after GELU.
-    kept = 6 * h + (4 * h + 2 * f + (2 * h if vision.qk_norm else 0)) / t
+    normed = 2 * a if vision.qk_norm else 0
+    kept = 6 * h + (4 * a + 2 * f + normed) / t
+    # Without weights' gradients: what norms, attention and GELU need.
+    kept_frozen = 2 * h + (4 * a + f + normed) / t
     norm = h if vision.normalization == "RMSNorm" else 2 * h
-    whole = 2 * norm + 2 * h + 2 * h  # norms, layer scales, biases of the two row-parallel linears
-    divided = 4 * h * h + 2 * h * f + f
-    divided += (3 * h if vision.qkv_bias else 0) + (2 * h if vision.qk_norm else 0)
-    return _unit_cost(
-        device,
-        flops=rows * (2 * (4 * h * h + 2 * h * f) + 4 * positions * h) / t,
-        moved_bytes=0 * rows,
-        activation_bytes=rows * (kept * size + _FP32_BYTES * vision.heads / t),
-        boundary_bytes=rows * h * size,
-        output_bytes=rows * h * size,
+    whole = 2 * norm + 2 * h + 2 * h  # norms, layer scales, biases of both row-parallel linears
+    divided = 4 * h * a + 2 * h * f + f
+    divided += (3 * a if vision.qkv_bias else 0) + normed
+    # Read and written, whole: 2 norms, and after each branch a bias, a scale and a residual.
+    # Divided: q, k, v into their own places, attention's reads and write, q and k norms, GELU.
+    moved = 2 * 2 * h + 2 * (2 + 2 + 3) * h + (6 * a + 4 * a + 2 * normed + 2 * f) / t
+    log_sum_exp_bytes = _FP32_BYTES * (a * vision.heads / h) / t
+    output_bytes = rows * h * size
+    return _Counts(
+        matmul_flops=rows * 2 * (4 * h * a + 2 * h * f) / t,
+        attention_flops=rows * 4 * positions * a / t,
+        moved_bytes=rows * moved * size,
+        # An all-reduce is a reduce-scatter and an all-gather.
+        collective_bytes=2 * 2 * device.sent * output_bytes,
+        gathered_again_bytes=0 * rows,
+        kernels=24,
+        kept_bytes=rows * (kept * size + log_sum_exp_bytes),
+        kept_frozen_bytes=rows * (kept_frozen * size + log_sum_exp_bytes),
+        boundary_bytes=output_bytes,
+        output_bytes=output_bytes,
         transient_bytes=rows * (2 * h + 2 * f / t) * size,
         parameters=whole + -(-divided // t),
     )
 
 
-def _projector(model: ModelConfig, device: _Device) -> UnitCost:
+def _projector(model: ModelConfig, device: _Device) -> _Counts:
     t, size = device.tensor, device.element_bytes
     wide, h = model.projector_input_size, model.language.hidden_size
     rows = _TILES * model.tokens_per_tile
     vision_bytes = _TILES * model.vision.positions_per_tile * model.vision.hidden_size * size
-    return _unit_cost(
-        device,
-        flops=rows * 2 * (wide * h + h * h) / t,
-        moved_bytes=2 * vision_bytes,
+    output_bytes = rows * h * size
+    return _Counts(
+        matmul_flops=rows * 2 * (wide * h + h * h) / t,
+        attention_flops=0 * rows,
+        # Shuffle and norm of the input, then GELU, then the bias.
+        moved_bytes=2 * 2 * vision_bytes + rows * (2 * h / t + 2 * h) * size,
+        collective_bytes=2 * device.sent * output_bytes,
+        gathered_again_bytes=0 * rows,
+        kernels=8,
         # Shuffled input and norm's output are whole; before and after GELU are divided.
-        activation_bytes=rows * (2 * wide + 2 * h / t) * size,
+        kept_bytes=rows * (2 * wide + 2 * h / t) * size,
+        kept_frozen_bytes=rows * (wide + h / t) * size,
         boundary_bytes=vision_bytes,
-        output_bytes=rows * h * size,
+        output_bytes=output_bytes,
         transient_bytes=rows * (wide + 2 * h / t) * size,
         parameters=2 * wide + h + -(-(wide * h + h + h * h) // t),
     )
 
 
-def _language_embed(model: ModelConfig, device: _Device) -> UnitCost:
+def _language_embed(model: ModelConfig, device: _Device) -> _Counts:
     h, size = model.language.hidden_size, device.element_bytes
     image_bytes = _TILES * model.tokens_per_tile * h * size
     text_bytes = _TOKENS * h * size
-    return _unit_cost(
-        device,
-        flops=0 * _TOKENS,
+    ids_bytes = _TOKENS * _TOKEN_ID_BYTES
+    return _Counts(
+        matmul_flops=0 * _TOKENS,
+        attention_flops=0 * _TOKENS,
         moved_bytes=2 * (image_bytes + text_bytes),
-        activation_bytes=_TOKENS * _TOKEN_ID_BYTES + image_bytes,
-        boundary_bytes=_TOKENS * _TOKEN_ID_BYTES + image_bytes,
-        output_bytes=text_bytes,
+        collective_bytes=(1 if device.sequence_parallel else 2) * device.sent * text_bytes,
+        gathered_again_bytes=0 * _TOKENS,
+        kernels=6,
+        kept_bytes=ids_bytes + image_bytes,
+        kept_frozen_bytes=ids_bytes + image_bytes,
+        boundary_bytes=ids_bytes + image_bytes,
+        output_bytes=text_bytes * device.whole,
         transient_bytes=text_bytes,
         parameters=-(-model.language.vocab_size // device.tensor) * h,
     )
 
 
-def _language_layer(model: ModelConfig, device: _Device) -> UnitCost:
+def _language_layer(model: ModelConfig, device: _Device) -> _Counts:
     language, t, size = model.language, device.tensor, device.element_bytes
-    h, f = language.hidden_size, language.ffn_hidden_size
+    h, f, whole = language.hidden_size, language.ffn_hidden_size, device.whole
     key_value = 2 * h * language.kv_heads // language.heads
     divided = 2 * h * h + h * key_value + 3 * h * f
-    # Whole: input, both norms' outputs, the middle residual. Divided: q, k, v, attention's output,
-    # and SwiGLU's gate, value and product.
-    kept = 4 * h + (2 * h + key_value + 3 * f) / t
-    return _unit_cost(
-        device,
-        flops=(_TOKENS * 2 * divided + _SQUARED * 2 * h) / t,
-        moved_bytes=0 * _TOKENS,
-        activation_bytes=_TOKENS * (kept * size + _FP32_BYTES * language.heads / t),
-        boundary_bytes=_TOKENS * h * size,
-        output_bytes=_TOKENS * h * size,
+    biases = h + key_value if language.qkv_bias else 0
+    # Between blocks: input, both norms' outputs, the middle residual. Divided: q, k, v, attention's
+    # output, and SwiGLU's gate, value and product.
+    kept = 4 * h * whole + (2 * h + key_value + 3 * f) / t
+    kept_frozen = 2 * h * whole + (2 * h + key_value + 2 * f) / t
+    # Read and written between blocks: 2 norms, 2 residuals. Divided: q, k, v into their own places,
+    # rotary embedding of q and k, attention's reads and write, SwiGLU.
+    moved = (2 * 2 + 2 * 3) * h * whole
+    moved += (2 * (h + key_value) + 2 * (h + key_value / 2) + 2 * h + key_value + 3 * f) / t
+    block_bytes = _TOKENS * h * size
+    # Gathered and scattered are both blocks' inputs and outputs either way (section 4.2.2).
+    collective_bytes = 2 * 2 * device.sent * block_bytes
+    return _Counts(
+        matmul_flops=_TOKENS * 2 * divided / t,
+        attention_flops=_SQUARED * 2 * h / t,
+        moved_bytes=_TOKENS * moved * size,
+        collective_bytes=collective_bytes,
+        gathered_again_bytes=collective_bytes / 2 if device.sequence_parallel else 0 * _TOKENS,
+        kernels=20,
+        kept_bytes=_TOKENS * (kept * size + _FP32_BYTES * language.heads / t),
+        kept_frozen_bytes=_TOKENS * (kept_frozen * size + _FP32_BYTES * language.heads / t),
+        boundary_bytes=block_bytes * whole,
+        output_bytes=block_bytes * whole,
         transient_bytes=_TOKENS * (2 * h + 3 * f / t) * size,
-        parameters=2 * h + -(-divided // t),
+        parameters=2 * h + -(-(divided + biases) // t),
     )
 
 
-def _head(model: ModelConfig, device: _Device) -> UnitCost:
+def _head(model: ModelConfig, device: _Device) -> _Counts:
+    """Final norm over all tokens; logits and loss only where there is one."""
     h, size = model.language.hidden_size, device.element_bytes
     vocabulary = -(-model.language.vocab_size // device.tensor)
-    return _unit_cost(
-        device,
-        flops=_TOKENS * 2 * h * vocabulary,
+    hidden_bytes = _TOKENS * h * size * device.whole
+    gathered_bytes = _TOKENS * h * size
+    return _Counts(
+        matmul_flops=_LOSS_TOKENS * 2 * h * vocabulary,
+        attention_flops=0 * _TOKENS,
         # Logits are written and read once, their fp32 softmax is read and written twice.
-        moved_bytes=_TOKENS * vocabulary * (2 * size + 4 * _FP32_BYTES),
-        # The final norm's input and output, and the softmax that the loss keeps in fp32.
-        activation_bytes=_TOKENS * (2 * h * size + vocabulary * _FP32_BYTES),
-        boundary_bytes=_TOKENS * h * size,
+        moved_bytes=2 * hidden_bytes + _LOSS_TOKENS * vocabulary * (2 * size + 4 * _FP32_BYTES),
+        # Backward all-reduces the input's gradient, or scatters it and gathers the input again.
+        collective_bytes=device.sent * gathered_bytes,
+        gathered_again_bytes=0 * _TOKENS,
+        kernels=15,
+        # The final norm's input and output, the part of it that carries loss, and the softmax that
+        # the loss keeps in fp32.
+        kept_bytes=2 * hidden_bytes + _LOSS_TOKENS * (h * size + vocabulary * _FP32_BYTES),
+        kept_frozen_bytes=hidden_bytes + _LOSS_TOKENS * vocabulary * _FP32_BYTES,
+        boundary_bytes=hidden_bytes,
         output_bytes=0 * _TOKENS,
-        transient_bytes=_TOKENS * (h + vocabulary) * size,
+        transient_bytes=gathered_bytes + _LOSS_TOKENS * (h + vocabulary) * size,
         parameters=h + vocabulary * h,
     )

@@ -1,10 +1,10 @@
 """The cost of every unit of the model, in one place: simulator, search and report all use it.
 
-A unit's time is linear in four features of a micro-batch, and so is its activation memory:
+A unit's time is linear in five features of a micro-batch, and so is its activation memory:
 
-    [1, tiles, tokens, sum of squared segment tokens]
+    [1, tiles, tokens, sum of squared segment tokens, loss tokens]
 
-so the times of a whole run are one matrix product, features [packs, 4] @ coefficients [4, stages].
+so the times of a whole run are one matrix product, features [packs, 5] @ coefficients [5, stages].
 The analytic source counts operations and bytes (`omnibal.cost.analytic`); the fitted source reads a
 measured profile (`omnibal.cost.profile`). Both give the types below.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, sum_squared_tokens
 
-FEATURES = ("fixed", "tiles", "tokens", "squared_tokens")
+FEATURES = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
 
 
 class Unit(StrEnum):
@@ -36,19 +36,25 @@ class UnitCost:
     """Time and memory of one unit on one device. Vectors have one coefficient per feature."""
 
     forward_ms: np.ndarray
-    """[4]."""
+    """[5]."""
     backward_ms: np.ndarray
-    """[4]; without recomputation."""
+    """[5]; without recomputation. 0 where nothing up to this unit is trained."""
+    collective_ms: np.ndarray
+    """[5]; the part of forward plus backward that tensor-parallel ranks spend exchanging data."""
     activation_bytes: np.ndarray
-    """[4]; kept from forward to backward when nothing is recomputed."""
+    """[5]; kept from forward to backward when nothing is recomputed."""
     boundary_bytes: np.ndarray
-    """[4]; the unit's input, all that is kept when it is recomputed."""
+    """[5]; the unit's input, all that is kept when it is recomputed."""
     output_bytes: np.ndarray
-    """[4]; what crosses to the next stage when the cut is right after this unit."""
+    """[5]; what crosses to the next stage when the cut is right after this unit."""
+    output_gradient_bytes: np.ndarray
+    """[5]; what crosses back over that cut: as much, or 0 where nothing up to here is trained."""
     transient_bytes: np.ndarray
-    """[4]; working memory while the unit runs backward, on top of what is kept."""
+    """[5]; working memory while the unit runs backward, on top of what is kept."""
     parameters: int
     """On this device, after tensor parallelism."""
+    trained_parameters: int
+    """All of them, or 0 where the unit is frozen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,6 +64,7 @@ class CostModel:
     units: dict[Unit, UnitCost]
     weight_bytes_per_parameter: float
     gradient_bytes_per_parameter: float
+    """Of those that are trained, as are the next two."""
     optimizer_bytes_per_parameter: float
     """Per parameter on one device, after sharding over data-parallel ranks."""
     optimizer_ms_fixed: float
@@ -72,13 +79,22 @@ class CostModel:
 
 
 def pack_features(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Features of every pack, float64 [packs, 4], in the order of `FEATURES`."""
+    """Features of every pack, float64 [packs, 5], in the order of `FEATURES`."""
     return np.stack(
         [
             np.ones(len(packs)),
             packs.sums(lengths.tiles),
             packs.sums(lengths.tokens),
             sum_squared_tokens(packs, lengths),
+            packs.sums(_loss_tokens(lengths)),
         ],
         axis=1,
     ).astype(np.float64)
+
+
+def _loss_tokens(lengths: Lengths) -> np.ndarray:
+    """Tokens that reach the head; all of them in sources that do not say which carry loss."""
+    counted = np.bincount(
+        lengths.source, weights=lengths.loss_tokens, minlength=len(lengths.source_names)
+    )
+    return np.where(counted[lengths.source] > 0, lengths.loss_tokens, lengths.tokens)

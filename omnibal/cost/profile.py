@@ -7,7 +7,7 @@ small micro-batches count as much as large ones.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from scipy.optimize import nnls
 
-from omnibal.config import ClusterConfig, Frozen, ModelConfig, Precision
+from omnibal.config import ClusterConfig, Frozen, ModelConfig, Part, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
 from omnibal.errors import UserError
@@ -29,7 +29,7 @@ _DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
     Unit.PROJECTOR: ("fixed", "tiles"),
     Unit.LANGUAGE_EMBED: ("fixed", "tiles", "tokens"),
     Unit.LANGUAGE_LAYER: ("fixed", "tokens", "squared_tokens"),
-    Unit.HEAD: ("fixed", "tokens"),
+    Unit.HEAD: ("fixed", "tokens", "loss_tokens"),
 }
 
 
@@ -41,6 +41,8 @@ class UnitMeasurement(Frozen):
     tokens: NonNegativeInt
     squared_tokens: NonNegativeInt
     """Sum over the micro-batch's samples of tokens squared."""
+    loss_tokens: NonNegativeInt
+    """Those whose next token carries loss."""
     forward_ms: PositiveFloat
     backward_ms: PositiveFloat
     """Without recomputation."""
@@ -128,22 +130,25 @@ def fitted_cost(
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
+    frozen: Collection[Part] = (),
 ) -> CostModel:
     """Cost model with the profile's times; what it did not measure is counted analytically.
 
     Links are measured on one machine, so they hold for jobs within one node; larger jobs take the
-    cluster's figures.
+    cluster's figures. Profiles are of trained units: backward times and activations of frozen ones
+    are shortened by as much as they are by counting.
 
     Raises:
         UserError: the profile is of another model, precision or tensor-parallel size, or lacks a
             unit.
     """
     _check_match(profile, model, parallel, precision)
-    cost = analytic_cost(model, cluster, parallel, precision)
+    cost = analytic_cost(model, cluster, parallel, precision, frozen)
+    trained = analytic_cost(model, cluster, parallel, precision).units
     plural = "es" if profile.processes > 1 else ""
     cost = replace(
         cost,
-        units={unit: _fitted_unit(profile, unit, cost.units[unit]) for unit in Unit},
+        units={unit: _fitted_unit(profile, unit, cost.units[unit], trained[unit]) for unit in Unit},
         source=f"profile:{profile.device}, {profile.processes} process{plural}",
     )
     if profile.optimizer:
@@ -209,7 +214,9 @@ def _check_match(
         )
 
 
-def _fitted_unit(profile: Profile, unit: Unit, counted: UnitCost) -> UnitCost:
+def _fitted_unit(
+    profile: Profile, unit: Unit, counted: UnitCost, counted_trained: UnitCost
+) -> UnitCost:
     times: dict[Quantity, np.ndarray] = {}
     for quantity in _TIMES:
         features, measured = _series(profile, unit, quantity)
@@ -219,21 +226,30 @@ def _fitted_unit(profile: Profile, unit: Unit, counted: UnitCost) -> UnitCost:
                 f"{unit}; it must have every kind of unit: run `omnibal profile` again"
             )
         times[quantity] = _fit(features, measured, unit)
+    backward_share = _share(features, counted.backward_ms, counted_trained.backward_ms)
     features, measured = _series(profile, unit, "activation_bytes")
     activation_bytes = counted.activation_bytes
     if len(measured):
+        kept_share = _share(features, counted.activation_bytes, counted_trained.activation_bytes)
+        kept_bytes = kept_share * _fit(features, measured, unit)
         # What is kept includes the input, so recomputing a layer can never cost memory.
-        activation_bytes = np.maximum(_fit(features, measured, unit), counted.boundary_bytes)
+        activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
     return replace(
         counted,
         forward_ms=times["forward_ms"],
-        backward_ms=times["backward_ms"],
+        backward_ms=backward_share * times["backward_ms"],
+        collective_ms=np.zeros(len(FEATURES)),
         activation_bytes=activation_bytes,
     )
 
 
+def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
+    """Of the summed costs of micro-batches [n, 5], by coefficients [5]."""
+    return float((features @ part).sum() / (features @ whole).sum())
+
+
 def _series(profile: Profile, unit: Unit, quantity: Quantity) -> tuple[np.ndarray, np.ndarray]:
-    """Features [n, 4] and measured values [n] of one unit, where the quantity was measured."""
+    """Features [n, 5] and measured values [n] of one unit, where the quantity was measured."""
     rows = []
     for m in profile.measurements:
         values: dict[Quantity, float | None] = {
@@ -242,13 +258,14 @@ def _series(profile: Profile, unit: Unit, quantity: Quantity) -> tuple[np.ndarra
             "activation_bytes": m.activation_bytes,
         }
         if m.unit == unit and values[quantity] is not None:
-            rows.append((1, m.tiles, m.tokens, m.squared_tokens, values[quantity]))
-    table = np.array(rows, np.float64).reshape(-1, 5)
-    return table[:, :4], table[:, 4]
+            sizes = (1, m.tiles, m.tokens, m.squared_tokens, m.loss_tokens)
+            rows.append((*sizes, values[quantity]))
+    table = np.array(rows, np.float64).reshape(-1, len(FEATURES) + 1)
+    return table[:, :-1], table[:, -1]
 
 
 def _fit(features: np.ndarray, measured: np.ndarray, unit: Unit) -> np.ndarray:
-    """Coefficients [4] >= 0 of least relative error; 0 for features the unit cannot depend on."""
+    """Coefficients [5] >= 0 of least relative error; 0 for features the unit cannot depend on."""
     allowed = np.array([name in _DEPENDS_ON[unit] for name in FEATURES])
     return _relative_nnls(features * allowed, measured)
 

@@ -60,7 +60,7 @@ def search_stages(
     """The best stages for the given packs.
 
     Args:
-        features: [packs, 4] of packs sorted by step, rank and slot.
+        features: [packs, 5] of packs sorted by step, rank and slot.
         slot: [packs].
         pipeline_size: stages; at most as many as the model has layers.
         micro_batches: of one data-parallel rank in a full step.

@@ -20,8 +20,8 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.stage_cost import (
     StageTimes,
     stage_memories,
-    stage_parameters,
     stage_times,
+    trained_parameters,
 )
 from omnibal.pipeline.units import check_stages
 from omnibal.plan import Parallel, Prediction, Stage, StagePrediction
@@ -202,12 +202,19 @@ def predict_steps(
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
         row = (step_index[packs] - first) * ranks + dp_rank[packs]
         rows = (chunk.stop - chunk.start) * ranks
-        forward_ms, backward_ms, link_ms = (
+        forward_ms, backward_ms, forward_link_ms, backward_link_ms = (
             _padded(values[packs], row, slot[packs], (rows, micro_batches))
-            for values in (times.forward_ms, times.backward_ms, times.link_ms)
+            for values in (
+                times.forward_ms,
+                times.backward_ms,
+                times.forward_link_ms,
+                times.backward_link_ms,
+            )
         )
         counts = np.bincount(row, minlength=rows)
-        timeline = simulate_steps(forward_ms, backward_ms, link_ms, link_ms, counts)
+        timeline = simulate_steps(
+            forward_ms, backward_ms, forward_link_ms, backward_link_ms, counts
+        )
         finish_ms[chunk] = timeline.finish_ms.reshape(-1, ranks, stages).max(axis=1)
         busy_ms[chunk] = timeline.busy_ms.reshape(-1, ranks, stages).mean(axis=1)
     return StepTimes(
@@ -236,7 +243,7 @@ def predict(
     """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
 
     Args:
-        features: [packs, 4] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
+        features: [packs, 5] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
 
     Raises:
         UserError: the stages are not the model cut into runs.
@@ -246,7 +253,7 @@ def predict(
     chosen = np.linspace(0, scheduled.steps - 1, min(scheduled.steps, MAX_SIMULATED_STEPS))
     picked = np.isin(scheduled.step, chosen.round().astype(np.int64))
     times = stage_times(cost, stages, features[picked])
-    parameters = stage_parameters(cost, stages)
+    parameters = trained_parameters(cost, stages)
     simulated = predict_steps(
         times,
         scheduled.step[picked],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import CostModel
+from omnibal.cost.model import FEATURES, CostModel, Unit
 from omnibal.pipeline.units import (
     UNITS,
     recomputed_counts,
@@ -35,42 +35,49 @@ class StageTimes:
     """[packs, stages]; recomputation included."""
     recompute_ms: np.ndarray
     """[packs, stages]; the part of backward that recomputes."""
-    link_ms: np.ndarray
-    """[packs, stages - 1]; one send over each cut, activation or its gradient alike."""
+    forward_link_ms: np.ndarray
+    """[packs, stages - 1]; one send of the activation over each cut."""
+    backward_link_ms: np.ndarray
+    """[packs, stages - 1]; one send of its gradient, 0 where none is wanted."""
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
-    """Times of packs with `features` [packs, 4] on the given stages."""
+    """Times of packs with `features` [packs, 5] on the given stages."""
     held = np.stack([unit_counts(stage) for stage in stages])
     again = np.stack([recomputed_counts(stage) for stage in stages])
     forward = np.stack([cost.units[unit].forward_ms for unit in UNITS])
     backward = np.stack([cost.units[unit].backward_ms for unit in UNITS])
-    crossing = np.array(
-        [cost.units[stage_units(stage)[-1]].output_bytes for stage in stages[:-1]]
-    ).reshape(-1, 4)
+    last = [cost.units[stage_units(stage)[-1]] for stage in stages[:-1]]
+    forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(-1, len(FEATURES))
+    backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(
+        -1, len(FEATURES)
+    )
+    returns = backward_bytes.any(axis=1)
     recompute_ms = features @ (again @ forward).T
     return StageTimes(
         forward_ms=features @ (held @ forward).T,
         backward_ms=features @ (held @ backward).T + recompute_ms,
         recompute_ms=recompute_ms,
-        link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ crossing.T),
+        forward_link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ forward_bytes.T),
+        backward_link_ms=cost.link_latency_ms * returns
+        + cost.link_ms_per_byte * (features @ backward_bytes.T),
     )
 
 
 def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.ndarray:
-    """Forward and backward of the whole model for packs with `features` [packs, 4]. [packs]"""
+    """Forward and backward of the whole model for packs with `features` [packs, 5]. [packs]"""
     units = [cost.units[unit] for unit in unit_sequence(model)]
     return features @ np.sum([unit.forward_ms + unit.backward_ms for unit in units], axis=0)
 
 
-def stage_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
-    """Parameters of one device of every stage. [stages]"""
-    per_unit = np.array([cost.units[unit].parameters for unit in UNITS], np.float64)
+def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
+    """Parameters of one device of every stage that are updated. [stages]"""
+    per_unit = np.array([cost.units[unit].trained_parameters for unit in UNITS], np.float64)
     return np.stack([unit_counts(stage) for stage in stages]) @ per_unit
 
 
 def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
-    """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 4]
+    """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 5]
 
     Stage s of p holds min(p - s, m) micro-batches: those whose forward has run and whose backward
     has not ended. Packs are sorted by step, rank and slot, and slots count from 0 without gaps; row
@@ -88,7 +95,7 @@ def stage_memories(
 
     Args:
         slot: [packs]; packs are sorted by step, rank and slot.
-        features: [packs, 4].
+        features: [packs, 5].
     """
     return [
         stage_memory(cost, stage, in_flight_features(features, slot, len(stages) - i), features)
@@ -102,17 +109,20 @@ def stage_memory(
     """Peak memory of one device of the stage.
 
     Args:
-        held_features: [sets, 4], each row the summed features of micro-batches that the stage
+        held_features: [sets, 5], each row the summed features of micro-batches that the stage
             holds at the same time.
-        features: [packs, 4] of single micro-batches.
+        features: [packs, 5] of single micro-batches.
     """
     table = memory_table(cost, held_features, features)
     counts, recomputed = unit_counts(stage), recomputed_counts(stage)
-    parameters = float(counts @ table.parameters)
+    parameters = sum(
+        int(n) * cost.units[unit].parameters for unit, n in zip(UNITS, counts, strict=True)
+    )
+    trained = float(trained_parameters(cost, [stage])[0])
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
-        gradients_gib=parameters * cost.gradient_bytes_per_parameter / GIB,
-        optimizer_gib=parameters * cost.optimizer_bytes_per_parameter / GIB,
+        gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,
+        optimizer_gib=trained * cost.optimizer_bytes_per_parameter / GIB,
         activations_gib=float(table.activation_bytes(counts, recomputed)) / GIB,
         transient_gib=float(table.transient_bytes(counts, recomputed)) / GIB,
     )
@@ -122,9 +132,8 @@ def stage_memory(
 class MemoryTable:
     """Bytes by kind of unit. `counts` and `recomputed` of the methods are [..., kinds]."""
 
-    parameters: np.ndarray
-    """[kinds]."""
-    state_bytes_per_parameter: float
+    state_bytes: np.ndarray
+    """[kinds]; weights, gradients and optimizer."""
     kept_bytes: np.ndarray
     """[sets, kinds]; activations of micro-batches held at the same time."""
     input_bytes: np.ndarray
@@ -146,13 +155,20 @@ class MemoryTable:
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Everything together. [...]"""
-        state = counts @ self.parameters * self.state_bytes_per_parameter
+        state = counts @ self.state_bytes
         activations = self.activation_bytes(counts, recomputed)
         return state + activations + self.transient_bytes(counts, recomputed)
 
 
+def _state_bytes(cost: CostModel, unit: Unit) -> float:
+    trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
+    unit_cost = cost.units[unit]
+    weights = unit_cost.parameters * cost.weight_bytes_per_parameter
+    return weights + unit_cost.trained_parameters * trained_bytes
+
+
 def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarray) -> MemoryTable:
-    """Memory by kind of unit for sets of micro-batches [sets, 4] and single ones [packs, 4]."""
+    """Memory by kind of unit for sets of micro-batches [sets, 5] and single ones [packs, 5]."""
     activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
     boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
     working = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
@@ -160,10 +176,7 @@ def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarra
     used = (activation > 0).any(axis=0) | (boundary > 0).any(axis=0)
     largest = undominated(held_features * used)
     return MemoryTable(
-        parameters=np.array([cost.units[unit].parameters for unit in UNITS], np.float64),
-        state_bytes_per_parameter=cost.weight_bytes_per_parameter
-        + cost.gradient_bytes_per_parameter
-        + cost.optimizer_bytes_per_parameter,
+        state_bytes=np.array([_state_bytes(cost, unit) for unit in UNITS]),
         kept_bytes=largest @ activation.T,
         input_bytes=largest @ boundary.T,
         working_bytes=(features @ working.T).max(axis=0),

@@ -99,7 +99,7 @@ class LoadSetting:
         return self.request.packs_per_step // self.dp
 
     def load_ms(self, features: np.ndarray) -> np.ndarray:
-        """Predicted time of micro-batches with `features` [packs, 4]. [packs]"""
+        """Predicted time of micro-batches with `features` [packs, 5]. [packs]"""
         return model_ms(self.cost, self.model, features)
 
 
@@ -177,7 +177,7 @@ def common_practice(
         dp: data-parallel ranks.
         micro_batches: of one rank in a step.
         seed: of the order.
-        load: gives the load of every micro-batch [packs] from its features [packs, 4].
+        load: gives the load of every micro-batch [packs] from its features [packs, 5].
     """
     micro_batch = _random_micro_batches(lengths, samples_per_micro_batch, dp * micro_batches, seed)
     tokens = lengths.tokens.copy()

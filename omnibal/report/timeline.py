@@ -25,8 +25,12 @@ def timeline_figure(
     """The simulated schedule of one representative step of the first data-parallel rank."""
     times = stage_times(cost, stages, pack_features(packs.packs, lengths))
     rows = representative_step(packs, (times.forward_ms + times.backward_ms).sum(axis=1))
-    link_ms = times.link_ms[rows]
-    timeline = simulate_1f1b(times.forward_ms[rows], times.backward_ms[rows], link_ms, link_ms)
+    timeline = simulate_1f1b(
+        times.forward_ms[rows],
+        times.backward_ms[rows],
+        times.forward_link_ms[rows],
+        times.backward_link_ms[rows],
+    )
     tips = [
         f"micro-batch {slot}: {tiles:,} tiles, {tokens:,} tokens"
         for slot, tiles, tokens in zip(

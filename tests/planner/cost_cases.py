@@ -35,15 +35,19 @@ def random_cost(rng: np.random.Generator) -> CostModel:
     """Costs of comparable units; what a unit keeps always includes its input."""
 
     def unit(parameters: int) -> UnitCost:
-        boundary_bytes = rng.uniform(0, 1e6, 4)
+        boundary_bytes = rng.uniform(0, 1e6, 5)
+        output_bytes = rng.uniform(0, 1e6, 5)
         return UnitCost(
-            forward_ms=rng.uniform(0, 1, 4),
-            backward_ms=rng.uniform(0, 2, 4),
-            activation_bytes=boundary_bytes + rng.uniform(0, 8e6, 4),
+            forward_ms=rng.uniform(0, 1, 5),
+            backward_ms=rng.uniform(0, 2, 5),
+            collective_ms=np.zeros(5),
+            activation_bytes=boundary_bytes + rng.uniform(0, 8e6, 5),
             boundary_bytes=boundary_bytes,
-            output_bytes=rng.uniform(0, 1e6, 4),
-            transient_bytes=rng.uniform(0, 3e6, 4),
+            output_bytes=output_bytes,
+            output_gradient_bytes=output_bytes,
+            transient_bytes=rng.uniform(0, 3e6, 5),
             parameters=parameters,
+            trained_parameters=parameters,
         )
 
     return CostModel(
@@ -61,7 +65,7 @@ def random_cost(rng: np.random.Generator) -> CostModel:
 
 
 def random_features(rng: np.random.Generator, packs: int) -> np.ndarray:
-    """[packs, 4] with no pack that is the largest in everything."""
-    features = rng.uniform(0, 4, (packs, 4))
+    """[packs, 5] with no pack that is the largest in everything."""
+    features = rng.uniform(0, 4, (packs, 5))
     features[:, 0] = 1
     return features

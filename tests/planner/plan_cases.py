@@ -72,6 +72,7 @@ def example_profile(activation_bytes: int | None = None) -> Profile:
                 tiles=tiles,
                 tokens=tokens,
                 squared_tokens=tokens**2,
+                loss_tokens=tokens // 3,
                 forward_ms=1.0 + tiles + tokens,
                 backward_ms=2.0 + tiles + tokens,
                 activation_bytes=activation_bytes,

@@ -280,7 +280,7 @@ def test_prediction_of_other_stages_is_refused(tmp_path, data):
 @pytest.mark.parametrize(
     ("sizes", "changes", "expected"),
     [
-        ({"tensor": 3}, {}, r"tensor size 3 does not divide vision.heads = 4.*1, 2, 4.*1, 2: "),
+        ({"tensor": 3}, {}, r"tensor size 3 does not divide vision.ffn_hidden_size = 128.*1, 2: "),
         ({"tensor": 4}, {}, "tensor size 4 does not divide language.kv_heads = 2"),
         ({"tensor": 2}, {"gpus_per_node": 1}, "tensor size 2 is more than the 1 devices"),
         ({"pipeline": 9}, {}, "pipeline size 9 is more than the 8 layers"),
@@ -299,10 +299,12 @@ def test_impossible_parallel_sizes_are_refused(directory, sizes, changes, expect
 
 
 def test_large_encoder_names_its_tensor_sizes():
-    """Prevents guessing: 25 heads of InternViT-6B, with a language model of 8 kv heads."""
+    """Prevents guessing, and refusing sizes for InternViT-6B's 25 heads, which are padded."""
     model, cluster = load_model("internvl-chat-1.5-6b-20b"), load_cluster("h100-80g")
-    with pytest.raises(UserError, match=r"vision.heads = 25 .* one of 1, 5, 25; .* allows 1: "):
-        check_parallel(model, Parallel(tensor=2, pipeline=4), cluster)
+    check_parallel(model, Parallel(tensor=2, pipeline=4), cluster)
+    expected = r"tensor size 5 does not divide language.heads = 48 .*; .* allows 1, 2, 4, 8: "
+    with pytest.raises(UserError, match=expected):
+        check_parallel(model, Parallel(tensor=5, pipeline=4), cluster)
 
 
 def test_profile_is_kept_with_the_plan(tmp_path):

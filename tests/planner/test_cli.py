@@ -15,6 +15,7 @@ from plan_cases import example_lengths, example_profile
 
 import omnibal
 from omnibal import cli
+from omnibal.config import preset_names
 from omnibal.cost.model import Unit
 from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
@@ -46,6 +47,7 @@ FLAGS = {
     "plan": "--model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--profile --micro-batches --epochs --seed --precision --memory-gib --packing "
     "--steps-of --json",
+    "presets": "--json",
     "check": "--json",
     "report": "--output -o --run --json",
 }
@@ -287,8 +289,10 @@ def test_version_and_help(capsys):
         option.name: option.help
         for option in typer.main.get_command(cli.app).commands["plan"].params
     }
-    assert "internvl-chat-1.5-6b-20b, internvl-digits" in options["model"]
-    assert "h100-80g" in options["cluster"]
+    assert "omnibal presets" in options["model"] + options["cluster"]
+    run("presets")
+    shown = capsys.readouterr().out
+    assert all(name in shown for kind in ("models", "clusters") for name in preset_names(kind))
     assert "90% of it" in options["memory_gib"]
     assert all(options.values())
 

@@ -80,7 +80,8 @@ def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
     if padded:
         tokens = [max(tokens)] * len(tokens)
     tiles = sum(int(shown.lengths.tiles[sample]) for sample in samples)
-    features = [1, tiles, sum(tokens), sum(count * count for count in tokens)]
+    loss_tokens = sum(int(shown.lengths.loss_tokens[sample]) for sample in samples)
+    features = [1, tiles, sum(tokens), sum(count * count for count in tokens), loss_tokens]
     total = 0.0
     for unit, cost in shown.setting.cost.units.items():
         tower = {"vision_layer": MODEL.vision.layers, "language_layer": MODEL.language.layers}
@@ -276,7 +277,7 @@ def test_one_rank_has_no_straggler() -> None:
 def test_common_practice_is_a_plain_loop() -> None:
     """Prevents padding across micro-batches, padded tiles, and a last step of fewer samples."""
     lengths = example_lengths(count=101)
-    weights = np.array([3.0, 5.0, 0.25, 0.001])
+    weights = np.array([3.0, 5.0, 0.25, 0.001, 0.5])
     order = np.random.default_rng(11).permutation(101)
     at, expected = 0, []
     while at + 3 * 4 * 2 <= 101:
@@ -289,6 +290,7 @@ def test_common_practice_is_a_plain_loop() -> None:
                 longest = int(max(lengths.tokens[i] for i in members))
                 tiles = int(sum(lengths.tiles[i] for i in members))
                 load += 3 + 5 * tiles + 0.25 * 3 * longest + 0.001 * 3 * longest**2
+                load += 0.5 * sum(int(lengths.loss_tokens[i]) for i in members)
             ranks.append(load)
         expected.append(ranks)
     given = common_practice(lengths, 3, 4, 2, 11, lambda features: features @ weights)

@@ -95,7 +95,7 @@ def objective(
     stage_ms = (times.forward_ms + times.backward_ms)[0]
     memories = stage_memories(cost, stages, slots(features, m), features)
     peak = max(memory.peak_gib for memory in memories) * GIB
-    return (m - 1) * stage_ms.max() + stage_ms.sum() + 2 * times.link_ms.sum(), peak
+    return (m - 1) * stage_ms.max() + stage_ms.sum() + 2 * times.forward_link_ms.sum(), peak
 
 
 def slots(features: np.ndarray, m: int) -> np.ndarray:

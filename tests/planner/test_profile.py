@@ -26,13 +26,20 @@ from omnibal.plan import Parallel
 MODEL = load_model("internvl-digits")
 CLUSTER = load_cluster("laptop-cpu")
 PARALLEL = Parallel(pipeline=2)
-SHAPES = [(0, 30, 500), (1, 64, 2000), (3, 128, 9000), (5, 256, 20000), (7, 512, 90000)]
+SHAPES = [
+    (0, 30, 500, 20),
+    (1, 64, 2000, 10),
+    (3, 128, 9000, 100),
+    (5, 256, 20000, 40),
+    (7, 512, 90000, 300),
+]
+"""Tiles, tokens, squared tokens, loss tokens."""
 
 
 def true_cost() -> CostModel:
     """Counted costs of a machine that also has overheads, and keeps 10 % more."""
     cost = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
-    overhead_ms = np.array([0.05, 0, 0, 0])
+    overhead_ms = np.array([0.05, 0, 0, 0, 0])
     return replace(
         cost,
         units={
@@ -60,6 +67,7 @@ def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
                     tiles=shape[0],
                     tokens=shape[1],
                     squared_tokens=shape[2],
+                    loss_tokens=shape[3],
                     forward_ms=features @ known.forward_ms * factor[0],
                     backward_ms=features @ known.backward_ms * factor[1],
                     activation_bytes=round(features @ known.activation_bytes),
@@ -86,7 +94,7 @@ def test_exact_measurements_give_back_the_true_costs():
     """Prevents a fit that mixes up features, directions or units of measure."""
     fitted = fitted_cost(measured(), MODEL, CLUSTER, PARALLEL, "fp32")
     for unit, known in true_cost().units.items():
-        for shape in [*SHAPES, (12, 2000, 10**6)]:
+        for shape in [*SHAPES, (12, 2000, 10**6, 700)]:
             features = np.array([1, *shape])
             cost = fitted.units[unit]
             assert features @ cost.forward_ms == pytest.approx(features @ known.forward_ms)

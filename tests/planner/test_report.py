@@ -468,8 +468,12 @@ def test_timeline_is_as_long_as_the_simulated_step(page: str) -> None:
     found = re.search(r"Step (\d+) as simulated</h3>.*? stages in ([\d.]+) ms", page, re.S)
     number, length = found.groups()
     rows = (packs.step == int(number)) & (packs.dp_rank == 0)
-    link_ms = times.link_ms[rows]
-    step = simulate_1f1b(times.forward_ms[rows], times.backward_ms[rows], link_ms, link_ms)
+    step = simulate_1f1b(
+        times.forward_ms[rows],
+        times.backward_ms[rows],
+        times.forward_link_ms[rows],
+        times.backward_link_ms[rows],
+    )
     assert float(length) == pytest.approx(float(step.step_ms), rel=0.01)
 
 

@@ -156,9 +156,13 @@ def test_a_step_waits_for_the_slowest_rank_then_reduces_and_updates(
     """Prevents mixing up ranks and steps, also where a rank has few micro-batches or none."""
     step, rank, slot = uneven_schedule()
     rng = np.random.default_rng(2)
-    forward, backward, link, _ = random_durations(rng, len(step), 3)
+    forward, backward, link, back_link = random_durations(rng, len(step), 3)
     times = StageTimes(
-        forward_ms=forward, backward_ms=backward, recompute_ms=0 * forward, link_ms=link
+        forward_ms=forward,
+        backward_ms=backward,
+        recompute_ms=0 * forward,
+        forward_link_ms=link,
+        backward_link_ms=back_link,
     )
     reduction, optimizer = np.array([5.0, 1, 9]), np.array([0.5, 0.25, 2])
     expected_step, expected_busy = [], []
@@ -167,7 +171,7 @@ def test_a_step_waits_for_the_slowest_rank_then_reduces_and_updates(
         for member in range(2):
             packs = (step == chosen) & (rank == member)
             if packs.any():
-                _, ends = event_loop(forward[packs], backward[packs], link[packs], link[packs])
+                _, ends = event_loop(forward[packs], backward[packs], link[packs], back_link[packs])
                 finish = np.maximum(finish, ends.max(axis=0))
                 busy += (forward[packs] + backward[packs]).sum(axis=0) / 2
         expected_step.append((finish + reduction).max() + 2)

@@ -1,0 +1,158 @@
+"""The shipped model presets against the sizes that their publishers give.
+
+Sources: model cards of the OpenGVLab checkpoints; of InternLM2, Llama 3, Yi and Qwen1.5; the
+EVA-CLIP and EVA-CLIP-18B papers for encoders; 5.54 B of InternViT-6B by its 45 released layers.
+"""
+
+import pytest
+
+from omnibal.config import (
+    LanguageConfig,
+    ModelConfig,
+    VisionConfig,
+    load_cluster,
+    load_model,
+    preset_names,
+)
+from omnibal.errors import UserError
+from omnibal.plan import Parallel
+from omnibal.planner import check_parallel
+
+TOLERANCE = 0.015  # published sizes are rounded to two or three digits
+
+# Billions of parameters of whole checkpoints; their projector is counted in.
+CHECKPOINTS = {
+    "internvl-chat-1.5-6b-20b": 25.5,
+    "internvl-1.5-26b": 25.5,
+    "mini-internvl-1.5-2b": 2.21,
+    "mini-internvl-1.5-4b": 4.15,
+    "internvl2-1b": 0.938,
+    "internvl2-2b": 2.21,
+    "internvl2-4b": 4.15,
+    "internvl2-8b": 8.08,
+    "internvl2-26b": 25.5,
+    "internvl2-40b": 40.1,
+    "internvl2-76b": 76.3,
+    "internvl2.5-1b": 0.938,
+    "internvl2.5-2b": 2.21,
+    "internvl2.5-4b": 3.71,
+    "internvl2.5-8b": 8.08,
+    "internvl2.5-26b": 25.5,
+    "internvl2.5-38b": 38.4,
+    "internvl2.5-78b": 78.4,
+    "internvl3-1b": 0.938,
+    "internvl3-2b": 2.09,
+    "internvl3-8b": 7.94,
+    "internvl3-14b": 15.1,
+    "internvl3-38b": 38.4,
+    "internvl3-78b": 78.4,
+}
+
+# Billions of (encoder, language model) where the pair itself was never released.
+PAIRS = {
+    "internvl-chat-1.5-6b-34b": (5.54, 34.4),
+    "internvit-6b-llama3-8b": (5.54, 8.03),
+    "internvit-6b-llama3-70b": (5.54, 70.6),
+    "internvit-6b-qwen1.5-110b": (5.54, 111.2),
+    "eva-clip-1b-internlm2-20b": (1.01, 19.86),
+    "eva-clip-4b-internlm2-20b": (4.35, 19.86),
+    "eva-clip-8b-internlm2-20b": (7.5, 19.86),
+    "eva-clip-18b-internlm2-20b": (17.5, 19.86),
+}
+
+
+def linear(inputs: int, outputs: int, bias: bool) -> int:
+    return inputs * outputs + (outputs if bias else 0)
+
+
+def encoder_parameters(vision: VisionConfig) -> int:
+    width, ffn = vision.hidden_size, vision.ffn_hidden_size
+    norm = width * (2 if vision.normalization == "LayerNorm" else 1)
+    attention = linear(width, 3 * width, vision.qkv_bias) + linear(width, width, bias=True)
+    attention += 2 * width if vision.qk_norm else 0
+    mlp = linear(width, ffn, bias=True) + linear(ffn, width, bias=True)
+    layer = attention + mlp + 2 * norm + 2 * width  # two layer scales
+    patches = (vision.image_size // vision.patch_size) ** 2
+    embedding = linear(3 * vision.patch_size**2, width, bias=True) + (patches + 1) * width + width
+    return vision.layers * layer + embedding
+
+
+def language_parameters(language: LanguageConfig) -> int:
+    width, ffn = language.hidden_size, language.ffn_hidden_size
+    qkv_width = (language.heads + 2 * language.kv_heads) * (width // language.heads)
+    attention = linear(width, qkv_width, language.qkv_bias) + linear(width, width, bias=False)
+    layer = attention + 3 * width * ffn + 2 * width
+    return language.layers * layer + width + 2 * width * language.vocab_size
+
+
+def projector_parameters(model: ModelConfig) -> int:
+    inputs, width = 4 * model.vision.hidden_size, model.language.hidden_size
+    return 2 * inputs + linear(inputs, width, bias=True) + linear(width, width, bias=True)
+
+
+def near(billions: float):
+    return pytest.approx(billions * 1e9, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_has_its_published_size(name):
+    """Prevents a wrong layer count, width, vocabulary, or a tied head taken for an untied one."""
+    model = load_model(name)
+    parts = (
+        encoder_parameters(model.vision),
+        projector_parameters(model),
+        language_parameters(model.language),
+    )
+    assert sum(parts) == near(CHECKPOINTS[name])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pair_has_its_parts_published_sizes(name):
+    """Prevents a wrong encoder that a large language model would hide in the sum."""
+    model, (encoder, language) = load_model(name), PAIRS[name]
+    assert encoder_parameters(model.vision) == near(encoder)
+    assert language_parameters(model.language) == near(language)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_has_a_released_encoder(name):
+    """Prevents a wrong InternViT beside a language model that hides it in the sum."""
+    vision = load_model(name).vision
+    published = 5.54 if vision.hidden_size == 3200 else 0.304
+    assert encoder_parameters(vision) == near(published)
+
+
+def test_every_preset_is_checked():
+    """Prevents a preset whose sizes nobody compares; the quickstart's was never published."""
+    assert CHECKPOINTS.keys().isdisjoint(PAIRS)
+    assert {*CHECKPOINTS, *PAIRS, "internvl-digits"} == set(preset_names("models"))
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("internvit-6b-llama3-8b", Parallel(tensor=1, pipeline=4)),
+        ("internvl-chat-1.5-6b-20b", Parallel(tensor=2, pipeline=4)),
+        ("internvl-chat-1.5-6b-34b", Parallel(tensor=4, pipeline=4)),
+        ("internvit-6b-llama3-70b", Parallel(tensor=4, pipeline=8)),
+        ("internvit-6b-qwen1.5-110b", Parallel(tensor=8, pipeline=8)),
+    ],
+)
+def test_sizes_of_the_paper_are_accepted(name, parallel):
+    """Prevents refusing what OmniBal's Table 9 ran: 25 vision heads on 2, 4 and 8 ranks."""
+    check_parallel(load_model(name), parallel, load_cluster("a100-80g"))
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("internvl2.5-78", "internvl2.5-78b"),
+        ("internvit-6b-lama3-70b", "internvit-6b-llama3-70b"),
+        ("InternVL3-38B", "internvl3-38b"),
+        ("eva-clip-18b", "eva-clip-18b-internlm2-20b"),
+    ],
+)
+def test_mistyped_name_finds_the_nearest(typo, meant):
+    """Prevents a search through thirty names for a slip of the finger."""
+    with pytest.raises(UserError, match=f"did you mean '{meant}'"):
+        load_model(typo)
