@@ -11,7 +11,8 @@ Time of a unit's forward pass is the sum of four counts, none of which overlaps 
 * element-wise passes (norms, biases, residuals, activation functions, rotary embedding), in bytes
   read and written, at a share `memory_efficiency` of the memory's rate. They make a vision layer
   slower than its operations say: tensor parallelism divides its products but not its norms and
-  residuals, as a sequence of 1,025 positions cannot be divided.
+  residuals, as a sequence of 1,025 positions cannot be divided. Backward moves half as much again:
+  a norm, a scale or an activation function reads its input besides the gradient.
 * tensor-parallel collectives: two all-reduces of the layer's output in each direction, or with
   sequence parallelism an all-gather and a reduce-scatter in place of each, and in backward two
   gathers more (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
@@ -48,6 +49,7 @@ _FIXED, _TILES, _TOKENS, _SQUARED, _LOSS_TOKENS = np.eye(5)
 _TOKEN_ID_BYTES = 8
 _FP32_BYTES = 4
 _BACKWARD_OF_ATTENTION = 2.5
+_BACKWARD_OF_PASSES = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,9 @@ class _Device:
 
     flops_per_ms: float
     bytes_per_ms: float
+    """Of element-wise kernels."""
+    streamed_bytes_per_ms: float
+    """Of reading and writing weights and gradients in one piece."""
     collective_bytes_per_ms: float
     kernel_ms: float
     tensor: int
@@ -101,14 +106,24 @@ def analytic_cost(
     parallel: Parallel,
     precision: Precision,
     frozen: Collection[Part] = (),
+    *,
+    distributed_optimizer: bool = True,
 ) -> CostModel:
-    """Cost of every unit on one device of `cluster` under the given parallel sizes."""
+    """Cost of every unit on one device of `cluster` under the given parallel sizes.
+
+    Args:
+        frozen: parts that are not trained.
+        distributed_optimizer: shard the optimizer's state over data-parallel ranks, as this
+            project's trainer always does; other systems do not.
+    """
     element_bytes = ELEMENT_BYTES[precision]
+    shards = parallel.data if distributed_optimizer else 1
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
-    bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
+    streamed_bytes_per_ms = cluster.memory_gb_per_s * 1e6
     device = _Device(
         flops_per_ms=cluster.peak_tflops[precision] * 1e9 * cluster.matmul_efficiency,
-        bytes_per_ms=bytes_per_ms,
+        bytes_per_ms=streamed_bytes_per_ms * cluster.memory_efficiency,
+        streamed_bytes_per_ms=streamed_bytes_per_ms,
         collective_bytes_per_ms=1 / _link_ms_per_byte(cluster, parallel.tensor),
         kernel_ms=cluster.kernel_us / 1e3,
         tensor=parallel.tensor,
@@ -119,10 +134,10 @@ def analytic_cost(
         units=_unit_costs(model, device, frozen),
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
-        optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / parallel.data,
+        optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
         optimizer_ms_fixed=0.0,
         # Weight, gradient and state are read and written once, each rank its own share.
-        optimizer_ms_per_parameter=2 * state_bytes / bytes_per_ms / parallel.data,
+        optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
         link_latency_ms=cluster.link_latency_us / 1e3,
         link_ms_per_byte=_link_ms_per_byte(cluster, parallel.world_size),
         gradient_reduction_ms_per_parameter=_gradient_reduction_ms(cluster, parallel, precision),
@@ -199,13 +214,14 @@ def _unit_cost(
     back_collective_ms = collective_ms + trained * (
         counts.gathered_again_bytes / device.collective_bytes_per_ms
     )
-    accumulate_ms = _FIXED * trained * counts.parameters * 2 * GRADIENT_BYTES / device.bytes_per_ms
+    accumulated_bytes = _FIXED * trained * counts.parameters * 2 * GRADIENT_BYTES
     backward_ms = (
         products * matmul_ms
         + _BACKWARD_OF_ATTENTION * attention_ms
-        + 2 * (moved_ms + kernels_ms)
+        + _BACKWARD_OF_PASSES * moved_ms
+        + 2 * kernels_ms
         + back_collective_ms
-        + accumulate_ms
+        + accumulated_bytes / device.streamed_bytes_per_ms
     )
     return UnitCost(
         forward_ms=forward_ms,

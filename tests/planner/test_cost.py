@@ -189,6 +189,9 @@ def test_state_bytes_and_their_sharding(precision: str, expected: tuple[int, int
     assert cost.weight_bytes_per_parameter == expected[0]
     assert cost.gradient_bytes_per_parameter == expected[1]
     assert cost.optimizer_bytes_per_parameter == expected[2] / 4
+    parallel = Parallel(pipeline=4, data=4)
+    whole = analytic_cost(MODEL, CLUSTER, parallel, precision, distributed_optimizer=False)
+    assert whole.optimizer_bytes_per_parameter == expected[2]
 
 
 def test_tensor_parallelism_divides_layers():
