@@ -510,6 +510,7 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         _plan_summary(result.plan, prediction),
         tables.stages_table(result.plan, prediction),
         tables.memory_table(result.plan, prediction),
+        tables.lost_time_table(prediction),
         tables.plan_table(result.plan, prediction),
     )
 
@@ -729,6 +730,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         ],
         "step_ms": prediction.step_ms,
         "ideal_step_ms": prediction.ideal_step_ms,
+        "lost_ms": prediction.lost.model_dump(),
         "bubble_fraction": prediction.bubble_fraction,
         "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
         "gpu_days": prediction.gpu_days,

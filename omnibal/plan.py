@@ -122,6 +122,34 @@ class StageMemory(Frozen):
         )
 
 
+class LostTime(Frozen):
+    """Where the time of a mean step goes: it all adds up to the step, in ms.
+
+    Every entry is what the simulated step loses when one cause more is taken away, in this order.
+    """
+
+    rank_imbalance_ms: float
+    """Waiting for the slowest data-parallel rank."""
+    communication_ms: float
+    """Between stages as far as anyone waits for it, within tensor-parallel groups, and the
+    reduction of gradients."""
+    weight_update_ms: float
+    recompute_ms: float
+    padding_ms: float
+    """Work on attention heads that are there to be divided over tensor-parallel ranks."""
+    stage_imbalance_ms: float
+    """Stages that take longer than others."""
+    bubble_ms: float
+    """Filling and draining the pipeline, and micro-batches that differ."""
+    ideal_ms: float
+    """What is left: the needed work, spread evenly over all devices without waiting."""
+
+    def named(self) -> dict[str, float]:
+        """The entries from the ideal up, by their names in words."""
+        entries = reversed(list(self))
+        return {name.removesuffix("_ms").replace("_", " "): ms for name, ms in entries}
+
+
 class StagePrediction(Frozen):
     """Mean times per micro-batch over the planned packs, and memory."""
 
@@ -140,8 +168,7 @@ class Prediction(Frozen):
     """"analytic:<cluster>" or "profile:<device>, <n> processes"."""
     step_ms: NonNegativeFloat
     """Mean over the simulated steps."""
-    ideal_step_ms: NonNegativeFloat
-    """The same computation, without recompute, spread evenly over all devices without waiting."""
+    lost: LostTime
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
     """Share of device time spent waiting, mean over stages and steps."""
     samples_per_second_per_gpu: NonNegativeFloat | None
@@ -149,6 +176,11 @@ class Prediction(Frozen):
     gpu_days: NonNegativeFloat | None
     """For all planned epochs."""
     stages: tuple[StagePrediction, ...]
+
+    @property
+    def ideal_step_ms(self) -> float:
+        """The same computation, without anything lost."""
+        return self.lost.ideal_ms
 
 
 class Plan(Frozen):

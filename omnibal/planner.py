@@ -17,9 +17,11 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.data.steps import DataRequest, Steps, deal_steps, draw_steps, size_load, steps_of
 from omnibal.errors import UserError
-from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.simulate import predict
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
+from omnibal.pipeline.partition import SearchPacks, search_stages
+from omnibal.pipeline.predict import predict
 from omnibal.pipeline.stage_cost import GIB, model_ms
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
@@ -30,6 +32,7 @@ from omnibal.plan import (
     Parallel,
     Plan,
     Shapes,
+    Stage,
     memory_cap_gib,
     read_plan,
     write_plan,
@@ -56,6 +59,8 @@ class PlanRequest:
     """Measured costs; None to count operations and bytes instead."""
     frozen: tuple[Part, ...] = ()
     """Parts of the model that are not trained."""
+    method: PartitionMethod = PartitionMethod.OMNIBAL
+    recompute: RecomputeRule = RecomputeRule.CHEAPEST
     steps: Steps | None = None
     """Of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
 
@@ -95,15 +100,8 @@ def make_plan(request: PlanRequest) -> PlanResult:
         lengths = request.lengths
         packs = _packs(request, lengths, cost, model)
     features = pack_features(packs.packs, lengths)
-    stages = search_stages(
-        cost,
-        model,
-        features,
-        packs.slot,
-        request.parallel.pipeline,
-        request.micro_batches,
-        memory_cap_gib(request.cluster) * GIB,
-    )
+    workload = Workload.of(packs, features, request.parallel.data)
+    stages = _stages(request, cost, model, workload)
     prediction = predict(cost, model, request.parallel, stages, packs, features)
     if request.lengths is None:
         # One step of made-up samples says nothing about a dataset.
@@ -122,6 +120,24 @@ def make_plan(request: PlanRequest) -> PlanResult:
     )
     data = None if request.lengths is None else (packs, lengths)
     return PlanResult(plan=plan, data=data, profile=request.profile)
+
+
+def _stages(
+    request: PlanRequest, cost: CostModel, model: ModelConfig, workload: Workload
+) -> tuple[Stage, ...]:
+    pipeline, cap_bytes = request.parallel.pipeline, memory_cap_gib(request.cluster) * GIB
+    if request.method is PartitionMethod.OMNIBAL and request.recompute is RecomputeRule.CHEAPEST:
+        packs = SearchPacks(
+            features=workload.features,
+            step=workload.step,
+            dp_rank=workload.dp_rank,
+            slot=workload.slot,
+            data_parallel=workload.data_parallel_size,
+        )
+        return search_stages(cost, model, packs, pipeline, cap_bytes).stages
+    return baseline_stages(
+        request.method, request.recompute, cost, model, workload, pipeline, cap_bytes
+    )
 
 
 def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:

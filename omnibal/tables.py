@@ -149,13 +149,15 @@ def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
 
 def stages_table(plan: Plan, prediction: Prediction) -> Table:
     """What every stage holds, and its times per micro-batch."""
-    table = _table("Stages", "stage", "vision", "language", "forward ms", "backward ms", "waits")
+    times = ("forward ms", "backward ms", "waits")
+    table = _table("Stages", "stage", "vision", "language", "recompute", *times)
     table.add_column("also holds", overflow="fold")
     for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
         table.add_row(
             str(index),
             str(stage.vision_layers),
             str(stage.language_layers),
+            _recomputed(stage),
             f"{predicted.forward_ms:,.2f}",
             f"{predicted.backward_ms:,.2f}",
             f"{predicted.wait_fraction:.1%}",
@@ -200,14 +202,23 @@ def plan_table(plan: Plan, prediction: Prediction) -> Table:
             f"packs, {plan.data.steps:,} steps",
         )
     table.add_row("step", f"{prediction.step_ms:,.1f} ms")
-    table.add_row("ideal step", f"{prediction.ideal_step_ms:,.1f} ms")
-    table.add_row("bubble", f"{prediction.bubble_fraction:.1%}")
+    table.add_row("stages wait", f"{prediction.bubble_fraction:.1%} of it")
     if prediction.samples_per_second_per_gpu is not None:
         per_second = prediction.samples_per_second_per_gpu * parallel.world_size
         table.add_row("samples per second", f"{per_second:,.2f}")
     if prediction.gpu_days is not None:
         table.add_row("device days", f"{prediction.gpu_days:,.3g}")
     table.add_row("costs from", prediction.cost_source)
+    return table
+
+
+def lost_time_table(prediction: Prediction) -> Table:
+    """Where the time of a step goes, from the ideal up."""
+    table = _table("Where the step's time goes", "", "ms", "of the step")
+    for name, ms in prediction.lost.named().items():
+        table.add_row(name, f"{ms:,.1f}", f"{ms / prediction.step_ms:.1%}")
+    table.add_section()
+    table.add_row("step", f"{prediction.step_ms:,.1f}", "100.0%")
     return table
 
 
@@ -233,6 +244,11 @@ def run_table(plan: Plan, run: "RunSummary", evaluation: Evaluation | None) -> T
                 f"{kind.accuracy:.1%} of {kind.questions:,}",
             )
     return table
+
+
+def _recomputed(stage: Stage) -> str:
+    """Vision and language layers, as in "3 + 0"."""
+    return f"{len(stage.recompute_vision)} + {len(stage.recompute_language)}"
 
 
 def _single_units(stage: Stage) -> str:

@@ -31,12 +31,12 @@ Letters: h hidden, f feed-forward, P positions per tile, T language tokens per t
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
-from omnibal.cost.model import CostModel, Unit, UnitCost
+from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
 from omnibal.plan import Parallel
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
@@ -180,7 +180,16 @@ def _unit_costs(
     before_trained = False
     for unit, part, counts in units:
         trained = part not in frozen
-        costs[unit] = _unit_cost(device, counts, trained=trained, before_trained=before_trained)
+        cost = _unit_cost(device, counts, trained=trained, before_trained=before_trained)
+        if unit is Unit.VISION_LAYER:
+            bare = _vision_layer(model, device, padded=False)
+            unpadded = _unit_cost(device, bare, trained=trained, before_trained=before_trained)
+            padding_ms = [
+                cost.forward_ms - unpadded.forward_ms,
+                cost.backward_ms - unpadded.backward_ms,
+            ]
+            cost = replace(cost, padding_ms=np.stack(padding_ms))
+        costs[unit] = cost
         before_trained = before_trained or trained
     return costs
 
@@ -200,7 +209,8 @@ def _unit_cost(
         return UnitCost(
             forward_ms=forward_ms,
             backward_ms=nothing,
-            collective_ms=collective_ms,
+            collective_ms=np.stack([collective_ms, nothing]),
+            padding_ms=np.zeros((2, len(FEATURES))),
             activation_bytes=nothing,
             boundary_bytes=nothing,
             output_bytes=counts.output_bytes,
@@ -226,7 +236,8 @@ def _unit_cost(
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
-        collective_ms=collective_ms + back_collective_ms,
+        collective_ms=np.stack([collective_ms, back_collective_ms]),
+        padding_ms=np.zeros((2, len(FEATURES))),
         activation_bytes=counts.kept_bytes if trained else counts.kept_frozen_bytes,
         boundary_bytes=counts.boundary_bytes,
         output_bytes=counts.output_bytes,
@@ -260,11 +271,11 @@ def _vision_embed(model: ModelConfig, device: _Device) -> _Counts:
     )
 
 
-def _vision_layer(model: ModelConfig, device: _Device) -> _Counts:
+def _vision_layer(model: ModelConfig, device: _Device, *, padded: bool = True) -> _Counts:
     vision, t, size = model.vision, device.tensor, device.element_bytes
     h, f, positions = vision.hidden_size, vision.ffn_hidden_size, vision.positions_per_tile
     # Heads that the ranks cannot share evenly are padded (25 heads become 28 on 4 ranks).
-    a = h // vision.heads * (-(-vision.heads // t) * t)
+    a = h // vision.heads * (-(-vision.heads // t) * t) if padded else h
     rows = _TILES * positions
     # Whole: input, both norms' outputs, the middle residual, both outputs that layer scale scales.
     # Divided: q, k, v, attention's output, and the feed-forward before and after GELU.

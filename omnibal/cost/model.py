@@ -40,7 +40,9 @@ class UnitCost:
     backward_ms: np.ndarray
     """[5]; without recomputation. 0 where nothing up to this unit is trained."""
     collective_ms: np.ndarray
-    """[5]; the part of forward plus backward that tensor-parallel ranks spend exchanging data."""
+    """[2, 5]; the parts of forward and backward that tensor-parallel ranks exchange data in."""
+    padding_ms: np.ndarray
+    """[2, 5]; the parts of forward and backward that are spent on padding."""
     activation_bytes: np.ndarray
     """[5]; kept from forward to backward when nothing is recomputed."""
     boundary_bytes: np.ndarray

@@ -238,7 +238,8 @@ def _fitted_unit(
         counted,
         forward_ms=times["forward_ms"],
         backward_ms=backward_share * times["backward_ms"],
-        collective_ms=np.zeros(len(FEATURES)),
+        collective_ms=np.zeros((2, len(FEATURES))),
+        padding_ms=np.zeros((2, len(FEATURES))),
         activation_bytes=activation_bytes,
     )
 

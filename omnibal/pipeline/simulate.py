@@ -14,22 +14,13 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
-from omnibal.data.packs import ScheduledPacks
-from omnibal.pipeline.stage_cost import (
-    StageTimes,
-    stage_memories,
-    stage_times,
-    trained_parameters,
-)
-from omnibal.pipeline.units import check_stages
-from omnibal.plan import Parallel, Prediction, Stage, StagePrediction
+from omnibal.pipeline.stage_cost import StageTimes, stage_times, trained_parameters
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Stage
 
-MAX_SIMULATED_STEPS = 2_000
 _CHUNK_ENTRIES = 2_000_000
 """Of [rows, m, p] simulated at a time: bounds memory to a few hundred MB."""
-_MS_PER_DAY = 86_400_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,7 +96,7 @@ def simulate_steps(
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
     end = np.empty_like(duration)  # [2, m, p, steps]
     free = np.zeros((stages, steps))
-    for stage, backward, micro_batch in _dependency_order(stages, micro_batches):
+    for stage, backward, micro_batch in dependency_order(stages, micro_batches):
         sender = stage + 1 if backward else stage - 1
         start = free[stage]
         if 0 <= sender < stages:
@@ -144,7 +135,7 @@ def _stage_order(stage: int, stages: int, micro_batches: int) -> list[tuple[int,
     return order + [(1, i) for i in range(micro_batches - warm_up, micro_batches)]
 
 
-def _dependency_order(stages: int, micro_batches: int) -> list[tuple[int, int, int]]:
+def dependency_order(stages: int, micro_batches: int) -> list[tuple[int, int, int]]:
     """Everything that runs, as (stage, direction, micro-batch), each after what it needs."""
     queues = [deque(_stage_order(stage, stages, micro_batches)) for stage in range(stages)]
     order: list[tuple[int, int, int]] = []
@@ -232,58 +223,15 @@ def _padded(
     return table
 
 
-def predict(
-    cost: CostModel,
-    model: ModelConfig,
-    parallel: Parallel,
-    stages: Sequence[Stage],
-    scheduled: ScheduledPacks,
-    features: np.ndarray,
-) -> Prediction:
-    """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
-
-    Args:
-        features: [packs, 5] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
-
-    Raises:
-        UserError: the stages are not the model cut into runs.
-    """
-    check_stages(model, stages)
-    memories = stage_memories(cost, stages, scheduled.slot, features)
-    chosen = np.linspace(0, scheduled.steps - 1, min(scheduled.steps, MAX_SIMULATED_STEPS))
-    picked = np.isin(scheduled.step, chosen.round().astype(np.int64))
-    times = stage_times(cost, stages, features[picked])
+def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
+    """Every step of the workload on the given stages."""
     parameters = trained_parameters(cost, stages)
-    simulated = predict_steps(
-        times,
-        scheduled.step[picked],
-        scheduled.dp_rank[picked],
-        scheduled.slot[picked],
-        parallel.data,
+    return predict_steps(
+        stage_times(cost, stages, workload.features),
+        workload.step,
+        workload.dp_rank,
+        workload.slot,
+        workload.data_parallel_size,
         reduction_ms=cost.gradient_reduction_ms_per_parameter * parameters,
         optimizer_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
-    )
-    steps, total_ms = len(simulated.step_ms), float(simulated.step_ms.sum())
-    step_ms = total_ms / steps
-    wait_fraction = np.maximum(1 - simulated.busy_ms.sum(axis=0) / total_ms, 0)
-    needed_ms = (times.forward_ms + times.backward_ms - times.recompute_ms).sum()
-    run_ms = step_ms * scheduled.steps
-    return Prediction(
-        cost_source=cost.source,
-        step_ms=step_ms,
-        ideal_step_ms=float(needed_ms) / steps / (parallel.pipeline * parallel.data),
-        bubble_fraction=float(wait_fraction.mean()),
-        samples_per_second_per_gpu=len(scheduled.packs.samples)
-        / (run_ms / 1e3)
-        / parallel.world_size,
-        gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,
-        stages=tuple(
-            StagePrediction(
-                forward_ms=float(times.forward_ms[:, index].mean()),
-                backward_ms=float(times.backward_ms[:, index].mean()),
-                wait_fraction=float(wait_fraction[index]),
-                memory=memory,
-            )
-            for index, memory in enumerate(memories)
-        ),
     )

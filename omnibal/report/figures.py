@@ -29,6 +29,7 @@ from omnibal.report.text import escape, milliseconds, number, percent, tick
 from omnibal.runlog import StepRecord
 
 WIDE = 1080
+_LEAST_SHOWN_SHARE = 0.001
 TIME_PARTS = ("forward", "backward", "wait", "data", "update")
 """Classes of the parts of `StageTime`, in its order."""
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "transient")
@@ -291,32 +292,36 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
 
 
 def waste_figure(plan: Plan) -> str:
-    """The predicted step as ideal computation, waiting, and everything else."""
+    """The predicted step as ideal computation and what is lost to each cause."""
     prediction = plan.prediction
     if prediction is None or prediction.step_ms <= 0:
         return ""
-    wait = prediction.bubble_fraction
-    ideal = min(prediction.ideal_step_ms / prediction.step_ms, 1 - wait)
-    parts = [
-        ("useful", "ideal computation", ideal),
-        ("update", "recomputation and update", 1 - wait - ideal),
-        ("wait", "waiting", wait),
-    ]
+    shares = {
+        name: ms / prediction.step_ms
+        for name, ms in prediction.lost.named().items()
+        if ms >= _LEAST_SHOWN_SHARE * prediction.step_ms
+    }
     keys = [
-        (css, f"{name} {milliseconds(share * prediction.step_ms)} ({percent(share)})")
-        for css, name, share in parts
+        (_css(name), f"{name} {milliseconds(share * prediction.step_ms)} ({percent(share)})")
+        for name, share in shares.items()
     ]
     stack = "".join(
-        f'<i class="{css}" style="width:{100 * share:.2f}%"></i>' for css, _, share in parts
+        f'<i class="{_css(name)}" style="width:{100 * share:.2f}%"></i>'
+        for name, share in shares.items()
     )
     label = escape("; ".join(meaning for _, meaning in keys))
     return figure(
-        "What the predicted step is spent on",
+        "Where the predicted step's time goes",
         f'<div class="stack" role="img" aria-label="{label}">{stack}</div>',
-        "Ideal: the same computation without recomputing, spread evenly, without waiting.",
+        "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
+        "simulated again without one cause after another; the differences add up to it.",
         legend(*keys),
         "wide",
     )
+
+
+def _css(name: str) -> str:
+    return "lost-" + name.replace(" ", "-")
 
 
 def bars(counts: np.ndarray, css: str, label: str) -> str:

@@ -37,10 +37,12 @@ def random_cost(rng: np.random.Generator) -> CostModel:
     def unit(parameters: int) -> UnitCost:
         boundary_bytes = rng.uniform(0, 1e6, 5)
         output_bytes = rng.uniform(0, 1e6, 5)
+        forward_ms, backward_ms = rng.uniform(0, 1, 5), rng.uniform(0, 2, 5)
         return UnitCost(
-            forward_ms=rng.uniform(0, 1, 5),
-            backward_ms=rng.uniform(0, 2, 5),
-            collective_ms=np.zeros(5),
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            collective_ms=0.1 * np.stack([forward_ms, backward_ms]),
+            padding_ms=np.zeros((2, 5)),
             activation_bytes=boundary_bytes + rng.uniform(0, 8e6, 5),
             boundary_bytes=boundary_bytes,
             output_bytes=output_bytes,

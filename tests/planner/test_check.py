@@ -219,7 +219,7 @@ def tight_plan(directory: Path) -> Plan:
     """Written to the directory: it recomputes, since without it does not fit."""
     roomy = make_plan(request()).plan
     peak_gib = max(stage.memory.peak_gib for stage in roomy.prediction.stages)
-    memory = {"memory_gib": 0.85 * peak_gib / 0.9}
+    memory = {"memory_gib": 0.7 * peak_gib / 0.9}
     result = make_plan(request(cluster=roomy.cluster.model_copy(update=memory)))
     save_plan(result, directory)
     return result.plan

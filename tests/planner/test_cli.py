@@ -28,7 +28,7 @@ PACK_KEYS = (
     "load model"
 ).split()
 PLAN_KEYS = (
-    "stages step_ms ideal_step_ms bubble_fraction samples_per_second_per_gpu gpu_days "
+    "stages step_ms ideal_step_ms lost_ms bubble_fraction samples_per_second_per_gpu gpu_days "
     "memory_cap_gib cost_source packs steps"
 ).split()
 STAGE_KEYS = (

@@ -1,6 +1,7 @@
 """The joint search against brute force, and stages against the model they are cut from."""
 
 import re
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import combinations, pairwise, product
 
@@ -10,149 +11,347 @@ from cost_cases import random_cost, random_features, small_model
 
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, Unit
+from omnibal.cost.model import CostModel, Unit, UnitCost
 from omnibal.errors import UserError
 from omnibal.pipeline import partition
-from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
+from omnibal.pipeline.partition import SearchPacks, least_peak_of_splits, search_stages
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times, trained_parameters
 from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
 from omnibal.plan import Parallel, Stage
 
+LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 
-def run_options(
-    cost: CostModel, held: tuple[Unit, ...], features: np.ndarray
-) -> list[tuple[float, np.ndarray, float]]:
-    """Of a run of units, for all numbers of recomputed layers: time in ms, bytes kept for each
-    micro-batch [packs], and other bytes."""
-    mean = features.mean(axis=0)
-    numbers = [range(held.count(kind) + 1) for kind in (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)]
-    options = []
-    for vision, language in product(*numbers):
-        left = {Unit.VISION_LAYER: vision, Unit.LANGUAGE_LAYER: language}
-        time_ms = state = 0.0
-        kept, working = np.zeros(len(features)), 0.0
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunOptions:
+    """A run of units with all numbers of recomputed layers. [options, packs] where not said."""
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    kept: np.ndarray
+    """Bytes of each micro-batch."""
+    other: np.ndarray
+    """[options]; bytes of state and working memory."""
+    trained: int
+
+
+def run_options(cost: CostModel, held: tuple[Unit, ...], features: np.ndarray) -> RunOptions:
+    forward = sum(features @ cost.units[unit].forward_ms for unit in held)
+    plain = sum(features @ cost.units[unit].backward_ms for unit in held)
+    state = sum(
+        cost.units[unit].parameters * 2 + cost.units[unit].trained_parameters * 16 for unit in held
+    )
+    backward_ms, kept_bytes, other = [], [], []
+    for numbers in product(*(range(held.count(kind) + 1) for kind in LAYERS)):
+        left = dict(zip(LAYERS, numbers, strict=True))
+        backward, kept, working = plain.copy(), np.zeros(len(features)), 0.0
         for unit in held:
             unit_cost = cost.units[unit]
-            time_ms += mean @ (unit_cost.forward_ms + unit_cost.backward_ms)
-            state += unit_cost.parameters * 18
             transient = features @ unit_cost.transient_bytes
             if left.get(unit, 0):
                 left[unit] -= 1
-                time_ms += mean @ unit_cost.forward_ms
+                backward += features @ unit_cost.forward_ms
                 kept += features @ unit_cost.boundary_bytes
                 transient += features @ (unit_cost.activation_bytes - unit_cost.boundary_bytes)
             else:
                 kept += features @ unit_cost.activation_bytes
             working = max(working, transient.max())
-        options.append((time_ms, kept, state + working))
-    return options
+        backward_ms.append(backward)
+        kept_bytes.append(kept)
+        other.append(state + working)
+    return RunOptions(
+        forward_ms=np.repeat(forward[None], len(other), axis=0),
+        backward_ms=np.array(backward_ms),
+        kept=np.array(kept_bytes),
+        other=np.array(other),
+        trained=sum(cost.units[unit].trained_parameters for unit in held),
+    )
 
 
-def most_together(kept: np.ndarray, m: int, in_flight: int) -> float:
-    """Largest sum of so many micro-batches in a row of one step; steps have m of them."""
-    steps = kept.reshape(-1, m)
-    count = min(in_flight, m)
-    return max(steps[:, i : i + count].sum(axis=1).max() for i in range(m - count + 1))
+def peaks(options: RunOptions, ranks: list[np.ndarray], in_flight: int) -> np.ndarray:
+    """Bytes with the most that so many micro-batches in a row of one rank's step keep. [options]
+
+    `ranks` are the packs of every rank of every step.
+    """
+    most = np.zeros(len(options.other))
+    for rank in ranks:
+        for first in range(len(rank)):
+            most = np.maximum(most, options.kept[:, rank[first : first + in_flight]].sum(axis=1))
+    return most + options.other
+
+
+def finish_times(
+    forward: list[np.ndarray], backward: list[np.ndarray], send: np.ndarray, receive: np.ndarray
+) -> list[np.ndarray]:
+    """When each stage's last backward ends, by letting stages act whenever they can.
+
+    A stage runs a forward while fewer than p - s micro-batches are in flight on it and some are
+    left, else a backward. `forward` and `backward` are [..., m] of each stage and broadcast against
+    each other; `send` and `receive` are [p - 1, m].
+    """
+    p, m = len(forward), forward[0].shape[-1]
+    free: list[np.ndarray] = [np.zeros(1)] * p
+    done: list[dict[str, list[np.ndarray]]] = [{"f": [], "b": []} for _ in range(p)]
+    while any(len(stage["b"]) < m for stage in done):
+        for s in range(p):
+            forwards, backwards = len(done[s]["f"]), len(done[s]["b"])
+            if forwards < m and forwards - backwards < p - s:
+                if s > 0 and len(done[s - 1]["f"]) <= forwards:
+                    continue
+                ready = done[s - 1]["f"][forwards] + send[s - 1, forwards] if s > 0 else 0.0
+                free[s] = np.maximum(free[s], ready) + forward[s][..., forwards]
+                done[s]["f"].append(free[s])
+            elif backwards < m:
+                if s < p - 1 and len(done[s + 1]["b"]) <= backwards:
+                    continue
+                ready = done[s + 1]["b"][backwards] + receive[s, backwards] if s < p - 1 else 0.0
+                free[s] = np.maximum(free[s], ready) + backward[s][..., backwards]
+                done[s]["b"].append(free[s])
+    return free
+
+
+def along(values: np.ndarray, stage: int, stages: int) -> np.ndarray:
+    """[options, ...] with the options as axis `stage` of `stages`."""
+    shape = [1] * stages
+    shape[stage] = len(values)
+    return values.reshape(*shape, *values.shape[1:])
+
+
+def split_times(
+    cost: CostModel, choices: list[RunOptions], lasts: list[Unit], packs: SearchPacks
+) -> np.ndarray:
+    """Mean step time of all recomputed sets of one split. [options of stage 0, of stage 1, ...]"""
+    p = len(choices)
+    forward = [along(choice.forward_ms, s, p) for s, choice in enumerate(choices)]
+    backward = [along(choice.backward_ms, s, p) for s, choice in enumerate(choices)]
+    units = [cost.units[unit] for unit in lasts]
+    send = np.array([packs.features @ unit.output_bytes for unit in units])
+    receive = np.array([packs.features @ unit.output_gradient_bytes for unit in units])
+    returns = np.array([unit.output_gradient_bytes.any() for unit in units]).reshape(-1, 1)
+    send_ms = cost.link_latency_ms + cost.link_ms_per_byte * send
+    receive_ms = cost.link_latency_ms * returns + cost.link_ms_per_byte * receive
+    trained = np.array([choice.trained for choice in choices])
+    update_ms = cost.optimizer_ms_fixed + (cost.optimizer_ms_per_parameter * trained).max()
+    total_ms = 0.0
+    for step in np.unique(packs.step):
+        latest: list[np.ndarray] = [np.zeros(1)] * p
+        for rank in range(packs.data_parallel):
+            mine = np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
+            finish = finish_times(
+                [f[..., mine] for f in forward],
+                [b[..., mine] for b in backward],
+                send_ms[:, mine] if p > 1 else send_ms,
+                receive_ms[:, mine] if p > 1 else receive_ms,
+            )
+            latest = [np.maximum(a, b) for a, b in zip(latest, finish, strict=True)]
+        reduced = [
+            end + cost.gradient_reduction_ms_per_parameter * n
+            for end, n in zip(latest, trained, strict=True)
+        ]
+        total_ms = total_ms + reduce(np.maximum, reduced) + update_ms
+    shape = [len(choice.other) for choice in choices]
+    return np.broadcast_to(total_ms / len(np.unique(packs.step)), shape)
 
 
 def brute_force(
-    cost: CostModel, model: ModelConfig, features: np.ndarray, p: int, m: int
-) -> np.ndarray:
-    """Objective in ms and largest peak in bytes of all splits and recomputed sets. [all, 2]"""
-    sequence, mean = unit_sequence(model), features.mean(axis=0)
-    layers = {Unit.VISION_LAYER, Unit.LANGUAGE_LAYER}
+    cost: CostModel, model: ModelConfig, packs: SearchPacks, p: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Step time in ms and largest peak in bytes of all splits and recomputed sets."""
+    sequence = unit_sequence(model)
     options = {
-        (a, b): run_options(cost, sequence[a:b], features)
+        (a, b): run_options(cost, sequence[a:b], packs.features)
         for a, b in combinations(range(len(sequence) + 1), 2)
-        if layers & set(sequence[a:b])
+        if set(LAYERS) & set(sequence[a:b])
     }
+    place = packs.step * packs.data_parallel + packs.dp_rank
+    ranks = [np.flatnonzero(place == number) for number in np.unique(place)]
     peaks_of = {
-        (stage, run): [most_together(kept, m, p - stage) + other for _, kept, other in choices]
+        (stage, run): peaks(choices, ranks, p - stage)
         for run, choices in options.items()
         for stage in range(p)
     }
-    results = []
+    times, bytes_ = [], []
     for cuts in combinations(range(1, len(sequence)), p - 1):
         runs = list(pairwise((0, *cuts, len(sequence))))
         if not all(run in options for run in runs):
             continue
-        sent = sum(mean @ cost.units[sequence[cut - 1]].output_bytes for cut in cuts)
-        link_ms = 2 * ((p - 1) * cost.link_latency_ms + cost.link_ms_per_byte * sent)
-        times = [np.array([time_ms for time_ms, _, _ in options[run]]) for run in runs]
-        peaks = [np.array(peaks_of[stage, run]) for stage, run in enumerate(runs)]
-        total_ms = (m - 1) * reduce(np.maximum.outer, times) + reduce(np.add.outer, times) + link_ms
-        results.append(
-            np.stack([total_ms.ravel(), reduce(np.maximum.outer, peaks).ravel()], axis=1)
-        )
-    return np.concatenate(results)
+        lasts = [sequence[cut - 1] for cut in cuts]
+        times.append(split_times(cost, [options[run] for run in runs], lasts, packs).ravel())
+        split_peaks = [peaks_of[stage, run] for stage, run in enumerate(runs)]
+        bytes_.append(reduce(np.maximum.outer, split_peaks).ravel())
+    return np.concatenate(times), np.concatenate(bytes_)
 
 
-def objective(
-    cost: CostModel, stages: tuple[Stage, ...], features: np.ndarray, m: int
+def planners_figures(
+    cost: CostModel, stages: tuple[Stage, ...], packs: SearchPacks
 ) -> tuple[float, float]:
-    """The same two figures of the search's result, by the planner's own formulas."""
-    times = stage_times(cost, stages, features.mean(axis=0, keepdims=True))
-    stage_ms = (times.forward_ms + times.backward_ms)[0]
-    memories = stage_memories(cost, stages, slots(features, m), features)
-    peak = max(memory.peak_gib for memory in memories) * GIB
-    return (m - 1) * stage_ms.max() + stage_ms.sum() + 2 * times.forward_link_ms.sum(), peak
+    """Step time in ms and largest peak in bytes, as the planner predicts them."""
+    parameters = trained_parameters(cost, stages)
+    simulated = predict_steps(
+        stage_times(cost, stages, packs.features),
+        packs.step,
+        packs.dp_rank,
+        packs.slot,
+        packs.data_parallel,
+        reduction_ms=cost.gradient_reduction_ms_per_parameter * parameters,
+        optimizer_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
+    )
+    memories = stage_memories(cost, stages, packs.slot, packs.features)
+    return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
 
 
-def slots(features: np.ndarray, m: int) -> np.ndarray:
-    """Of packs in steps of m. [packs]"""
-    return np.arange(len(features)) % m
+def random_packs(rng: np.random.Generator, micro_batches: int) -> SearchPacks:
+    """A few steps; ranks of a step may have fewer micro-batches than others, or none."""
+    ranks, steps = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    counts = rng.integers(0, micro_batches + 1, (steps, ranks))
+    counts[:, rng.integers(ranks)] = micro_batches
+    if rng.random() < 0.5:
+        counts[:] = micro_batches
+    step, dp_rank = (
+        np.repeat(axis.ravel(), counts.ravel()) for axis in np.indices((steps, ranks))
+    )
+    slot = np.concatenate([np.arange(count) for count in counts.ravel()])
+    features = random_features(rng, len(slot))
+    if rng.random() < 0.2:
+        features[:] = features[0]
+    return SearchPacks(
+        features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel=ranks
+    )
+
+
+def frozen(unit: UnitCost) -> UnitCost:
+    """The unit without a backward, as the first units of a model are when they are not trained."""
+    nothing = np.zeros(5)
+    return replace(
+        unit,
+        backward_ms=nothing,
+        activation_bytes=nothing,
+        boundary_bytes=nothing,
+        output_gradient_bytes=nothing,
+        trained_parameters=0,
+    )
+
+
+def random_case(
+    rng: np.random.Generator, most_layers: int
+) -> tuple[CostModel, ModelConfig, SearchPacks, int]:
+    """Costs, model, packs and pipeline size."""
+    vision, language = rng.integers(1, most_layers, 2)
+    model = small_model(int(vision), int(language))
+    p = int(rng.integers(1, min(4, vision + language) + 1))
+    cost = random_cost(rng)
+    cost = replace(cost, gradient_reduction_ms_per_parameter=10 ** rng.uniform(-7, -4.5))
+    if rng.random() < 0.15:
+        frozen_units = (Unit.VISION_EMBED, Unit.VISION_LAYER)
+        units = {**cost.units, **{unit: frozen(cost.units[unit]) for unit in frozen_units}}
+        cost = replace(cost, units=units)
+    return cost, model, random_packs(rng, int(rng.integers(1, 7))), p
+
+
+def large_case(layers: tuple[int, int], p: int) -> tuple[CostModel, ModelConfig, SearchPacks]:
+    """InternVL with so many vision and language layers, on packs that all differ."""
+    base = load_model("internvl-chat-1.5-6b-20b")
+    model = base.model_copy(
+        update={
+            "vision": base.vision.model_copy(update={"layers": layers[0]}),
+            "language": base.language.model_copy(update={"layers": layers[1]}),
+        }
+    )
+    rng = np.random.default_rng(1)
+    shape = steps, ranks, micro_batches = 4, 2, 16
+    packs = steps * ranks * micro_batches
+    tiles = rng.integers(5, 10, packs)
+    tokens = 4096 - rng.integers(0, 400, packs)
+    features = np.stack([np.ones(packs), tiles, tokens, tokens**2 / 3, tokens / 4], axis=1)
+    step, dp_rank, slot = (axis.ravel() for axis in np.indices(shape))
+    cost = analytic_cost(
+        model, load_cluster("a100-80g"), Parallel(tensor=4, pipeline=p, data=ranks), "bf16"
+    )
+    return (
+        cost,
+        model,
+        SearchPacks(features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel=ranks),
+    )
 
 
 def test_the_search_equals_brute_force():
     """Prevents a split or recomputed set that is not the best, and caps wrongly held or passed."""
     rng = np.random.default_rng(0)
     outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0}
-    for _ in range(240):
-        vision, language = rng.integers(1, 5, 2)
-        p, m = int(rng.integers(1, min(4, vision + language) + 1)), int(rng.integers(1, 7))
-        model, cost = small_model(int(vision), int(language)), random_cost(rng)
-        features = random_features(rng, m * int(rng.integers(1, 4)))
-        results = brute_force(cost, model, features, p, m)
-        low, high = results[:, 1].min(), results[:, 1].max()
+    for number in range(240):
+        cost, model, packs, p = random_case(rng, 6 if number % 12 == 0 else 4)
+        times, peaks_of_all = brute_force(cost, model, packs, p)
+        low, high = peaks_of_all.min(), peaks_of_all.max()
         cap = rng.uniform(low - 0.1 * (high - low), low + 0.8 * (high - low))
+        assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
         if cap < low:
             outcomes["infeasible"] += 1
             with pytest.raises(UserError, match="more than the memory cap") as raised:
-                search_stages(cost, model, features, slots(features, m), p, m, cap)
+                search_stages(cost, model, packs, p, cap)
             stated = float(re.search(r"needs ([\d.]+) GiB", str(raised.value))[1])
             assert stated == pytest.approx(low / GIB, abs=0.005)
-            search_stages(cost, model, features, slots(features, m), p, m, low * (1 + 1e-9))
-            continue
-        stages = search_stages(cost, model, features, slots(features, m), p, m, cap)
-        check_stages(model, stages)
-        total_ms, peak = objective(cost, stages, features, m)
-        assert total_ms == pytest.approx(results[results[:, 1] <= cap, 0].min(), rel=1e-9)
+            cap = low * (1 + 1e-9)
+        result = search_stages(cost, model, packs, p, cap)
+        check_stages(model, result.stages)
+        best_ms = times[peaks_of_all <= cap].min()
+        assert result.step_ms == pytest.approx(best_ms, rel=2e-9)
+        assert result.lower_bound_ms == result.step_ms
+        step_ms, peak = planners_figures(cost, result.stages, packs)
+        assert result.step_ms == pytest.approx(step_ms, rel=1e-12)
         assert peak <= cap * (1 + 1e-9)
-        recomputed = any(stage.recompute_vision or stage.recompute_language for stage in stages)
+        recomputed = any(stage.recomputed_layers for stage in result.stages)
         outcomes["recomputed" if recomputed else "kept"] += 1
     assert min(outcomes.values()) >= 10, outcomes
 
 
-def test_a_large_model_is_searched_with_few_paths(monkeypatch: pytest.MonkeyPatch):
-    """Prevents a search that tries every possible slowest stage: there are 67,040 here."""
-    base = load_model("internvl-chat-1.5-6b-20b")
-    language = base.language.model_copy(update={"layers": 80})
-    model = base.model_copy(update={"language": language})
-    rng = np.random.default_rng(1)
-    tiles = rng.integers(0, 10, 50_000)
-    tokens = 4096 - 100 * tiles - rng.integers(0, 100, len(tiles))  # many undominated packs
-    features = np.stack([np.ones_like(tiles), tiles, tokens, tokens**2 / 3], axis=1)
-    cost = analytic_cost(model, load_cluster("a100-80g"), Parallel(tensor=4, pipeline=8), "bf16")
-    find, found = partition._shortest_path, []
-    monkeypatch.setattr(
-        partition, "_shortest_path", lambda *given: found.append(find(*given)) or found[-1]
+def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
+    """Prevents an inexact result that claims to be proven, and a bound above what is possible."""
+    cost, model, packs = large_case((30, 50), 8)
+    cap = 1.3 * least_peak_of_splits(cost, model, packs, 8)
+    best = search_stages(cost, model, packs, 8, cap)
+    assert best.lower_bound_ms == best.step_ms
+    monkeypatch.setattr(partition, "_FIRST_WIDTH", 1)
+    monkeypatch.setattr(partition, "_MAX_WIDTH", 1)
+    monkeypatch.setattr(partition, "_MAX_SIMULATED", 1)
+    cut_short = search_stages(cost, model, packs, 8, cap)
+    assert cut_short.lower_bound_ms < cut_short.step_ms
+    assert cut_short.lower_bound_ms <= best.step_ms * (1 + 1e-9)
+    assert cut_short.step_ms >= best.step_ms * (1 - 1e-9)
+    assert cut_short.simulated < best.simulated
+
+
+@pytest.mark.parametrize("share_of_least", [10.0, 1.3])
+def test_a_large_model_is_searched_with_few_simulations(share_of_least: float):
+    """Prevents bounds so weak that the search is not over in seconds, and a changing result."""
+    cost, model, packs = large_case((45, 80), 8)
+    cap = share_of_least * least_peak_of_splits(cost, model, packs, 8)
+    result = search_stages(cost, model, packs, 8, cap)
+    check_stages(model, result.stages)
+    assert result.lower_bound_ms == result.step_ms
+    assert result.simulated < 2_000
+    assert search_stages(cost, model, packs, 8, cap).stages == result.stages
+
+
+def test_only_sampled_steps_are_simulated_but_all_packs_fit():
+    """Prevents a search as long as the run, and a plan that runs out of memory in a step that was
+    not sampled."""
+    rng = np.random.default_rng(3)
+    cost, model = random_cost(rng), small_model(3, 3)
+    step, slot = (axis.ravel() for axis in np.indices((200, 2)))
+    features = random_features(rng, len(step))
+    packs = SearchPacks(
+        features=features, step=step, dp_rank=0 * step, slot=slot, data_parallel=1
     )
-    for m in (2, 32):
-        found.clear()
-        stages = search_stages(cost, model, features, slots(features, m), 8, m, 28 * GIB)
-        check_stages(model, stages)
-        assert any(stage.recomputed_layers for stage in stages)
-        assert 1 <= len(found) < 50
+    sampled = packs.sampled_steps()
+    assert len(sampled.weight) == partition.MAX_SAMPLED_STEPS
+    heaviest = 37
+    assert not (sampled.features[:, 0] == features[step == heaviest][0]).all(axis=1).any()
+    light = least_peak_of_splits(cost, model, packs, 2)
+    features[step == heaviest] = 8
+    assert least_peak_of_splits(cost, model, packs, 2) > light
+    with pytest.raises(UserError, match="more than the memory cap"):
+        search_stages(cost, model, packs, 2, light)
 
 
 def test_recomputed_layers_are_the_earliest_of_their_stage():

@@ -50,7 +50,7 @@ def test_less_memory_makes_layers_recompute():
     """Prevents a memory limit that the search does not see."""
     roomy = make_plan(request()).plan
     peak_gib = max(stage.memory.peak_gib for stage in roomy.prediction.stages)
-    tight_cluster = roomy.cluster.model_copy(update={"memory_gib": 0.85 * peak_gib / 0.9})
+    tight_cluster = roomy.cluster.model_copy(update={"memory_gib": 0.7 * peak_gib / 0.9})
     tight = make_plan(request(cluster=tight_cluster)).plan
     recomputed = [sum(stage.recomputed_layers for stage in plan.stages) for plan in (roomy, tight)]
     assert recomputed[0] == 0 < recomputed[1]

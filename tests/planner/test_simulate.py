@@ -8,15 +8,15 @@ from cost_cases import random_cost, random_features, small_model
 
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.pipeline import simulate
+from omnibal.pipeline.predict import predict
 from omnibal.pipeline.simulate import (
     Timeline,
-    predict,
     predict_steps,
     simulate_1f1b,
     simulate_steps,
 )
 from omnibal.pipeline.stage_cost import GIB, StageTimes, in_flight_features, stage_times
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.plan import Parallel
 
 SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)]
@@ -230,6 +230,11 @@ def test_a_prediction_adds_up():
     np.testing.assert_allclose([stage.wait_fraction for stage in prediction.stages], wait)
     assert prediction.bubble_fraction == pytest.approx(wait.mean())
     needed_ms = (kept_only.forward_ms + kept_only.backward_ms).sum()
+    needed_ms -= sum(
+        features.sum(axis=0) @ cost.units[unit].collective_ms.sum(axis=0)
+        for stage in stages
+        for unit in stage_units(stage)
+    )
     assert prediction.ideal_step_ms == pytest.approx(needed_ms / (3 * 6))
     assert prediction.ideal_step_ms < prediction.step_ms
     run_s = 3 * prediction.step_ms / 1e3

@@ -1,0 +1,307 @@
+"""Partition and recomputation as others do them, so that the joint search's gain is measured.
+
+Splits: contiguous, at least one vision or language layer per stage, and the largest stage as small
+as can be, counted in parameters (`parameter`), in layers (`layer`) or in forward time of the mean
+micro-batch (`profile`, as PipeDream, Narayanan et al. 2019, SOSP). Among equals the stages' sum of
+squares decides, then the leftmost cuts; so where layers leave a remainder, it is the last stages
+that take one more.
+
+Balanced model partitioning (OmniBal, arXiv 2407.20761, section on model balance; `bmp`): the
+profile split is the anchor; every cut moves within a radius of 3 units, in which the paper always
+found the optimum; splits are ranked by Eq. 4 + Eq. 5, variance of forward time plus communication;
+the first 15 are run and the fastest is kept. Three choices here:
+
+* Eq. 4 is in ms^2 and Eq. 5 in elements, so their sum depends on units. Here the squares are
+  divided by the mean stage's time and activations sent are priced by the link: both are in ms.
+* The mean stage is the same for every split, so the score is a sum over stages. The best 15 of all
+  (2r + 1)^(p - 1) moves come from dynamic programming, which many stages do not slow down.
+* Runs are simulated on the plan's own micro-batches, recompute by the given rule, and include the
+  anchor. A split that does not fit the memory is passed over, as its run would fail.
+
+Recompute (section on adaptive re-computation): `front` counts a stage's recomputed layers from its
+front, so vision before language, and takes the fewest that fit.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import nsmallest
+
+import numpy as np
+
+from omnibal.config import ModelConfig
+from omnibal.cost.model import CostModel
+from omnibal.errors import UserError
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage_cost import (
+    GIB,
+    MemoryTable,
+    in_flight_features,
+    memory_table,
+)
+from omnibal.pipeline.units import (
+    LANGUAGE_LAYER,
+    UNITS,
+    VISION_LAYER,
+    stages_from_cuts,
+    unit_counts,
+    unit_sequence,
+)
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Stage
+
+BMP_RADIUS = 3
+BMP_RUNS = 15
+BMP_STEPS = 200
+"""Of each run, spread evenly over the data; the paper runs 3."""
+_TIE = 1e-9
+"""Relative difference below which two splits are as good."""
+
+Cuts = tuple[int, ...]
+
+
+class PartitionMethod(StrEnum):
+    """How the model is split over pipeline stages."""
+
+    OMNIBAL = "omnibal"
+    BMP = "bmp"
+    PROFILE = "profile"
+    LAYER = "layer"
+    PARAMETER = "parameter"
+
+
+class RecomputeRule(StrEnum):
+    """Which layers a stage recomputes."""
+
+    CHEAPEST = "cheapest"
+    """The least time that fits, searched together with the split."""
+    FRONT = "front"
+    FULL = "full"
+    NONE = "none"
+
+
+def baseline_stages(
+    method: PartitionMethod,
+    rule: RecomputeRule,
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    memory_cap_bytes: float,
+) -> tuple[Stage, ...]:
+    """Stages by a method and rule other than the joint search's.
+
+    Args:
+        pipeline_size: stages; at most as many as the model has layers.
+        memory_cap_bytes: of one device.
+
+    Raises:
+        UserError: a stage does not fit the cap, or method or rule is the joint search's.
+    """
+    if method == PartitionMethod.OMNIBAL or rule == RecomputeRule.CHEAPEST:
+        raise UserError(
+            f"partition method {method} was given with recompute rule {rule}; cheapest belongs to "
+            "omnibal, whose search decides both, and front, full and none to the other methods: "
+            "change one of the two"
+        )
+    features = workload.features
+    tables = [
+        memory_table(
+            cost, in_flight_features(features, workload.slot, pipeline_size - stage), features
+        )
+        for stage in range(pipeline_size)
+    ]
+    mean = features.mean(axis=0)
+    splits = [
+        _recomputed_split(rule, model, cuts, tables, memory_cap_bytes)
+        for cuts in _method_cuts(method, cost, model, mean, pipeline_size)
+    ]
+    fitting = [split.stages for split in splits if split.peak_bytes.max() <= memory_cap_bytes]
+    if not fitting:
+        raise UserError(_does_not_fit(method, rule, model, splits, memory_cap_bytes))
+    if len(fitting) == 1:
+        return fitting[0]
+    sample = workload.some_steps(BMP_STEPS)
+    return min(fitting, key=lambda stages: simulate_run(cost, stages, sample).step_ms.mean())
+
+
+def unit_weights(
+    method: PartitionMethod, cost: CostModel, model: ModelConfig, mean_features: np.ndarray
+) -> np.ndarray:
+    """What the method balances, of every unit: parameters, layers or forward ms. [units]"""
+    units = [cost.units[unit] for unit in unit_sequence(model)]
+    match method:
+        case PartitionMethod.PARAMETER:
+            return np.array([unit.parameters for unit in units], np.float64)
+        case PartitionMethod.LAYER:
+            return _is_layer(model).astype(np.float64)
+        case _:
+            return np.array([unit.forward_ms @ mean_features for unit in units])
+
+
+def balanced_cuts(weights: np.ndarray, is_layer: np.ndarray, pipeline_size: int) -> Cuts:
+    """The split whose largest stage weighs least; then of least squares; then leftmost.
+
+    Args:
+        weights: [units], none negative.
+        is_layer: [units]; every stage holds at least one of these.
+    """
+    runs = _run_weights(weights, is_layer)
+    largest = np.full(len(runs), np.inf)
+    largest[0] = 0.0
+    for _ in range(pipeline_size):
+        largest = np.maximum(largest[:, None], runs).min(axis=0)
+    squares = np.where(runs <= largest[-1] * (1 + _TIE), runs**2, np.inf)
+    to_end = [np.full(len(runs), np.inf)]
+    to_end[0][-1] = 0.0
+    for _ in range(pipeline_size):
+        to_end.append((squares + to_end[-1]).min(axis=1))
+    edges = [0]
+    for remaining in reversed(to_end[:-1]):
+        total = squares[edges[-1]] + remaining
+        edges.append(int(np.argmax(total <= total.min() * (1 + _TIE))))
+    return tuple(edges[1:-1])
+
+
+def bmp_candidates(
+    cost: CostModel,
+    model: ModelConfig,
+    mean_features: np.ndarray,
+    anchor: Cuts,
+    radius: int = BMP_RADIUS,
+    count: int = BMP_RUNS,
+) -> list[Cuts]:
+    """The best splits with every cut within `radius` of the anchor's, by variance plus sending.
+
+    Best first; equal scores in order of their cuts.
+    """
+    weights = unit_weights(PartitionMethod.PROFILE, cost, model, mean_features)
+    runs = _run_weights(weights, _is_layer(model))
+    mean_stage_ms = weights.sum() / (len(anchor) + 1)
+    variance_ms = (runs - mean_stage_ms) ** 2 / mean_stage_ms
+    units = len(weights)
+    sent_ms = np.zeros(units + 1)
+    sent_ms[1:-1] = cost.link_ms_per_byte * cut_bytes(cost, model, range(1, units), mean_features)
+    windows = [range(max(cut - radius, 1), min(cut + radius, units - 1) + 1) for cut in anchor]
+    # The best splits of the units before each position; a best split's beginning is one of them.
+    best: dict[int, list[tuple[float, Cuts]]] = {0: [(0.0, ())]}
+    for window in (*windows, [units]):
+        best = {
+            end: nsmallest(
+                count,
+                (
+                    (score + float(variance_ms[start, end] + sent_ms[end]), (*edges, end))
+                    for start, beginnings in best.items()
+                    if np.isfinite(runs[start, end])
+                    for score, edges in beginnings
+                ),
+            )
+            for end in window
+        }
+    return [edges[:-1] for _, edges in best[units]]
+
+
+def cut_bytes(
+    cost: CostModel, model: ModelConfig, cuts: Iterable[int], features: np.ndarray
+) -> np.ndarray:
+    """Activation of a micro-batch with `features` [5] that is sent over every cut. [cuts]
+
+    The sum is the communication volume of OmniBal, Eq. 5 and Table 4, in bytes.
+    """
+    sequence = unit_sequence(model)
+    return np.array([cost.units[sequence[cut - 1]].output_bytes @ features for cut in cuts])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Split:
+    """Stages of some cuts under a recompute rule."""
+
+    stages: tuple[Stage, ...]
+    peak_bytes: np.ndarray
+    """[stages]; over the cap only where nothing that the rule allows fits."""
+
+
+def _method_cuts(
+    method: PartitionMethod,
+    cost: CostModel,
+    model: ModelConfig,
+    mean_features: np.ndarray,
+    pipeline_size: int,
+) -> list[Cuts]:
+    """The method's split; of BMP the anchor and what else is to be run."""
+    weights = unit_weights(method, cost, model, mean_features)
+    cuts = balanced_cuts(weights, _is_layer(model), pipeline_size)
+    if method != PartitionMethod.BMP:
+        return [cuts]
+    return list(dict.fromkeys([cuts, *bmp_candidates(cost, model, mean_features, cuts)]))
+
+
+def _is_layer(model: ModelConfig) -> np.ndarray:
+    """[units]."""
+    layers = UNITS[VISION_LAYER], UNITS[LANGUAGE_LAYER]
+    return np.array([unit in layers for unit in unit_sequence(model)])
+
+
+def _run_weights(weights: np.ndarray, is_layer: np.ndarray) -> np.ndarray:
+    """Weight of every run of units that may be a stage, infinite for others. [start, end]"""
+    before = np.concatenate([[0.0], np.cumsum(weights)])
+    layers_before = np.concatenate([[0], np.cumsum(is_layer)])
+    has_layer = layers_before > layers_before[:, None]
+    return np.where(has_layer, before - before[:, None], np.inf)
+
+
+def _recomputed_split(
+    rule: RecomputeRule,
+    model: ModelConfig,
+    cuts: Cuts,
+    tables: Sequence[MemoryTable],
+    memory_cap_bytes: float,
+) -> _Split:
+    """Stages of the cuts, each with the fewest recomputed layers of the rule that fit."""
+    recomputed, peaks = [], []
+    for stage, table in zip(stages_from_cuts(model, cuts), tables, strict=True):
+        counts = unit_counts(stage)
+        options = _recompute_options(rule, counts)
+        option_peaks = table.peak_bytes(counts, options)
+        fits = option_peaks <= memory_cap_bytes
+        chosen = int(fits.argmax() if fits.any() else option_peaks.argmin())
+        vision, language = options[chosen, [VISION_LAYER, LANGUAGE_LAYER]]
+        recomputed.append((int(vision), int(language)))
+        peaks.append(option_peaks[chosen])
+    return _Split(stages=stages_from_cuts(model, cuts, recomputed), peak_bytes=np.array(peaks))
+
+
+def _recompute_options(rule: RecomputeRule, counts: np.ndarray) -> np.ndarray:
+    """What the rule lets a stage recompute, fewest layers first. [options, kinds]"""
+    vision, language = int(counts[VISION_LAYER]), int(counts[LANGUAGE_LAYER])
+    layers = {
+        RecomputeRule.NONE: np.array([0]),
+        RecomputeRule.FULL: np.array([vision + language]),
+        RecomputeRule.FRONT: np.arange(vision + language + 1),
+    }[rule]
+    options = np.zeros((len(layers), len(UNITS)), np.int64)
+    options[:, VISION_LAYER] = np.minimum(layers, vision)
+    options[:, LANGUAGE_LAYER] = np.maximum(layers - vision, 0)
+    return options
+
+
+def _does_not_fit(
+    method: PartitionMethod,
+    rule: RecomputeRule,
+    model: ModelConfig,
+    splits: Sequence[_Split],
+    memory_cap_bytes: float,
+) -> str:
+    """The worst stage of the split that comes nearest, and what would help."""
+    nearest = min(splits, key=lambda split: split.peak_bytes.max())
+    stage = int(nearest.peak_bytes.argmax())
+    need, cap = nearest.peak_bytes[stage] / GIB, memory_cap_bytes / GIB
+    tried = f" the nearest of {len(splits)} splits," if len(splits) > 1 else ""
+    remedy = "" if rule == RecomputeRule.FRONT else "recompute by the rule front, "
+    return (
+        f"partition method {method} with recompute rule {rule} puts {need:.2f} GiB on stage "
+        f"{stage} of {len(nearest.stages)} of {model.name},{tried} and the memory cap of a device "
+        f"is {cap:.2f} GiB, which must hold every stage; {remedy}partition by the method omnibal, "
+        "raise the memory cap, use more pipeline stages or tensor parallelism, or pack to smaller "
+        "caps (max_tiles, max_tokens)"
+    )

@@ -1,0 +1,197 @@
+"""Step times of many candidate pipelines side by side, and the critical paths that prove them.
+
+A step's time is the longest path through its operations, so the length of any path, with any
+durations, is a lower bound of it; with the durations that made the path critical it is the time.
+A path's length is a sum over stages of terms that are linear in what the stage costs, so one found
+for one candidate bounds every other at the price of a dot product.
+
+What a stage costs is a vector of `TERMS`: coefficients [5] over the features of a micro-batch, of
+its forward, of its backward, of the activation it sends on and of the gradient it receives for
+that, then gradient reduction and optimizer in ms. A path's weights have the same layout.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.cost.model import FEATURES
+from omnibal.pipeline.simulate import dependency_order
+
+_F = len(FEATURES)
+FORWARD, BACKWARD, SEND, RECEIVE = (slice(i * _F, (i + 1) * _F) for i in range(4))
+REDUCTION, OPTIMIZER = 4 * _F, 4 * _F + 1
+TERMS = 4 * _F + 2
+_CHUNK_ENTRIES = 1_000_000
+"""Of [operations, candidates, rows] at a time."""
+_NEVER_MS = -1e30
+"""Arrival at a micro-batch that does not exist, which waits for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampledSteps:
+    """Steps to simulate. A row is what one data-parallel rank runs; equal rows are kept once."""
+
+    features: np.ndarray
+    """[rows, m, 5]; 0 where a row has no such micro-batch."""
+    counts: np.ndarray
+    """[rows] micro-batches."""
+    rows: np.ndarray
+    """[steps, ranks]; the row that each rank of a step runs."""
+    weight: np.ndarray
+    """[steps], 1 in all."""
+
+    @classmethod
+    def of(
+        cls,
+        features: np.ndarray,
+        step: np.ndarray,
+        dp_rank: np.ndarray,
+        slot: np.ndarray,
+        data_parallel: int,
+    ) -> "SampledSteps":
+        """Of packs, one entry each, that are sorted by step, rank and slot."""
+        _, step_index = np.unique(step, return_inverse=True)
+        shape = int(step_index[-1]) + 1, data_parallel, int(slot.max()) + 1, _F
+        table = np.zeros(shape)
+        table[step_index, dp_rank, slot] = features
+        flat = table.reshape(shape[0] * shape[1], -1)
+        _, first, row = np.unique(flat, axis=0, return_index=True, return_inverse=True)
+        counts = np.bincount(step_index * data_parallel + dp_rank, minlength=len(flat))
+        # A step lasts as long with its ranks in any order.
+        rows = np.sort(row.reshape(shape[:2]), axis=1)
+        steps, times = np.unique(rows, axis=0, return_counts=True)
+        return cls(
+            features=flat[first].reshape(len(first), *shape[2:]),
+            counts=counts[first],
+            rows=steps,
+            weight=times / times.sum(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PipelineSimulator:
+    """1F1B of p stages over sampled steps. Operations are sorted by depth in the dependencies."""
+
+    steps: SampledSteps
+    stages: int
+    stage: np.ndarray
+    """[operations], and so the next four."""
+    backward: np.ndarray
+    """0 for a forward, 1 for a backward."""
+    micro_batch: np.ndarray
+    before: np.ndarray
+    """The stage's previous operation; the number of operations where there is none."""
+    sender: np.ndarray
+    """The operation whose output this one waits for; likewise."""
+    levels: np.ndarray
+    """[depths + 1] first operation of every depth. One depth has an operation of a stage at most,
+    and none that needs another."""
+
+    @classmethod
+    def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
+        """The schedule of `stages` stages."""
+        order = dependency_order(stages, steps.features.shape[1])
+        depth: dict[tuple[int, int, int], int] = {}
+        last: dict[int, tuple[int, int, int]] = {}
+        needs = {}
+        for operation in order:
+            stage, backward, micro_batch = operation
+            source = (stage + 1 if backward else stage - 1, backward, micro_batch)
+            needs[operation] = last.get(stage), source if source in depth else None
+            depth[operation] = 1 + max((depth[n] for n in needs[operation] if n), default=-1)
+            last[stage] = operation
+        by_depth = sorted(order, key=lambda operation: (depth[operation], operation))
+        place = {operation: i for i, operation in enumerate(by_depth)}
+        columns = np.array(by_depth, np.int64).reshape(-1, 3).T
+        links = np.array(
+            [
+                [len(order) if need is None else place[need] for need in needs[operation]]
+                for operation in by_depth
+            ],
+            np.int64,
+        )
+        depths = np.array([depth[operation] for operation in by_depth])
+        return cls(
+            steps=steps,
+            stages=stages,
+            stage=columns[0],
+            backward=columns[1],
+            micro_batch=columns[2],
+            before=links[:, 0],
+            sender=links[:, 1],
+            levels=np.searchsorted(depths, np.arange(depths[-1] + 2)),
+        )
+
+    def step_ms(self, terms: np.ndarray) -> np.ndarray:
+        """Mean step time of candidates [n, p, TERMS]. [n]"""
+        at_once = max(_CHUNK_ENTRIES // (len(self.stage) * len(self.steps.counts)), 1)
+        mean_ms = np.empty(len(terms))
+        for first in range(0, len(terms), at_once):
+            chunk = terms[first : first + at_once]
+            end, _ = self._run(chunk)
+            finish = self._finish_ms(end, chunk).max(axis=(2, 3))
+            mean_ms[first : first + at_once] = finish @ self.steps.weight
+        return mean_ms + terms[:, :, OPTIMIZER].max(axis=1)
+
+    def critical_paths(self, terms: np.ndarray) -> np.ndarray:
+        """Weights of a longest path of every step, for candidates [n, p, TERMS]. [n, steps, p, TERMS]
+
+        Their product with the candidate's own terms is its time in that step.
+        """
+        end, link = self._run(terms)
+        finish = self._finish_ms(end, terms)
+        n, steps = finish.shape[:2]
+        weights = np.zeros((n, steps, self.stages, 4, _F))
+        last = finish.reshape(n, steps, -1).argmax(axis=2)  # over [ranks, p]
+        candidate, step = (axis.ravel() for axis in np.indices((n, steps)))
+        rank, stage = np.divmod(last.ravel(), self.stages)
+        row = self.steps.rows[step, rank]
+        other = np.zeros((n, steps, self.stages, 2))
+        other[candidate, step, stage, 0] = 1
+        other[candidate, :, terms[candidate, :, OPTIMIZER].argmax(axis=1), 1] = 1
+        final = np.array([np.flatnonzero(self.stage == s)[-1] for s in range(self.stages)])
+        operation = final[stage]
+        while len(operation):
+            features = self.steps.features[row, self.micro_batch[operation]]
+            backward, stage = self.backward[operation], self.stage[operation]
+            weights[candidate, step, stage, backward] += features
+            before, sender = self.before[operation], self.sender[operation]
+            arrival = end[sender, candidate, row] + link[operation, candidate, row]
+            waits = arrival > end[before, candidate, row]
+            cut = np.where(backward, stage, stage - 1)
+            chosen = (candidate[waits], step[waits], cut[waits], 2 + backward[waits])
+            weights[chosen] += features[waits]
+            operation = np.where(waits, sender, before)
+            going = operation < len(self.stage)
+            operation, candidate, step, row = (
+                values[going] for values in (operation, candidate, step, row)
+            )
+        return np.concatenate([weights.reshape(n, steps, self.stages, -1), other], axis=3)
+
+    def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """When everything ends [operations + 1, n, rows], the last row 0, and its link's time."""
+        n, rows = len(terms), len(self.steps.counts)
+        features = self.steps.features.transpose(1, 2, 0)[self.micro_batch]  # [operations, 5, rows]
+        kinds = terms[:, :, : 4 * _F].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)
+        duration = np.matmul(kinds[self.stage, self.backward], features)
+        cut = np.where(self.backward, self.stage, self.stage - 1)
+        sent = kinds[cut, 2 + self.backward]
+        sent[self.sender == len(self.stage)] = 0
+        link = np.matmul(sent, features)
+        missing = np.arange(self.steps.features.shape[1])[:, None] >= self.steps.counts
+        if missing.any():
+            link += np.where(missing, _NEVER_MS, 0.0)[self.micro_batch][:, None]
+        end = np.zeros((len(self.stage) + 1, n, rows))
+        for first, stop in zip(self.levels[:-1], self.levels[1:], strict=True):
+            level = slice(first, stop)
+            start = end[self.sender[level]]
+            start += link[level]
+            np.maximum(start, end[self.before[level]], out=start)
+            np.add(start, duration[level], out=end[level])
+        return end, link
+
+    def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
+        """End of every stage's reduction if only this rank mattered. [n, steps, ranks, p]"""
+        final = np.array([np.flatnonzero(self.stage == s)[-1] for s in range(self.stages)])
+        finish = end[final][:, :, self.steps.rows].transpose(1, 2, 3, 0)
+        return finish + terms[:, None, None, :, REDUCTION]

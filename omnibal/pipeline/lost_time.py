@@ -1,0 +1,119 @@
+"""Where a simulated step's time goes: simulated again and again, each time with one cause less.
+
+The differences between one simulation and the next are what the causes cost. They add up to the
+step exactly, which separately measured waits do not, since a wait may have many causes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from omnibal.cost.model import CostModel, UnitCost
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage_cost import StageTimes, stage_times, trained_parameters
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import LostTime, Stage
+
+
+def lost_time(
+    cost: CostModel, stages: Sequence[Stage], workload: Workload, step_ms: float
+) -> LostTime:
+    """What the mean step of the workload loses to which cause.
+
+    Args:
+        step_ms: of the mean step, as `predict_steps` gives it for the same workload.
+    """
+    alone = workload.each_rank_alone()
+    features = workload.features
+    nothing = np.zeros(len(stages))
+    parameters = trained_parameters(cost, stages)
+    update_ms = cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters
+    reduction_ms = cost.gradient_reduction_ms_per_parameter * parameters
+    bare = _without(cost, collectives=True, padding=False)
+    needed = _without(cost, collectives=True, padding=True)
+    times = _without_recompute(stage_times(needed, stages, features))
+    steps = (
+        (stage_times(cost, stages, features), reduction_ms, update_ms),
+        (_without_links(stage_times(bare, stages, features)), nothing, update_ms),
+        (_without_links(stage_times(bare, stages, features)), nothing, nothing),
+        (_without_links(_without_recompute(stage_times(bare, stages, features))), nothing, nothing),
+        (_without_links(times), nothing, nothing),
+        (_without_links(_evened_out(times)), nothing, nothing),
+    )
+    ranks = len(np.unique(workload.step)) * workload.data_parallel_size
+    left = [step_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
+    left.append(float((times.forward_ms + times.backward_ms).mean(axis=1).sum() / ranks))
+    lost = [before - after for before, after in pairwise(left)]
+    return LostTime(
+        rank_imbalance_ms=lost[0],
+        communication_ms=lost[1],
+        weight_update_ms=lost[2],
+        recompute_ms=lost[3],
+        padding_ms=lost[4],
+        stage_imbalance_ms=lost[5],
+        bubble_ms=lost[6],
+        ideal_ms=left[-1],
+    )
+
+
+def _mean_of_ranks_ms(
+    times: StageTimes,
+    reduction_ms: np.ndarray,
+    update_ms: np.ndarray,
+    workload: Workload,
+    ranks: int,
+) -> float:
+    """Over so many steps of single ranks, also those without a micro-batch."""
+    simulated = predict_steps(
+        times,
+        workload.step,
+        workload.dp_rank,
+        workload.slot,
+        workload.data_parallel_size,
+        reduction_ms,
+        update_ms,
+    )
+    idle = ranks - len(simulated.step_ms)
+    idle_ms = reduction_ms.max() + update_ms.max()
+    return float(simulated.step_ms.sum() + idle * idle_ms) / ranks
+
+
+def _without(cost: CostModel, *, collectives: bool, padding: bool) -> CostModel:
+    """The costs without tensor-parallel exchange, or padding, or both."""
+
+    def bare(unit: UnitCost) -> UnitCost:
+        forward_ms, backward_ms = collectives * unit.collective_ms + padding * unit.padding_ms
+        return replace(
+            unit,
+            forward_ms=unit.forward_ms - forward_ms,
+            backward_ms=unit.backward_ms - backward_ms,
+        )
+
+    return replace(cost, units={kind: bare(unit) for kind, unit in cost.units.items()})
+
+
+def _without_links(times: StageTimes) -> StageTimes:
+    return replace(
+        times,
+        forward_link_ms=np.zeros_like(times.forward_link_ms),
+        backward_link_ms=np.zeros_like(times.backward_link_ms),
+    )
+
+
+def _without_recompute(times: StageTimes) -> StageTimes:
+    return replace(
+        times,
+        backward_ms=times.backward_ms - times.recompute_ms,
+        recompute_ms=np.zeros_like(times.recompute_ms),
+    )
+
+
+def _evened_out(times: StageTimes) -> StageTimes:
+    """Every micro-batch takes the same on all stages."""
+
+    def even(values: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(values.mean(axis=1, keepdims=True), values.shape)
+
+    return replace(times, forward_ms=even(times.forward_ms), backward_ms=even(times.backward_ms))

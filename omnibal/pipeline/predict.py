@@ -1,0 +1,64 @@
+"""What a plan's steps will take and need: times, memory, and where the time goes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnibal.config import ModelConfig
+from omnibal.cost.model import CostModel
+from omnibal.data.packs import ScheduledPacks
+from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage_cost import stage_memories, stage_times
+from omnibal.pipeline.units import check_stages
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Parallel, Prediction, Stage, StagePrediction
+
+MAX_SIMULATED_STEPS = 2_000
+_MS_PER_DAY = 86_400_000
+
+
+def predict(
+    cost: CostModel,
+    model: ModelConfig,
+    parallel: Parallel,
+    stages: Sequence[Stage],
+    scheduled: ScheduledPacks,
+    features: np.ndarray,
+) -> Prediction:
+    """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
+
+    Args:
+        features: [packs, 5] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
+
+    Raises:
+        UserError: the stages are not the model cut into runs.
+    """
+    check_stages(model, stages)
+    memories = stage_memories(cost, stages, scheduled.slot, features)
+    workload = Workload.of(scheduled, features, parallel.data).some_steps(MAX_SIMULATED_STEPS)
+    simulated = simulate_run(cost, stages, workload)
+    times = stage_times(cost, stages, workload.features)
+    total_ms = float(simulated.step_ms.sum())
+    step_ms = total_ms / len(simulated.step_ms)
+    wait_fraction = np.maximum(1 - simulated.busy_ms.sum(axis=0) / total_ms, 0)
+    run_ms = step_ms * scheduled.steps
+    return Prediction(
+        cost_source=cost.source,
+        step_ms=step_ms,
+        lost=lost_time(cost, stages, workload, step_ms),
+        bubble_fraction=float(wait_fraction.mean()),
+        samples_per_second_per_gpu=len(scheduled.packs.samples)
+        / (run_ms / 1e3)
+        / parallel.world_size,
+        gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,
+        stages=tuple(
+            StagePrediction(
+                forward_ms=float(times.forward_ms[:, index].mean()),
+                backward_ms=float(times.backward_ms[:, index].mean()),
+                wait_fraction=float(wait_fraction[index]),
+                memory=memory,
+            )
+            for index, memory in enumerate(memories)
+        ),
+    )

@@ -1,0 +1,56 @@
+"""The micro-batches that stages are made for: what simulator, search and methods are given."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.data.packs import ScheduledPacks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Workload:
+    """Micro-batches of a run, sorted by step, data-parallel rank and slot."""
+
+    features: np.ndarray
+    """[packs, 5], as `omnibal.cost.model.pack_features` gives them."""
+    step: np.ndarray
+    """[packs], as are the next two. A rank may have fewer micro-batches than others, or none."""
+    dp_rank: np.ndarray
+    slot: np.ndarray
+    data_parallel_size: int
+
+    @classmethod
+    def of(cls, packs: ScheduledPacks, features: np.ndarray, data_parallel_size: int) -> "Workload":
+        """Of a schedule, with the features [packs, 5] of its packs."""
+        return cls(
+            features=features,
+            step=packs.step,
+            dp_rank=packs.dp_rank,
+            slot=packs.slot,
+            data_parallel_size=data_parallel_size,
+        )
+
+    def some_steps(self, most: int) -> "Workload":
+        """At most so many steps, spread evenly over the run; numbers of steps stay as they are."""
+        steps = np.unique(self.step)
+        if len(steps) <= most:
+            return self
+        chosen = steps[np.linspace(0, len(steps) - 1, most).round().astype(np.int64)]
+        picked = np.isin(self.step, chosen)
+        return Workload(
+            features=self.features[picked],
+            step=self.step[picked],
+            dp_rank=self.dp_rank[picked],
+            slot=self.slot[picked],
+            data_parallel_size=self.data_parallel_size,
+        )
+
+    def each_rank_alone(self) -> "Workload":
+        """The same micro-batches, every rank's step as a step of its own."""
+        return Workload(
+            features=self.features,
+            step=self.step * self.data_parallel_size + self.dp_rank,
+            dp_rank=np.zeros_like(self.dp_rank),
+            slot=self.slot,
+            data_parallel_size=1,
+        )

@@ -1,0 +1,393 @@
+"""The baselines against enumeration, their own definitions and OmniBal's published splits."""
+
+import re
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from cost_cases import random_cost, random_features, small_model
+
+from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, Unit
+from omnibal.errors import UserError
+from omnibal.pipeline import baselines
+from omnibal.pipeline.baselines import (
+    PartitionMethod,
+    RecomputeRule,
+    Workload,
+    balanced_cuts,
+    baseline_stages,
+    bmp_candidates,
+    cut_bytes,
+)
+from omnibal.pipeline.simulate import predict_steps, simulate_run
+from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times, trained_parameters
+from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
+from omnibal.plan import Parallel, Stage
+
+MODEL = load_model("internvl-chat-1.5-6b-20b")
+PACK = np.array([1.0, 9, 4096, 4096**2, 4096])
+LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
+FORWARD_MS = {
+    Unit.VISION_EMBED: 0.3,
+    Unit.VISION_LAYER: 1.1,
+    Unit.PROJECTOR: 0.3,
+    Unit.LANGUAGE_EMBED: 0.1,
+    Unit.LANGUAGE_LAYER: 1.0,
+    Unit.HEAD: 1.02,
+}
+"""The paper's vision and language layers relative to each other, and guesses of the rest."""
+
+
+def random_workload(rng: np.random.Generator, steps: int, m: int, ranks: int = 2) -> Workload:
+    index = np.arange(steps * ranks * m)
+    return Workload(
+        features=random_features(rng, len(index)),
+        step=index // (ranks * m),
+        dp_rank=index // m % ranks,
+        slot=index % m,
+        data_parallel_size=ranks,
+    )
+
+
+def at_caps(p: int) -> Workload:
+    """One step of p equal packs at the paper's caps."""
+    none = np.zeros(p, np.int64)
+    return Workload(
+        features=np.tile(PACK, (p, 1)),
+        step=none,
+        dp_rank=none,
+        slot=np.arange(p),
+        data_parallel_size=1,
+    )
+
+
+def all_cuts(model: ModelConfig, p: int) -> list[tuple[int, ...]]:
+    """Of all splits with a layer in every stage."""
+    return [
+        cuts
+        for cuts in combinations(range(1, len(unit_sequence(model))), p - 1)
+        if all(
+            stage.vision_layers + stage.language_layers for stage in stages_from_cuts(model, cuts)
+        )
+    ]
+
+
+def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
+    return tuple(int(c) for c in np.cumsum([len(stage_units(stage)) for stage in stages])[:-1])
+
+
+def paper_cost(language_layer_ms: float) -> CostModel:
+    cost = analytic_cost(MODEL, load_cluster("a100-80g"), Parallel(pipeline=4), "bf16")
+    fixed = np.eye(5)[0] * language_layer_ms
+    units = {
+        unit: replace(value, forward_ms=fixed * FORWARD_MS[unit])
+        for unit, value in cost.units.items()
+    }
+    return replace(cost, units=units)
+
+
+def mean_step_ms(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> float:
+    parameters = trained_parameters(cost, stages)
+    return predict_steps(
+        stage_times(cost, stages, workload.features),
+        workload.step,
+        workload.dp_rank,
+        workload.slot,
+        workload.data_parallel_size,
+        cost.gradient_reduction_ms_per_parameter * parameters,
+        cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
+    ).step_ms.mean()
+
+
+@pytest.mark.parametrize("method", ["parameter", "layer", "profile"])
+def test_splits_are_the_most_even_of_all(method: str):
+    """Prevents a baseline that is worse than it claims, and ties broken by chance."""
+    rng = np.random.default_rng(0)
+    tied = 0
+    for _ in range(40):
+        vision, language = (int(n) for n in rng.integers(1, 6, 2))
+        p = int(rng.integers(1, min(4, vision + language) + 1))
+        model, cost = small_model(vision, language), random_cost(rng)
+        if rng.random() < 0.5:  # Equal units, so that many splits tie.
+            cost = replace(cost, units=dict.fromkeys(Unit, cost.units[Unit.HEAD]))
+        workload = random_workload(rng, 2, 3)
+        mean = workload.features.mean(axis=0)
+        sizes = {
+            unit: {
+                "parameter": value.parameters,
+                "layer": int(unit in LAYERS),
+                "profile": value.forward_ms @ mean,
+            }[method]
+            for unit, value in cost.units.items()
+        }
+        ranked = []
+        for cuts in all_cuts(model, p):
+            stages = stages_from_cuts(model, cuts)
+            loads = [sum(sizes[unit] for unit in stage_units(stage)) for stage in stages]
+            squares = sum(load**2 for load in loads)
+            ranked.append((round(max(loads), 6), round(squares, 6), cuts))
+        ranked.sort()
+        stages = baseline_stages(
+            PartitionMethod(method), RecomputeRule.NONE, cost, model, workload, p, np.inf
+        )
+        check_stages(model, stages)
+        assert cuts_of(stages) == ranked[0][-1]
+        tied += len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]
+    assert tied >= 5
+
+
+def test_the_largest_stage_decides_before_the_squares():
+    """Prevents the least squares in place of the smallest largest stage; on any whole weights."""
+    rng = np.random.default_rng(5)
+    differ = 0
+    for _ in range(100):
+        weights, is_layer = rng.integers(0, 10, 9), rng.random(9) < 0.7
+        ranked = []
+        for cuts in combinations(range(1, 9), 3):
+            if all(part.any() for part in np.split(is_layer, cuts)):
+                loads = [int(part.sum()) for part in np.split(weights, cuts)]
+                ranked.append((max(loads), sum(load**2 for load in loads), cuts))
+        if ranked:
+            best = min(ranked)
+            assert balanced_cuts(weights.astype(float), is_layer, 4) == best[-1]
+            differ += best[1] > min(squares for _, squares, _ in ranked)
+    assert differ >= 5
+
+
+def test_recompute_rules_follow_their_definition():
+    """Prevents recomputing other layers than the rule's, more than needed, or too few to fit."""
+    rng = np.random.default_rng(1)
+    outcomes = {"too large": 0, "both towers": 0, "part": 0, "none": 0}
+    for _ in range(150):
+        model = small_model(*(int(n) for n in rng.integers(1, 5, 2)))
+        cost, workload = random_cost(rng), random_workload(rng, 3, int(rng.integers(1, 5)))
+        p = int(rng.integers(1, 3))
+        bare = baseline_stages(
+            PartitionMethod.LAYER, RecomputeRule.NONE, cost, model, workload, p, np.inf
+        )
+        peaks = [peaks_from_the_front(cost, bare, index, workload) for index in range(p)]
+        low, high = max(map(min, peaks)), max(map(max, peaks))
+        cap = rng.uniform(low - 0.1 * (high - low), high + 0.1 * (high - low))
+        expected = {
+            RecomputeRule.NONE: [[0] for _ in peaks],
+            RecomputeRule.FULL: [[len(of_stage) - 1] for of_stage in peaks],
+            RecomputeRule.FRONT: [list(range(len(of_stage))) for of_stage in peaks],
+        }
+        for rule, allowed in expected.items():
+            given = (PartitionMethod.LAYER, rule, cost, model, workload, p, cap)
+            fitting = [
+                [n for n in numbers if of_stage[n] <= cap]
+                for numbers, of_stage in zip(allowed, peaks, strict=True)
+            ]
+            if not all(fitting):
+                least = [
+                    min(of_stage[n] for n in numbers)
+                    for numbers, of_stage in zip(allowed, peaks, strict=True)
+                ]
+                with pytest.raises(UserError, match="memory cap") as raised:
+                    baseline_stages(*given)
+                need, stage = re.search(
+                    r"puts ([\d.]+) GiB on stage (\d)", str(raised.value)
+                ).groups()
+                assert float(need) == pytest.approx(max(least) / GIB, abs=0.0051)
+                assert int(stage) == np.argmax(least)
+                outcomes["too large"] += rule == RecomputeRule.FRONT
+                continue
+            stages = baseline_stages(*given)
+            assert stages == tuple(
+                with_front(bare, index, numbers[0])[index] for index, numbers in enumerate(fitting)
+            )
+            if rule == RecomputeRule.FRONT:
+                last = [(stage.recompute_vision, stage.recompute_language) for stage in stages]
+                outcomes["both towers"] += any(v and t for v, t in last)
+                outcomes["part"] += any(
+                    0 < numbers[0] < len(of_stage) - 1
+                    for numbers, of_stage in zip(fitting, peaks, strict=True)
+                )
+                outcomes["none"] += not any(v or t for v, t in last)
+    assert min(outcomes.values()) >= 5, outcomes
+
+
+def with_front(stages: tuple[Stage, ...], index: int, number: int) -> tuple[Stage, ...]:
+    """The stages, with the first `number` layers of one recomputed, named one by one."""
+    numbered = {Unit.VISION_LAYER: 0, Unit.LANGUAGE_LAYER: 0}
+    recomputed: dict[Unit, list[int]] = {unit: [] for unit in LAYERS}
+    for stage_index, stage in enumerate(stages):
+        for unit in stage_units(stage):
+            if unit not in LAYERS:
+                continue
+            if stage_index == index and number > 0:
+                recomputed[unit].append(numbered[unit])
+                number -= 1
+            numbered[unit] += 1
+    changed = stages[index].model_copy(
+        update={
+            "recompute_vision": tuple(recomputed[Unit.VISION_LAYER]),
+            "recompute_language": tuple(recomputed[Unit.LANGUAGE_LAYER]),
+        }
+    )
+    return (*stages[:index], changed, *stages[index + 1 :])
+
+
+def peaks_from_the_front(
+    cost: CostModel, stages: tuple[Stage, ...], index: int, workload: Workload
+) -> list[float]:
+    """Peak bytes of one stage for every number of layers recomputed from its front."""
+    layers = stages[index].vision_layers + stages[index].language_layers
+    peaks = []
+    for number in range(layers + 1):
+        changed = with_front(stages, index, number)
+        memories = stage_memories(cost, changed, workload.slot, workload.features)
+        peaks.append(memories[index].peak_gib * GIB)
+    return peaks
+
+
+def test_bmp_ranks_all_moves_of_the_anchor():
+    """Prevents losing a candidate of the paper's enumeration, or ranking by another score."""
+    rng = np.random.default_rng(2)
+    for _ in range(40):
+        model, cost = small_model(*(int(n) for n in rng.integers(2, 7, 2))), random_cost(rng)
+        mean = random_features(rng, 1)[0]
+        p, radius = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+        possible = all_cuts(model, p)
+        anchor = possible[int(rng.integers(len(possible)))]
+        scored = []
+        for moves in product(range(-radius, radius + 1), repeat=p - 1):
+            cuts = tuple(cut + move for cut, move in zip(anchor, moves, strict=True))
+            if cuts not in possible:
+                continue
+            times = stage_times(cost, stages_from_cuts(model, cuts), mean[None])
+            forward_ms = times.forward_ms[0]
+            variance = ((forward_ms - forward_ms.mean()) ** 2).sum()
+            sending = (times.forward_link_ms - cost.link_latency_ms).sum()
+            scored.append((variance / forward_ms.mean() + sending, cuts))
+        expected = [cuts for _, cuts in sorted(scored)[:15]]
+        assert bmp_candidates(cost, model, mean, anchor, radius, 15) == expected
+
+
+def test_bmp_keeps_the_fastest_of_its_runs():
+    """Prevents a kept split that was not run, does not fit, or is slower than the anchor."""
+    rng = np.random.default_rng(3)
+    outcomes = {"faster": 0, "anchor": 0, "passed over": 0, "too large": 0}
+    for _ in range(40):
+        model, cost = small_model(*(int(n) for n in rng.integers(3, 6, 2))), random_cost(rng)
+        p, workload = int(rng.integers(2, 5)), random_workload(rng, 3, 4)
+        profile = baseline_stages(
+            PartitionMethod.PROFILE, RecomputeRule.NONE, cost, model, workload, p, np.inf
+        )
+        mean = workload.features.mean(axis=0)
+        candidates = bmp_candidates(cost, model, mean, cuts_of(profile))
+        runs = list(dict.fromkeys([cuts_of(profile), *candidates]))
+        peaks, times = [], []
+        for stages in (stages_from_cuts(model, cuts) for cuts in runs):
+            memories = stage_memories(cost, stages, workload.slot, workload.features)
+            peaks.append(max(memory.peak_gib for memory in memories) * GIB)
+            times.append(mean_step_ms(cost, stages, workload))
+        cap = rng.choice([rng.uniform(0.95 * min(peaks), max(peaks)), np.inf])
+        fitting = [ms for peak, ms in zip(peaks, times, strict=True) if peak <= cap]
+        given = (PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, p, cap)
+        if not fitting:
+            outcomes["too large"] += 1
+            with pytest.raises(UserError, match=f"nearest of {len(runs)} splits"):
+                baseline_stages(*given)
+            continue
+        stages = baseline_stages(*given)
+        assert cuts_of(stages) in runs
+        assert mean_step_ms(cost, stages, workload) == pytest.approx(min(fitting))
+        if len(fitting) == len(runs):
+            anchor_ms = mean_step_ms(cost, profile, workload)
+            assert mean_step_ms(cost, stages, workload) <= anchor_ms
+            outcomes["anchor" if stages == profile else "faster"] += 1
+        outcomes["passed over"] += len(fitting) < len(runs)
+    assert min(outcomes.values()) >= 1, outcomes
+
+
+def test_bmp_runs_its_anchor_where_the_ranking_does_not():
+    """Prevents a result worse than the profile split, or none, where links are dear."""
+    rng = np.random.default_rng(0)
+    kept = 0
+    for _ in range(40):
+        model, cost = small_model(*(int(n) for n in rng.integers(4, 8, 2))), random_cost(rng)
+        cost = replace(cost, link_ms_per_byte=100 * cost.link_ms_per_byte)
+        workload = random_workload(rng, 1, 4)
+        given = (RecomputeRule.NONE, cost, model, workload, 4)
+        anchor = baseline_stages(PartitionMethod.PROFILE, *given, np.inf)
+        memories = stage_memories(cost, anchor, workload.slot, workload.features)
+        cap = max(memory.peak_gib for memory in memories) * GIB * (1 + 1e-9)
+        stages = baseline_stages(PartitionMethod.BMP, *given, cap)
+        mean = workload.features.mean(axis=0)
+        if cuts_of(anchor) not in bmp_candidates(cost, model, mean, cuts_of(anchor)):
+            kept += stages == anchor
+    assert kept >= 1
+
+
+def test_bmp_simulates_whole_steps_of_the_entire_run(monkeypatch: pytest.MonkeyPatch):
+    """Prevents judging long runs by their beginning, or by steps that lack packs."""
+    rng = np.random.default_rng(4)
+    workload = random_workload(rng, 450, 3)
+    simulated = []
+
+    def recorded(cost, stages, sample):
+        simulated.append(sample.step)
+        return simulate_run(cost, stages, sample)
+
+    monkeypatch.setattr(baselines, "simulate_run", recorded)
+    model, cost = small_model(4, 4), random_cost(rng)
+    baseline_stages(PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, 3, np.inf)
+    assert len(simulated) in (15, 16)
+    for step in simulated:
+        steps, packs = np.unique(step, return_counts=True)
+        assert len(steps) == 200
+        assert set(packs) == {6}
+        assert steps[0] == 0
+        assert steps[-1] == 449
+        assert np.diff(steps).max() <= 3
+
+
+def test_the_public_code_s_anchor_for_the_published_times():
+    """Prevents an anchor other than the public code's on its own list of 101 modules."""
+    modules = [0, 0.3, *[1.1] * 45, 0.3, 0.1, *[1.0] * 48, 0, 0.02, 1, 0]
+    is_layer = np.array([ms >= 1 for ms in modules[:-4]] + [False] * 4)
+    assert balanced_cuts(np.array(modules), is_layer, 4) == (24, 47, 73)
+
+
+@pytest.mark.parametrize(
+    ("method", "layers", "mib"),
+    [
+        ("parameter", [(45, 1), (0, 16), (0, 16), (0, 15)], 144.0),
+        ("layer", [(23, 0), (22, 1), (0, 23), (0, 24)], 144.0 + 8.3),
+        ("profile", [(22, 0), (23, 0), (0, 24), (0, 24)], 144.0 + 16.6),
+    ],
+)
+def test_splits_of_the_paper_s_model(method: str, layers: list[tuple[int, int]], mib: float):
+    """Prevents baselines other than OmniBal's: its splits and Table 4's communication volumes."""
+    cost = paper_cost(1.0)
+    stages = baseline_stages(
+        PartitionMethod(method), RecomputeRule.NONE, cost, MODEL, at_caps(4), 4, np.inf
+    )
+    assert [(stage.vision_layers, stage.language_layers) for stage in stages] == layers
+    assert cut_bytes(cost, MODEL, cuts_of(stages), PACK).sum() / 2**20 == pytest.approx(
+        mib, abs=0.1
+    )
+
+
+def test_the_published_bmp_split_is_run():
+    """Prevents losing the paper's own result, 22V | 23V | 24L | 24L, cut after the projector."""
+    cost = paper_cost(17.5)
+    anchor = (23, 46, 72)
+    published = (23, 47, 72)
+    assert published in bmp_candidates(cost, MODEL, PACK, anchor)
+    volume = cut_bytes(cost, MODEL, published, PACK).sum()
+    assert volume / 2**20 == pytest.approx(144.0 - 12.7, abs=0.1)
+
+
+@pytest.mark.parametrize(("method", "rule"), [("omnibal", "front"), ("layer", "cheapest")])
+def test_the_joint_search_is_not_a_baseline(method: str, rule: str):
+    """Prevents comparing the joint search with something else under its name."""
+    given = PartitionMethod(method), RecomputeRule(rule)
+    cost, model = random_cost(np.random.default_rng(0)), small_model(2, 2)
+    with pytest.raises(UserError, match=f"{method} was given with recompute rule {rule}"):
+        baseline_stages(*given, cost, model, at_caps(2), 2, np.inf)

@@ -1,0 +1,164 @@
+"""Lost time against textbook pipelines and against its own sum."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost_cases import random_cost, random_features, small_model
+
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import LostTime, Stage
+
+MODEL = small_model(3, 3)
+CUTS = (4, 7)
+"""Vision embed and 3 vision layers | projector and language embed, 1 language layer | the rest."""
+
+
+def workload_of(tiles: list[list[list[float]]]) -> Workload:
+    """Micro-batches by step, rank and slot; each takes so many ms on a unit that costs 1."""
+    rows = [
+        (step, rank, slot, size)
+        for step, ranks in enumerate(tiles)
+        for rank, sizes in enumerate(ranks)
+        for slot, size in enumerate(sizes)
+    ]
+    step, rank, slot, size = np.array(rows).T
+    features = np.zeros((len(rows), 5))
+    features[:, 0], features[:, 1] = 1, size
+    return Workload(
+        features=features,
+        step=step.astype(np.int64),
+        dp_rank=rank.astype(np.int64),
+        slot=slot.astype(np.int64),
+        data_parallel_size=len(tiles[0]),
+    )
+
+
+def plain_cost(stage_ms: tuple[float, float, float]) -> CostModel:
+    """Costs by tiles only, so that the three stages of `CUTS` take these forward times per tile,
+    twice as much backward, and nothing else costs anything."""
+    per_tile = np.array([0, 1.0, 0, 0, 0])
+    cost = random_cost(np.random.default_rng(0))
+    shares = dict(zip(cost.units, (0, stage_ms[0] / 3, 0, 0, stage_ms[1], 0), strict=True))
+    # The last stage holds two language layers and the head.
+    shares["head"] = stage_ms[2] - 2 * stage_ms[1]
+    units = {
+        kind: replace(
+            unit,
+            forward_ms=shares[kind] * per_tile,
+            backward_ms=2 * shares[kind] * per_tile,
+            collective_ms=np.zeros((2, 5)),
+            output_bytes=0 * per_tile,
+            output_gradient_bytes=0 * per_tile,
+        )
+        for kind, unit in cost.units.items()
+    }
+    free = {
+        "optimizer_ms_fixed": 0.0,
+        "optimizer_ms_per_parameter": 0.0,
+        "link_latency_ms": 0.0,
+        "gradient_reduction_ms_per_parameter": 0.0,
+    }
+    return replace(cost, units=units, **free)
+
+
+def lost(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> LostTime:
+    step_ms = float(simulate_run(cost, stages, workload).step_ms.mean())
+    found = lost_time(cost, stages, workload, step_ms)
+    assert sum(found.model_dump().values()) == pytest.approx(step_ms)
+    return found
+
+
+def expect(found: LostTime, **expected: float) -> None:
+    """Those entries, and 0 for all others."""
+    for name, value in found.model_dump().items():
+        assert value == pytest.approx(expected.get(name, 0.0), abs=1e-9), name
+
+
+STAGES = stages_from_cuts(MODEL, CUTS)
+
+
+def test_equal_stages_lose_the_textbook_bubble():
+    """Prevents a bubble other than (p - 1) of m + p - 1 micro-batches (arXiv 2104.04473, 2.2)."""
+    expect(
+        lost(plain_cost((1, 1, 1)), STAGES, workload_of([[[2.0] * 5]])),
+        bubble_ms=2 * 3 * 2,
+        ideal_ms=5 * 3 * 2,
+    )
+
+
+def test_a_slow_rank_is_rank_imbalance():
+    """Prevents blaming the pipeline for what another rank's larger micro-batches cost."""
+    # Ranks of 6 and 2 tiles: the mean rank has 4, the slowest 6, each with (5 + 2) / 5 of them.
+    expect(
+        lost(plain_cost((1, 1, 1)), STAGES, workload_of([[[6.0] * 5, [2.0] * 5]])),
+        rank_imbalance_ms=(6 - 4) * 3 * 7,
+        bubble_ms=4 * 3 * 2,
+        ideal_ms=4 * 3 * 5,
+    )
+
+
+def test_one_slow_stage_is_stage_imbalance():
+    """Prevents calling bubble what a better split would save."""
+    # 3 + 0 + 0: all work is on the first stage, so 5 micro-batches take 5 * 9; evened out they
+    # take 7 * 3, of which two are bubble.
+    expect(
+        lost(plain_cost((3, 0, 0)), STAGES, workload_of([[[1.0] * 5]])),
+        stage_imbalance_ms=45 - 21,
+        bubble_ms=6,
+        ideal_ms=15,
+    )
+
+
+def test_each_other_cause_has_its_own_entry():
+    """Prevents one cause's time in another's entry, or in none."""
+    work = workload_of([[[1.0] * 5]])
+    plain = plain_cost((1, 1, 1))
+    usual = {"bubble_ms": 6.0, "ideal_ms": 15.0}
+    update = replace(plain, optimizer_ms_fixed=7.0)
+    expect(lost(update, STAGES, work), weight_update_ms=7.0, **usual)
+    parameters = 1 / sum(unit.trained_parameters for unit in plain.units.values())
+    reduced = replace(plain, gradient_reduction_ms_per_parameter=parameters)
+    assert 0 < lost(reduced, STAGES, work).communication_ms < 7
+    # One link of 0.5 ms on each way of the first and the last micro-batch, over both cuts.
+    slow = replace(plain, link_latency_ms=0.5)
+    assert lost(slow, STAGES, work).communication_ms >= 4 * 0.5
+    again = stages_from_cuts(MODEL, CUTS, [(3, 0), (0, 1), (0, 2)])
+    # A third more work everywhere; the last stage's head (-1 of 1) is not recomputed.
+    assert lost(plain, again, work).recompute_ms > 0
+    assert lost(plain, again, work).ideal_ms == pytest.approx(15)
+    for name, entry in (("collective_ms", "communication_ms"), ("padding_ms", "padding_ms")):
+        units = {
+            kind: replace(
+                unit,
+                forward_ms=1.5 * unit.forward_ms,
+                backward_ms=1.5 * unit.backward_ms,
+                **{name: np.stack([unit.forward_ms, unit.backward_ms]) / 2},
+            )
+            for kind, unit in plain.units.items()
+        }
+        found = lost(replace(plain, units=units), STAGES, work)
+        expect(found, **{entry: 21 / 2}, **usual)
+
+
+def test_random_pipelines_lose_nothing_twice():
+    """Prevents an entry that is counted twice or not at all, with idle ranks and uneven steps."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        cost = random_cost(rng)
+        sizes = [[rng.uniform(1, 3, rng.integers(0, 5)).tolist() for _ in range(3)] for _ in "ab"]
+        sizes[0][0] = [1.0]
+        sizes[1][2] = [2.0, 1.0]
+        workload = workload_of(sizes)
+        workload = replace(workload, features=random_features(rng, len(workload.step)))
+        stages = stages_from_cuts(MODEL, CUTS, [(int(rng.integers(4)), 0), (0, 1), (0, 1)])
+        found = lost(cost, stages, workload)
+        assert found.rank_imbalance_ms >= 0
+        assert found.communication_ms > 0 < found.weight_update_ms
+        assert found.recompute_ms > 0
+        assert found.bubble_ms > 0
+        assert found.padding_ms == pytest.approx(0)
