@@ -33,13 +33,22 @@ from rich.table import Table
 from rich.text import Text
 
 from omnibal import __version__, tables
-from omnibal.config import ModelConfig, Precision, load_cluster, load_model, preset_names
+from omnibal.config import (
+    ClusterConfig,
+    ModelConfig,
+    Part,
+    Precision,
+    load_cluster,
+    load_model,
+    preset_names,
+)
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, write_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
 from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.plan import (
     USABLE_MEMORY_FRACTION,
     Caps,
@@ -84,6 +93,34 @@ MicroBatchesOption = Annotated[int, typer.Option(min=1, help="packs of one rank 
 PackingOption = Annotated[PackingMethod, typer.Option("--packing", "--method", help="packing rule")]
 PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
 SeedOption = Annotated[int, typer.Option(min=0, help="of packs and order")]
+TensorOption = Annotated[int, typer.Option(min=1, help="tensor-parallel size")]
+PipelineOption = Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")]
+DataOption = Annotated[int, typer.Option(min=1, help="data-parallel size")]
+SequenceOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="divide the language model's activations between parallel blocks too (default: with "
+        "--tp above 1)",
+    ),
+]
+FreezeOption = Annotated[
+    list[Part] | None, typer.Option(help="part that is not trained (may be repeated)")
+]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        help="memory of a device, in place of the cluster's; "
+        f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
+    ),
+]
+NetworkOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, help="between nodes, per device, in place of the cluster's (200 Gb/s are 25)"
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
 
 
@@ -263,9 +300,11 @@ def caps(  # noqa: PLR0913 (one parameter per option)
     lengths: LengthsOption,
     model: ModelOption,
     cluster: Annotated[str, typer.Option(help=_preset_help("cluster"))],
-    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="data-parallel size")] = 1,
+    tp: TensorOption = 1,
+    pp: PipelineOption = 1,
+    dp: DataOption = 1,
+    sequence_parallel: SequenceOption = None,
+    freeze: FreezeOption = None,
     samples_per_step: Annotated[
         int | None,
         typer.Option(
@@ -286,14 +325,8 @@ def caps(  # noqa: PLR0913 (one parameter per option)
     profile: Annotated[
         Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
     ] = None,
-    memory_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            help="memory of a device, in place of the cluster's; "
-            f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
-        ),
-    ] = None,
+    memory_gib: MemoryOption = None,
+    network_gb_per_s: NetworkOption = None,
     samples: Annotated[
         int, typer.Option(min=1, help="drawn to try caps on; more where steps are large")
     ] = DEFAULT_CAP_SAMPLES,
@@ -309,13 +342,12 @@ def caps(  # noqa: PLR0913 (one parameter per option)
     from omnibal.data.scan_pool import usable_cores
 
     start = time.perf_counter()
-    hardware = load_cluster(cluster)
-    if memory_gib is not None:
-        hardware = hardware.model_copy(update={"memory_gib": memory_gib})
+    hardware = _cluster(cluster, memory_gib, network_gb_per_s)
     request = cap_search.CapSearchRequest(
         model=load_model(model),
         cluster=hardware,
-        parallel=Parallel(tensor=tp, pipeline=pp, data=dp),
+        parallel=_parallel(tp, pp, dp, sequence_parallel),
+        frozen=_frozen(freeze),
         precision=precision,
         lengths=read_lengths(lengths),
         packing=packing,
@@ -425,9 +457,11 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
     max_tiles: OptionalMaxTilesOption = None,
     max_tokens: OptionalMaxTokensOption = None,
-    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="data-parallel size")] = 1,
+    tp: TensorOption = 1,
+    pp: PipelineOption = 1,
+    dp: DataOption = 1,
+    sequence_parallel: SequenceOption = None,
+    freeze: FreezeOption = None,
     lengths: Annotated[
         list[Path] | None,
         typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
@@ -439,15 +473,18 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     epochs: Annotated[int, typer.Option(min=1, help="times that every sample is trained")] = 1,
     seed: SeedOption = 0,
     precision: PrecisionOption = "bf16",
-    memory_gib: Annotated[
-        float | None,
+    memory_gib: MemoryOption = None,
+    network_gb_per_s: NetworkOption = None,
+    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.BALANCED,
+    method: Annotated[
+        PartitionMethod, typer.Option(help="how the model is split over stages")
+    ] = PartitionMethod.OMNIBAL,
+    recompute: Annotated[
+        RecomputeRule | None,
         typer.Option(
-            min=0.01,
-            help="memory of a device, in place of the cluster's; "
-            f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
+            help="which layers are recomputed [default: cheapest with omnibal, front with others]"
         ),
     ] = None,
-    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.BALANCED,
     steps_of: Annotated[
         Path | None,
         typer.Option(
@@ -470,13 +507,11 @@ def plan(  # noqa: PLR0913 (one parameter per option)
 
     check_replaceable(output)
     _check_parent(output)
-    hardware = load_cluster(cluster)
-    if memory_gib is not None:
-        hardware = hardware.model_copy(update={"memory_gib": memory_gib})
     job: dict[str, Any] = {
         "model": load_model(model),
-        "cluster": hardware,
-        "parallel": Parallel(tensor=tp, pipeline=pp, data=dp),
+        "cluster": _cluster(cluster, memory_gib, network_gb_per_s),
+        "parallel": _parallel(tp, pp, dp, sequence_parallel),
+        "frozen": _frozen(freeze),
         "precision": precision,
         "profile": read_profile(profile) if profile else None,
     }
@@ -498,8 +533,10 @@ def plan(  # noqa: PLR0913 (one parameter per option)
             "epochs": epochs,
             "seed": seed,
         }
-    request = PlanRequest(**job, **data)
-    result = make_plan(request)
+    if recompute is None:
+        is_joint = method is PartitionMethod.OMNIBAL
+        recompute = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
+    result = make_plan(PlanRequest(**job, **data, method=method, recompute=recompute))
     save_plan(result, output)
     for obstacle in training_obstacles(result.plan):
         sys.stderr.write(f"note: {obstacle}\n")
@@ -566,6 +603,33 @@ def report(
     result["report"] = str(output)
     run_tables = [tables.run_table(shown.plan, shown.run, shown.evaluation)] if shown.run else []
     _print_result(as_json, result, *run_tables, f"report: {output}")
+
+
+def _cluster(name: str, memory_gib: float | None, network_gb_per_s: float | None) -> ClusterConfig:
+    """The cluster, with what was given in place of its own figures."""
+    given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
+    changes = {field: value for field, value in given.items() if value is not None}
+    return load_cluster(name).model_copy(update=changes)
+
+
+def _parallel(tp: int, pp: int, dp: int, sequence_parallel: bool | None) -> Parallel:
+    if sequence_parallel and tp == 1:
+        raise UserError(
+            "--sequence-parallel was given with --tp 1; it divides activations over tensor ranks, "
+            "of which there must be at least 2: raise --tp, or leave it out"
+        )
+    divides = tp > 1 if sequence_parallel is None else sequence_parallel
+    return Parallel(tensor=tp, pipeline=pp, data=dp, sequence_parallel=divides)
+
+
+def _frozen(parts: list[Part] | None) -> tuple[Part, ...]:
+    frozen = tuple(part for part in Part if part in (parts or ()))
+    if len(frozen) == len(Part):
+        raise UserError(
+            f"--freeze was given for {', '.join(frozen)}, which is the whole model; a part must be "
+            "left to train: leave one out"
+        )
+    return frozen
 
 
 def _caps(

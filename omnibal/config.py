@@ -6,6 +6,7 @@ parameters) is computed here once.
 
 import math
 from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -15,10 +16,16 @@ from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 
 Precision = Literal["fp32", "bf16"]
-Part = Literal["vision", "projector", "language"]
-"""What can be trained or frozen as a whole."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
+
+
+class Part(StrEnum):
+    """What can be trained or frozen as a whole."""
+
+    VISION = "vision"
+    PROJECTOR = "projector"
+    LANGUAGE = "language"
 
 
 class Frozen(BaseModel):

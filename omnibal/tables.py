@@ -167,15 +167,14 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
 
 
 def memory_table(plan: Plan, prediction: Prediction) -> Table:
-    """Layers that every stage recomputes, and the memory of one of its devices."""
+    """Memory of one device of every stage."""
     kinds = ("weights", "gradients", "optimizer", "activations", "working", "peak")
     cap_gib = memory_cap_gib(plan.cluster)
-    table = _table(f"Memory, GiB of {cap_gib:.2f}", "stage", "recompute", *kinds)
-    for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
+    table = _table(f"Memory, GiB of {cap_gib:.2f}", "stage", *kinds)
+    for index, predicted in enumerate(prediction.stages):
         memory = predicted.memory
         table.add_row(
             str(index),
-            str(stage.recomputed_layers),
             f"{memory.weights_gib:.2f}",
             f"{memory.gradients_gib:.2f}",
             f"{memory.optimizer_gib:.2f}",

@@ -169,12 +169,12 @@ def _unit_costs(
 ) -> dict[Unit, UnitCost]:
     """In model order; a unit has a backward if it, or anything before it, is trained."""
     units: tuple[tuple[Unit, Part, _Counts], ...] = (
-        (Unit.VISION_EMBED, "vision", _vision_embed(model, device)),
-        (Unit.VISION_LAYER, "vision", _vision_layer(model, device)),
-        (Unit.PROJECTOR, "projector", _projector(model, device)),
-        (Unit.LANGUAGE_EMBED, "language", _language_embed(model, device)),
-        (Unit.LANGUAGE_LAYER, "language", _language_layer(model, device)),
-        (Unit.HEAD, "language", _head(model, device)),
+        (Unit.VISION_EMBED, Part.VISION, _vision_embed(model, device)),
+        (Unit.VISION_LAYER, Part.VISION, _vision_layer(model, device)),
+        (Unit.PROJECTOR, Part.PROJECTOR, _projector(model, device)),
+        (Unit.LANGUAGE_EMBED, Part.LANGUAGE, _language_embed(model, device)),
+        (Unit.LANGUAGE_LAYER, Part.LANGUAGE, _language_layer(model, device)),
+        (Unit.HEAD, Part.LANGUAGE, _head(model, device)),
     )
     costs = {}
     before_trained = False

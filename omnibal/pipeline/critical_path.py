@@ -11,6 +11,7 @@ that, then gradient reduction and optimizer in ms. A path's weights have the sam
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -124,65 +125,72 @@ class PipelineSimulator:
 
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
         """Mean step time of candidates [n, p, TERMS]. [n]"""
-        at_once = max(_CHUNK_ENTRIES // (len(self.stage) * len(self.steps.counts)), 1)
-        mean_ms = np.empty(len(terms))
-        for first in range(0, len(terms), at_once):
-            chunk = terms[first : first + at_once]
-            end, _ = self._run(chunk)
-            finish = self._finish_ms(end, chunk).max(axis=(2, 3))
-            mean_ms[first : first + at_once] = finish @ self.steps.weight
-        return mean_ms + terms[:, :, OPTIMIZER].max(axis=1)
+        return np.concatenate([self._step_ms(chunk) for chunk in self._chunks(terms)])
 
     def critical_paths(self, terms: np.ndarray) -> np.ndarray:
-        """Weights of a longest path of every step, for candidates [n, p, TERMS]. [n, steps, p, TERMS]
+        """Weights of a longest path of every step, mean over the steps. [n, p, TERMS]
 
-        Their product with the candidate's own terms is its time in that step.
+        Their product with the candidate's own terms [n, p, TERMS] is its mean step time; with any
+        other's it is at most that one's.
         """
+        return np.concatenate([self._critical_paths(chunk) for chunk in self._chunks(terms)])
+
+    def _chunks(self, terms: np.ndarray) -> list[np.ndarray]:
+        at_once = max(_CHUNK_ENTRIES // (len(self.stage) * len(self.steps.counts)), 1)
+        return [terms[first : first + at_once] for first in range(0, len(terms), at_once)]
+
+    def _step_ms(self, terms: np.ndarray) -> np.ndarray:
+        end, _ = self._run(terms)
+        finish_ms = self._finish_ms(end, terms).max(axis=(2, 3))
+        return finish_ms @ self.steps.weight + terms[:, :, OPTIMIZER].max(axis=1)
+
+    def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
+        """Follows each step from its end back to what everything had to wait for."""
         end, link = self._run(terms)
-        finish = self._finish_ms(end, terms)
-        n, steps = finish.shape[:2]
-        weights = np.zeros((n, steps, self.stages, 4, _F))
-        last = finish.reshape(n, steps, -1).argmax(axis=2)  # over [ranks, p]
+        finish_ms = self._finish_ms(end, terms)
+        n, steps = finish_ms.shape[:2]
+        last = finish_ms.reshape(n, -1, self.stages * finish_ms.shape[2]).argmax(axis=2)
         candidate, step = (axis.ravel() for axis in np.indices((n, steps)))
         rank, stage = np.divmod(last.ravel(), self.stages)
-        row = self.steps.rows[step, rank]
-        other = np.zeros((n, steps, self.stages, 2))
-        other[candidate, step, stage, 0] = 1
-        other[candidate, :, terms[candidate, :, OPTIMIZER].argmax(axis=1), 1] = 1
-        final = np.array([np.flatnonzero(self.stage == s)[-1] for s in range(self.stages)])
-        operation = final[stage]
+        weights = np.zeros((n, steps, self.stages, TERMS))
+        weights[candidate, step, stage, REDUCTION] = 1
+        slowest_update = terms[:, :, OPTIMIZER].argmax(axis=1)
+        weights[np.arange(n), :, slowest_update, OPTIMIZER] = 1
+        of_kind = weights[..., :REDUCTION].reshape(n, steps, self.stages, 4, _F)
+        row, operation = self.steps.rows[step, rank], self._last_operations()[stage]
         while len(operation):
             features = self.steps.features[row, self.micro_batch[operation]]
             backward, stage = self.backward[operation], self.stage[operation]
-            weights[candidate, step, stage, backward] += features
+            of_kind[candidate, step, stage, backward] += features
             before, sender = self.before[operation], self.sender[operation]
             arrival = end[sender, candidate, row] + link[operation, candidate, row]
             waits = arrival > end[before, candidate, row]
             cut = np.where(backward, stage, stage - 1)
-            chosen = (candidate[waits], step[waits], cut[waits], 2 + backward[waits])
-            weights[chosen] += features[waits]
+            sent = candidate[waits], step[waits], cut[waits], 2 + backward[waits]
+            of_kind[sent] += features[waits]
             operation = np.where(waits, sender, before)
             going = operation < len(self.stage)
             operation, candidate, step, row = (
                 values[going] for values in (operation, candidate, step, row)
             )
-        return np.concatenate([weights.reshape(n, steps, self.stages, -1), other], axis=3)
+        weights[..., :REDUCTION] = of_kind.reshape(n, steps, self.stages, -1)
+        return np.einsum("s,nspt->npt", self.steps.weight, weights)
 
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """When everything ends [operations + 1, n, rows], the last row 0, and its link's time."""
+        """When everything ends [operations + 1, n, rows], the last entry 0, and its link's time."""
         n, rows = len(terms), len(self.steps.counts)
         features = self.steps.features.transpose(1, 2, 0)[self.micro_batch]  # [operations, 5, rows]
-        kinds = terms[:, :, : 4 * _F].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)
-        duration = np.matmul(kinds[self.stage, self.backward], features)
+        of_kind = terms[:, :, :REDUCTION].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)
+        duration = np.matmul(of_kind[self.stage, self.backward], features)
         cut = np.where(self.backward, self.stage, self.stage - 1)
-        sent = kinds[cut, 2 + self.backward]
+        sent = of_kind[cut, 2 + self.backward]
         sent[self.sender == len(self.stage)] = 0
         link = np.matmul(sent, features)
         missing = np.arange(self.steps.features.shape[1])[:, None] >= self.steps.counts
         if missing.any():
             link += np.where(missing, _NEVER_MS, 0.0)[self.micro_batch][:, None]
         end = np.zeros((len(self.stage) + 1, n, rows))
-        for first, stop in zip(self.levels[:-1], self.levels[1:], strict=True):
+        for first, stop in pairwise(self.levels):
             level = slice(first, stop)
             start = end[self.sender[level]]
             start += link[level]
@@ -191,7 +199,10 @@ class PipelineSimulator:
         return end, link
 
     def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
-        """End of every stage's reduction if only this rank mattered. [n, steps, ranks, p]"""
-        final = np.array([np.flatnonzero(self.stage == s)[-1] for s in range(self.stages)])
-        finish = end[final][:, :, self.steps.rows].transpose(1, 2, 3, 0)
+        """End of every stage's reduction, did it wait for this rank alone. [n, steps, ranks, p]"""
+        finish = end[self._last_operations()][:, :, self.steps.rows].transpose(1, 2, 3, 0)
         return finish + terms[:, None, None, :, REDUCTION]
+
+    def _last_operations(self) -> np.ndarray:
+        """Of each stage. [p]"""
+        return np.array([np.flatnonzero(self.stage == stage)[-1] for stage in range(self.stages)])

@@ -51,7 +51,7 @@ from omnibal.pipeline.units import (
 )
 from omnibal.plan import Stage
 
-MAX_SAMPLED_STEPS = 16
+MAX_SAMPLED_STEPS = 32
 MIN_SAMPLED_STEPS = 4
 SAMPLED_PACKS = 2_048
 """Steps are sampled until they have so many packs, within the two limits above."""
@@ -575,7 +575,6 @@ class _Search:
         """Add critical paths of the splits, each the one that does most beside those before it."""
         terms = self._terms(splits)
         paths = self.problem.simulator.critical_paths(terms)
-        paths = np.einsum("s,nspt->npt", self.problem.simulator.steps.weight, paths)
         length = np.minimum(np.einsum("npt,kpt->nk", terms, paths), self._target_ms)
         known = np.einsum("npt,kpt->nk", terms, self.cuts).max(axis=1, initial=0.0)
         added = []

@@ -40,11 +40,13 @@ FLAGS = {
     "--json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
     "--cluster --bound --output -o --picture --json",
-    "caps": "--model --cluster --tp --pp --dp --samples-per-step --rule --packing --precision "
+    "caps": "--model --cluster --tp --pp --dp --sequence-parallel --freeze "
+    "--network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --json",
-    "plan": "--model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
+    "plan": "--sequence-parallel --freeze --network-gb-per-s --method "
+    "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--profile --micro-batches --epochs --seed --precision --memory-gib --packing "
     "--steps-of --json",
     "presets": "--json",
