@@ -211,13 +211,13 @@ def test_tensor_parallelism_divides_layers():
 
 def test_links_leave_the_node_only_when_the_job_does():
     """Prevents pricing NVLink for a job that spans nodes, and reductions where there are none."""
-    assert cost_of(tensor=2, pipeline=4).link_ms_per_byte == pytest.approx(1 / 225e6)
-    assert cost_of(tensor=4, pipeline=4).link_ms_per_byte == pytest.approx(1 / 18.75e6)
+    assert cost_of(tensor=2, pipeline=4).link_ms_per_byte == pytest.approx(1 / 150e6)
+    assert cost_of(tensor=4, pipeline=4).link_ms_per_byte == pytest.approx(1 / 12.5e6)
     assert cost_of(data=1).gradient_reduction_ms_per_parameter == 0
     within = cost_of(tensor=2, data=4).gradient_reduction_ms_per_parameter
     across = cost_of(tensor=4, data=4).gradient_reduction_ms_per_parameter
-    assert within == pytest.approx(3 / 4 * 6 / 225e6)
-    assert across == pytest.approx(3 / 4 * 6 / 18.75e6)
+    assert within == pytest.approx(3 / 4 * 6 / 150e6)
+    assert across == pytest.approx(3 / 4 * 6 / 12.5e6)
 
 
 def test_every_unit_of_every_preset_costs_something():
