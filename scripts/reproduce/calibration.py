@@ -4,8 +4,8 @@
 
 OmniBal's Figure 2 has a pack of 9 tiles and 4K tokens take 900 | 300 | 260 | 270 ms forward on the
 stages of the parameter partition, 45 vision layers and 17 | 16 | 15 language layers: the first
-stage takes 0.520 of the whole. Which share of the memory's rate must element-wise passes reach for that?
-Everything else that is predicted follows from data sheets and operation counts.
+stage takes 0.520 of the whole. Which share of the memory's rate must element-wise passes reach for
+that? Everything else that is predicted follows from data sheets and operation counts.
 """
 
 import numpy as np

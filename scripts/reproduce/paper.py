@@ -2,8 +2,8 @@
 
 Data are a synthetic mixture like InternVL-Chat 1.2's (`tools/make_lengths.py`, whose pad ratio,
 dist ratios and samples per pack agree with the paper's), in steps of 128 micro-batches, the global
-batch of the paper's published configuration. As in that system, the head computes logits for all tokens,
-and text is padded to the longest sample of a micro-batch unless samples are packed.
+batch of the paper's published configuration. As in that system, the head computes logits for all
+tokens, and text is padded to the longest sample of a micro-batch unless samples are packed.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 Table 9 lists the job with tensor size 2 and data size 4. This prints the memory of the paper's own
 split under that and under the released configuration's tensor 4, each with the optimizer's state
-sharded over data-parallel ranks and whole. Nothing here is calibrated. The paper's figures also hold
-what a framework allocates outside the model, some gigabytes.
+sharded over data-parallel ranks and whole. Nothing here is calibrated. The paper's figures also
+hold what a framework allocates outside the model, some gigabytes.
 """
 
 import numpy as np
