@@ -8,8 +8,10 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
+from omnibal.pipeline.predict import predicted_step_ms
 from omnibal.pipeline.stage_cost import stage_memories
 from omnibal.pipeline.units import check_stages
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import PACKS_FILE, DataPlan, Plan, Prediction, memory_cap_gib, read_plan
 from omnibal.planner import check_parallel, cost_of_plan, data_of_plan, model_of_origin
 
@@ -94,15 +96,25 @@ def _check_memory(plan: Plan, cost: CostModel, lengths: Lengths, packs: Schedule
             "recompute more layers, raise --pp or --tp, or lower the caps"
         )
     if plan.prediction is not None:
-        _check_prediction(plan.prediction, cost.source, peaks)
+        workload = Workload.of(packs, features, plan.parallel.data)
+        step_ms = predicted_step_ms(cost, plan.stages, workload)
+        _check_prediction(plan.prediction, cost.source, peaks, step_ms)
     return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
 
 
-def _check_prediction(prediction: Prediction, cost_source: str, peaks: np.ndarray) -> None:
+def _check_prediction(
+    prediction: Prediction, cost_source: str, peaks: np.ndarray, step_ms: float
+) -> None:
     stated = np.array([stage.memory.peak_gib for stage in prediction.stages])
     differs = np.abs(stated - peaks) > _SAME * peaks
     if not differs.any() and prediction.cost_source == cost_source:
-        return
+        if abs(prediction.step_ms - step_ms) <= _SAME * step_ms:
+            return
+        raise UserError(
+            f"the stored prediction is of another plan: it gives a step {prediction.step_ms:.6g} "
+            f"ms, and this plan takes {step_ms:.6g} ms by the same costs; remove `prediction` from "
+            f"plan.json, or {_ANEW}"
+        )
     stage = int(differs.argmax())
     raise UserError(
         f"the stored prediction is of another plan: it gives stage {stage} {stated[stage]:.4g} GiB "

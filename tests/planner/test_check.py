@@ -244,6 +244,8 @@ def test_removed_recomputation_is_seen(tmp_path, keeps_prediction):
         lambda plan: {"model": with_vocabulary(plan.model, 512)},
         lambda plan: {"stages": (recomputing_all(plan.stages[0]), *plan.stages[1:])},
         lambda plan: {"prediction": plan.prediction.model_copy(update={"cost_source": "x"})},
+        lambda plan: {"prediction": plan.prediction.model_copy(update={"step_ms": 1.0})},
+        lambda plan: {"cluster": plan.cluster.model_copy(update={"link_latency_us": 1e4})},
     ],
 )
 def test_edited_plan_with_its_old_prediction_is_refused(directory, change):
