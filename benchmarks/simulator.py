@@ -11,8 +11,10 @@ import time
 
 import numpy as np
 
+from omnibal.cost.model import FEATURES
 from omnibal.pipeline.simulate import dependency_order, predict_steps
 from omnibal.pipeline.stage_cost import StageTimes
+from omnibal.pipeline.workload import Workload
 
 MICRO_BATCHES, STAGES, RANKS = 32, 8, 16
 
@@ -58,16 +60,15 @@ def main() -> None:
     per_step = RANKS * MICRO_BATCHES
     index = np.arange(arguments.steps * per_step)
     times = random_times(len(index), np.random.default_rng(0))
-    start = time.perf_counter()
-    simulated = predict_steps(
-        times,
-        index // per_step,
-        index % per_step // MICRO_BATCHES,
-        index % MICRO_BATCHES,
-        RANKS,
-        np.zeros(STAGES),
-        np.zeros(STAGES),
+    workload = Workload(
+        features=np.zeros((len(index), len(FEATURES))),
+        step=index // per_step,
+        dp_rank=index % per_step // MICRO_BATCHES,
+        slot=index % MICRO_BATCHES,
+        data_parallel_size=RANKS,
     )
+    start = time.perf_counter()
+    simulated = predict_steps(times, workload, np.zeros(STAGES), np.zeros(STAGES))
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     looped = [loop_step_ms(times, step * per_step) for step in range(arguments.loop_steps)]

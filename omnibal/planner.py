@@ -18,7 +18,7 @@ from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.data.steps import DataRequest, Steps, deal_steps, draw_steps, size_load, steps_of
 from omnibal.errors import UserError
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
-from omnibal.pipeline.partition import SearchPacks, search_stages
+from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.stage_cost import GIB, model_ms
 from omnibal.pipeline.workload import Workload
@@ -95,7 +95,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
     cost = _cost(request, model)
     shapes = Shapes(caps=request.caps, micro_batches_per_step=request.micro_batches)
     if request.lengths is None:
-        packs, lengths = _data_at_caps(shapes, request.parallel.data)
+        packs, lengths = data_at_caps(shapes, request.parallel.data)
     else:
         lengths = request.lengths
         packs = _packs(request, lengths, cost, model)
@@ -127,14 +127,7 @@ def _stages(
 ) -> tuple[Stage, ...]:
     pipeline, cap_bytes = request.parallel.pipeline, memory_cap_gib(request.cluster) * GIB
     if request.method is PartitionMethod.OMNIBAL and request.recompute is RecomputeRule.CHEAPEST:
-        packs = SearchPacks(
-            features=workload.features,
-            step=workload.step,
-            dp_rank=workload.dp_rank,
-            slot=workload.slot,
-            data_parallel=workload.data_parallel_size,
-        )
-        return search_stages(cost, model, packs, pipeline, cap_bytes).stages
+        return search_stages(cost, model, workload, pipeline, cap_bytes).stages
     return baseline_stages(
         request.method, request.recompute, cost, model, workload, pipeline, cap_bytes
     )
@@ -200,7 +193,7 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
         UserError: a file is missing or broken, or is not the one that the plan was made with.
     """
     if plan.data is None:
-        return None if plan.shapes is None else _data_at_caps(plan.shapes, plan.parallel.data)
+        return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
     return _read_data(plan.data, directory)
 
 
@@ -296,7 +289,7 @@ def check_replaceable(directory: Path) -> None:
         )
 
 
-def _data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
+def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
     """One step of samples that each fill a pack, and cost the most attention the caps allow."""
     count = data_parallel * shapes.micro_batches_per_step
     lengths = Lengths(

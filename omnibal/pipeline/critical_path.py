@@ -17,6 +17,7 @@ import numpy as np
 
 from omnibal.cost.model import FEATURES
 from omnibal.pipeline.simulate import dependency_order
+from omnibal.pipeline.workload import Workload
 
 _F = len(FEATURES)
 FORWARD, BACKWARD, SEND, RECEIVE = (slice(i * _F, (i + 1) * _F) for i in range(4))
@@ -42,22 +43,16 @@ class SampledSteps:
     """[steps], 1 in all."""
 
     @classmethod
-    def of(
-        cls,
-        features: np.ndarray,
-        step: np.ndarray,
-        dp_rank: np.ndarray,
-        slot: np.ndarray,
-        data_parallel: int,
-    ) -> "SampledSteps":
-        """Of packs, one entry each, that are sorted by step, rank and slot."""
-        _, step_index = np.unique(step, return_inverse=True)
-        shape = int(step_index[-1]) + 1, data_parallel, int(slot.max()) + 1, _F
+    def of(cls, workload: Workload) -> "SampledSteps":
+        """All steps of the workload."""
+        _, step_index = np.unique(workload.step, return_inverse=True)
+        ranks = workload.data_parallel_size
+        shape = int(step_index[-1]) + 1, ranks, int(workload.slot.max()) + 1, _F
         table = np.zeros(shape)
-        table[step_index, dp_rank, slot] = features
+        table[step_index, workload.dp_rank, workload.slot] = workload.features
         flat = table.reshape(shape[0] * shape[1], -1)
         _, first, row = np.unique(flat, axis=0, return_index=True, return_inverse=True)
-        counts = np.bincount(step_index * data_parallel + dp_rank, minlength=len(flat))
+        counts = np.bincount(step_index * ranks + workload.dp_rank, minlength=len(flat))
         # A step lasts as long with its ranks in any order.
         rows = np.sort(row.reshape(shape[:2]), axis=1)
         steps, times = np.unique(rows, axis=0, return_counts=True)
@@ -84,6 +79,12 @@ class PipelineSimulator:
     """The stage's previous operation; the number of operations where there is none."""
     sender: np.ndarray
     """The operation whose output this one waits for; likewise."""
+    features: np.ndarray
+    """[operations, 5, rows] of the operation's micro-batch."""
+    delay_ms: np.ndarray
+    """[operations, 1, rows] on top of its link's time: 0, or never where a row lacks it."""
+    last: np.ndarray
+    """[p]; each stage's last operation."""
     levels: np.ndarray
     """[depths + 1] first operation of every depth. One depth has an operation of a stage at most,
     and none that needs another."""
@@ -112,6 +113,8 @@ class PipelineSimulator:
             np.int64,
         )
         depths = np.array([depth[operation] for operation in by_depth])
+        features = np.ascontiguousarray(steps.features.transpose(1, 2, 0)[columns[2]])
+        missing = columns[2][:, None] >= steps.counts
         return cls(
             steps=steps,
             stages=stages,
@@ -120,6 +123,9 @@ class PipelineSimulator:
             micro_batch=columns[2],
             before=links[:, 0],
             sender=links[:, 1],
+            features=features,
+            delay_ms=np.where(missing, _NEVER_MS, 0.0)[:, None],
+            last=np.array([place[last[stage]] for stage in range(stages)]),
             levels=np.searchsorted(depths, np.arange(depths[-1] + 2)),
         )
 
@@ -157,7 +163,7 @@ class PipelineSimulator:
         slowest_update = terms[:, :, OPTIMIZER].argmax(axis=1)
         weights[np.arange(n), :, slowest_update, OPTIMIZER] = 1
         of_kind = weights[..., :REDUCTION].reshape(n, steps, self.stages, 4, _F)
-        row, operation = self.steps.rows[step, rank], self._last_operations()[stage]
+        row, operation = self.steps.rows[step, rank], self.last[stage]
         while len(operation):
             features = self.steps.features[row, self.micro_batch[operation]]
             backward, stage = self.backward[operation], self.stage[operation]
@@ -179,17 +185,16 @@ class PipelineSimulator:
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """When everything ends [operations + 1, n, rows], the last entry 0, and its link's time."""
         n, rows = len(terms), len(self.steps.counts)
-        features = self.steps.features.transpose(1, 2, 0)[self.micro_batch]  # [operations, 5, rows]
         of_kind = terms[:, :, :REDUCTION].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)
-        duration = np.matmul(of_kind[self.stage, self.backward], features)
+        duration = np.matmul(of_kind[self.stage, self.backward], self.features)
         cut = np.where(self.backward, self.stage, self.stage - 1)
         sent = of_kind[cut, 2 + self.backward]
         sent[self.sender == len(self.stage)] = 0
-        link = np.matmul(sent, features)
-        missing = np.arange(self.steps.features.shape[1])[:, None] >= self.steps.counts
-        if missing.any():
-            link += np.where(missing, _NEVER_MS, 0.0)[self.micro_batch][:, None]
-        end = np.zeros((len(self.stage) + 1, n, rows))
+        link = np.matmul(sent, self.features)
+        if self.delay_ms.any():
+            link += self.delay_ms
+        end = np.empty((len(self.stage) + 1, n, rows))
+        end[-1] = 0.0
         for first, stop in pairwise(self.levels):
             level = slice(first, stop)
             start = end[self.sender[level]]
@@ -200,9 +205,5 @@ class PipelineSimulator:
 
     def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
         """End of every stage's reduction, did it wait for this rank alone. [n, steps, ranks, p]"""
-        finish = end[self._last_operations()][:, :, self.steps.rows].transpose(1, 2, 3, 0)
+        finish = end[self.last][:, :, self.steps.rows].transpose(1, 2, 3, 0)
         return finish + terms[:, None, None, :, REDUCTION]
-
-    def _last_operations(self) -> np.ndarray:
-        """Of each stage. [p]"""
-        return np.array([np.flatnonzero(self.stage == stage)[-1] for stage in range(self.stages)])

@@ -66,15 +66,7 @@ def _mean_of_ranks_ms(
     ranks: int,
 ) -> float:
     """Over so many steps of single ranks, also those without a micro-batch."""
-    simulated = predict_steps(
-        times,
-        workload.step,
-        workload.dp_rank,
-        workload.slot,
-        workload.data_parallel_size,
-        reduction_ms,
-        update_ms,
-    )
+    simulated = predict_steps(times, workload, reduction_ms, update_ms)
     idle = ranks - len(simulated.step_ms)
     idle_ms = reduction_ms.max() + update_ms.max()
     return float(simulated.step_ms.sum() + idle * idle_ms) / ranks

@@ -10,10 +10,11 @@ Branch and bound on path lengths (`omnibal.pipeline.critical_path`). The length 
 sampled step, averaged, is a bound that is a sum over stages, so the least that it can be over all
 ways to complete a part of a split is a shortest path. The bounds used:
 
-1. Structural paths. To the first forward of stage s, through all it does, and to its reduction or
-   on from its last backward to that of stage 0; or past the warm-up forwards of s by way of the first micro-batch's round trip through the
-   later stages, or past its closing backwards by way of the last one's, or both. What precedes and
-   follows stage s is the same however it is split, so each possible stage is bounded on its own.
+1. Structural paths. To the first forward of stage s, through all it does, and to its reduction, or
+   on from its last backward to the last one of stage 0. Instead of the forwards that s runs before
+   its first backward, the first micro-batch's round trip through the later stages; instead of the
+   backwards after its last forward, the last one's; or both. What precedes and follows stage s is
+   the same however it is split, so each possible stage is bounded on its own.
 2. Critical paths of splits that were simulated: exact there, and close for similar splits.
 
 Splits are grown stage by stage, without those whose bound is not below the best step found. Those
@@ -49,59 +50,33 @@ from omnibal.pipeline.units import (
     stages_from_cuts,
     unit_sequence,
 )
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Stage
 
 MAX_SAMPLED_STEPS = 32
-MIN_SAMPLED_STEPS = 4
-SAMPLED_PACKS = 2_048
+_MIN_SAMPLED_STEPS = 4
+_SAMPLED_PACKS = 2_048
 """Steps are sampled until they have so many packs, within the two limits above."""
 _COMPUTE = slice(FORWARD.start, BACKWARD.stop)
 _LINKS = slice(SEND.start, RECEIVE.stop)
 _TOLERANCE = 1e-9
 """Relative; what is better by less is not looked for."""
 _FIRST_LIMIT = 1.15
-"""Of an even split's time: stages that alone take longer are looked at only if need be."""
+"""Of an even split's time; stages that alone take longer are left out until that proves wrong."""
 _LIMIT_STEP = 1.3
+"""What the limit grows by while no split is within it."""
 _SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
+"""How much slower than possible the slowest stage of a first split may be."""
+_MAX_ROUNDS = 20
 _FIRST_WIDTH = 1_000
-_MAX_WIDTH = 64_000
+_MAX_WIDTH = 8_000
 """Partial splits kept at a time while splits are grown, doubled from round to round."""
-_MAX_CUTS = 96
-_LEARNED = 16
-"""Cuts learned in a round."""
-_ROUND = 64
-"""Splits simulated in a round."""
+_SAMPLE = 64
+"""Splits that are simulated in a round, and at a time."""
+_MIN_LEARNED, _MAX_LEARNED = 6, 16
+"""Critical paths added in a round."""
 _FEW = 1_024
 """So many splits that are left are all simulated."""
-_MAX_SIMULATED = 60_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SearchPacks:
-    """Every pack of a run, sorted by step, rank and slot."""
-
-    features: np.ndarray
-    """[packs, 5]."""
-    step: np.ndarray
-    """[packs], and so the next two."""
-    dp_rank: np.ndarray
-    slot: np.ndarray
-    data_parallel: int
-
-    def sampled_steps(self) -> SampledSteps:
-        """Steps spread evenly over the run: 4 to 16, fewer where a step has more packs."""
-        steps = np.unique(self.step)
-        per_step = len(self.step) / len(steps)
-        wanted = int(np.clip(SAMPLED_PACKS / per_step, MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS))
-        chosen = np.linspace(0, len(steps) - 1, min(len(steps), wanted)).round().astype(np.int64)
-        picked = np.isin(self.step, steps[chosen])
-        return SampledSteps.of(
-            self.features[picked],
-            self.step[picked],
-            self.dp_rank[picked],
-            self.slot[picked],
-            self.data_parallel,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -153,7 +128,7 @@ class _Options:
     def __len__(self) -> int:
         return len(self.start)
 
-    def take(self, kept: Sequence[int] | np.ndarray) -> "_Options":
+    def take(self, kept: np.ndarray) -> "_Options":
         """Some of them, in the same order."""
         return _Options(
             start=self.start[kept],
@@ -191,7 +166,7 @@ class _Problem:
 def search_stages(
     cost: CostModel,
     model: ModelConfig,
-    packs: SearchPacks,
+    workload: Workload,
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> SearchResult:
@@ -204,21 +179,9 @@ def search_stages(
     Raises:
         UserError: no split fits the cap.
     """
-    simulator = PipelineSimulator.of(packs.sampled_steps(), pipeline_size)
-    unit_terms = _unit_terms(cost)
-    problem = _Problem(
-        model=model,
-        unit_terms=unit_terms,
-        runs=_runs(cost, model),
-        tables=_memory_tables(cost, packs, pipeline_size),
-        memory_cap_bytes=memory_cap_bytes,
-        simulator=simulator,
-        structural=_structural_paths(simulator.steps, unit_terms, pipeline_size),
-        extreme_ms=_extreme_ms(simulator.steps, unit_terms),
-    )
-    search = _descend(problem)
+    search = _descend(_problem(cost, model, workload, pipeline_size, memory_cap_bytes))
     lower_bound_ms = search.prove()
-    best = [o.take([i]) for o, i in zip(search.options, search.best, strict=True)]
+    best = [o.take(search.best[[s]]) for s, o in enumerate(search.options)]
     return SearchResult(
         stages=stages_from_cuts(
             model,
@@ -231,11 +194,39 @@ def search_stages(
     )
 
 
+def sampled_steps(workload: Workload) -> Workload:
+    """The steps that are simulated: at most 32 of the run's, and fewer the more packs they have."""
+    packs_per_step = len(workload.step) / len(np.unique(workload.step))
+    wanted = np.clip(_SAMPLED_PACKS / packs_per_step, _MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS)
+    return workload.some_steps(int(wanted))
+
+
 def least_peak_of_splits(
-    cost: CostModel, model: ModelConfig, packs: SearchPacks, pipeline_size: int
+    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
     """Bytes of the smallest memory cap that some split and recomputed sets fit."""
-    return _least_peak(_runs(cost, model), _memory_tables(cost, packs, pipeline_size))
+    return _least_peak(_runs(cost, model), _memory_tables(cost, workload, pipeline_size))
+
+
+def _problem(
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    memory_cap_bytes: float,
+) -> _Problem:
+    simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload)), pipeline_size)
+    unit_terms = _unit_terms(cost)
+    return _Problem(
+        model=model,
+        unit_terms=unit_terms,
+        runs=_runs(cost, model),
+        tables=_memory_tables(cost, workload, pipeline_size),
+        memory_cap_bytes=memory_cap_bytes,
+        simulator=simulator,
+        structural=_structural_paths(simulator.steps, unit_terms, pipeline_size),
+        extreme_ms=_extreme_ms(simulator.steps, unit_terms),
+    )
 
 
 def _descend(problem: _Problem) -> "_Search":
@@ -244,16 +235,11 @@ def _descend(problem: _Problem) -> "_Search":
     Raises:
         UserError: no split fits the cap.
     """
-    runs = problem.runs
-    run_bound_ms = [
-        _stage_bounds(problem, stage, runs.start, runs.end, runs.terms)
-        for stage in range(problem.stages)
-    ]
     limit_ms = _FIRST_LIMIT * _even_ms(problem)
     simulated = 0
     feasible = False
     while True:
-        search = _Search(problem, _options(problem, run_bound_ms, limit_ms), simulated)
+        search = _Search(problem, _options(problem, limit_ms), simulated)
         found = search.descend()
         simulated = search.simulated
         if found and search.best_ms <= limit_ms:
@@ -269,12 +255,12 @@ def _descend(problem: _Problem) -> "_Search":
         limit_ms *= _LIMIT_STEP
 
 
-def _memory_tables(cost: CostModel, packs: SearchPacks, pipeline_size: int) -> list[MemoryTable]:
+def _memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> list[MemoryTable]:
     return [
         memory_table(
             cost,
-            in_flight_features(packs.features, packs.slot, pipeline_size - stage),
-            packs.features,
+            in_flight_features(workload.features, workload.slot, pipeline_size - stage),
+            workload.features,
         )
         for stage in range(pipeline_size)
     ]
@@ -301,7 +287,7 @@ def _runs(cost: CostModel, model: ModelConfig) -> _Runs:
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
-    """What a unit of each kind adds to a stage, and what a cut right after it costs. [kinds, TERMS]"""
+    """What a unit of each kind adds to a stage, and a cut right after it. [kinds, TERMS]"""
     fixed = np.zeros(len(FEATURES))
     fixed[0] = cost.link_latency_ms
     terms = np.zeros((len(UNITS), TERMS))
@@ -406,12 +392,13 @@ def _even_ms(problem: _Problem) -> float:
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
 
 
-def _options(
-    problem: _Problem, run_bound_ms: Sequence[np.ndarray], limit_ms: float
-) -> list[_Options]:
+def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
     """For every stage, all that it may be in a split of at most `limit_ms`."""
-    fast = [bound_ms <= limit_ms for bound_ms in run_bound_ms]
     runs = problem.runs
+    fast = [
+        _stage_bounds(problem, stage, runs.start, runs.end, runs.terms) <= limit_ms
+        for stage in range(problem.stages)
+    ]
     usable = _on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
     options = []
     for stage, (f, u) in enumerate(zip(fast, usable, strict=True)):
@@ -519,37 +506,40 @@ class _Search:
             self._simulate(splits)
             if self.best_ms >= before_ms:
                 break
+            # Most changes do not touch what made the step long.
+            self._learn(self.best[None])
             splits = _neighbours(self.options, self.best, self.problem.units)
-        few = splits[:: -(-len(splits) // _ROUND)]
+        few = splits[:: -(-len(splits) // _SAMPLE)]
         self._learn(np.concatenate([self.best[None], few]))
         return True
 
     def prove(self) -> float:
         """Search until nothing better is left or the budget is spent; the bound that is proven."""
-        width = _FIRST_WIDTH
-        while True:
+        lower_bound_ms = 0.0
+        for number in range(_MAX_ROUNDS):
             self._rule_out()
             if not all(map(len, self.kept)):
                 return self.best_ms
-            splits, bound_ms, dropped_ms = self._grow(width)
+            splits, bound_ms, dropped_ms = self._grow(min(_FIRST_WIDTH << number, _MAX_WIDTH))
             fresh = np.array([split.tobytes() not in self.seen for split in splits], bool)
             splits, bound_ms = splits[fresh], bound_ms[fresh]
             if dropped_ms == np.inf and len(splits) <= _FEW:
                 self._simulate_all(splits, bound_ms)
                 return self.best_ms
-            if self.simulated >= _MAX_SIMULATED or not len(splits):
-                return float(min(bound_ms.min(initial=np.inf), dropped_ms, self.best_ms))
+            lower_bound_ms = max(lower_bound_ms, min(bound_ms.min(initial=np.inf), dropped_ms))
+            if not len(splits):
+                break
             sample = _sample(len(splits))
             self._simulate(splits[sample])
             self._learn(splits[sample])
-            width = min(2 * width, _MAX_WIDTH)
+        return float(min(lower_bound_ms, self.best_ms))
 
     def _simulate_all(self, splits: np.ndarray, bound_ms: np.ndarray) -> None:
         """Simulate splits in the order of their bounds, up to where none can be better."""
-        for first in range(0, len(splits), _ROUND):
+        for first in range(0, len(splits), _SAMPLE):
             if bound_ms[first] >= self._target_ms:
                 return
-            self._simulate(splits[first : first + _ROUND])
+            self._simulate(splits[first : first + _SAMPLE])
 
     @property
     def _target_ms(self) -> float:
@@ -561,31 +551,42 @@ class _Search:
         return np.stack([o.terms[splits[:, stage]] for stage, o in enumerate(self.options)], axis=1)
 
     def _simulate(self, splits: np.ndarray) -> None:
-        """Simulate splits [n, p] that have not been, and keep the best."""
-        splits = splits[[split.tobytes() not in self.seen for split in splits]]
-        if not len(splits):
+        """Simulate those of the splits [n, p] that may be better, once each, and keep the best."""
+        terms = self._terms(splits)
+        promising = self._path_ms(terms, self.cuts).max(axis=1, initial=0.0) < self._target_ms
+        fresh = [split.tobytes() not in self.seen for split in splits]
+        chosen = np.flatnonzero(promising & fresh)
+        if not len(chosen):
             return
-        self.seen.update(split.tobytes() for split in splits)
-        self.simulated += len(splits)
-        step_ms = self.problem.simulator.step_ms(self._terms(splits))
+        self.seen.update(splits[i].tobytes() for i in chosen)
+        self.simulated += len(chosen)
+        step_ms = self.problem.simulator.step_ms(terms[chosen])
         if step_ms.min() < self._target_ms:
-            self.best, self.best_ms = splits[step_ms.argmin()], float(step_ms.min())
+            self.best, self.best_ms = splits[chosen[step_ms.argmin()]], float(step_ms.min())
+
+    @staticmethod
+    def _path_ms(terms: np.ndarray, paths: np.ndarray) -> np.ndarray:
+        """Lengths of paths [k, p, TERMS] in splits [n, p, TERMS]. [n, k]"""
+        return np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
 
     def _learn(self, splits: np.ndarray) -> None:
         """Add critical paths of the splits, each the one that does most beside those before it."""
         terms = self._terms(splits)
         paths = self.problem.simulator.critical_paths(terms)
-        length = np.minimum(np.einsum("npt,kpt->nk", terms, paths), self._target_ms)
-        known = np.einsum("npt,kpt->nk", terms, self.cuts).max(axis=1, initial=0.0)
-        added = []
-        while len(added) < _LEARNED:
+        length = np.minimum(self._path_ms(terms, paths), self._target_ms)
+        known = self._path_ms(terms, self.cuts).max(axis=1, initial=0.0)
+        added: list[int] = []
+        while len(added) < _MAX_LEARNED:
             gain = np.maximum(length - known[:, None], 0).sum(axis=0)
             most = int(gain.argmax())
             if gain[most] <= 0:
                 break
             added.append(most)
             known = np.maximum(known, length[:, most])
-        self.cuts = np.concatenate([self.cuts, paths[added]])[-_MAX_CUTS:]
+        # A few of whatever else there is, for splits unlike those that were looked at.
+        spread = np.linspace(0, len(splits) - 1, max(_MIN_LEARNED - len(added), 0)).astype(int)
+        added += sorted(set(spread.tolist()) - set(added))
+        self.cuts = np.concatenate([self.cuts, paths[added]])
 
     def _bounds(self) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
         """By cut: what each kept option costs [options, cuts], and the least that stages before
@@ -639,8 +640,8 @@ class _Search:
 
 def _sample(count: int) -> np.ndarray:
     """Of so many splits by rising bound, the lowest and as many spread over the rest."""
-    spread = np.linspace(0, count - 1, _ROUND // 2).astype(np.int64)
-    return np.unique(np.concatenate([np.arange(min(_ROUND // 2, count)), spread]))
+    spread = np.linspace(0, count - 1, _SAMPLE // 2).astype(np.int64)
+    return np.unique(np.concatenate([np.arange(min(_SAMPLE // 2, count)), spread]))
 
 
 def _least(

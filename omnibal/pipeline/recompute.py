@@ -123,10 +123,8 @@ def _undominated(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
     Of equal entries the first stays.
     """
     order = np.lexsort((costs[:, 1], costs[:, 0], group))
-    second = costs[order, 1]
+    _, rank = np.unique(costs[order, 1], return_inverse=True)
     # Shifted so that every group lies below the one before it, the running minimum starts anew.
-    shift = group[order] * (second.max(initial=0.0) + 1)
-    running = np.minimum.accumulate(second - shift)
-    first = np.append(True, group[order][1:] != group[order][:-1])[: len(order)]
+    running = np.minimum.accumulate(rank - group[order] * (len(order) + 1))
     falls = np.append(True, running[1:] < running[:-1])[: len(order)]
-    return order[first | falls]
+    return order[falls]

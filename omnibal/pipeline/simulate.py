@@ -164,27 +164,20 @@ class StepTimes:
 
 
 def predict_steps(
-    times: StageTimes,
-    step: np.ndarray,
-    dp_rank: np.ndarray,
-    slot: np.ndarray,
-    data_parallel_size: int,
-    reduction_ms: np.ndarray,
-    optimizer_ms: np.ndarray,
+    times: StageTimes, workload: Workload, reduction_ms: np.ndarray, optimizer_ms: np.ndarray
 ) -> StepTimes:
-    """Simulate the steps that the packs belong to.
+    """Simulate the steps of a workload; numbers between them that do not occur are left out.
 
     A stage's gradients are reduced when its slowest data-parallel rank has finished. The gradient
     norm then needs all stages, so the update starts everywhere at once.
 
     Args:
-        times: of every pack.
-        step, dp_rank, slot: [packs]; packs are sorted by them. Only steps that occur are
-            simulated; a rank may have fewer micro-batches than others, or none.
+        times: of every pack of the workload.
         reduction_ms, optimizer_ms: [p], once a step.
     """
-    _, step_index = np.unique(step, return_inverse=True)
-    steps, ranks, stages = int(step_index[-1]) + 1, data_parallel_size, len(optimizer_ms)
+    dp_rank, slot = workload.dp_rank, workload.slot
+    _, step_index = np.unique(workload.step, return_inverse=True)
+    steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(optimizer_ms)
     micro_batches = int(slot.max()) + 1
     at_once = max(_CHUNK_ENTRIES // (ranks * micro_batches * stages), 1)
     finish_ms, busy_ms = np.empty((2, steps, stages))
@@ -228,10 +221,7 @@ def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -
     parameters = trained_parameters(cost, stages)
     return predict_steps(
         stage_times(cost, stages, workload.features),
-        workload.step,
-        workload.dp_rank,
-        workload.slot,
-        workload.data_parallel_size,
+        workload,
         reduction_ms=cost.gradient_reduction_ms_per_parameter * parameters,
         optimizer_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
     )

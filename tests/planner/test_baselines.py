@@ -22,8 +22,8 @@ from omnibal.pipeline.baselines import (
     bmp_candidates,
     cut_bytes,
 )
-from omnibal.pipeline.simulate import predict_steps, simulate_run
-from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times, trained_parameters
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
 from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
 from omnibal.plan import Parallel, Stage
 
@@ -90,16 +90,7 @@ def paper_cost(language_layer_ms: float) -> CostModel:
 
 
 def mean_step_ms(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> float:
-    parameters = trained_parameters(cost, stages)
-    return predict_steps(
-        stage_times(cost, stages, workload.features),
-        workload.step,
-        workload.dp_rank,
-        workload.slot,
-        workload.data_parallel_size,
-        cost.gradient_reduction_ms_per_parameter * parameters,
-        cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
-    ).step_ms.mean()
+    return simulate_run(cost, stages, workload).step_ms.mean()
 
 
 @pytest.mark.parametrize("method", ["parameter", "layer", "profile"])

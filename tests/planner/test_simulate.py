@@ -17,6 +17,7 @@ from omnibal.pipeline.simulate import (
 )
 from omnibal.pipeline.stage_cost import GIB, StageTimes, in_flight_features, stage_times
 from omnibal.pipeline.units import stage_units, stages_from_cuts
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Parallel
 
 SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)]
@@ -176,9 +177,12 @@ def test_a_step_waits_for_the_slowest_rank_then_reduces_and_updates(
                 busy += (forward[packs] + backward[packs]).sum(axis=0) / 2
         expected_step.append((finish + reduction).max() + 2)
         expected_busy.append(busy + reduction + optimizer)
+    workload = Workload(
+        features=np.zeros((len(step), 5)), step=step, dp_rank=rank, slot=slot, data_parallel_size=2
+    )
     for entries in (simulate._CHUNK_ENTRIES, 1):
         monkeypatch.setattr(simulate, "_CHUNK_ENTRIES", entries)
-        predicted = predict_steps(times, step, rank, slot, 2, reduction, optimizer)
+        predicted = predict_steps(times, workload, reduction, optimizer)
         np.testing.assert_allclose(predicted.step_ms, expected_step)
         np.testing.assert_allclose(predicted.busy_ms, expected_busy)
 

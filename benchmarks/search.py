@@ -1,0 +1,222 @@
+"""The search of split and recomputed layers: how long it takes, what it proves, what it gains.
+
+    python benchmarks/search.py [--quick]
+
+InternVL-Chat 1.5 and larger versions of it on A100s, tensor 4, data 2, 32 micro-batches of up to 9
+tiles and 4,096 tokens, on synthetic lengths; and with all micro-batches alike. Each with memory for
+everything, and with caps that are a multiple of the least that any split fits.
+
+What the search gains is simulated on all steps of the run, not only on those that it saw: beside
+the split that is exactly best for mean micro-batches in the steady state, (m - 1) max + sum.
+"""
+
+import argparse
+import resource
+import time
+from itertools import pairwise
+
+import numpy as np
+from packing import make_lengths
+from rich.console import Console
+from rich.table import Table
+
+from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs
+from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
+from omnibal.pipeline.recompute import useful_recomputes
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage_cost import (
+    GIB,
+    in_flight_features,
+    memory_table,
+    model_ms,
+)
+from omnibal.pipeline.units import (
+    LANGUAGE_LAYER,
+    UNITS,
+    VISION_LAYER,
+    stages_from_cuts,
+    unit_sequence,
+)
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Caps, Parallel, Stage
+
+DATA_PARALLEL = 2
+MICRO_BATCHES = 32
+SIZES = ((45, 48, 4), (45, 80, 8), (70, 130, 16))
+"""Vision layers, language layers, stages."""
+PLENTY_GIB = 1_000.0
+CAP_FACTORS = (1.6, 1.25, 1.05)
+"""Of the least cap."""
+
+
+def scaled_model(vision_layers: int, language_layers: int) -> ModelConfig:
+    base = load_model("internvl-chat-1.5-6b-20b")
+    return base.model_copy(
+        update={
+            "vision": base.vision.model_copy(update={"layers": vision_layers}),
+            "language": base.language.model_copy(update={"layers": language_layers}),
+        }
+    )
+
+
+def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workload:
+    """One epoch, packed and matched as `omnibal plan` does."""
+    request = DataRequest(
+        caps=Caps(max_tiles=9, max_tokens=4096),
+        method=PackingMethod.BALANCED,
+        seed=0,
+        epochs=1,
+        packs_per_step=DATA_PARALLEL * MICRO_BATCHES,
+        alike=DATA_PARALLEL,
+    )
+
+    def load(packs: Packs) -> np.ndarray:
+        return model_ms(cost, model, pack_features(packs, lengths))
+
+    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, DATA_PARALLEL)
+    return Workload(
+        features=pack_features(scheduled.packs, lengths),
+        step=scheduled.step,
+        dp_rank=scheduled.dp_rank,
+        slot=scheduled.slot,
+        data_parallel_size=DATA_PARALLEL,
+    )
+
+
+def equal_packs(packs: Workload) -> Workload:
+    """One step of the mean micro-batch only."""
+    dp_rank, slot = (axis.ravel() for axis in np.indices((DATA_PARALLEL, MICRO_BATCHES)))
+    return Workload(
+        features=np.tile(packs.features.mean(axis=0), (len(slot), 1)),
+        step=np.zeros_like(slot),
+        dp_rank=dp_rank,
+        slot=slot,
+        data_parallel_size=DATA_PARALLEL,
+    )
+
+
+def simulated_ms(cost: CostModel, stages: tuple[Stage, ...], packs: Workload) -> float:
+    """Mean step of the whole run."""
+    return float(simulate_run(cost, stages, packs).step_ms.mean())
+
+
+def steady_state_stages(
+    cost: CostModel, model: ModelConfig, packs: Workload, stages: int, cap_bytes: float
+) -> tuple[Stage, ...]:
+    """The split that is exactly best by (m - 1) max + sum over stages of the mean micro-batch.
+
+    Shortest paths, each under a lower limit on its longest stage than the one before.
+    """
+    sequence, mean = unit_sequence(model), packs.features.mean(axis=0)
+    kinds = np.array([[unit == kind for kind in UNITS] for unit in sequence], np.int64)
+    before = np.concatenate([np.zeros((1, len(UNITS)), np.int64), kinds.cumsum(axis=0)])
+    counts = before - before[:, None]
+    start, end = np.nonzero((counts[..., VISION_LAYER] + counts[..., LANGUAGE_LAYER]) > 0)
+    forward = np.array([cost.units[unit].forward_ms @ mean for unit in UNITS])
+    backward = np.array([cost.units[unit].backward_ms @ mean for unit in UNITS])
+    layers_ms = forward[[VISION_LAYER, LANGUAGE_LAYER]]
+    run_ms = np.full((stages, len(before), len(before)), np.inf)
+    recomputed = np.zeros((*run_ms.shape, 2), np.int64)
+    for stage in range(stages):
+        held = in_flight_features(packs.features, packs.slot, stages - stage)
+        table = memory_table(cost, held, packs.features)
+        sets = useful_recomputes(
+            table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes
+        )
+        place = stage, start[sets.stage], end[sets.stage]
+        again = np.stack([sets.vision, sets.language], axis=1)
+        recomputed[place] = again
+        run_ms[place] = counts[place[1:]] @ (forward + backward) + again @ layers_ms
+    best_ms, best, limit = np.inf, [0], np.inf
+    while (edges := shortest_path(np.where(run_ms < limit, run_ms, np.inf))) is not None:
+        times = run_ms[np.arange(stages), edges[:-1], edges[1:]]
+        total_ms = (MICRO_BATCHES - 1) * times.max() + times.sum()
+        if total_ms < best_ms:
+            best_ms, best = total_ms, edges
+        limit = times.max()
+    chosen = [recomputed[stage, a, b] for stage, (a, b) in enumerate(pairwise(best))]
+    return stages_from_cuts(model, best[1:-1], [(int(v), int(n)) for v, n in chosen])
+
+
+def shortest_path(run_ms: np.ndarray) -> list[int] | None:
+    """Edges of the split of least total time; None if there is none. [stages, start, end]"""
+    reached = np.where(np.arange(run_ms.shape[1]) == 0, 0.0, np.inf)
+    previous = []
+    for stage_ms in run_ms:
+        total = reached[:, None] + stage_ms
+        previous.append(total.argmin(axis=0))
+        reached = total.min(axis=0)
+    if not np.isfinite(reached[-1]):
+        return None
+    edges = [len(reached) - 1]
+    for start in reversed(previous):
+        edges.append(int(start[edges[-1]]))
+    return edges[::-1]
+
+
+def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None:
+    vision, language, stages = size
+    model = scaled_model(vision, language)
+    parallel = Parallel(tensor=4, pipeline=stages, data=DATA_PARALLEL)
+    cost = analytic_cost(model, load_cluster("a100-80g"), parallel, "bf16")
+    packs = real_packs(cost, model, lengths)
+    for name, given in (("real", packs), ("equal", equal_packs(packs))):
+        least_gib = least_peak_of_splits(cost, model, given, stages) / GIB
+        for cap_gib in (PLENTY_GIB, *(factor * least_gib for factor in CAP_FACTORS)):
+            start = time.perf_counter()
+            result = search_stages(cost, model, given, stages, cap_gib * GIB)
+            seconds = time.perf_counter() - start
+            found_ms = simulated_ms(cost, result.stages, given)
+            steady = steady_state_stages(cost, model, given, stages, cap_gib * GIB)
+            steady_ms = simulated_ms(cost, steady, given)
+            table.add_row(
+                f"{vision}+{language} x{stages}",
+                name,
+                "plenty" if cap_gib == PLENTY_GIB else f"{cap_gib:.1f}",
+                f"{seconds:.2f}",
+                f"{len(np.unique(sampled_steps(given).step))} of {len(np.unique(given.step))}",
+                f"{result.simulated}",
+                f"{result.step_ms / result.lower_bound_ms - 1:.1e}",
+                f"{result.step_ms:,.1f}",
+                f"{found_ms:,.1f}",
+                f"{steady_ms:,.1f}",
+                f"{100 * (steady_ms / found_ms - 1):.2f}%",
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest model only")
+    arguments = parser.parse_args()
+    table = Table(title="Simulated step times in ms; costs counted, not measured")
+    for column in (
+        "layers",
+        "packs",
+        "cap GiB",
+        "seconds",
+        "steps",
+        "simulated",
+        "gap",
+        "search",
+        "all steps",
+        "steady state",
+        "gain",
+    ):
+        table.add_column(column, justify="right")
+    lengths = make_lengths("internvl", 60_000, seed=0)
+    for size in SIZES[:1] if arguments.quick else SIZES:
+        add_rows(table, size, lengths)
+    console = Console(width=120)
+    console.print(table)
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    console.print(f"peak memory {peak_gib:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()

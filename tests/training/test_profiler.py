@@ -1,0 +1,163 @@
+"""The profiler's memory against real steps, and its packs against what a fit needs. No timings."""
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+
+from megatron.vlm.profiler import (
+    KeptActivations,
+    ProfileOptions,
+    Profiler,
+    kept_bytes_of_units,
+    peak_activation_bytes,
+    profiled_batches,
+    random_batch,
+)
+from megatron.vlm.stage import build_stage
+from megatron.vlm.train import build_trainer, train_step
+from omnibal.cost.model import FEATURES, Unit
+from omnibal.cost.profile import fitted_cost
+from omnibal.pipeline.stage_cost import GIB, stage_memories
+from omnibal.pipeline.units import unit_sequence
+from omnibal.plan import Parallel
+
+PROFILE = ProfileOptions(max_tiles=6, max_tokens=120, tokens_per_sample=24, layers=2, repetitions=1)
+PACKS = [
+    [(2, 9), (1, 14)], [(3, 5)], [(1, 8), (1, 6), (2, 11)], [(4, 30), (1, 12)], [(1, 20)],
+]  # fmt: skip
+
+
+def features_of(batches):
+    """[packs, 5], counted from the tensors themselves."""
+    return np.array(
+        [
+            (
+                1,
+                len(batch.pixels_TCPP),
+                len(batch.token_ids_S),
+                sum(length**2 for length in batch.segment_tokens),
+                len(batch.labels_L),
+            )
+            for batch in batches
+        ],
+        np.float64,
+    )
+
+
+def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
+    """Prevents memory that is counted twice, with the weights, or for ever."""
+    layer, x = torch.nn.Linear(8, 8, bias=False), torch.randn(100, 8)
+    kept = KeptActivations(layer)
+    with kept.recording():
+        exponential = layer(x).exp()  # the linear layer keeps its input, exp its own output
+        loss = (exponential * exponential.view(-1, 8)).sum()  # which the product keeps as well
+    assert kept.now_bytes == kept.peak_bytes == 2 * x.nbytes
+    loss.backward()
+    assert (kept.now_bytes, kept.peak_bytes) == (0, 2 * x.nbytes)
+    received = torch.zeros(50)
+    kept.hold(received)
+    kept.hold(received.view(5, 10)[:2])
+    assert kept.now_bytes == received.nbytes
+    del received
+    assert kept.now_bytes == 0
+
+
+def units_and_stage(links, plan):
+    stage = build_stage(plan, 0)
+    results = []
+    for tiles, segments, loss_tokens in [(3, (20, 40), 7), (1, (30,), 30), (6, (50, 9, 41), 1)]:
+        batch = random_batch(plan.model, tiles, segments, loss_tokens)
+        kept = KeptActivations(stage)
+        with kept.recording():
+            loss = stage(batch)
+        whole = kept.now_bytes
+        loss.backward()
+        assert kept.now_bytes == 0
+        results.append((kept_bytes_of_units(stage, batch), whole))
+    return results
+
+
+def test_units_add_up_to_what_a_whole_stage_keeps():
+    """Prevents tensors between units that count for both, or for none."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model))
+    for by_unit, whole in run_ranks(Parallel(pipeline=1), units_and_stage, plan)[0]:
+        assert set(by_unit) == set(Unit)
+        assert sum(by_unit[unit] for unit in unit_sequence(model)) == pytest.approx(whole, abs=9)
+
+
+def profile_and_step(links, plan):
+    batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(PACKS)]
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    peak_bytes = peak_activation_bytes(
+        trainer, lambda: train_step(trainer, iter(batches), counts_of(batches))
+    )
+    profiler = Profiler(plan.model, plan.precision, plan.cluster, links, PROFILE)
+    return peak_bytes, profiler.result([profiler.round()])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "recompute"),
+    [
+        pytest.param((3,), {}, id="cut-in-the-vision-tower"),
+        pytest.param((5,), {}, id="cut-before-the-projector"),
+        pytest.param((6,), {}, id="cut-before-the-language-embed"),
+        pytest.param((8,), {"vision": (0, 2), "language": (0,)}, id="recomputing-first-stage"),
+        pytest.param((4,), {"vision": (1,), "language": (0, 1, 2)}, id="recomputing-both"),
+    ],
+)
+def test_predicted_peak_activations_are_those_of_a_step(cuts, recompute):
+    """Prevents plans that do not fit, or recompute in vain, in a 1F1B step of unequal packs."""
+    model = toy_model()
+    stages = stages_of(model, *cuts, **recompute)
+    plan = toy_plan(model, stages)
+    ranks = run_ranks(plan.parallel, profile_and_step, plan)
+    profile = ranks[0][1]
+    cost = fitted_cost(profile, model, plan.cluster, plan.parallel, "fp32")
+    batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(PACKS)]
+    memories = stage_memories(cost, stages, np.arange(len(PACKS)), features_of(batches))
+    predicted = [memory.activations_gib * GIB for memory in memories]
+    assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.03)
+
+
+def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
+    """Prevents a profile that lacks a part, or differs from process to process."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, 4))
+    (_, profile), (_, other) = run_ranks(plan.parallel, profile_and_step, plan)
+    assert profile == other
+    assert profile.processes == 2
+    for unit in Unit:
+        measured = [m for m in profile.measurements if m.unit == unit]
+        assert len({(m.tiles, m.tokens) for m in measured}) == len(measured) >= 6
+    assert len({m.parameters for m in profile.optimizer}) == 2
+    assert len({m.bytes for m in profile.links}) >= 3
+
+
+@pytest.mark.parametrize(
+    ("max_tiles", "max_tokens", "tokens_per_sample"),
+    [(12, 448, 57), (6, 384, 73), (16, 4096, 700), (8, 120, 100)],
+)
+def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
+    """Prevents packs in which one size follows from the others, so that a fit mixes up costs."""
+    model = toy_model()
+    options = ProfileOptions(
+        max_tiles=max_tiles,
+        max_tokens=max_tokens,
+        tokens_per_sample=tokens_per_sample,
+        layers=1,
+        repetitions=1,
+    )
+    batches = list(profiled_batches(model, options))
+    features = features_of(batches)
+    for batch in batches:
+        assert sum(batch.segment_tokens) == batch.tokens <= max_tokens
+        assert 0 < batch.tiles <= max_tiles
+        assert batch.tiles * model.tokens_per_tile <= batch.tokens
+    scaled = features / np.linalg.norm(features, axis=0)
+    assert scaled.shape[1] == len(FEATURES)
+    assert np.linalg.cond(scaled) < 60
+    mean_length = features[:, 2].sum() / sum(len(batch.segment_tokens) for batch in batches)
+    assert mean_length == pytest.approx(min(tokens_per_sample, max_tokens), rel=0.3)
