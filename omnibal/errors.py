@@ -9,3 +9,7 @@ class UserError(ValueError):
     The message says what was given, what must hold, and what to change. Anything else that is
     raised is a defect of this software and keeps its traceback.
     """
+
+
+class DoesNotFit(UserError):
+    """The model cannot be trained in the memory of the devices, however it is split."""

@@ -31,7 +31,7 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
-from omnibal.errors import UserError
+from omnibal.errors import DoesNotFit, UserError
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage_cost import (
     GIB,
@@ -118,7 +118,7 @@ def baseline_stages(
     ]
     fitting = [split.stages for split in splits if split.peak_bytes.max() <= memory_cap_bytes]
     if not fitting:
-        raise UserError(_does_not_fit(method, rule, model, splits, memory_cap_bytes))
+        raise DoesNotFit(_does_not_fit(method, rule, model, splits, memory_cap_bytes))
     if len(fitting) == 1:
         return fitting[0]
     sample = workload.some_steps(BMP_STEPS)

@@ -29,7 +29,7 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import FEATURES, CostModel
-from omnibal.errors import UserError
+from omnibal.errors import DoesNotFit
 from omnibal.pipeline.critical_path import (
     BACKWARD,
     FORWARD,
@@ -177,7 +177,7 @@ def search_stages(
         memory_cap_bytes: of one device.
 
     Raises:
-        UserError: no split fits the cap.
+        DoesNotFit: no split fits the cap.
     """
     search = _descend(_problem(cost, model, workload, pipeline_size, memory_cap_bytes))
     lower_bound_ms = search.prove()
@@ -233,7 +233,7 @@ def _descend(problem: _Problem) -> "_Search":
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Raises:
-        UserError: no split fits the cap.
+        DoesNotFit: no split fits the cap.
     """
     limit_ms = _FIRST_LIMIT * _even_ms(problem)
     simulated = 0
@@ -250,7 +250,7 @@ def _descend(problem: _Problem) -> "_Search":
         if not feasible:
             need = _least_peak(problem.runs, problem.tables)
             if need > problem.memory_cap_bytes:
-                raise UserError(_infeasible(problem, need))
+                raise DoesNotFit(_infeasible(problem, need))
             feasible = True
         limit_ms *= _LIMIT_STEP
 

@@ -186,11 +186,12 @@ def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarra
 
 def undominated(rows: np.ndarray) -> np.ndarray:
     """The distinct rows [n, k] that no other row equals or exceeds in every column."""
-    rest = rows
+    # Of the rows that are left, one with the largest scaled sum is dominated by no other.
+    sums = (rows / np.maximum(rows.max(axis=0), 1)).sum(axis=1)
+    rest = rows[np.argsort(-sums, kind="stable")]
     found = []
     while len(rest):
-        # Of the rows that are left, one with the largest scaled sum is dominated by no other.
-        top = rest[np.argmax((rest / np.maximum(rest.max(axis=0), 1)).sum(axis=1))]
+        top, rest = rest[0], rest[1:]
         found.append(top)
         rest = rest[(rest > top).any(axis=1)]
     return np.array(found)

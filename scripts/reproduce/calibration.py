@@ -20,6 +20,7 @@ from paper import (
 )
 from scipy.optimize import brentq
 
+from omnibal.config import ClusterConfig
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.units import stages_from_cuts
 
@@ -28,9 +29,9 @@ STAGE_CUTS = (48, 65, 81)
 SAMPLES_PER_PACK = 4.6
 
 
-def stage_ms(memory_efficiency: float, given) -> np.ndarray:
+def stage_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:
     """Forward times of the figure's pack. [stages]"""
-    cluster = cluster_of(given).model_copy(update={"memory_efficiency": memory_efficiency})
+    cluster = cluster.model_copy(update={"memory_efficiency": memory_efficiency})
     job = Predicted(ABLATION_JOB, cluster)
     tokens = CAPS.max_tokens
     features = np.array([[1, CAPS.max_tiles, tokens, tokens**2 / SAMPLES_PER_PACK, tokens]])
@@ -39,16 +40,17 @@ def stage_ms(memory_efficiency: float, given) -> np.ndarray:
 
 def main() -> None:
     given = arguments(__doc__)
+    cluster = cluster_of(given)
     measured = np.array(FIGURE_2_STAGE_MS)
     share = measured[0] / measured.sum()
 
     def difference(memory_efficiency: float) -> float:
-        predicted = stage_ms(memory_efficiency, given)
+        predicted = stage_ms(memory_efficiency, cluster)
         return predicted[0] / predicted.sum() - share
 
     solved = brentq(difference, 0.05, 1.0)
-    shipped = cluster_of(given).memory_efficiency
-    predicted = stage_ms(shipped, given)
+    shipped = cluster.memory_efficiency
+    predicted = stage_ms(shipped, cluster)
     print(f"memory_efficiency {solved:.3f} gives the figure's share; {given.cluster} has {shipped}")
     rows = [
         [str(i), f"{a:.0f}", f"{a / measured.sum():.3f}", f"{b:.0f}", f"{b / predicted.sum():.3f}"]

@@ -1,0 +1,95 @@
+"""The paper's tables as predicted by the shipped presets: how near they must stay."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPRODUCE = Path(__file__).parents[2] / "scripts" / "reproduce"
+sys.path.insert(0, str(REPRODUCE))
+import paper  # noqa: E402
+from calibration import stage_ms  # noqa: E402
+
+from omnibal.config import load_cluster  # noqa: E402
+from omnibal.cost.analytic import analytic_cost  # noqa: E402
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
+from omnibal.pipeline.stage_cost import stage_memories  # noqa: E402
+
+CLUSTER = load_cluster(paper.CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def data() -> paper.Data:
+    return paper.Data(20_000, seed=0)
+
+
+def test_the_shipped_share_is_the_calibrated_one():
+    """Prevents a preset that says it is calibrated on a figure that it does not give."""
+    measured = np.array(paper.FIGURE_2_STAGE_MS)
+    predicted = stage_ms(CLUSTER.memory_efficiency, CLUSTER)
+    np.testing.assert_allclose(
+        predicted[0] / predicted.sum(), measured[0] / measured.sum(), atol=0.002
+    )
+    np.testing.assert_allclose(predicted / predicted.sum(), measured / measured.sum(), atol=0.012)
+
+
+def test_ablation(data: paper.Data):
+    """Prevents a cost model in which data, model or memory balance gain another amount."""
+    job = paper.Predicted(paper.ABLATION_JOB, CLUSTER)
+    full = RecomputeRule.FULL
+    parameter = job.stages(PartitionMethod.PARAMETER, full, data.isf, capped=False)
+    bmp = job.stages(PartitionMethod.BMP, full, data.isf, capped=False)
+    front = job.stages(PartitionMethod.BMP, RecomputeRule.FRONT, data.isf)
+    days = [
+        job.gpu_days(stages, epoch)
+        for stages, epoch in (
+            (parameter, data.random),
+            (parameter, data.isf),
+            (bmp, data.isf),
+            (front, data.isf),
+        )
+    ]
+    published = np.array(list(paper.TABLE_7.values()))
+    np.testing.assert_allclose(days, published, rtol=0.12)
+    ratios, known = days[0] / np.array(days), published[0] / published
+    # The gain of data balance alone comes out 13 to 14 % too small (docs/log.md).
+    assert np.abs(ratios / known - 1)[1] < 0.15
+    np.testing.assert_allclose(ratios[2:], known[2:], rtol=0.1)
+
+
+@pytest.mark.parametrize("job", paper.TABLE_9, ids=lambda job: job.model)
+def test_models_of_table_9(job: paper.Job, data: paper.Data):
+    """Prevents a model that fits one size only, and a search that is slower than the paper's."""
+    predicted = paper.Predicted(job, CLUSTER)
+    parameter = predicted.stages(
+        PartitionMethod.PARAMETER, RecomputeRule.FULL, data.random, capped=False
+    )
+    own = predicted.paper_stages(job.recomputed)
+    baseline_days = predicted.gpu_days(parameter, data.random)
+    days = predicted.gpu_days(own, data.isf)
+    assert baseline_days / days == pytest.approx(job.speed_up, rel=0.155)
+    assert [baseline_days, days] == pytest.approx([job.baseline_gpu_days, job.gpu_days], rel=0.15)
+    bmp = predicted.stages(PartitionMethod.BMP, RecomputeRule.FRONT, data.isf)
+    joint = predicted.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, data.isf)
+    joint_ms, bmp_ms, own_ms = (predicted.step_ms(stages, data.isf) for stages in (joint, bmp, own))
+    assert joint_ms <= bmp_ms * 1.001
+    distance = paper.furthest_boundary(paper.layer_counts(joint), job.stage_layers)
+    assert distance <= 1 or joint_ms < own_ms
+
+
+def test_memory_of_table_5(data: paper.Data):
+    """Prevents activations or states that are counted for another model than the paper's."""
+    job = paper.Predicted(paper.ABLATION_JOB, CLUSTER)
+    cost = analytic_cost(job.model, CLUSTER, job.job.parallel, "bf16", distributed_optimizer=False)
+    workload = data.isf.workload(job.job.parallel.data)
+    splits = (
+        job.paper_stages(job.job.stage_layers),
+        job.paper_stages(job.job.recomputed),
+    )
+    for stages, left in zip(splits, paper.TABLE_5.values(), strict=True):
+        memories = stage_memories(cost, stages, workload.slot, workload.features)
+        used_gb = np.array([memory.peak_gib * 1.073741824 for memory in memories])
+        # A framework allocates some gigabytes more.
+        assert np.all(used_gb < 80 - np.array(left))
+        np.testing.assert_allclose(used_gb, 80 - np.array(left), rtol=0.16)
