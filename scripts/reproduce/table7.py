@@ -9,6 +9,7 @@ each stage. Last what this project does instead: balanced packs, and the joint s
 
 from paper import (
     ABLATION_JOB,
+    TABLE_3_MODEL_ONLY,
     TABLE_7,
     Data,
     Predicted,
@@ -68,6 +69,12 @@ def main() -> None:
     )
     columns = ("balanced", "paper", "days", "error", "paper", "ratio", "error", "vision+language")
     print_table("Table 7: GPU days, and how much faster than without any", columns, rows)
+    unbalanced = job.stages(PartitionMethod.BMP, full, data.random, capped=False)
+    model_days = job.gpu_days(unbalanced, data.random)
+    print(
+        f"Model balance alone, on random data (Table 3): paper {TABLE_3_MODEL_ONLY}, "
+        f"predicted {model_days:.1f} GPU days ({model_days / TABLE_3_MODEL_ONLY - 1:+.1%})"
+    )
 
 
 if __name__ == "__main__":
