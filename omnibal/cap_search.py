@@ -168,7 +168,7 @@ def search_caps(
     if request.rule is CapRule.PAPER:
         search = _search_by_paper(trials(1), least)
     else:
-        search = _search_by_time(trials(_COARSE_SHARE), trials(1), _Space.of(request.lengths))
+        search = _search_by_time(trials(_COARSE_SHARE), trials(1), CapSpace.of(request.lengths))
     on_progress(left)
     if not search.candidates:
         raise UserError(_unusable(search.infeasible, least))
@@ -482,7 +482,7 @@ class _Trials:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Space:
+class CapSpace:
     """All caps that a search by time may come to; every sample fits the least of them."""
 
     tiles: np.ndarray
@@ -495,7 +495,7 @@ class _Space:
     """The tile count that holds the most tiles; 1 without any."""
 
     @classmethod
-    def of(cls, lengths: Lengths) -> "_Space":
+    def of(cls, lengths: Lengths) -> "CapSpace":
         least = least_caps(lengths)
         unit = 1 << max((least.max_tokens // _TOKEN_STEPS).bit_length() - 1, 0)
         first = -(-least.max_tokens // unit) * unit
@@ -567,7 +567,7 @@ def _moved(axis: np.ndarray, value: int, factor: float) -> int:
     return int(axis[min(max(new, 0), len(axis) - 1)])
 
 
-def _search_by_time(coarse: _Trials, fine: _Trials, space: _Space) -> CapSearch:
+def _search_by_time(coarse: _Trials, fine: _Trials, space: CapSpace) -> CapSearch:
     _try_grid(coarse, space)
     if len(fine.evaluation.request.lengths) == len(coarse.evaluation.request.lengths):
         fine = coarse
@@ -588,7 +588,7 @@ def _search_by_time(coarse: _Trials, fine: _Trials, space: _Space) -> CapSearch:
     )
 
 
-def _try_grid(trials: _Trials, space: _Space) -> None:
+def _try_grid(trials: _Trials, space: CapSpace) -> None:
     """Try small caps first; stop where larger ones do not fit or take clearly longer."""
     best_ms = math.inf
     for factor in _LEVELS:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 import numpy as np
 import typer
@@ -47,7 +47,7 @@ from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, write_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.errors import EXIT_USER_ERROR, DoesNotFit, UserError
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.plan import (
     USABLE_MEMORY_FRACTION,
@@ -60,6 +60,10 @@ from omnibal.plan import (
 )
 from omnibal.runlog import RUN_FILE
 
+if TYPE_CHECKING:
+    from omnibal.planner import PlanRequest, PlanResult
+    from omnibal.strategy import Strategy, StrategySearch
+
 app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable=False)
 
 DEFAULT_MICRO_BATCHES = 8
@@ -67,6 +71,11 @@ DEFAULT_CAP_SAMPLES = 20_000
 _DATA_OPTIONS = (
     "lengths max_tiles max_tokens micro_batches epochs seed packing".split()  # of `omnibal plan`
 )
+_CAPS_NEEDED = (
+    "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or neither, with "
+    "--lengths, to have them searched for"
+)
+_STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
 # Of an unknown option, a missing argument or a bad value; typer gives it no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
@@ -96,6 +105,15 @@ SeedOption = Annotated[int, typer.Option(min=0, help="of packs and order")]
 TensorOption = Annotated[int, typer.Option(min=1, help="tensor-parallel size")]
 PipelineOption = Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")]
 DataOption = Annotated[int, typer.Option(min=1, help="data-parallel size")]
+ChosenTensorOption = Annotated[
+    int | None, typer.Option("--tp", min=1, help="tensor-parallel size (default: 1)")
+]
+ChosenPipelineOption = Annotated[
+    int | None, typer.Option("--pp", min=1, help="pipeline-parallel size, stages (default: 1)")
+]
+ChosenDataOption = Annotated[
+    int | None, typer.Option("--dp", min=1, help="data-parallel size (default: 1)")
+]
 SequenceOption = Annotated[
     bool | None,
     typer.Option(
@@ -457,9 +475,17 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
     max_tiles: OptionalMaxTilesOption = None,
     max_tokens: OptionalMaxTokensOption = None,
-    tp: TensorOption = 1,
-    pp: PipelineOption = 1,
-    dp: DataOption = 1,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="devices to choose parallel sizes for; any of --tp, --pp and --dp that is given "
+            "stays as it is",
+        ),
+    ] = None,
+    tp: ChosenTensorOption = None,
+    pp: ChosenPipelineOption = None,
+    dp: ChosenDataOption = None,
     sequence_parallel: SequenceOption = None,
     freeze: FreezeOption = None,
     lengths: Annotated[
@@ -470,6 +496,14 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
     ] = None,
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
+    samples_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="of all ranks, with --gpus; strategies are compared at so many (default: 36 for "
+            "every node)",
+        ),
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="times that every sample is trained")] = 1,
     seed: SeedOption = 0,
     precision: PrecisionOption = "bf16",
@@ -497,54 +531,66 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
     from omnibal.check import training_obstacles
     from omnibal.cost.profile import read_profile
-    from omnibal.planner import (
-        PlanRequest,
-        check_replaceable,
-        data_settings,
-        make_plan,
-        save_plan,
-    )
+    from omnibal.planner import PlanRequest, check_replaceable, data_settings, save_plan
 
     check_replaceable(output)
     _check_parent(output)
     job: dict[str, Any] = {
         "model": load_model(model),
         "cluster": _cluster(cluster, memory_gib, network_gb_per_s),
-        "parallel": _parallel(tp, pp, dp, sequence_parallel),
         "frozen": _frozen(freeze),
         "precision": precision,
         "profile": read_profile(profile) if profile else None,
     }
+    samples = read_lengths(lengths) if lengths else None
+    given = (max_tiles, max_tokens)
+    caps = None if given == (None, None) else _both_caps(*given)
+    found = None
+    if gpus is not None:
+        _refuse_given(context, _STRATEGY_OPTIONS, "--gpus chooses that")
+        sizes = {"tensor": tp, "pipeline": pp, "data": dp}
+        found = _find_strategy(
+            {**job, **sizes, "gpus": gpus, "caps": caps, "packing": packing, "seed": seed},
+            samples,
+            samples_per_step,
+        )
+        caps, micro_batches = found.best.caps, found.best.micro_batches
+        job["parallel"] = found.best.parallel
+    else:
+        _refuse_given(context, ("samples_per_step",), "it goes with --gpus")
+        job["parallel"] = _parallel(tp or 1, pp or 1, dp or 1, sequence_parallel)
     if steps_of is not None:
         _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
         data = data_settings(steps_of)
     else:
-        samples = read_lengths(lengths) if lengths else None
         data = {
-            "caps": _caps(
-                max_tiles,
-                max_tokens,
-                samples,
-                lambda lengths: _find_caps(job, lengths, packing, micro_batches, seed),
-            ),
+            "caps": caps or _find_caps(job, samples, packing, micro_batches, seed),
             "lengths": samples,
             "packing": packing,
-            "packs_per_step": dp * micro_batches,
+            "packs_per_step": job["parallel"].data * micro_batches,
             "epochs": epochs,
             "seed": seed,
         }
     if recompute is None:
         is_joint = method is PartitionMethod.OMNIBAL
         recompute = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
-    result = make_plan(PlanRequest(**job, **data, method=method, recompute=recompute))
+    result = _make_plan(PlanRequest(**job, **data, method=method, recompute=recompute))
     save_plan(result, output)
     for obstacle in training_obstacles(result.plan):
         sys.stderr.write(f"note: {obstacle}\n")
     prediction = result.plan.prediction
     assert prediction is not None
+    summary = _plan_summary(result.plan, prediction)
+    strategies = []
+    if found is not None:
+        summary["strategies"] = [
+            {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
+        ]
+        strategies = [tables.strategy_table(found, memory_cap_gib(result.plan.cluster))]
     _print_result(
         as_json,
-        _plan_summary(result.plan, prediction),
+        summary,
+        *strategies,
         tables.stages_table(result.plan, prediction),
         tables.memory_table(result.plan, prediction),
         tables.lost_time_table(prediction),
@@ -632,26 +678,57 @@ def _frozen(parts: list[Part] | None) -> tuple[Part, ...]:
     return frozen
 
 
-def _caps(
-    max_tiles: int | None,
-    max_tokens: int | None,
-    samples: Lengths | None,
-    search: Callable[[Lengths], Caps],
-) -> Caps:
-    """The caps that were given, or that a search finds for the samples."""
-    if max_tiles is not None and max_tokens is not None:
-        return Caps(max_tiles=max_tiles, max_tokens=max_tokens)
-    if (max_tiles, max_tokens) != (None, None) or samples is None:
+def _both_caps(max_tiles: int | None, max_tokens: int | None) -> Caps:
+    if max_tiles is None or max_tokens is None:
+        raise UserError(_CAPS_NEEDED)
+    return Caps(max_tiles=max_tiles, max_tokens=max_tokens)
+
+
+def _find_strategy(
+    setting: dict[str, Any], samples: Lengths | None, samples_per_step: int | None
+) -> "StrategySearch":
+    """Parallel sizes and, where not given, caps of least predicted time per sample."""
+    from omnibal import strategy
+    from omnibal.data.scan_pool import usable_cores
+
+    if samples is None:
         raise UserError(
-            "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or "
-            "neither, with --lengths, to have them searched for"
+            "--gpus was given without --lengths; which parallel sizes are best depends on the "
+            "data: give its lengths, or the sizes themselves by --tp, --pp and --dp"
         )
-    return search(samples)
+    usual = strategy.strategy_samples_per_step(setting["gpus"], setting["cluster"])
+    request = strategy.StrategyRequest(
+        **setting,
+        lengths=samples,
+        samples_per_step=samples_per_step or usual,
+        samples=DEFAULT_CAP_SAMPLES,
+    )
+    with _progress("trying strategies", strategy.progress_total(request)) as advance:
+        return strategy.search_strategies(request, advance, usable_cores())
+
+
+def _models_dumped(strategy: "Strategy") -> dict[str, Any]:
+    """The fields of a strategy that are no plain values."""
+    models = {"parallel": strategy.parallel, "caps": strategy.caps, "lost": strategy.lost}
+    return {name: model.model_dump(mode="json") for name, model in models.items()}
+
+
+def _make_plan(request: "PlanRequest") -> "PlanResult":
+    """The plan, or an error that says what would fit."""
+    from omnibal.feasible import changes_that_fit, does_not_fit_message
+    from omnibal.planner import make_plan
+
+    try:
+        return make_plan(request)
+    except DoesNotFit as error:
+        with _status("looking for what would fit"):
+            changes = changes_that_fit(request)
+        raise UserError(does_not_fit_message(error, changes)) from error
 
 
 def _find_caps(
     job: dict[str, Any],
-    samples: Lengths,
+    samples: Lengths | None,
     packing: PackingMethod,
     micro_batches: int,
     seed: int,
@@ -660,6 +737,8 @@ def _find_caps(
     from omnibal import cap_search
     from omnibal.data.scan_pool import usable_cores
 
+    if samples is None:
+        raise UserError(_CAPS_NEEDED)
     request = cap_search.CapSearchRequest(
         **job,
         lengths=samples,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.cap_search import CapSearch
     from omnibal.cost.profile import FitResidual
     from omnibal.report.summary import RunSummary
+    from omnibal.strategy import StrategySearch
 
 _SHOWN_CANDIDATES = 10
 
@@ -129,6 +130,39 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
             f"{candidate.ms_per_sample:,.2f}",
             "best" if candidate is best else f"{over_best:+.1%}",
         )
+    return table
+
+
+def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
+    """The fastest parallel sizes, and below them those that are clearly slower or do not fit."""
+    title = (
+        f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per step, "
+        f"memory of {cap_gib:.1f} GiB"
+    )
+    plan = ("tiles", "tokens", "recom-\nputed", "GiB")
+    table = _table(title, "TP", "PP", "DP", *plan, "samples\nper s")
+    table.add_column("over best", min_width=24)
+    # Else too wide for 80 characters.
+    table.pad_edge = False
+    for strategy in search.ranking[:_SHOWN_CANDIDATES]:
+        parallel = strategy.parallel
+        table.add_row(
+            str(parallel.tensor),
+            str(parallel.pipeline),
+            str(parallel.data),
+            f"{strategy.caps.max_tiles:,}",
+            f"{strategy.caps.max_tokens:,}",
+            str(strategy.recomputed_layers),
+            f"{strategy.peak_gib:.1f}",
+            f"{strategy.samples_per_second:,.2f}",
+            strategy.why,
+        )
+    table.add_section()
+    for ruled_out in search.ruled_out[:_SHOWN_CANDIDATES]:
+        parallel, most = ruled_out.parallel, ruled_out.most_samples_per_second
+        sizes = (str(parallel.tensor), str(parallel.pipeline), str(parallel.data))
+        per_second = "" if most is None else f"< {most:,.2f}"
+        table.add_row(*sizes, "", "", "", "", per_second, ruled_out.why)
     return table
 
 

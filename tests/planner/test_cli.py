@@ -45,7 +45,7 @@ FLAGS = {
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --json",
-    "plan": "--sequence-parallel --freeze --network-gb-per-s --method "
+    "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--profile --micro-batches --epochs --seed --precision --memory-gib --packing "
     "--steps-of --json",
@@ -204,6 +204,54 @@ def test_memory_option_replaces_the_clusters(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["memory_cap_gib"] == pytest.approx(0.9 * 2)
 
 
+def test_methods_and_their_recompute_rules(capsys, tmp_path):
+    """Prevents a method or a rule that is taken and not followed."""
+    plans = {}
+    for options in ("", "--method layer", "--method parameter --recompute full", "--freeze vision"):
+        run(PLAN, *options.split(), "-o", tmp_path / "plan", "--json")
+        plans[options] = json.loads(capsys.readouterr().out)
+    layers = [stage["vision_layers"] + stage["language_layers"] for stage in plans[""]["stages"]]
+    joint, by_layers, full, frozen = plans.values()
+    assert sum(layers) == 8
+    by_layer = [s["vision_layers"] + s["language_layers"] for s in by_layers["stages"]]
+    assert by_layer == [4, 4]
+    assert all(s["recompute"] == 0 for plan in (joint, by_layers) for s in plan["stages"])
+    assert sum(s["recompute"] for s in full["stages"]) == 8
+    assert joint["step_ms"] <= min(by_layers["step_ms"], full["step_ms"])
+    assert frozen["ideal_step_ms"] < joint["ideal_step_ms"]
+    lost = [sum(plan["lost_ms"].values()) for plan in plans.values()]
+    assert lost == pytest.approx([plan["step_ms"] for plan in plans.values()])
+    assert full["lost_ms"]["recompute_ms"] > 0 == joint["lost_ms"]["recompute_ms"]
+
+
+def test_gpus_chooses_the_sizes(capsys, tmp_path, lengths_file):
+    """Prevents a strategy that is shown and not planned with."""
+    command = "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512"
+    options = ("--gpus", 4, "--lengths", lengths_file, "--samples-per-step", 40)
+    run(command, *options, "--tp", 1, "-o", tmp_path / "plan", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    sizes = [strategy["parallel"] for strategy in printed["strategies"]]
+    assert all(s["tensor"] == 1 and s["pipeline"] * s["data"] == 4 for s in sizes)
+    assert len(printed["stages"]) == sizes[0]["pipeline"]
+    times = [strategy["ms_per_sample"] for strategy in printed["strategies"]]
+    assert times == sorted(times)
+    assert read_plan(tmp_path / "plan").parallel.data == sizes[0]["data"]
+    run(command, *options, "-o", tmp_path / "plan")
+    assert "Strategies for 4 devices at 40 samples per step" in capsys.readouterr().out
+
+
+def test_network_speed_replaces_the_clusters(tmp_path):
+    """Prevents an option that changes the time and is not in the plan, or the other way round."""
+    steps = []
+    for speed in (1, 100):
+        out = tmp_path / str(speed)
+        run(PLAN, "--dp", 4, "--network-gb-per-s", speed, "-o", out)
+        plan = read_plan(out)
+        assert plan.cluster.inter_node_gb_per_s == speed
+        steps.append(plan.prediction.step_ms)
+    assert steps[0] > steps[1]
+
+
 def test_lengths_scan(capsys, tmp_path, digits):
     """Prevents a summary that differs from the file, or a tiling option that is ignored."""
     arguments = [digits / "train/meta.json", "--tokenizer-model", digits / "tokenizer.model"]
@@ -238,6 +286,14 @@ def test_lengths_scan(capsys, tmp_path, digits):
         (PLAN + " -o .", "is the current directory"),
         (PLAN + " -o {lengths}/p/q", "is not a directory"),
         (PLAN + " --tp 3 -o p", "is more than the 2 devices of a node"),
+        (PLAN + " --sequence-parallel -o p", "--sequence-parallel was given with --tp 1"),
+        (PLAN + " --freeze vision --freeze projector --freeze language -o p", "the whole model"),
+        (PLAN + " --method bmp --recompute cheapest -o p", "cheapest belongs to omnibal"),
+        (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
+        (PLAN + " --gpus 4 -o p", "--gpus was given without --lengths"),
+        (PLAN + " --gpus 3 --lengths {lengths} -o p", "3 GPUs are no multiple of --pp 2"),
+        (PLAN + " --gpus 4 --micro-batches 2 -o p", "--micro-batches cannot be given"),
+        (PLAN + " --samples-per-step 4 -o p", "--samples-per-step cannot be given"),
         ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o .", "is a directory"),
         ("report absent -o r.html", "plan.json: no such file"),
         ("report absent -o new/r.html", "plan.json: no such file"),

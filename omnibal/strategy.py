@@ -1,0 +1,591 @@
+"""Parallel sizes for a number of devices: the tensor, pipeline and data sizes of least time.
+
+Every product of the three that the model and the cluster allow is compared at the same number of
+samples per step, on the same samples, in the same packs: each is planned by `make_plan` and
+simulated. Packs per rank and step then need not be whole, so a strategy's time per sample is that
+of a run whose steps have the next lower and the next higher whole number, mixed so that the mean
+step has the samples wanted. Sequence parallelism goes with every tensor size above 1.
+
+Caps that are not given are tried on a few levels, for every strategy, as the best caps depend on
+how much memory is left and how long the pipeline is. Then smaller moves around the caps of the best
+strategy are tried for the best few.
+
+Two things make this fast, and neither changes the result. Packs depend on the caps alone, so they
+are made once for all strategies. And what cannot win is never planned: first the least memory of
+all splits is known, and a lower bound of their time (`omnibal.pipeline.step_bound`). Strategies
+are planned in the order of their bounds, and those whose bound is clearly above the best time are
+only listed with it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from omnibal.cap_search import CapSpace, draw_samples, usual_samples_per_step
+from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.profile import Profile
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod, pack_samples
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.scan_pool import map_unordered
+from omnibal.data.steps import Steps, deal_steps, match_packs
+from omnibal.errors import DoesNotFit, UserError
+from omnibal.feasible import least_need_gib
+from omnibal.pipeline.predict import predict
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.step_bound import least_step_ms
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Caps, LostTime, Parallel, Plan, Prediction, memory_cap_gib
+from omnibal.planner import PlanRequest, check_parallel, job_cost, make_plan, model_of_origin
+
+CLEARLY_WORSE = 1.15
+"""Of the best time per sample: what takes longer by its bound is not planned."""
+
+_LEVELS = tuple(2 ** (step / 2) for step in range(4))
+"""Token caps to try where none are given, relative to the least."""
+_MOVE = 2**0.25
+_MOVES = 6
+_FINALISTS = 3
+_MIN_STEPS = 4
+_USUAL_MICRO_BATCHES = 8
+_NAMED_CAUSES = 2
+_LEAST_CAUSE = 0.01
+"""Of the best time per sample: smaller differences are not worth a word."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StrategyRequest:
+    """Everything that a strategy is chosen for."""
+
+    model: ModelConfig
+    cluster: ClusterConfig
+    gpus: int
+    precision: Precision
+    lengths: Lengths
+    packing: PackingMethod
+    samples_per_step: int
+    """Of all data-parallel ranks together; strategies are compared at this number."""
+    samples: int
+    """Drawn at random to evaluate strategies on; more where steps are large, all if fewer."""
+    seed: int
+    profile: Profile | None
+    """Measured costs, whose tensor size is then the only one; None to count instead."""
+    caps: Caps | None = None
+    """None to choose them too."""
+    tensor: int | None = None
+    """None to choose it, as the next two."""
+    pipeline: int | None = None
+    data: int | None = None
+    frozen: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """Parallel sizes with the best caps that were tried for them."""
+
+    parallel: Parallel
+    caps: Caps
+    micro_batches: int
+    """Packs of one rank in a step: the whole number nearest to the samples wanted."""
+    samples_per_second: float
+    """Of all devices together."""
+    ms_per_sample: float
+    """Of all devices together; times the devices it is what a sample costs."""
+    lost: LostTime
+    """Of a sample: it all adds up to `ms_per_sample`."""
+    peak_gib: float
+    """Of one device of the fullest stage, as the next of the plan with `micro_batches`."""
+    recomputed_layers: int
+    """Of all stages."""
+    why: str
+    """What makes it slower than the best."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuledOut:
+    """Parallel sizes that were not planned."""
+
+    parallel: Parallel
+    need_gib: float | None
+    """Of one device, at the least caps tried and in the best split, where no caps fit."""
+    most_samples_per_second: float | None
+    """A bound, where some caps fit and all are clearly slower than the best strategy."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategySearch:
+    """All strategies."""
+
+    gpus: int
+    samples_per_step: int
+    ranking: tuple[Strategy, ...]
+    """The fastest first."""
+    ruled_out: tuple[RuledOut, ...]
+    """Slow ones first, the fastest bound before; then those that do not fit, by need."""
+
+    @property
+    def best(self) -> Strategy:
+        return self.ranking[0]
+
+
+def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
+    """Samples of a step where none are given: 8 packs of 4.5 samples for every node."""
+    return usual_samples_per_step(max(gpus // cluster.gpus_per_node, 1), _USUAL_MICRO_BATCHES)
+
+
+def progress_total(request: StrategyRequest) -> int:
+    """Of what `search_strategies` calls `on_progress` with."""
+    if request.caps is not None:
+        return len(possible_parallels(request))
+    return len(possible_parallels(request)) * len(_LEVELS) + _FINALISTS * _MOVES
+
+
+def search_strategies(
+    request: StrategyRequest, on_progress: Callable[[int], None], processes: int = 1
+) -> StrategySearch:
+    """Every strategy, ranked by predicted time per sample.
+
+    Args:
+        request: equal requests give equal results.
+        on_progress: called with what is done since the last call, `progress_total` in all.
+        processes: that evaluate strategies at the same time.
+
+    Raises:
+        DoesNotFit: no strategy fits into memory.
+        UserError: no parallel sizes are possible, the lengths were scanned for another model, the
+            profile is of something else, a sample exceeds the caps, or a step has too few packs.
+    """
+    parallels = possible_parallels(request)
+    model = model_of_origin(request.model, request.lengths.origin)
+    wanted = max(request.samples, _MIN_STEPS * request.samples_per_step)
+    drawn = replace(request, lengths=draw_samples(request.lengths, wanted, request.seed))
+    setting = _Setting(request=drawn, model=model, packs={})
+    setting.cost(parallels[0])
+    left = progress_total(request)
+
+    def advance(done: int) -> None:
+        nonlocal left
+        left -= done
+        on_progress(done)
+
+    trials = _Trials(setting=setting, processes=processes, advance=advance)
+    space = CapSpace.of(request.lengths)
+    if request.caps is None:
+        levels = [space.level(factor)[-1] for factor in _LEVELS]
+    else:
+        levels = [request.caps]
+    trials.run((parallel, caps) for parallel in parallels for caps in dict.fromkeys(levels))
+    if request.caps is None and trials.planned:
+        finalists = trials.ranked()[:_FINALISTS]
+        moves = space.moves(finalists[0].caps, _MOVE)
+        trials.run((each.parallel, caps) for each in finalists for caps in dict.fromkeys(moves))
+    on_progress(left)
+    if not trials.planned:
+        raise _unusable(trials, parallels)
+    return _result(trials, parallels)
+
+
+def possible_parallels(request: StrategyRequest) -> list[Parallel]:
+    """All sizes whose product is the devices, by tensor, then pipeline size.
+
+    Raises:
+        UserError: there are none, with what is possible.
+    """
+    _check_given(request)
+    found = [
+        Parallel(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=request.gpus // (tensor * pipeline),
+            sequence_parallel=tensor > 1,
+        )
+        for tensor in _divisors(request.gpus)
+        for pipeline in _divisors(request.gpus // tensor)
+    ]
+    possible = [parallel for parallel in found if _is_possible(request, parallel)]
+    if possible:
+        return possible
+    raise UserError(_impossible(request, [each for each in found if _suits_model(request, each)]))
+
+
+def _check_given(request: StrategyRequest) -> None:
+    """Refuse sizes that were given and can never be, whatever the others."""
+    given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
+    fixed = {name: size for name, size in given.items() if size is not None}
+    product = math.prod(fixed.values())
+    if request.gpus % product:
+        sizes = " x ".join(f"{name} {size}" for name, size in fixed.items())
+        below, above = request.gpus // product * product, -(-request.gpus // product) * product
+        near = f"{below} or {above}" if below else str(above)
+        raise UserError(
+            f"{request.gpus} GPUs are no multiple of {sizes} = {product}, and the parallel sizes "
+            f"must multiply to the GPUs: use {near} GPUs or change the sizes"
+        )
+    alone = Parallel(tensor=request.tensor or 1, pipeline=request.pipeline or 1)
+    check_parallel(request.model, alone, request.cluster)
+
+
+def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
+    wanted = (request.tensor, request.pipeline, request.data)
+    sizes = (parallel.tensor, parallel.pipeline, parallel.data)
+    as_given = all(want in (None, size) for want, size in zip(wanted, sizes, strict=True))
+    return as_given and _suits_model(request, parallel)
+
+
+def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
+    if request.profile is not None and parallel.tensor != request.profile.tensor:
+        return False
+    try:
+        check_parallel(request.model, parallel, request.cluster)
+    except UserError:
+        return False
+    return True
+
+
+def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
+    """No sizes are as given; `others` would be possible if nothing was."""
+    given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
+    fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
+    layers = request.model.vision.layers + request.model.language.layers
+    allowed = sorted({each.tensor for each in others})
+    remedy = (
+        f"with {request.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and for "
+        "each the rest is shared by pipeline and data size: leave a size out"
+        if others
+        else "use another number of GPUs, or the model's profile of that tensor size"
+    )
+    return (
+        f"no parallel sizes multiply to {request.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
+        f"{request.model.name} on {request.cluster.name} allows at most {layers} pipeline stages, "
+        f"one per layer, and tensor sizes that divide its heads and fit a node; {remedy}"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+Trial = tuple[Parallel, Caps]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Setting:
+    """What strategies are evaluated on; can be sent to another process."""
+
+    request: StrategyRequest
+    """With the samples that were drawn."""
+    model: ModelConfig
+    """With the tiling of the lengths."""
+    packs: dict[Caps, Packs]
+
+    def cost(self, parallel: Parallel) -> CostModel:
+        request = self.request
+        job = self.model, request.cluster, parallel, request.precision
+        return job_cost(request.profile, *job, request.frozen)
+
+    def micro_batches(self, trial: Trial) -> float:
+        """Packs of a rank in a step of the samples wanted."""
+        parallel, caps = trial
+        samples = len(self.request.lengths)
+        wanted = min(self.request.samples_per_step, samples)
+        # So many ranks as packs have one each, whatever the division makes of it.
+        return round(wanted * len(self.packs[caps]) / samples / parallel.data, 9)
+
+    def whole_micro_batches(self, trial: Trial) -> dict[int, float]:
+        """Whole numbers next to that, and the share of the samples in steps of each."""
+        exact = self.micro_batches(trial)
+        fewer, more = math.floor(exact), math.ceil(exact)
+        if fewer == more:
+            return {fewer: 1.0}
+        return {fewer: (more - exact) * fewer / exact, more: (exact - fewer) * more / exact}
+
+    def steps(self, trial: Trial, cost: CostModel, micro_batches: int) -> Steps:
+        """As `make_plan` would draw them for the first epoch."""
+        (parallel, caps), lengths = trial, self.request.lengths
+        packs = self.packs[caps]
+        step = match_packs(
+            packs.sums(lengths.tiles),
+            self._load(cost, packs),
+            micro_batches * parallel.data,
+            parallel.data,
+            _seeds(self.request)[1],
+        )
+        return Steps.of(packs, step, np.zeros(len(packs), np.int32))
+
+    def deal(self, trial: Trial, cost: CostModel, steps: Steps) -> ScheduledPacks:
+        return deal_steps(
+            steps, self.request.lengths, lambda packs: self._load(cost, packs), trial[0].data
+        )
+
+    def features(self, scheduled: ScheduledPacks) -> np.ndarray:
+        return pack_features(scheduled.packs, self.request.lengths)
+
+    def _load(self, cost: CostModel, packs: Packs) -> np.ndarray:
+        return model_ms(cost, self.model, pack_features(packs, self.request.lengths))
+
+    def plan(self, trial: Trial, steps: Steps, micro_batches: int) -> Plan:
+        (parallel, caps), request = trial, self.request
+        return make_plan(
+            PlanRequest(
+                model=request.model,
+                cluster=request.cluster,
+                parallel=parallel,
+                precision=request.precision,
+                caps=caps,
+                lengths=request.lengths,
+                packing=request.packing,
+                packs_per_step=micro_batches * parallel.data,
+                epochs=1,
+                seed=request.seed,
+                profile=request.profile,
+                frozen=request.frozen,
+                steps=steps,
+            )
+        ).plan
+
+
+def _seeds(request: StrategyRequest) -> list[np.random.SeedSequence]:
+    """Of the packing and the order of a plan's first epoch, as `draw_steps` takes them."""
+    return np.random.SeedSequence([request.seed, 0]).spawn(2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Pack:
+    """Packs for caps."""
+
+    request: StrategyRequest
+
+    def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
+        request = self.request
+        seed = _seeds(request)[0]
+        return caps, pack_samples(request.lengths, caps, request.packing, seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outlook:
+    """What is known of a trial without a plan."""
+
+    need_gib: float
+    """Of one device in the best split."""
+    least_ms: float
+    """Per sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Look:
+    """Bounds of trials."""
+
+    setting: _Setting
+
+    def __call__(self, trial: Trial) -> tuple[Trial, _Outlook]:
+        setting, parallel = self.setting, trial[0]
+        cost = setting.cost(parallel)
+        samples = len(setting.request.lengths)
+        nearest = round(setting.micro_batches(trial))
+        need_gib = least_ms = 0.0
+        for micro_batches, share in setting.whole_micro_batches(trial).items():
+            dealt = setting.deal(trial, cost, setting.steps(trial, cost, micro_batches))
+            workload = Workload.of(dealt, setting.features(dealt), parallel.data)
+            step_ms = least_step_ms(cost, setting.model, workload, parallel.pipeline)
+            least_ms += share * step_ms * dealt.steps / samples
+            if micro_batches == nearest:
+                need_gib = least_need_gib(cost, setting.model, workload, parallel.pipeline)
+        return trial, _Outlook(need_gib=need_gib, least_ms=least_ms)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Evaluate:
+    """Plans of trials that fit."""
+
+    setting: _Setting
+
+    def __call__(self, trial: Trial) -> tuple[Trial, Strategy]:
+        setting, (parallel, caps) = self.setting, trial
+        cost = setting.cost(parallel)
+        nearest = round(setting.micro_batches(trial))
+        steps = setting.steps(trial, cost, nearest)
+        plan = setting.plan(trial, steps, nearest)
+        assert plan.prediction is not None
+        lost = np.zeros(len(LostTime.model_fields))
+        for micro_batches, share in setting.whole_micro_batches(trial).items():
+            steps = setting.steps(trial, cost, micro_batches)
+            dealt = setting.deal(trial, cost, steps)
+            planned = micro_batches == nearest
+            prediction = plan.prediction if planned else self._prediction(plan, cost, dealt)
+            per_sample = share * dealt.steps / len(setting.request.lengths)
+            lost += per_sample * np.array([*prediction.lost.model_dump().values()])
+        return trial, Strategy(
+            parallel=parallel,
+            caps=caps,
+            micro_batches=nearest,
+            samples_per_second=1e3 / float(lost.sum()),
+            ms_per_sample=float(lost.sum()),
+            lost=LostTime(**dict(zip(LostTime.model_fields, lost.tolist(), strict=True))),
+            peak_gib=max(stage.memory.peak_gib for stage in plan.prediction.stages),
+            recomputed_layers=sum(stage.recomputed_layers for stage in plan.stages),
+            why="",
+        )
+
+    def _prediction(self, plan: Plan, cost: CostModel, dealt: ScheduledPacks) -> Prediction:
+        features = self.setting.features(dealt)
+        return predict(cost, self.setting.model, plan.parallel, plan.stages, dealt, features)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Trials:
+    """Strategies at caps, evaluated on the same samples."""
+
+    setting: _Setting
+    processes: int
+    advance: Callable[[int], None]
+    outlooks: dict[Trial, _Outlook] = field(default_factory=dict)
+    """Of those with a pack for every rank, whether they fit or not."""
+    planned: dict[Trial, Strategy] = field(default_factory=dict)
+
+    def run(self, trials: Iterable[Trial]) -> None:
+        """Plan those of the new trials that fit and may be among the best."""
+        new = [trial for trial in trials if trial not in self.outlooks]
+        packs = self.setting.packs
+        caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
+        packs |= dict(map_unordered(_Pack(request=self.setting.request), caps, self._useful(caps)))
+        full = [trial for trial in new if self.setting.micro_batches(trial) >= 1]
+        look = _Look(setting=self.setting)
+        outlooks = dict(map_unordered(look, full, self._useful(full)))
+        self.outlooks.update((trial, outlooks[trial]) for trial in full)
+        fitting = sorted(filter(self.fits, full), key=lambda trial: outlooks[trial].least_ms)
+        self.advance(len(new) - len(fitting))
+        # More processes may plan more, which are left out of the ranking.
+        work = _Evaluate(setting=self.setting)
+        promising, processes = self._promising(fitting), self._useful(fitting)
+        for trial, strategy in map_unordered(work, promising, processes):
+            self.planned[trial] = strategy
+            self.advance(1)
+
+    def fits(self, trial: Trial) -> bool:
+        return self.outlooks[trial].need_gib <= memory_cap_gib(self.setting.request.cluster)
+
+    def ranked(self) -> list[Strategy]:
+        """The best of each strategy, of trials whose bound is not clearly worse than the best."""
+        limit_ms = CLEARLY_WORSE * self.best_ms()
+        kept = [
+            strategy
+            for trial, strategy in self.planned.items()
+            if self.outlooks[trial].least_ms <= limit_ms
+        ]
+        best: dict[Parallel, Strategy] = {}
+        for strategy in sorted(kept, key=_rank):
+            best.setdefault(strategy.parallel, strategy)
+        return list(best.values())
+
+    def best_ms(self, parallel: Parallel | None = None) -> float:
+        """Per sample, of all that were planned or of one strategy."""
+        times = (
+            strategy.ms_per_sample
+            for strategy in self.planned.values()
+            if parallel in (None, strategy.parallel)
+        )
+        return min(times, default=math.inf)
+
+    def _promising(self, trials: Iterable[Trial]) -> Iterator[Trial]:
+        """Trials that may be the best of their strategy, and no worse than the best of all."""
+        for trial in trials:
+            least_ms = self.outlooks[trial].least_ms
+            if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(trial[0])):
+                self.advance(1)
+            else:
+                yield trial
+
+    def _useful(self, tasks: Sequence) -> int:
+        """Processes, of which each has something to do."""
+        return max(min(self.processes, len(tasks)), 1)
+
+
+def _rank(strategy: Strategy) -> tuple:
+    parallel, caps = strategy.parallel, strategy.caps
+    sizes = parallel.tensor, parallel.pipeline, caps.max_tokens, caps.max_tiles
+    return strategy.ms_per_sample, *sizes
+
+
+def _result(trials: _Trials, parallels: Sequence[Parallel]) -> StrategySearch:
+    ranked = trials.ranked()
+    best = ranked[0]
+    planned = {strategy.parallel for strategy in ranked}
+    out = [_ruled_out(trials, each, best) for each in parallels if each not in planned]
+    request = trials.setting.request
+    return StrategySearch(
+        gpus=request.gpus,
+        samples_per_step=request.samples_per_step,
+        ranking=tuple(replace(strategy, why=_why(strategy, best)) for strategy in ranked),
+        ruled_out=tuple(
+            sorted(out, key=lambda each: (-(each.most_samples_per_second or 0), each.need_gib or 0))
+        ),
+    )
+
+
+def _why(strategy: Strategy, best: Strategy) -> str:
+    """The causes that make most of the difference."""
+    if strategy is best:
+        return "best"
+    own, others = strategy.lost.named(), best.lost.named()
+    # What is left as ideal differs by what tensor parallelism does not divide.
+    share = {
+        "compute" if name == "ideal" else name: (own[name] - others[name]) / best.ms_per_sample
+        for name in own
+    }
+    most = sorted(share, key=lambda name: -share[name])[:_NAMED_CAUSES]
+    named = [f"{name} {share[name]:+.0%}" for name in most if share[name] >= _LEAST_CAUSE]
+    return ", ".join(named) or "about as fast"
+
+
+def _ruled_out(trials: _Trials, parallel: Parallel, best: Strategy) -> RuledOut:
+    outlooks = {trial: known for trial, known in trials.outlooks.items() if trial[0] == parallel}
+    fitting = [known.least_ms for trial, known in outlooks.items() if trials.fits(trial)]
+    if fitting:
+        least_ms = min(fitting)
+        return RuledOut(
+            parallel=parallel,
+            need_gib=None,
+            most_samples_per_second=1e3 / least_ms,
+            why=f"at best {least_ms / best.ms_per_sample - 1:+.0%}",
+        )
+    if outlooks:
+        need_gib = min(known.need_gib for known in outlooks.values())
+        cap_gib = memory_cap_gib(trials.setting.request.cluster)
+        why = f"needs {need_gib:.1f} of {cap_gib:.1f} GiB"
+        return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
+    return RuledOut(
+        parallel=parallel,
+        need_gib=None,
+        most_samples_per_second=None,
+        why=f"a step has {_most_packs(trials):,} packs for {parallel.data:,} ranks",
+    )
+
+
+def _most_packs(trials: _Trials) -> int:
+    """Of a step of the samples wanted, at any caps."""
+    alone = Parallel(pipeline=1)
+    return max(int(trials.setting.micro_batches((alone, caps))) for caps in trials.setting.packs)
+
+
+def _unusable(trials: _Trials, parallels: Sequence[Parallel]) -> UserError:
+    request = trials.setting.request
+    if not trials.outlooks:
+        fewest = min(parallel.data for parallel in parallels)
+        return UserError(
+            f"a step of {request.samples_per_step:,} samples has {_most_packs(trials):,} packs, "
+            f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
+            "must have one: use more samples per step, smaller caps or fewer GPUs"
+        )
+    (parallel, caps), nearest = min(trials.outlooks.items(), key=lambda each: each[1].need_gib)
+    cap_gib = memory_cap_gib(request.cluster)
+    return DoesNotFit(
+        f"none of {len(parallels)} ways to share {request.gpus} GPUs fits {request.model.name} "
+        f"into memory: the nearest, --tp {parallel.tensor} --pp {parallel.pipeline} --dp "
+        f"{parallel.data} at {caps.max_tiles} tiles and {caps.max_tokens} tokens, needs "
+        f"{nearest.need_gib:.1f} GiB per device at best, and the memory cap is {cap_gib:.1f} GiB, "
+        "which must hold every stage; use more GPUs, devices with more memory or smaller caps"
+    )

@@ -1,0 +1,377 @@
+"""Strategies: all sizes that are possible, ranked as the planner alone predicts them."""
+
+from dataclasses import replace
+from io import StringIO
+from itertools import combinations
+
+import numpy as np
+import pytest
+from cost_cases import random_cost, random_features, small_model
+from plan_cases import MODEL, example_lengths, example_profile, request
+from rich.console import Console
+
+from omnibal import tables
+from omnibal.config import load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import pack_features
+from omnibal.cost.profile import model_sha256
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import DoesNotFit, UserError
+from omnibal.pipeline.predict import predict
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.step_bound import least_step_ms
+from omnibal.pipeline.units import stages_from_cuts, unit_sequence
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Caps, Parallel, memory_cap_gib
+from omnibal.planner import PlanResult, check_parallel, make_plan
+from omnibal.strategy import (
+    CLEARLY_WORSE,
+    StrategyRequest,
+    StrategySearch,
+    possible_parallels,
+    progress_total,
+    search_strategies,
+    strategy_samples_per_step,
+)
+
+CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
+CAPS = Caps(max_tiles=8, max_tokens=320)
+
+
+def strategy_request(**changes) -> StrategyRequest:
+    defaults = {
+        "model": MODEL,
+        "cluster": CLUSTER,
+        "gpus": 4,
+        "precision": "fp32",
+        "lengths": example_lengths(),
+        "packing": PackingMethod.ISF,
+        "samples_per_step": 50,
+        "samples": 1000,
+        "seed": 0,
+        "profile": None,
+        "caps": CAPS,
+    }
+    return StrategyRequest(**(defaults | changes))
+
+
+def search(**changes) -> StrategySearch:
+    return search_strategies(strategy_request(**changes), lambda done: None)
+
+
+def sizes(parallel: Parallel) -> tuple[int, int, int]:
+    return parallel.tensor, parallel.pipeline, parallel.data
+
+
+@pytest.mark.parametrize("gpus", [1, 6, 8, 12, 41])
+@pytest.mark.parametrize("given", [{}, {"tensor": 2}, {"pipeline": 3}, {"tensor": 1, "data": 2}])
+def test_all_possible_sizes_are_found(gpus, given):
+    """Prevents a combination from being left out, doubled, or tried although it cannot be."""
+    expected = []
+    for tensor in range(1, gpus + 1):
+        for pipeline in range(1, gpus + 1):
+            for data in range(1, gpus + 1):
+                wanted = {"tensor": tensor, "pipeline": pipeline, "data": data}
+                if tensor * pipeline * data != gpus or given | wanted != wanted | given:
+                    continue
+                if any(wanted[name] != size for name, size in given.items()):
+                    continue
+                try:
+                    check_parallel(MODEL, Parallel(**wanted), CLUSTER)
+                except UserError:
+                    continue
+                expected.append((tensor, pipeline, data))
+    try:
+        found = possible_parallels(strategy_request(gpus=gpus, **given))
+    except UserError:
+        found = []
+    assert [sizes(each) for each in found] == sorted(expected)
+    assert all(each.sequence_parallel == (each.tensor > 1) for each in found)
+
+
+def plan_of(searched: StrategyRequest, parallel: Parallel, micro_batches: int) -> PlanResult:
+    return make_plan(
+        request(
+            model=searched.model,
+            cluster=searched.cluster,
+            parallel=parallel,
+            caps=searched.caps,
+            lengths=searched.lengths,
+            packing=searched.packing,
+            packs_per_step=micro_batches * parallel.data,
+            epochs=1,
+        )
+    )
+
+
+def planned_ms_per_sample(searched: StrategyRequest, parallel: Parallel) -> float:
+    """As the planner alone predicts it: steps of two sizes, as many samples in all as wanted."""
+    packs = plan_of(searched, parallel, 1).plan.data.packs
+    samples = len(searched.lengths)
+    wanted = searched.samples_per_step * packs / samples / parallel.data
+    chosen = plan_of(searched, parallel, round(wanted)).plan
+    cost = analytic_cost(searched.model, searched.cluster, parallel, "fp32")
+    ms_per_sample = 0.0
+    few, many = int(np.floor(wanted)), int(np.ceil(wanted))
+    for micro_batches in {few, many}:
+        scheduled, lengths = plan_of(searched, parallel, micro_batches).data
+        features = pack_features(scheduled.packs, lengths)
+        found = predict(cost, searched.model, parallel, chosen.stages, scheduled, features)
+        # Of 100 steps, so many have fewer micro-batches that the mean is what is wanted.
+        steps = 1.0 if few == many else 1 - abs(wanted - micro_batches)
+        share = steps * micro_batches / wanted
+        ms_per_sample += share * found.step_ms * scheduled.steps / samples
+    return ms_per_sample
+
+
+def test_ranking_is_the_planners_own():
+    """Prevents a second cost formula, other packs, and a winner that is not the fastest."""
+    searched = strategy_request(gpus=8, samples_per_step=30)
+    found = search_strategies(searched, lambda done: None)
+    assert found.ruled_out
+    planned = {
+        parallel: planned_ms_per_sample(searched, parallel)
+        for parallel in possible_parallels(searched)
+    }
+    assert len(planned) > 5
+    best_ms = min(planned.values())
+    assert found.best.ms_per_sample == pytest.approx(best_ms, rel=1e-9)
+    for each in found.ranking:
+        assert each.ms_per_sample == pytest.approx(planned.pop(each.parallel), rel=1e-9)
+        assert each.samples_per_second == pytest.approx(1e3 / each.ms_per_sample)
+        assert sum(each.lost.named().values()) == pytest.approx(each.ms_per_sample)
+    times = [each.ms_per_sample for each in found.ranking]
+    assert times == sorted(times)
+    assert {each.parallel for each in found.ruled_out} == planned.keys()
+    for each in found.ruled_out:
+        bound_ms = 1e3 / each.most_samples_per_second
+        assert CLEARLY_WORSE * best_ms < bound_ms <= planned[each.parallel]
+
+
+def test_memory_rules_out_what_cannot_be_planned():
+    """Prevents strategies that cannot be trained, and feasible ones that are called infeasible."""
+    peak_gib = max(each.peak_gib for each in search(gpus=8).ranking)
+    for share in np.arange(0.7, 0.1, -0.1):
+        tight = CLUSTER.model_copy(update={"memory_gib": share * peak_gib / 0.9})
+        searched = strategy_request(cluster=tight, gpus=8)
+        found = search_strategies(searched, lambda done: None)
+        if len(found.ranking) < len(possible_parallels(searched)) / 2:
+            break
+    without_room = {
+        each.parallel: each for each in found.ruled_out if each.most_samples_per_second is None
+    }
+    assert found.ranking
+    assert without_room
+    for parallel in possible_parallels(searched):
+        if parallel in without_room:
+            out = without_room[parallel]
+            assert out.need_gib > memory_cap_gib(tight)
+            assert out.why.startswith(f"needs {out.need_gib:.1f} of")
+            with pytest.raises(UserError, match="GiB"):
+                planned_ms_per_sample(searched, parallel)
+    assert max(each.peak_gib for each in found.ranking) <= memory_cap_gib(tight)
+
+
+def test_nothing_fits():
+    """Prevents a traceback or an empty table where one error can say what would help."""
+    tiny = CLUSTER.model_copy(update={"memory_gib": 0.001})
+    with pytest.raises(DoesNotFit, match=r"none of .* ways to share 4 GPUs fits internvl-digits"):
+        search(cluster=tiny)
+
+
+def test_processes_do_not_matter():
+    """Prevents results that depend on which process was the first."""
+    changes = {"caps": None, "samples": 100, "samples_per_step": 20}
+    one, two = (
+        search_strategies(strategy_request(**changes), lambda done: None, processes)
+        for processes in (1, 2)
+    )
+    assert one == two
+
+
+def test_caps_are_chosen_for_each_strategy():
+    """Prevents caps that are worse than those of the levels, or that a sample does not fit."""
+    few = {"samples": 100, "samples_per_step": 20}
+    free = search(caps=None, **few)
+    lengths = example_lengths()
+    for each in free.ranking:
+        assert each.caps.max_tiles >= lengths.tiles.max()
+        assert each.caps.max_tokens >= lengths.tokens.max()
+    for each in free.ranking:
+        fixed = search(caps=each.caps, **few)
+        (same,) = (other for other in fixed.ranking if other.parallel == each.parallel)
+        assert replace(same, why="") == replace(each, why="")
+    assert free.best.ms_per_sample <= search(caps=CAPS, **few).best.ms_per_sample * 1.02
+
+
+@pytest.mark.parametrize("caps", [CAPS, None], ids=["given", "searched for"])
+def test_progress_ends_at_the_end(caps):
+    """Prevents a bar that stops half-way or runs over."""
+    searched = strategy_request(caps=caps, samples=100, samples_per_step=20)
+    done: list[int] = []
+    search_strategies(searched, done.append)
+    assert sum(done) == progress_total(searched)
+    assert min(done) >= 0
+
+
+def test_loser_is_told_why():
+    """Prevents a cause that is not what the slower strategy loses more time to."""
+    slow_links = CLUSTER.model_copy(update={"link_latency_us": 20_000})
+    found = search(cluster=slow_links, samples_per_step=300)
+    assert found.best.why == "best"
+    for each in found.ranking[1:]:
+        name, percent = each.why.split(", ")[0].rsplit(" ", 1)
+        key = "ideal" if name == "compute" else name
+        more_ms = each.lost.named()[key] - found.best.lost.named()[key]
+        assert percent == f"{more_ms / found.best.ms_per_sample:+.0%}"
+        assert all(
+            more_ms >= each.lost.named()[other] - found.best.lost.named()[other]
+            for other in each.lost.named()
+        )
+    assert len(found.ranking) > 1
+
+
+def test_ranks_without_a_pack_are_refused():
+    """Prevents a comparison in which a strategy trains larger steps than the others."""
+    few = {"samples_per_step": 6, "lengths": example_lengths(count=60), "gpus": 8}
+    packs = plan_of(strategy_request(**few), Parallel(pipeline=1), 1).plan.data.packs
+    found = search(**few)
+    idle = {each.parallel for each in found.ruled_out if "packs for" in each.why}
+    every = {each.parallel for each in (*found.ranking, *found.ruled_out)}
+    assert idle == {each for each in every if each.data > 6 * packs / 60}
+    assert idle < every
+    with pytest.raises(UserError, match=r"at least 8 data-parallel ranks.*more samples per step"):
+        search(**few, data=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpus": 7, "tensor": 2}, "7 GPUs are no multiple of --tp 2 = 2.*use 6 or 8 GPUs"),
+        ({"gpus": 4, "tensor": 2, "pipeline": 4}, "--tp 2 x --pp 4 = 8.*use 8 GPUs"),
+        ({"gpus": 6, "tensor": 3}, "tensor size 3 does not divide"),
+        ({"gpus": 99, "pipeline": 99}, "pipeline size 99 is more than"),
+        ({"gpus": 97, "data": 1}, "multiply to 97 GPUs with --dp 1.*at most .* pipeline stages"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes, words):
+    """Prevents an empty search, or an error that does not say what is possible."""
+    with pytest.raises(UserError, match=words):
+        search(**changes)
+
+
+def test_profile_decides_the_tensor_size():
+    """Prevents measured costs from being used for another tensor size than was measured."""
+    profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
+    found = search(profile=profile)
+    every = [*found.ranking, *found.ruled_out]
+    assert {each.parallel.tensor for each in every} == {1}
+    with pytest.raises(UserError, match="are not those of internvl-digits"):
+        search(profile=example_profile())
+
+
+def test_steps_are_as_large_as_the_cluster():
+    """Prevents steps that do not grow with the devices they are shared by."""
+    assert strategy_samples_per_step(64, load_cluster("a100-80g")) == 8 * 36
+    assert strategy_samples_per_step(4, load_cluster("a100-80g")) == 36
+
+
+def random_workload(rng: np.random.Generator, data_parallel: int) -> Workload:
+    rows = [
+        (step, rank, int(rng.integers(1, 9))) for step in range(3) for rank in range(data_parallel)
+    ]
+    packs = [(step, rank, slot) for step, rank, count in rows for slot in range(count)]
+    step, dp_rank, slot = np.array(packs).T
+    return Workload(
+        features=random_features(rng, len(packs)),
+        step=step,
+        dp_rank=dp_rank,
+        slot=slot,
+        data_parallel_size=data_parallel,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_split_is_faster_than_its_bound(seed):
+    """Prevents strategies from being ruled out that may be the best; compares with all splits."""
+    rng = np.random.default_rng(seed)
+    model, cost = small_model(2, 3), random_cost(rng)
+    workload = random_workload(rng, 1 + seed % 3)
+    units = len(unit_sequence(model))
+    for stages in (1, 2, 3):
+        times = []
+        for cuts in combinations(range(1, units), stages - 1):
+            split = stages_from_cuts(model, cuts)
+            if all(stage.vision_layers + stage.language_layers for stage in split):
+                times.append(simulate_run(cost, split, workload).step_ms.mean())
+        bound = least_step_ms(cost, model, workload, stages)
+        assert 0.6 * min(times) < bound <= min(times) * (1 + 1e-9)
+
+
+def test_bound_is_the_time_where_nothing_is_lost():
+    """Prevents a bound so loose that nothing is ever ruled out: equal stages, free links."""
+    rng = np.random.default_rng(0)
+    model = small_model(4, 4)
+    cost = random_cost(rng)
+    any_unit = next(iter(cost.units.values()))
+    layer = replace(any_unit, trained_parameters=0, collective_ms=np.zeros((2, 5)))
+    nothing = replace(layer, forward_ms=np.zeros(5), backward_ms=np.zeros(5))
+    units = {kind: layer if kind.name.endswith("LAYER") else nothing for kind in cost.units}
+    free = replace(cost, units=units, link_latency_ms=0.0, link_ms_per_byte=0.0)
+    features = np.tile(rng.uniform(1, 2, 5), (12, 1))
+    workload = Workload(
+        features=features,
+        step=np.zeros(12, np.int64),
+        dp_rank=np.zeros(12, np.int64),
+        slot=np.arange(12),
+        data_parallel_size=1,
+    )
+    split = stages_from_cuts(model, (3, 5, 9))
+    assert [stage.vision_layers + stage.language_layers for stage in split] == [2, 2, 2, 2]
+    simulated = simulate_run(free, split, workload).step_ms.mean()
+    assert least_step_ms(free, model, workload, 4) == pytest.approx(simulated, rel=1e-9)
+
+
+def test_table_fits_a_terminal():
+    """Prevents rows that wrap, and strategies that are not in the table."""
+    found = search(cluster=CLUSTER.model_copy(update={"memory_gib": 0.02}), gpus=8)
+    console = Console(width=80, file=StringIO())
+    console.print(tables.strategy_table(found, 72.0))
+    printed = console.file.getvalue().splitlines()
+    rows = [tuple(map(int, line.split()[:3])) for line in printed if line[:3].strip().isdigit()]
+    every = [*found.ranking[:10], *found.ruled_out[:10]]
+    assert rows == [sizes(each.parallel) for each in every]
+    assert max(map(len, printed)) <= 80
+
+
+def internvl_lengths() -> Lengths:
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(1, 6, 1200).astype(np.int32)
+    tokens = (256 * tiles + rng.integers(40, 400, 1200)).astype(np.int32)
+    return Lengths(
+        tiles=tiles,
+        tokens=tokens,
+        loss_tokens=(tokens // 8).astype(np.int32),
+        source=np.zeros(1200, np.int32),
+        source_names=("documents",),
+        origin=None,
+    )
+
+
+def test_paper_sized_job_is_shared_as_in_the_paper():
+    """Prevents a ranking that no one would follow: OmniBal trains 6B + 20B at TP 2, PP 4."""
+    found = search(
+        model=load_model("internvl-chat-1.5-6b-20b"),
+        cluster=load_cluster("a100-80g"),
+        gpus=32,
+        precision="bf16",
+        lengths=internvl_lengths(),
+        samples_per_step=144,
+        samples=600,
+        caps=Caps(max_tiles=8, max_tokens=2560),
+        tensor=2,
+    )
+    assert found.best.parallel.pipeline in (4, 8)
+    needs = {each.parallel.pipeline: each.need_gib for each in found.ruled_out}
+    assert needs[1] > 72
