@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from enum import StrEnum
+from itertools import pairwise
 
 import torch
 
@@ -31,23 +32,29 @@ class PhaseClock:
 
     def switch(self, phase: Phase) -> None:
         """The phase that ran until now ends and `phase` begins."""
-        self._marks.append((phase, _now()))
+        self._marks.append((phase, moment()))
 
     def stop(self) -> dict[Phase, float]:
         """End the last phase; returns milliseconds per phase since the first switch, and resets."""
-        self._marks.append((None, _now()))
+        self._marks.append((None, moment()))
         if has_cuda():
             torch.cuda.synchronize()
         totals: dict[Phase, float] = defaultdict(float)
-        for (phase, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            totals[phase] += start.elapsed_time(end) if has_cuda() else (end - start) * 1e3
+        for (phase, start), (_, end) in pairwise(self._marks):
+            totals[phase] += elapsed_ms(start, end)
         self._marks.clear()
         return {phase: totals[phase] for phase in Phase}
 
 
-def _now() -> object:
+def moment() -> object:
+    """This moment on the current stream, or on the CPU's clock."""
     if not has_cuda():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def elapsed_ms(start: object, end: object) -> float:
+    """Between two moments; on CUDA the device must have passed both."""
+    return start.elapsed_time(end) if has_cuda() else (end - start) * 1e3

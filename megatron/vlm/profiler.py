@@ -2,39 +2,41 @@
 
     torchrun --nproc-per-node 2 -m megatron.vlm.profiler --model internvl-digits -o profile.json
 
-Each process builds one stage that holds every kind of unit and runs micro-batches through it, unit
-by unit: forward in order, then backward in reverse, as training does, so that caches are as cold
-and the machine as busy as they will be then. All processes measure at the same moment and the
-slowest counts.
+Each process builds one stage that holds every kind of unit and runs micro-batches through it,
+forward and then backward, as training does, so that caches are as cold and the machine as busy as
+they will be then, and takes the times between units in passing. All processes measure at the same
+moment; their mean counts.
 
 Shapes are those of `megatron.vlm.stage`.
 """
 
 import argparse
+import gc
 import math
 import sys
-import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from rich.console import Console
 from rich.progress import track
-from scipy.stats import trim_mean
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.batch import MicroBatch
+from megatron.vlm.clock import elapsed_ms, moment
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.schedule import PipelineLinks
 from megatron.vlm.stage import IMAGE_CHANNELS, VLMStage
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
+from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer, train_step
 from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
 from omnibal.cost.model import Unit
 from omnibal.cost.profile import (
@@ -49,7 +51,19 @@ from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.plan import Parallel, Plan, Stage
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
-_SHARES_OF_CAPS = (0.25, 0.5, 0.75, 1.0)
+_SMALLEST_SHARE = 0.25
+_PACK_SHARES = (
+    # tiles, tokens, loss, even: no column follows from the others, so every cost can be told.
+    (1.0, 1.0, 0.1, True),
+    (0.5, 1.0, 0.5, False),
+    (0.25, 1.0, 0.3, True),
+    (1.0, 0.75, 0.4, False),
+    (0.5, 0.75, 0.05, True),
+    (0.75, 0.5, 0.5, False),
+    (0.25, 0.5, 0.1, True),
+    (_SMALLEST_SHARE, _SMALLEST_SHARE, 0.3, False),
+)
+"""Packs to measure: shares of both caps and of tokens with loss, and whether samples are equal."""
 _OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
@@ -63,11 +77,11 @@ class ProfileOptions:
     max_tiles: int
     max_tokens: int
     tokens_per_sample: int
-    """Packs are made of samples of about this length; attention's cost depends on it."""
+    """Packs are made of samples of this mean length; attention's cost depends on it."""
     layers: int
     """Layers of each tower in the measured stage; at most the model's own."""
     repetitions: int
-    """Timed runs of each micro-batch, after one warm-up; their trimmed mean counts."""
+    """Timed rounds, after one of warm-up; a round runs every micro-batch once."""
 
 
 def profile(
@@ -79,38 +93,111 @@ def profile(
     Raises:
         UserError: the smallest pack to be measured has no room for a tile.
     """
-    smallest = math.ceil(model.tokens_per_tile / _SHARES_OF_CAPS[0])
+    _check_options(model, options)
+    parallel = Parallel(pipeline=launch.world_size)
+    links = initialize_distributed(launch, parallel, seed=0)
+    profiler = Profiler(model, precision, cluster, links, options)
+    repetitions = track(
+        range(options.repetitions),
+        "measuring units",
+        console=progress,
+        disable=dist.get_rank() != 0,
+    )
+    result = profiler.result([profiler.round() for _ in repetitions])
+    shut_down_distributed()
+    return result
+
+
+def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
+    smallest = math.ceil(model.tokens_per_tile / _SMALLEST_SHARE)
     if options.max_tokens < smallest:
         raise UserError(
             f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured too, "
             f"and must hold one tile of {model.name} ({model.tokens_per_tile} tokens); "
             f"give at least {smallest}"
         )
-    parallel = Parallel(pipeline=launch.world_size)
-    links = initialize_distributed(launch, parallel, seed=0)
-    depths = sorted({1, min(options.layers, model.vision.layers, model.language.layers)})
-    optimizer = []
-    for depth in depths:
-        plan = _plan_of_whole_stages(model, precision, cluster, parallel, depth)
-        trainer = build_trainer(plan, links, _OPTIMIZATION, steps=1, seed=0)
-        optimizer.append(_measure_optimizer(trainer, options.repetitions))
-    measurements = _measure_units(
-        trainer, list(_batches(model, options)), options.repetitions, progress
-    )
-    link_measurements = _measure_links(links, options.repetitions) if links.size > 1 else []
-    result = Profile(
-        device=torch.cuda.get_device_name() if has_cuda() else _cpu_name(),
-        precision=precision,
-        model=model.name,
-        model_sha256=model_sha256(model),
-        tensor=1,
-        processes=launch.world_size,
-        measurements=tuple(measurements),
-        optimizer=tuple(optimizer),
-        links=tuple(link_measurements),
-    )
-    shut_down_distributed()
-    return result
+
+
+Round = dict[Hashable, list[float]]
+"""Milliseconds on this process of all that a round timed, several of what it ran several times."""
+
+
+class Profiler:
+    """Measures in rounds, each of which runs everything once.
+
+    Things take turns, so that a machine that is slow for some seconds slows a few runs of each, and
+    not every run of one. Construction and all methods are collective over the processes.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: Precision,
+        cluster: ClusterConfig,
+        links: PipelineLinks,
+        options: ProfileOptions,
+    ) -> None:
+        self._model, self._precision, self._links = model, precision, links
+        self._batches = list(profiled_batches(model, options))
+        deep = min(options.layers, model.vision.layers, model.language.layers)
+        build = partial(_whole_stage_trainer, model, precision, cluster, links)
+        self._shallow_optimizer: list[OptimizerMeasurement] = []
+        if deep > 1:
+            self._shallow_optimizer = [_measure_optimizer(build(depth=1), options.repetitions)]
+            gc.collect()  # of the shallow stage, before the deep one needs its memory
+        self._trainer = build(depth=deep)
+        self._kept_bytes = [
+            kept_bytes_of_units(self._trainer.stage, batch) for batch in self._batches
+        ]
+        self.round()  # warm-up
+
+    def round(self) -> Round:
+        """Every unit on every pack, one update, and one transfer of every size."""
+        samples_ms: Round = defaultdict(list)
+        for index, batch in enumerate(self._batches):
+            for unit, forward_ms, backward_ms in _unit_times_ms(self._trainer.stage, batch):
+                samples_ms[index, unit, "forward"].append(forward_ms)
+                samples_ms[index, unit, "backward"].append(backward_ms)
+        samples_ms["optimizer"].append(_update_ms(self._trainer))
+        for size in _LINK_BYTES if self._links.size > 1 else ():
+            samples_ms["link", size] += _one_way_ms(self._links, size)
+        return samples_ms
+
+    def result(self, rounds: Sequence[Round]) -> Profile:
+        """What the rounds say together."""
+        typical = _typical_rounds(rounds)
+        mean_ms = {key: _mean_ms([one for ms in typical for one in ms[key]]) for key in rounds[0]}
+        deep_optimizer = OptimizerMeasurement(
+            parameters=_parameters(self._trainer), optimizer_ms=mean_ms["optimizer"]
+        )
+        return Profile(
+            device=torch.cuda.get_device_name() if has_cuda() else _cpu_name(),
+            precision=self._precision,
+            model=self._model.name,
+            model_sha256=model_sha256(self._model),
+            tensor=1,
+            processes=dist.get_world_size(),
+            measurements=tuple(
+                UnitMeasurement(
+                    unit=unit,
+                    tiles=batch.tiles,
+                    tokens=batch.tokens,
+                    squared_tokens=sum(length**2 for length in batch.segment_tokens),
+                    loss_tokens=len(batch.loss_positions_L),
+                    forward_ms=mean_ms[index, unit, "forward"],
+                    backward_ms=mean_ms[index, unit, "backward"],
+                    activation_bytes=self._kept_bytes[index][unit],
+                )
+                for index, batch in enumerate(self._batches)
+                for unit in Unit
+            ),
+            optimizer=(*self._shallow_optimizer, deep_optimizer),
+            links=tuple(
+                LinkMeasurement(bytes=size, ms=mean_ms["link", size])
+                for size in _LINK_BYTES
+                if self._links.size > 1
+            ),
+        )
 
 
 def _cpu_name() -> str:
@@ -151,43 +238,56 @@ def _plan_of_whole_stages(
     )
 
 
-def _batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
-    """Packs at shares of both caps, with samples of the given length and of half of it."""
-    for share in _SHARES_OF_CAPS:
-        for length in (options.tokens_per_sample, max(options.tokens_per_sample // 2, 1)):
-            tokens = max(round(options.max_tokens * share), 1)
-            tiles = min(max(round(options.max_tiles * share), 1), tokens // model.tokens_per_tile)
-            yield _batch(model, tiles, tokens, min(length, tokens))
+def _whole_stage_trainer(
+    model: ModelConfig, precision: Precision, cluster: ClusterConfig, links: PipelineLinks,
+    depth: int,
+) -> Trainer:  # fmt: skip
+    """Every process holds all kinds of unit and `depth` layers of each tower."""
+    parallel = Parallel(pipeline=links.size)
+    plan = _plan_of_whole_stages(model, precision, cluster, parallel, depth)
+    return build_trainer(plan, links, _OPTIMIZATION, steps=1, seed=0)
 
 
-def _batch(model: ModelConfig, tiles: int, tokens: int, length: int) -> MicroBatch:
+def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
+    """Packs at shares of both caps, of samples that have the given mean length."""
+    for tile_share, token_share, loss_share, even in _PACK_SHARES:
+        tokens = max(round(options.max_tokens * token_share), 1)
+        tiles = max(round(options.max_tiles * tile_share), 1)
+        samples = max(round(tokens / options.tokens_per_sample), 1)
+        yield random_batch(
+            model,
+            min(tiles, tokens // model.tokens_per_tile),
+            _segments(tokens, samples, even),
+            max(round(tokens * loss_share), 1),
+        )
+
+
+def _segments(tokens: int, samples: int, even: bool) -> tuple[int, ...]:
+    """Lengths of `samples` samples of `tokens` together; uneven: the first has over a third."""
+    longest = tokens // samples if even else tokens * (samples + 2) // (3 * samples)
+    rest = np.diff(np.linspace(longest, tokens, samples).round().astype(int))
+    return tuple(int(length) for length in (longest, *rest) if length)
+
+
+def random_batch(
+    model: ModelConfig, tiles: int, segment_tokens: tuple[int, ...], loss_tokens: int
+) -> MicroBatch:
+    """A micro-batch of these sizes with random content and the fields of all stages."""
+    tokens = sum(segment_tokens)
     generator = torch.Generator().manual_seed(tiles * 7919 + tokens)
-    segments = [length] * (tokens // length)
-    segments[-1] += tokens - sum(segments)
     size, image_tokens = model.vision.image_size, tiles * model.tokens_per_tile
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
-    positions = torch.arange(0, tokens, max(tokens // 10, 1))
+    positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
     return MicroBatch(
         tiles=tiles,
         tokens=tokens,
-        segment_tokens=tuple(segments),
+        segment_tokens=segment_tokens,
         pixels_TCPP=torch.randn(tiles, IMAGE_CHANNELS, size, size, generator=generator),
         token_ids_S=ids,
         image_positions_M=torch.arange(image_tokens),
         loss_positions_L=positions,
         labels_L=ids[positions],
     ).to(current_device())
-
-
-@dataclass(slots=True)
-class _UnitRun:
-    """One unit's part of one pass."""
-
-    unit: Unit
-    received: torch.Tensor | None
-    output: torch.Tensor
-    forward_ms: float
-    backward_ms: float = 0.0
 
 
 def _unit_functions(
@@ -218,150 +318,207 @@ def _unit_functions(
     ]
 
 
-def _measure_units(
-    trainer: Trainer, batches: list[MicroBatch], repetitions: int, progress: Console
-) -> list[UnitMeasurement]:
-    """All units on all packs.
+def _unit_times_ms(stage: VLMStage, batch: MicroBatch) -> Iterator[tuple[Unit, float, float]]:
+    """One pass over a pack: every unit's forward and backward time, in model order.
 
-    The packs take turns, so that a machine that is slow for some seconds slows a few runs of every
-    pack, and not every run of one.
+    Both directions run in one go, as in training, and moments are taken in passing. A unit's
+    backward has begun when the gradient of its output is there.
     """
-    forward: dict[tuple[int, Unit], list[float]] = defaultdict(list)
-    backward: dict[tuple[int, Unit], list[float]] = defaultdict(list)
-    rounds = track(
-        range(repetitions + 1), "measuring units", console=progress, disable=dist.get_rank() != 0
-    )
-    for repetition in rounds:
-        for index, batch in enumerate(batches):
-            for run in _run_units(trainer.stage, batch):
-                if repetition:  # the first is warm-up
-                    forward[index, run.unit].append(run.forward_ms)
-                    backward[index, run.unit].append(run.backward_ms)
-    kept = [_activation_bytes(trainer.stage, batch) for batch in batches]
-    return [
-        UnitMeasurement(
-            unit=unit,
-            tiles=batch.tiles,
-            tokens=batch.tokens,
-            squared_tokens=sum(length**2 for length in batch.segment_tokens),
-            loss_tokens=len(batch.loss_positions_L),
-            forward_ms=_typical_ms(forward[index, unit]),
-            backward_ms=_typical_ms(backward[index, unit]),
-            activation_bytes=kept[index][unit],
-        )
-        for index, batch in enumerate(batches)
-        for unit in Unit
-    ]
-
-
-def _run_units(stage: VLMStage, batch: MicroBatch) -> list[_UnitRun]:
-    """One pass over a pack: all units forward, then all backward."""
     dist.barrier()
-    runs: list[_UnitRun] = []
-    hidden = None
+    units, hidden = [], None
+    forward, backward = [moment()], []
     for unit, function in _unit_functions(stage, batch):
-        received = hidden.detach().requires_grad_() if hidden is not None else None
-        hidden, forward_ms = _timed(partial(function, received))
-        runs.append(_UnitRun(unit, received, hidden, forward_ms))
-    gradient = torch.ones_like(hidden)
-    for run in reversed(runs):
-        _, run.backward_ms = _timed(partial(run.output.backward, gradient))
-        gradient = run.received.grad if run.received is not None else None
-    return runs
+        hidden = function(hidden)
+        hidden.register_hook(lambda gradient: backward.append(moment()))
+        units.append(unit)
+        forward.append(moment())
+    hidden.backward()
+    backward.append(moment())
+    if has_cuda():
+        torch.cuda.synchronize()
+    backward_ms = reversed([elapsed_ms(*ends) for ends in pairwise(backward)])
+    forward_ms = [elapsed_ms(*ends) for ends in pairwise(forward)]
+    return zip(units, forward_ms, backward_ms, strict=True)
 
 
-def _timed(function: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, float]:
-    if not has_cuda():
-        start = time.perf_counter()
-        result = function()
-        return result, (time.perf_counter() - start) * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = function()
-    end.record()
-    end.synchronize()
-    return result, start.elapsed_time(end)
+def _timed_ms(function: Callable[[], object]) -> float:
+    start = moment()
+    function()
+    end = moment()
+    if has_cuda():
+        torch.cuda.synchronize()
+    return elapsed_ms(start, end)
 
 
-def _typical_ms(samples_ms: list[float]) -> float:
-    """Mean without the extreme tenths on each process, then the maximum over processes.
+def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
+    """All but the fastest and the slowest tenth, by the time of all processes together.
 
-    Not the median: a shared machine may have two speeds, for seconds each, and a long run meets
-    both in about the shares that the rounds do.
+    Whole rounds, and plain means of what is left, so that units add up to a step: one that loses
+    its core for a moment is slow in few samples, which a mean trimmed unit by unit or a median
+    would forget, while nearly every step has such a unit. Nor medians of rounds: a shared machine
+    may have two speeds, for seconds each, and a long run meets both in about the shares of rounds.
     """
-    mean = torch.tensor(float(trim_mean(samples_ms, 0.1)), device=current_device())
-    dist.all_reduce(mean, op=dist.ReduceOp.MAX)
-    return mean.item()
+    totals_ms = torch.tensor(
+        [sum(sum(samples) for samples in ms.values()) for ms in rounds],
+        dtype=torch.float64,
+        device=current_device(),
+    )
+    dist.all_reduce(totals_ms)
+    extremes = len(rounds) // 10
+    chosen = totals_ms.argsort()[extremes : len(rounds) - extremes]
+    return [rounds[index] for index in chosen.tolist()]
 
 
-def _activation_bytes(stage: VLMStage, batch: MicroBatch) -> dict[Unit, int]:
-    """Bytes that autograd keeps of each unit, with its input, without weights; mean of layers."""
-    weights = {weight.untyped_storage().data_ptr() for weight in stage.parameters()}
-    kept: dict[Unit, list[int]] = defaultdict(list)
+def _mean_ms(samples_ms: list[float]) -> float:
+    """Over all samples of all processes.
+
+    Not the slowest process's: of figures that scatter, maxima add up to more than any takes.
+    """
+    total = torch.tensor(
+        [sum(samples_ms), len(samples_ms)], dtype=torch.float64, device=current_device()
+    )
+    dist.all_reduce(total)
+    sum_ms, count = total.tolist()
+    return sum_ms / count
+
+
+class KeptActivations:
+    """Bytes that autograd keeps for backward, weights left out, now and at most.
+
+    What several operations keep counts once, until the last of them is done.
+    """
+
+    def __init__(self, stage: VLMStage) -> None:
+        self._weights = {_address(weight) for weight in stage.parameters()}
+        self._holders: dict[int, int] = defaultdict(int)
+        self.now_bytes = 0
+        self.peak_bytes = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count what the forward operations inside keep, for as long as they do."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        with hooks:
+            yield
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count the tensor too, for as long as it exists."""
+        weakref.finalize(tensor, self._release, *self._acquire(tensor))
+
+    def _pack(self, tensor: torch.Tensor) -> "_Saved":
+        saved = _Saved(tensor)
+        if _address(tensor) not in self._weights:
+            weakref.finalize(saved, self._release, *self._acquire(tensor))
+        return saved
+
+    def _acquire(self, tensor: torch.Tensor) -> tuple[int, int]:
+        address, size = _address(tensor), tensor.untyped_storage().nbytes()
+        if not self._holders[address]:
+            self.now_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self._holders[address] += 1
+        return address, size
+
+    def _release(self, address: int, size: int) -> None:
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            self.now_bytes -= size
+
+
+class _Saved:
+    """Stands for one tensor in autograd's graph, and dies when the graph lets go of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
+    """What `step` (a call of `train_step`) needs at most on this rank besides the model's state.
+
+    On CUDA everything that the allocator gave out. On the CPU what autograd keeps from forward to
+    backward and what the stage received, without working memory and without what recomputation
+    brings back.
+    """
+    if has_cuda():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    stage, kept = trainer.stage, KeptActivations(trainer.stage)
+    forward, set_input_tensor = stage.forward, stage.set_input_tensor
+
+    def recorded_forward(batch: MicroBatch) -> torch.Tensor:
+        with kept.recording():
+            return forward(batch)
+
+    def held_input(received: torch.Tensor | None) -> None:
+        if received is not None:
+            kept.hold(received)
+        set_input_tensor(received)
+
+    stage.forward, stage.set_input_tensor = recorded_forward, held_input
+    try:
+        step()
+    finally:
+        del stage.forward, stage.set_input_tensor
+    return kept.peak_bytes
+
+
+def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[Unit, int]:
+    """Bytes that autograd keeps of each unit, mean of layers; they add up to a whole stage's.
+
+    A unit's input counts where the unit needs it for backward.
+    """
+    kept, graphs = KeptActivations(stage), []
+    by_unit: dict[Unit, list[int]] = defaultdict(list)
     hidden = None
     for unit, function in _unit_functions(stage, batch):
-        storages: dict[int, int] = {}
+        before = kept.now_bytes
+        with kept.recording():
+            hidden = function(hidden.detach().requires_grad_() if hidden is not None else None)
+        graphs.append(hidden)
+        by_unit[unit].append(kept.now_bytes - before)
+    return {unit: round(float(np.mean(sizes))) for unit, sizes in by_unit.items()}
 
-        def remember(tensor: torch.Tensor, storages=storages) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
 
-        received = hidden.detach().requires_grad_() if hidden is not None else None
-        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-            hidden = function(received)
-        if received is not None:
-            remember(received)
-        kept[unit].append(sum(storages.values()))
-    return {unit: round(float(np.mean(sizes))) for unit, sizes in kept.items()}
+def _parameters(trainer: Trainer) -> int:
+    return sum(weight.numel() for weight in trainer.stage.parameters())
 
 
 def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasurement:
-    samples_ms = []
-    for repetition in range(repetitions + 1):
-        trainer.model.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        dist.barrier()
-
-        def update() -> None:
-            finalize_model_grads([trainer.model])
-            trainer.model.scale_gradients(1.0)
-            trainer.optimizer.step()
-
-        _, elapsed_ms = _timed(update)
-        if repetition:
-            samples_ms.append(elapsed_ms)
+    samples_ms = [_update_ms(trainer) for _ in range(repetitions + 1)]
     return OptimizerMeasurement(
-        parameters=sum(weight.numel() for weight in trainer.stage.parameters()),
-        optimizer_ms=_typical_ms(samples_ms),
+        parameters=_parameters(trainer), optimizer_ms=_mean_ms(samples_ms[1:])
     )
 
 
-def _measure_links(links: PipelineLinks, repetitions: int) -> list[LinkMeasurement]:
-    """One-way time between the first two stages: half a round trip; the others look on."""
+def _update_ms(trainer: Trainer) -> float:
+    """A step without micro-batches: all that happens once in every step."""
+    dist.barrier()
+    return _timed_ms(partial(train_step, trainer, iter(()), []))
+
+
+def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
+    """Half a round trip between the first two stages; no sample on the others, which look on."""
     first, second = dist.get_process_group_ranks(links.activations)[:2]
-    measurements = []
-    for size in _LINK_BYTES:
-        tensor = torch.zeros(size, dtype=torch.uint8, device=current_device())
-        samples_ms = []
-        for repetition in range(repetitions + 1):
-            dist.barrier()
+    tensor = torch.zeros(size, dtype=torch.uint8, device=current_device())
 
-            def round_trip(tensor=tensor) -> None:
-                if links.rank == 0:
-                    dist.isend(tensor, second, group=links.activations).wait()
-                    dist.irecv(tensor, second, group=links.gradients).wait()
-                elif links.rank == 1:
-                    dist.irecv(tensor, first, group=links.activations).wait()
-                    dist.isend(tensor, first, group=links.gradients).wait()
+    def round_trip() -> None:
+        if links.rank == 0:
+            dist.isend(tensor, second, group=links.activations).wait()
+            dist.irecv(tensor, second, group=links.gradients).wait()
+        elif links.rank == 1:
+            dist.irecv(tensor, first, group=links.activations).wait()
+            dist.isend(tensor, first, group=links.gradients).wait()
 
-            _, elapsed_ms = _timed(round_trip)
-            if repetition and links.rank <= 1:
-                samples_ms.append(elapsed_ms / 2)
-        one_way_ms = _typical_ms(samples_ms or [0.0])
-        measurements.append(LinkMeasurement(bytes=size, ms=one_way_ms))
-    return measurements
+    dist.barrier()
+    round_trip_ms = _timed_ms(round_trip)
+    return [round_trip_ms / 2] if links.rank <= 1 else []
 
 
 def main() -> None:

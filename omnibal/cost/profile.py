@@ -47,7 +47,8 @@ class UnitMeasurement(Frozen):
     backward_ms: PositiveFloat
     """Without recomputation."""
     activation_bytes: NonNegativeInt | None
-    """Kept for backward, the unit's input included and parameters not; None: not measured."""
+    """Kept for backward, parameters left out; the unit's input counts where backward needs it, so
+    that units add up to a stage. None: not measured."""
 
 
 class OptimizerMeasurement(Frozen):
