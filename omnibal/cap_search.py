@@ -178,11 +178,6 @@ def search_caps(
 def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
     """What to know before using the caps that were found; a sentence each."""
     found = []
-    if request.rule is CapRule.TIME and request.profile is None:
-        found.append(
-            "counted costs charge next to nothing for a micro-batch as such, which favours small "
-            "caps; a measured profile does (`omnibal profile`, then --profile)"
-        )
     if search.is_largest:
         found.append(
             f"the best token cap is {_LEVELS[-1]:.0f} times what the longest sample needs; larger "
