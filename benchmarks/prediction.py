@@ -428,6 +428,8 @@ def main() -> None:
         outcomes.append(launch_case(index, arguments.rounds, arguments.patience))
         print(row(CASES[index], outcomes[-1]), flush=True)
     print(verdict("step time", [outcome.time_error for outcome in outcomes], STEP_TIME_BAR))
+    of_median = [o.predicted_ms / float(np.median(o.steps_ms)) - 1 for o in outcomes]
+    print(verdict("step time, of the median step", of_median, STEP_TIME_BAR))
     memory_errors = [error for outcome in outcomes for error in outcome.memory_errors]
     print(verdict("peak activations", memory_errors, MEMORY_BAR))
 
