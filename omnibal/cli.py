@@ -48,6 +48,7 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, write_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
 from omnibal.errors import EXIT_USER_ERROR, DoesNotFit, UserError
+from omnibal.files import atomic
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.plan import (
     USABLE_MEMORY_FRACTION,
@@ -622,6 +623,64 @@ def check(
     notes = training_obstacles(read_plan(directory))
     lines = (f"{'note' if sentence in notes else 'ok'}: {sentence}" for sentence in passed)
     _print_result(as_json, {"passed": passed}, *lines)
+
+
+@app.command()
+def simulate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")],
+    trace: Annotated[
+        Path | None, typer.Option(help="Chrome trace of a step to write, for Perfetto")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="that the trace shows (default: the slowest)")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay all steps of a plan on its own packs."""
+    from omnibal.cost.model import pack_features
+    from omnibal.pipeline.simulate import simulate_run
+    from omnibal.pipeline.workload import Workload
+    from omnibal.planner import cost_of_plan, data_of_plan
+    from omnibal.report.trace import chrome_trace
+
+    if trace is not None:
+        _check_output(trace, "--trace")
+    planned = read_plan(directory)
+    files = data_of_plan(planned, directory)
+    if files is None:
+        raise UserError(
+            f"{directory}: the plan has neither data nor shapes, so there is nothing to replay; "
+            "give a plan of `omnibal plan`"
+        )
+    packs, samples = files
+    cost = cost_of_plan(planned, directory)
+    features = pack_features(packs.packs, samples)
+    workload = Workload.of(packs, features, planned.parallel.data)
+    with _status("simulating"):
+        steps = simulate_run(cost, planned.stages, workload)
+    shown = int(steps.step_ms.argmax()) if step is None else step
+    if shown >= packs.steps:
+        raise UserError(
+            f"--step {shown} was given, and the plan has steps 0 to {packs.steps - 1}; give one of "
+            "these"
+        )
+    if trace is not None:
+        events = chrome_trace(cost, planned.stages, workload, shown)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(trace) as temporary:
+            temporary.write_text(json.dumps(events) + "\n")
+    result = {
+        "steps": packs.steps,
+        "step_ms_mean": float(steps.step_ms.mean()),
+        "step_ms_median": float(np.median(steps.step_ms)),
+        "step_ms_min": float(steps.step_ms.min()),
+        "step_ms_max": float(steps.step_ms.max()),
+        "slowest_step": int(steps.step_ms.argmax()),
+        "busy_fraction": (steps.busy_ms.sum(axis=0) / steps.step_ms.sum()).tolist(),
+        "trace": None if trace is None else str(trace),
+        "trace_step": None if trace is None else shown,
+    }
+    _print_result(as_json, result, tables.simulation_table(result))
 
 
 @app.command()

@@ -245,6 +245,20 @@ def plan_table(plan: Plan, prediction: Prediction) -> Table:
     return table
 
 
+def simulation_table(result: dict[str, Any]) -> Table:
+    """All steps of a replayed plan."""
+    table = _facts_table("Simulated steps")
+    table.add_row("steps", f"{result['steps']:,}")
+    for name in ("mean", "median", "min", "max"):
+        table.add_row(f"step, {name}", f"{result[f'step_ms_{name}']:,.1f} ms")
+    table.add_row("slowest step", f"{result['slowest_step']:,}")
+    for stage, share in enumerate(result["busy_fraction"]):
+        table.add_row(f"stage {stage} is busy", f"{share:.1%}")
+    if result["trace"] is not None:
+        table.add_row(f"trace of step {result['trace_step']:,}", result["trace"])
+    return table
+
+
 def lost_time_table(prediction: Prediction) -> Table:
     """Where the time of a step goes, from the ideal up."""
     table = _table("Where the step's time goes", "", "ms", "of the step")

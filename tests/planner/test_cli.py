@@ -50,6 +50,7 @@ FLAGS = {
     "--profile --micro-batches --epochs --seed --precision --memory-gib --packing "
     "--steps-of --json",
     "presets": "--json",
+    "simulate": "--trace --step --json",
     "check": "--json",
     "report": "--output -o --run --json",
 }
@@ -240,6 +241,23 @@ def test_gpus_chooses_the_sizes(capsys, tmp_path, lengths_file):
     assert "Strategies for 4 devices at 40 samples per step" in capsys.readouterr().out
 
 
+def test_simulate_replays_every_step(capsys, tmp_path, lengths_file):
+    """Prevents figures of a few steps, and a trace of another step than the one that is named."""
+    run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", tmp_path / "plan", "--json")
+    planned = json.loads(capsys.readouterr().out)
+    run("simulate", tmp_path / "plan", "--trace", tmp_path / "new/trace.json", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["steps"] == planned["steps"]
+    assert printed["step_ms_mean"] == pytest.approx(planned["step_ms"])
+    assert printed["step_ms_min"] <= printed["step_ms_median"] <= printed["step_ms_max"]
+    assert printed["trace_step"] == printed["slowest_step"]
+    events = json.loads((tmp_path / "new/trace.json").read_text())["traceEvents"]
+    last_ms = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 1e3
+    assert 0.8 * printed["step_ms_max"] < last_ms <= printed["step_ms_max"]
+    run("simulate", tmp_path / "plan", "--step", 0)
+    assert "slowest step" in capsys.readouterr().out
+
+
 def test_network_speed_replaces_the_clusters(tmp_path):
     """Prevents an option that changes the time and is not in the plan, or the other way round."""
     steps = []
@@ -283,6 +301,7 @@ def test_lengths_scan(capsys, tmp_path, digits):
         ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o {lengths}/p", "exists"),
         (PLAN + " -o {lengths}", "is a file"),
         ("check absent", "plan.json: no such file"),
+        ("simulate absent", "plan.json: no such file"),
         (PLAN + " -o .", "is the current directory"),
         (PLAN + " -o {lengths}/p/q", "is not a directory"),
         (PLAN + " --tp 3 -o p", "is more than the 2 devices of a node"),

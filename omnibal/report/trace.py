@@ -1,0 +1,63 @@
+"""A simulated step as a Chrome trace, for chrome://tracing or Perfetto.
+
+A process is a data-parallel rank, a thread a pipeline stage, a block a micro-batch's forward or
+backward. The format is the Trace Event Format's complete events, times in microseconds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.simulate import Timeline, simulate_1f1b
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Stage
+
+_US_PER_MS = 1e3
+
+
+def chrome_trace(
+    cost: CostModel, stages: Sequence[Stage], workload: Workload, step: int
+) -> dict[str, Any]:
+    """All ranks and stages of one step, from its first forward to its last backward."""
+    events: list[dict[str, Any]] = []
+    in_step = workload.step == step
+    for rank in range(workload.data_parallel_size):
+        rows = np.flatnonzero(in_step & (workload.dp_rank == rank))
+        events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
+        events += [_name("thread_name", f"stage {s}", rank, s) for s in range(len(stages))]
+        if len(rows):
+            times = stage_times(cost, stages, workload.features[rows])
+            timeline = simulate_1f1b(
+                times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
+            )
+            events += _blocks(timeline, workload.features[rows], rank)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": stage, "args": {"name": name}}
+
+
+def _blocks(timeline: Timeline, features: np.ndarray, rank: int) -> list[dict[str, Any]]:
+    directions = {
+        "forward": (timeline.forward_start_ms, timeline.forward_end_ms),
+        "backward": (timeline.backward_start_ms, timeline.backward_end_ms),
+    }
+    return [
+        {
+            "ph": "X",
+            "name": f"{direction} {micro_batch}",
+            "cat": direction,
+            "pid": rank,
+            "tid": stage,
+            "ts": _US_PER_MS * float(start[micro_batch, stage]),
+            "dur": _US_PER_MS * float(end[micro_batch, stage] - start[micro_batch, stage]),
+            "args": {"tiles": int(tiles), "tokens": int(tokens)},
+        }
+        for direction, (start, end) in directions.items()
+        for micro_batch, (_, tiles, tokens, *_) in enumerate(features)
+        for stage in range(start.shape[1])
+    ]

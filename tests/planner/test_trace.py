@@ -1,0 +1,52 @@
+"""The Chrome trace against the simulation that it shows."""
+
+import json
+
+import numpy as np
+from cost_cases import random_cost, random_features, small_model
+
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.workload import Workload
+from omnibal.report.trace import chrome_trace
+
+MODEL = small_model(3, 3)
+STAGES = stages_from_cuts(MODEL, (3, 7), [(1, 0), (0, 0), (0, 1)])
+
+
+def example() -> Workload:
+    """Two steps of two ranks; the second rank has fewer micro-batches, in the second step none."""
+    rows = [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (1, 0, 0), (1, 0, 1)]
+    step, rank, slot = np.array(rows).T
+    features = random_features(np.random.default_rng(1), len(rows))
+    return Workload(features=features, step=step, dp_rank=rank, slot=slot, data_parallel_size=2)
+
+
+def test_every_block_is_there_and_none_overlaps():
+    """Prevents lost micro-batches, and blocks of a stage on top of each other."""
+    cost, workload = random_cost(np.random.default_rng(0)), example()
+    for step, counts in ((0, (3, 1)), (1, (2, 0))):
+        trace = json.loads(json.dumps(chrome_trace(cost, STAGES, workload, step)))
+        blocks = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        for rank, count in enumerate(counts):
+            for stage in range(3):
+                own = [b for b in blocks if (b["pid"], b["tid"]) == (rank, stage)]
+                names = [f"{kind} {i}" for kind in ("forward", "backward") for i in range(count)]
+                assert sorted(b["name"] for b in own) == sorted(names)
+                own.sort(key=lambda b: b["ts"])
+                ends = [b["ts"] + b["dur"] for b in own]
+                assert all(end <= b["ts"] + 1e-6 for end, b in zip(ends, own[1:], strict=False))
+        names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+        assert names.count("data-parallel rank 1") == 1
+        assert names.count("stage 2") == 2
+
+
+def test_the_trace_is_as_long_as_the_slowest_pipeline():
+    """Prevents milliseconds in place of microseconds, and another step than the one asked for."""
+    cost, workload = random_cost(np.random.default_rng(0)), example()
+    alone = simulate_run(cost, STAGES, workload)
+    for step in (0, 1):
+        blocks = [e for e in chrome_trace(cost, STAGES, workload, step)["traceEvents"] if "ts" in e]
+        last_ms = max(block["ts"] + block["dur"] for block in blocks) / 1e3
+        # The rest of a step is reduction and update.
+        assert 0.8 * alone.step_ms[step] < last_ms < alone.step_ms[step]
