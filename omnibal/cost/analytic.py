@@ -25,7 +25,10 @@ log-sum-exp per head), plus what layer scale and q/k norms keep. Tensors between
 are whole on every tensor-parallel rank, or divided under sequence parallelism; those inside are
 divided. A frozen layer keeps only what its input's gradient needs: no inputs of linear layers.
 
-Not counted: rows of padding in the vocabulary.
+Not counted: rows of padding in the vocabulary; the exchange of sums that q/k norms over all heads
+need under tensor parallelism. A job that spans nodes pays the network's price at every cut, also
+where two stages share a node. The numbers of kernels are those of this project's layers, counted in
+their code, norms and biases unfused.
 
 Letters: h hidden, f feed-forward, P positions per tile, T language tokens per tile, t tensor size.
 """
@@ -87,17 +90,20 @@ class _Counts:
     attention_flops: np.ndarray
     moved_bytes: np.ndarray
     collective_bytes: np.ndarray
-    """Sent by the rank; backward sends as much."""
+    """Sent by the rank, as are the next two."""
+    back_collective_bytes: np.ndarray
     gathered_again_bytes: np.ndarray
-    """Sent in backward only, for the gradients of weights."""
+    """In backward too, where the weights are trained."""
     kernels: int
     kept_bytes: np.ndarray
-    kept_frozen_bytes: np.ndarray
-    """Where only the gradient of the input is wanted."""
+    kept_frozen_bytes: np.ndarray | None = None
+    """Where only the gradient of the input is wanted; None where nothing before can be trained."""
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
     transient_bytes: np.ndarray
     parameters: int
+    begins_with_weights: bool = False
+    """Nothing that is trained comes before its products, so alone it needs no input gradient."""
 
 
 def analytic_cost(
@@ -140,7 +146,9 @@ def analytic_cost(
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
         link_latency_ms=cluster.link_latency_us / 1e3,
         link_ms_per_byte=_link_ms_per_byte(cluster, parallel.world_size),
-        gradient_reduction_ms_per_parameter=_gradient_reduction_ms(cluster, parallel, precision),
+        gradient_reduction_ms_per_parameter=_gradient_reduction_ms(
+            cluster, parallel, ELEMENT_BYTES[precision] if distributed_optimizer else GRADIENT_BYTES
+        ),
         source=f"analytic:{cluster.name}",
     )
 
@@ -153,14 +161,14 @@ def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
 
 
 def _gradient_reduction_ms(
-    cluster: ClusterConfig, parallel: Parallel, precision: Precision
+    cluster: ClusterConfig, parallel: Parallel, gathered_bytes: int
 ) -> float:
-    """Ring reduce-scatter of the gradients and all-gather of the weights, per parameter.
+    """Ring reduce-scatter of the gradients and all-gather of weights or gradients, per parameter.
 
     A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data.
     """
     share = (parallel.data - 1) / parallel.data
-    sent_bytes = share * (GRADIENT_BYTES + ELEMENT_BYTES[precision])
+    sent_bytes = share * (GRADIENT_BYTES + gathered_bytes)
     return sent_bytes * _link_ms_per_byte(cluster, parallel.tensor * parallel.data)
 
 
@@ -219,11 +227,15 @@ def _unit_cost(
             parameters=counts.parameters,
             trained_parameters=0,
         )
-    # Gradients of the input and of the weights are a product each.
-    products = int(trained) + int(before_trained)
-    back_collective_ms = collective_ms + trained * (
-        counts.gathered_again_bytes / device.collective_bytes_per_ms
-    )
+    # Gradients of the input and of the weights are a product each; norms before a product are
+    # trained too.
+    wants_input = before_trained or (trained and not counts.begins_with_weights)
+    products = int(trained) + int(wants_input)
+    back_sent_bytes = counts.back_collective_bytes + trained * counts.gathered_again_bytes
+    back_collective_ms = back_sent_bytes / device.collective_bytes_per_ms
+    kept_bytes = counts.kept_bytes
+    if not trained and counts.kept_frozen_bytes is not None:
+        kept_bytes = counts.kept_frozen_bytes
     accumulated_bytes = _FIXED * trained * counts.parameters * 2 * GRADIENT_BYTES
     backward_ms = (
         products * matmul_ms
@@ -238,7 +250,7 @@ def _unit_cost(
         backward_ms=backward_ms,
         collective_ms=np.stack([collective_ms, back_collective_ms]),
         padding_ms=np.zeros((2, len(FEATURES))),
-        activation_bytes=counts.kept_bytes if trained else counts.kept_frozen_bytes,
+        activation_bytes=kept_bytes,
         boundary_bytes=counts.boundary_bytes,
         output_bytes=counts.output_bytes,
         output_gradient_bytes=counts.output_bytes,
@@ -259,15 +271,16 @@ def _vision_embed(model: ModelConfig, device: _Device) -> _Counts:
         # Pixels in, patches out, then read and written again with the positions added.
         moved_bytes=pixel_bytes + 3 * output_bytes,
         collective_bytes=0 * _TILES,
+        back_collective_bytes=0 * _TILES,
         gathered_again_bytes=0 * _TILES,
         kernels=5,
         kept_bytes=pixel_bytes,
-        kept_frozen_bytes=0 * _TILES,
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
         transient_bytes=output_bytes,
         # Convolution with bias, class token, position embedding; whole on every tensor rank.
         parameters=vision.hidden_size * (patch_values + 2 + vision.positions_per_tile),
+        begins_with_weights=True,
     )
 
 
@@ -281,8 +294,6 @@ def _vision_layer(model: ModelConfig, device: _Device, *, padded: bool = True) -
     # Divided: q, k, v, attention's output, and the feed-forward before and after GELU.
     normed = 2 * a if vision.qk_norm else 0
     kept = 6 * h + (4 * a + 2 * f + normed) / t
-    # Without weights' gradients: what norms, attention and GELU need.
-    kept_frozen = 2 * h + (4 * a + f + normed) / t
     norm = h if vision.normalization == "RMSNorm" else 2 * h
     whole = 2 * norm + 2 * h + 2 * h  # norms, layer scales, biases of both row-parallel linears
     divided = 4 * h * a + 2 * h * f + f
@@ -298,10 +309,10 @@ def _vision_layer(model: ModelConfig, device: _Device, *, padded: bool = True) -
         moved_bytes=rows * moved * size,
         # An all-reduce is a reduce-scatter and an all-gather.
         collective_bytes=2 * 2 * device.sent * output_bytes,
+        back_collective_bytes=2 * 2 * device.sent * output_bytes,
         gathered_again_bytes=0 * rows,
         kernels=24,
         kept_bytes=rows * (kept * size + log_sum_exp_bytes),
-        kept_frozen_bytes=rows * (kept_frozen * size + log_sum_exp_bytes),
         boundary_bytes=output_bytes,
         output_bytes=output_bytes,
         transient_bytes=rows * (2 * h + 2 * f / t) * size,
@@ -321,6 +332,8 @@ def _projector(model: ModelConfig, device: _Device) -> _Counts:
         # Shuffle and norm of the input, then GELU, then the bias.
         moved_bytes=2 * 2 * vision_bytes + rows * (2 * h / t + 2 * h) * size,
         collective_bytes=2 * device.sent * output_bytes,
+        # Of the first product's input, which the norm needs.
+        back_collective_bytes=2 * device.sent * rows * wide * size,
         gathered_again_bytes=0 * rows,
         kernels=8,
         # Shuffled input and norm's output are whole; before and after GELU are divided.
@@ -342,7 +355,9 @@ def _language_embed(model: ModelConfig, device: _Device) -> _Counts:
         matmul_flops=0 * _TOKENS,
         attention_flops=0 * _TOKENS,
         moved_bytes=2 * (image_bytes + text_bytes),
+        # All-reduced, and backward is then free; or scattered, and backward gathers.
         collective_bytes=(1 if device.sequence_parallel else 2) * device.sent * text_bytes,
+        back_collective_bytes=(1 if device.sequence_parallel else 0) * device.sent * text_bytes,
         gathered_again_bytes=0 * _TOKENS,
         kernels=6,
         kept_bytes=ids_bytes + image_bytes,
@@ -376,6 +391,7 @@ def _language_layer(model: ModelConfig, device: _Device) -> _Counts:
         attention_flops=_SQUARED * 2 * h / t,
         moved_bytes=_TOKENS * moved * size,
         collective_bytes=collective_bytes,
+        back_collective_bytes=collective_bytes,
         gathered_again_bytes=collective_bytes / 2 if device.sequence_parallel else 0 * _TOKENS,
         kernels=20,
         kept_bytes=_TOKENS * (kept * size + _FP32_BYTES * language.heads / t),
@@ -393,14 +409,18 @@ def _head(model: ModelConfig, device: _Device) -> _Counts:
     vocabulary = -(-model.language.vocab_size // device.tensor)
     hidden_bytes = _TOKENS * h * size * device.whole
     gathered_bytes = _TOKENS * h * size
+    gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * _TOKENS
+    reduced_bytes = 2 * device.sent * _LOSS_TOKENS * h * size
     return _Counts(
         matmul_flops=_LOSS_TOKENS * 2 * h * vocabulary,
         attention_flops=0 * _TOKENS,
         # Logits are written and read once, their fp32 softmax is read and written twice.
         moved_bytes=2 * hidden_bytes + _LOSS_TOKENS * vocabulary * (2 * size + 4 * _FP32_BYTES),
-        # Backward all-reduces the input's gradient, or scatters it and gathers the input again.
-        collective_bytes=device.sent * gathered_bytes,
-        gathered_again_bytes=0 * _TOKENS,
+        # Backward all-reduces the gradient of what carries loss; or the input is gathered, its
+        # gradient scattered, and the input gathered again.
+        collective_bytes=gather_bytes,
+        back_collective_bytes=gather_bytes if device.sequence_parallel else reduced_bytes,
+        gathered_again_bytes=gather_bytes,
         kernels=15,
         # The final norm's input and output, the part of it that carries loss, and the softmax that
         # the loss keeps in fp32.
@@ -408,6 +428,7 @@ def _head(model: ModelConfig, device: _Device) -> _Counts:
         kept_frozen_bytes=hidden_bytes + _LOSS_TOKENS * vocabulary * _FP32_BYTES,
         boundary_bytes=hidden_bytes,
         output_bytes=0 * _TOKENS,
-        transient_bytes=gathered_bytes + _LOSS_TOKENS * (h + vocabulary) * size,
+        # Two fp32 gradients of the logits exist at a time: the loss's and the softmax's.
+        transient_bytes=gathered_bytes + _LOSS_TOKENS * (h * size + vocabulary * 2 * _FP32_BYTES),
         parameters=h + vocabulary * h,
     )

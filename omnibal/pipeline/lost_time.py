@@ -31,16 +31,17 @@ def lost_time(
     parameters = trained_parameters(cost, stages)
     update_ms = cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters
     reduction_ms = cost.gradient_reduction_ms_per_parameter * parameters
-    bare = _without(cost, collectives=True, padding=False)
-    needed = _without(cost, collectives=True, padding=True)
-    times = _without_recompute(stage_times(needed, stages, features))
+    silent = _without_collectives(cost, padding=True)
+    bare = _without_links(stage_times(silent, stages, features))
+    needed = _without_collectives(cost, padding=False)
+    times = _without_recompute(_without_links(stage_times(needed, stages, features)))
     steps = (
         (stage_times(cost, stages, features), reduction_ms, update_ms),
-        (_without_links(stage_times(bare, stages, features)), nothing, update_ms),
-        (_without_links(stage_times(bare, stages, features)), nothing, nothing),
-        (_without_links(_without_recompute(stage_times(bare, stages, features))), nothing, nothing),
-        (_without_links(times), nothing, nothing),
-        (_without_links(_evened_out(times)), nothing, nothing),
+        (bare, nothing, update_ms),
+        (bare, nothing, nothing),
+        (_without_recompute(bare), nothing, nothing),
+        (times, nothing, nothing),
+        (_evened_out(times), nothing, nothing),
     )
     ranks = len(np.unique(workload.step)) * workload.data_parallel_size
     left = [step_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
@@ -72,11 +73,11 @@ def _mean_of_ranks_ms(
     return float(simulated.step_ms.sum() + idle * idle_ms) / ranks
 
 
-def _without(cost: CostModel, *, collectives: bool, padding: bool) -> CostModel:
-    """The costs without tensor-parallel exchange, or padding, or both."""
+def _without_collectives(cost: CostModel, *, padding: bool) -> CostModel:
+    """The costs without tensor-parallel exchange, with or without padding."""
 
     def bare(unit: UnitCost) -> UnitCost:
-        forward_ms, backward_ms = collectives * unit.collective_ms + padding * unit.padding_ms
+        forward_ms, backward_ms = unit.collective_ms + (0 if padding else unit.padding_ms)
         return replace(
             unit,
             forward_ms=unit.forward_ms - forward_ms,

@@ -5,7 +5,8 @@
 OmniBal's Figure 2 has a pack of 9 tiles and 4K tokens take 900 | 300 | 260 | 270 ms forward on the
 stages of the parameter partition, 45 vision layers and 17 | 16 | 15 language layers: the first
 stage takes 0.520 of the whole. Which share of the memory's rate must element-wise passes reach for
-that? Everything else that is predicted follows from data sheets and operation counts.
+that? Everything else that is predicted follows from data sheets, operation counts, and the shares
+that products and transfers usually reach (0.65 and 0.5, assumed and not fitted).
 """
 
 import numpy as np
@@ -27,6 +28,7 @@ from omnibal.pipeline.units import stages_from_cuts
 STAGE_CUTS = (48, 65, 81)
 """Image embed, 45 vision layers, projector and text embed | 17 | 16 | 15 layers and the head."""
 SAMPLES_PER_PACK = 4.6
+"""Of ISF at these caps (Table 3); attention's cost depends on it."""
 
 
 def stage_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:

@@ -16,7 +16,7 @@ from paper import (
     print_table,
 )
 
-from omnibal.errors import UserError
+from omnibal.errors import DoesNotFit
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 
 MEMORIES_GIB = (40.0, 80.0)
@@ -38,7 +38,7 @@ def main() -> None:
             ):
                 try:
                     chosen = predicted.stages(method, rule, data.isf)
-                except UserError:
+                except DoesNotFit:
                     step_ms.append(None)
                     continue
                 step_ms.append(predicted.step_ms(chosen, data.isf))

@@ -11,6 +11,7 @@ hold what a framework allocates outside the model, some gigabytes.
 import numpy as np
 from paper import (
     ABLATION_JOB,
+    GB_PER_GIB,
     TABLE_5,
     Data,
     Predicted,
@@ -24,7 +25,6 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.pipeline.stage_cost import stage_memories
 from omnibal.plan import Parallel
 
-GB_PER_GIB = 1.073741824
 DEVICE_GB = 80.0
 
 
