@@ -30,12 +30,7 @@ from omnibal.data.steps import DataRequest, deal_steps, draw_steps
 from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_recomputes
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.stage_cost import (
-    GIB,
-    in_flight_features,
-    memory_table,
-    model_ms,
-)
+from omnibal.pipeline.stage_cost import GIB, memory_tables, model_ms
 from omnibal.pipeline.units import (
     LANGUAGE_LAYER,
     UNITS,
@@ -123,9 +118,7 @@ def steady_state_stages(
     layers_ms = forward[[VISION_LAYER, LANGUAGE_LAYER]]
     run_ms = np.full((stages, len(before), len(before)), np.inf)
     recomputed = np.zeros((*run_ms.shape, 2), np.int64)
-    for stage in range(stages):
-        held = in_flight_features(packs.features, packs.slot, stages - stage)
-        table = memory_table(cost, held, packs.features)
+    for stage, table in enumerate(memory_tables(cost, packs.features, packs.slot, stages)):
         sets = useful_recomputes(
             table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes
         )

@@ -16,19 +16,18 @@ from itertools import count
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import dist_ratio
-from omnibal.data.packing import PackingMethod, pack_samples
+from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
-from omnibal.data.steps import Steps, match_packs
 from omnibal.errors import UserError
-from omnibal.pipeline.stage_cost import model_ms
 from omnibal.plan import Caps, Parallel
-from omnibal.planner import PlanRequest, check_parallel, job_cost, make_plan, model_of_origin
+from omnibal.planner import PlanRequest, check_parallel, job_cost, model_of_origin
+from omnibal.trial import Job, micro_batches_at, packs_of, time_per_sample
 
 MAX_CANDIDATES = 32
 """Of a search by time: 17 on the grid, the best 3 again on more samples, twice 6 moves."""
@@ -37,7 +36,8 @@ _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003
 _COARSE_SHARE = 8
 """The grid is evaluated on this part of the samples."""
-_MIN_STEPS = 8
+MIN_STEPS = 8
+"""Of the samples that candidates are evaluated on, at least."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the least."""
 _TILE_SHARES = (0.75, 1.0)
@@ -160,7 +160,7 @@ def search_caps(
         on_progress(1)
 
     def trials(share: int) -> _Trials:
-        wanted = max(request.samples // share, _MIN_STEPS * request.samples_per_step)
+        wanted = max(request.samples // share, MIN_STEPS * request.samples_per_step)
         some = replace(request, lengths=draw_samples(request.lengths, wanted, request.seed))
         evaluation = _Evaluation(request=some, model=model, cost=cost)
         return _Trials(evaluation=evaluation, processes=processes, advance=advance)
@@ -338,98 +338,49 @@ class _Evaluation:
             return caps, str(error)
 
     def _candidate(self, caps: Caps) -> Candidate:
-        """Pack, and plan steps of a whole number of micro-batches: just fewer, just more samples.
-
-        Caps could otherwise win by being rounded to larger steps, whose bubble is smaller.
+        """Pack, and predict the time at exactly the samples wanted.
 
         Raises:
             UserError: the caps do not fit into memory, or there are fewer packs than ranks.
         """
-        lengths, ranks = self.request.lengths, self.request.parallel.data
-        packing_seed, order_seed = self._seeds()
-        packs = pack_samples(lengths, caps, self.request.packing, packing_seed)
-        samples_per_pack = len(lengths) / len(packs)
-        wanted = min(self.request.samples_per_step, len(lengths))
-        micro_batches = max(wanted / samples_per_pack / ranks, 1.0)
-        plans = {
-            whole: self._plan(caps, packs, whole * ranks, order_seed)
-            for whole in (math.floor(micro_batches), math.ceil(micro_batches))
-        }
-        nearest = round(micro_batches)
-        ms_per_sample = _ms_per_sample([*plans.values()], wanted)
+        request = self.request
+        lengths, ranks = request.lengths, request.parallel.data
+        planned = self._plan_request(caps)
+        (packs,) = packed = packs_of(planned)
+        exact = micro_batches_at(request.samples_per_step, len(lengths), len(packs), ranks)
+        job = Job(request=planned, packed=packed, model=self.model, cost=self.cost)
+        timed = time_per_sample(job, request.samples_per_step, max(exact, 1.0))
+        assert timed.plan.prediction is not None
+        prediction = timed.plan.prediction
         return Candidate(
             max_tiles=caps.max_tiles,
             max_tokens=caps.max_tokens,
-            samples_per_pack=samples_per_pack,
-            packs_per_step=nearest * ranks,
-            micro_batches=nearest,
-            recomputed_layers=plans[nearest].recomputed_layers,
-            peak_gib=plans[nearest].peak_gib,
-            bubble_fraction=plans[nearest].bubble_fraction,
-            ms_per_sample=ms_per_sample,
-            samples_per_second=1e3 / ms_per_sample,
+            samples_per_pack=len(lengths) / len(packs),
+            packs_per_step=timed.micro_batches * ranks,
+            micro_batches=timed.micro_batches,
+            recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages),
+            peak_gib=max(stage.memory.peak_gib for stage in prediction.stages),
+            bubble_fraction=prediction.bubble_fraction,
+            ms_per_sample=timed.ms_per_sample,
+            samples_per_second=1e3 / timed.ms_per_sample,
         )
 
-    def _plan(
-        self, caps: Caps, packs: Packs, packs_per_step: int, order_seed: np.random.SeedSequence
-    ) -> "_Planned":
-        """What `make_plan` makes of packs that it would otherwise draw anew for each step size."""
-        request, lengths = self.request, self.request.lengths
-        load = model_ms(self.cost, self.model, pack_features(packs, lengths))
-        step = match_packs(
-            packs.sums(lengths.tiles), load, packs_per_step, request.parallel.data, order_seed
+    def _plan_request(self, caps: Caps) -> PlanRequest:
+        request = self.request
+        return PlanRequest(
+            model=request.model,
+            cluster=request.cluster,
+            parallel=request.parallel,
+            precision=request.precision,
+            caps=caps,
+            lengths=request.lengths,
+            packing=request.packing,
+            packs_per_step=request.parallel.data,
+            epochs=1,
+            seed=request.seed,
+            profile=request.profile,
+            frozen=request.frozen,
         )
-        plan = make_plan(
-            PlanRequest(
-                model=request.model,
-                cluster=request.cluster,
-                parallel=request.parallel,
-                precision=request.precision,
-                caps=caps,
-                lengths=lengths,
-                packing=request.packing,
-                packs_per_step=packs_per_step,
-                epochs=1,
-                seed=request.seed,
-                profile=request.profile,
-                frozen=request.frozen,
-                steps=Steps.of(packs, step, np.zeros(len(packs), np.int32)),
-            )
-        ).plan
-        assert plan.data is not None and plan.prediction is not None
-        return _Planned(
-            samples_per_step=len(lengths) / plan.data.steps,
-            step_ms=plan.prediction.step_ms,
-            recomputed_layers=sum(stage.recomputed_layers for stage in plan.stages),
-            peak_gib=max(stage.memory.peak_gib for stage in plan.prediction.stages),
-            bubble_fraction=plan.prediction.bubble_fraction,
-        )
-
-    def _seeds(self) -> list[np.random.SeedSequence]:
-        """Of the packing and the order of a plan's first epoch, as `draw_steps` takes them."""
-        return np.random.SeedSequence([self.request.seed, 0]).spawn(2)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Planned:
-    """What counts of a plan."""
-
-    samples_per_step: float
-    """Mean, as the time."""
-    step_ms: float
-    recomputed_layers: int
-    peak_gib: float
-    bubble_fraction: float
-
-
-def _ms_per_sample(plans: Sequence[_Planned], samples_per_step: float) -> float:
-    """Of a step of so many samples, on the line through the first and the last of the plans."""
-    first, last = plans[0], plans[-1]
-    if first.samples_per_step == last.samples_per_step:
-        return first.step_ms / first.samples_per_step
-    ms_per_more = (last.step_ms - first.step_ms) / (last.samples_per_step - first.samples_per_step)
-    step_ms = first.step_ms + ms_per_more * (samples_per_step - first.samples_per_step)
-    return step_ms / samples_per_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

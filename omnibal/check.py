@@ -9,7 +9,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.pipeline.predict import predicted_step_ms
-from omnibal.pipeline.stage_cost import stage_memories
+from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import PACKS_FILE, DataPlan, Plan, Prediction, memory_cap_gib, read_plan
@@ -24,7 +24,7 @@ def check_plan(directory: Path) -> list[str]:
     """Check everything that can be checked before a device is rented.
 
     Returns:
-        One sentence per passed check, and last what `training_obstacles` says.
+        One sentence per passed check.
 
     Raises:
         UserError: the first check that fails: what was given, what must hold, what to change.
@@ -39,7 +39,7 @@ def check_plan(directory: Path) -> list[str]:
         if plan.data is not None:
             passed += _check_data(plan, plan.data, lengths, packs)
         passed.append(_check_memory(plan, cost_of_plan(plan, directory), lengths, packs))
-    return passed + training_obstacles(plan)
+    return passed
 
 
 def training_obstacles(plan: Plan) -> list[str]:
@@ -89,7 +89,7 @@ def _check_memory(plan: Plan, cost: CostModel, lengths: Lengths, packs: Schedule
     memories = stage_memories(cost, plan.stages, packs.slot, features)
     peaks = np.array([memory.peak_gib for memory in memories])
     worst, cap_gib = int(peaks.argmax()), memory_cap_gib(plan.cluster)
-    if peaks[worst] > cap_gib:
+    if not fits_cap(peaks[worst], cap_gib):
         raise UserError(
             f"stage {worst} is predicted to need {peaks[worst]:.2f} GiB, but may fill "
             f"{cap_gib:.2f} GiB of a {plan.cluster.memory_gib:g} GiB {plan.cluster.device}; "

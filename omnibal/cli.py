@@ -6,6 +6,7 @@ What only one command needs is imported there, so that `omnibal --help` stays fa
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
@@ -72,6 +73,8 @@ DEFAULT_CAP_SAMPLES = 20_000
 _DATA_OPTIONS = (
     "lengths max_tiles max_tokens micro_batches epochs seed packing".split()  # of `omnibal plan`
 )
+_MOST = 2**31 - 1
+"""Lengths are 32-bit numbers."""
 _CAPS_NEEDED = (
     "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or neither, with "
     "--lengths, to have them searched for"
@@ -89,15 +92,21 @@ ModelOption = Annotated[str, typer.Option("--model", help=_preset_help("model"))
 LengthsOption = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
 ]
-MaxTilesOption = Annotated[int, typer.Option(min=1, help="image tiles that a pack may hold")]
-MaxTokensOption = Annotated[int, typer.Option(min=1, help="language tokens that a pack may hold")]
+MaxTilesOption = Annotated[
+    int, typer.Option(min=1, max=_MOST, help="image tiles that a pack may hold")
+]
+MaxTokensOption = Annotated[
+    int, typer.Option(min=1, max=_MOST, help="language tokens that a pack may hold")
+]
 OptionalMaxTilesOption = Annotated[
     int | None,
-    typer.Option(min=1, help="image tiles that a pack may hold (default: searched for)"),
+    typer.Option(min=1, max=_MOST, help="image tiles that a pack may hold (default: searched for)"),
 ]
 OptionalMaxTokensOption = Annotated[
     int | None,
-    typer.Option(min=1, help="language tokens that a pack may hold (default: searched for)"),
+    typer.Option(
+        min=1, max=_MOST, help="language tokens that a pack may hold (default: searched for)"
+    ),
 ]
 MicroBatchesOption = Annotated[int, typer.Option(min=1, help="packs of one rank in a step")]
 PackingOption = Annotated[PackingMethod, typer.Option("--packing", "--method", help="packing rule")]
@@ -481,7 +490,7 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         typer.Option(
             min=1,
             help="devices to choose parallel sizes for; any of --tp, --pp and --dp that is given "
-            "stays as it is",
+            "stays as it is (training needs --tp 1 as yet)",
         ),
     ] = None,
     tp: ChosenTensorOption = None,
@@ -575,13 +584,23 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     if recompute is None:
         is_joint = method is PartitionMethod.OMNIBAL
         recompute = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
-    result = _make_plan(PlanRequest(**job, **data, method=method, recompute=recompute))
+    request = PlanRequest(**job, **data, method=method, recompute=recompute)
+    if found is None:
+        result = _make_plan(request)
+    else:
+        result, found = _make_plan_of_strategy(request, found)
     save_plan(result, output)
-    for obstacle in training_obstacles(result.plan):
-        sys.stderr.write(f"note: {obstacle}\n")
+    gap = None if result.search is None else result.search.gap
+    notes = training_obstacles(result.plan)
+    if gap:
+        notes.append(
+            f"the search ended before its proof: stages that are up to {gap:.2%} faster may exist"
+        )
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
     prediction = result.plan.prediction
     assert prediction is not None
-    summary = _plan_summary(result.plan, prediction)
+    summary = _plan_summary(result.plan, prediction) | {"search_gap": gap}
     strategies = []
     if found is not None:
         summary["strategies"] = [
@@ -621,8 +640,8 @@ def check(
 
     passed = check_plan(directory)
     notes = training_obstacles(read_plan(directory))
-    lines = (f"{'note' if sentence in notes else 'ok'}: {sentence}" for sentence in passed)
-    _print_result(as_json, {"passed": passed}, *lines)
+    lines = [f"ok: {sentence}" for sentence in passed] + [f"note: {note}" for note in notes]
+    _print_result(as_json, {"passed": passed, "notes": notes}, *lines)
 
 
 @app.command()
@@ -714,6 +733,10 @@ def _cluster(name: str, memory_gib: float | None, network_gb_per_s: float | None
     """The cluster, with what was given in place of its own figures."""
     given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
     changes = {field: value for field, value in given.items() if value is not None}
+    for field, value in changes.items():
+        if not math.isfinite(value):
+            option = {"memory_gib": "--memory-gib", "inter_node_gb_per_s": "--network-gb-per-s"}
+            raise UserError(f"{option[field]} {value}: must be a finite number; give one")
     return load_cluster(name).model_copy(update=changes)
 
 
@@ -774,15 +797,54 @@ def _models_dumped(strategy: "Strategy") -> dict[str, Any]:
 
 def _make_plan(request: "PlanRequest") -> "PlanResult":
     """The plan, or an error that says what would fit."""
-    from omnibal.feasible import changes_that_fit, does_not_fit_message
     from omnibal.planner import make_plan
 
     try:
         return make_plan(request)
     except DoesNotFit as error:
-        with _status("looking for what would fit"):
-            changes = changes_that_fit(request)
-        raise UserError(does_not_fit_message(error, changes)) from error
+        raise _with_advice(request, error) from error
+
+
+def _make_plan_of_strategy(
+    request: "PlanRequest", found: "StrategySearch"
+) -> tuple["PlanResult", "StrategySearch"]:
+    """The plan of the fastest strategy that fits on all data, and the strategies from it on.
+
+    Strategies were found to fit on samples that were drawn, and all may need slightly more.
+    """
+    from omnibal.planner import make_plan
+    from omnibal.strategy import without_best
+
+    left, first_error = found, None
+    while True:
+        best = left.best
+        packs_per_step = best.parallel.data * best.micro_batches
+        sized = replace(
+            request, parallel=best.parallel, caps=best.caps, packs_per_step=packs_per_step
+        )
+        try:
+            return make_plan(sized), left
+        except DoesNotFit as error:
+            first_error = first_error or error
+        if len(left.ranking) == 1:
+            raise _with_advice(request, first_error) from first_error
+        left = without_best(left, "does not fit all data")
+        old, new = (
+            f"--tp {sizes.tensor} --pp {sizes.pipeline} --dp {sizes.data}"
+            for sizes in (best.parallel, left.best.parallel)
+        )
+        sys.stderr.write(
+            f"note: {old} fits the samples it was tried on, and not all: taking {new}\n"
+        )
+
+
+def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
+    """The error with what would fit."""
+    from omnibal.feasible import does_not_fit_message, find_changes
+
+    with _status("looking for what would fit"):
+        advice = find_changes(request)
+    return UserError(does_not_fit_message(error, advice))
 
 
 def _find_caps(

@@ -12,4 +12,13 @@ class UserError(ValueError):
 
 
 class DoesNotFit(UserError):
-    """The model cannot be trained in the memory of the devices, however it is split."""
+    """The model cannot be trained in the memory of the devices, however it is split.
+
+    What to change is the last part of the message, behind a semicolon, and in general terms.
+    """
+
+    @property
+    def need(self) -> str:
+        """The message without what to change."""
+        message = str(self)
+        return message.rpartition("; ")[0] or message

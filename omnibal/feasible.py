@@ -1,33 +1,41 @@
-"""What would make a job fit into memory that does not: the smallest change of each kind.
+"""What would make a job fit into memory that does not: the smallest change of each kind tried.
 
 Whether a change fits is decided by the least peak over all splits, with all recomputation that
-helps, on the very packs that a plan would be made of.
+helps, on packs as a plan would have them. Tried are, each alone: smaller caps in round numbers,
+every larger tensor size that the model allows, every pipeline size up to twice the given or 16 and
+then doubles, data sizes of two to four times, and preset devices with more memory; where none of
+the sizes is enough, tensor and pipeline sizes together.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from omnibal.cap_search import least_caps
+from omnibal.cap_search import draw_samples, least_caps
 from omnibal.config import ModelConfig, load_cluster, preset_names
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import pack_samples
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import Steps, deal_steps, match_packs
+from omnibal.data.packs import Packs
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.partition import least_peak_of_splits
-from omnibal.pipeline.stage_cost import GIB, model_ms
+from omnibal.pipeline.stage_cost import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Shapes, memory_cap_gib
-from omnibal.planner import PlanRequest, check_parallel, data_at_caps, job_cost, model_of_origin
+from omnibal.plan import Caps, Parallel, memory_cap_gib
+from omnibal.planner import PlanRequest, check_parallel
+from omnibal.trial import Job, packs_of
+
+SAMPLES = 20_000
+"""Drawn to decide on, where there are more and no steps are given."""
 
 _CAP_UNIT = 256
 """Token caps to try are multiples of it, or of less where caps are small."""
 _CAP_STEPS = 16
-_LARGER_DATA = (2, 4)
+_LARGER_DATA = (2, 3, 4)
+_EVERY_PIPELINE = 16
+"""Up to here, and up to twice the given size, no pipeline size is left out."""
+_DIGITS = 3
+_METHOD = "the joint partition and recomputation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,6 +48,15 @@ class Change:
     """Of one device, in the split that needs least."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Advice:
+    """What was found."""
+
+    changes: tuple[Change, ...]
+    tried: tuple[str, ...]
+    """In words, the kinds of changes of which at least one was tried, found or not."""
+
+
 def least_need_gib(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
@@ -47,53 +64,88 @@ def least_need_gib(
     return least_peak_of_splits(cost, model, workload, pipeline_size) / GIB
 
 
-def does_not_fit_message(error: DoesNotFit, changes: Sequence[str]) -> str:
-    """The error, with the changes that would do."""
-    if not changes:
-        return f"{error}; no single larger parallel size, smaller caps or preset device is enough"
-    return f"{error}; what would fit: {'; or '.join(changes)}"
+def gib_text(gib: float) -> str:
+    """Three significant digits, so that small devices have figures too.
+
+    Example:
+        >>> gib_text(125.06), gib_text(72.0), gib_text(0.00123)
+        ('125', '72.0', '0.00123')
+    """
+    decimals = _DIGITS - 1 - math.floor(math.log10(gib)) if gib > 0 else 0
+    return f"{gib:,.{max(decimals, 0)}f}"
 
 
-def changes_that_fit(request: PlanRequest) -> list[str]:
-    """In words, what `fitting_changes` finds."""
-    return [change.text for change in fitting_changes(request)]
+def does_not_fit_message(error: DoesNotFit, advice: Advice) -> str:
+    """The error, with the changes that would do in place of general advice."""
+    if advice.changes:
+        changes = "; or ".join(change.text for change in advice.changes)
+        return f"{error.need}; what would fit: {changes}"
+    if not advice.tried:
+        return str(error)
+    return (
+        f"{error.need}; of these, no single one that was tried is enough: "
+        f"{', '.join(advice.tried)}; combine several of them or use a smaller model"
+    )
 
 
-def fitting_changes(request: PlanRequest) -> list[Change]:
-    """The smallest change of every kind with which a request that does not fit would.
+def find_changes(request: PlanRequest) -> Advice:
+    """The smallest change of every kind tried with which a request that does not fit would.
 
     Those that need no more devices come first, then by devices; another kind of device is the last.
-    Where no parallel size alone is enough, a larger tensor and pipeline size together are tried.
+    For a method other than the joint search, that search is tried alone and, where it is not
+    enough, together with all else. Where there are more than `SAMPLES` samples, so many are drawn
+    to decide on: what only just fits them may need slightly more on all.
 
     Raises:
         UserError: the request is wrong in another way than that it does not fit.
     """
-    jobs = _Jobs(request)
-    if not _is_joint(request):
-        return jobs.first([(_text_of_method(request), _joint(request))])
-    parallel = request.parallel
+    if _is_joint(request):
+        trials = _Trials(request)
+    else:
+        joint = replace(request, method=PartitionMethod.OMNIBAL, recompute=RecomputeRule.CHEAPEST)
+        trials = _Trials(joint)
+        text = _text_of_method(request)
+        trials.first(_METHOD, [(text, joint)])
+        trials.prefix = f"{text}, and "
+    if not trials.found:
+        _try_all(trials)
+    return Advice(changes=tuple(trials.found), tried=tuple(trials.tried))
+
+
+def _try_all(trials: "_Trials") -> None:
+    request = trials.request
+    _try_smaller_caps(trials)
+    same_devices = len(trials.found)
     tensors, pipelines = _larger_tensors(request), _larger_pipelines(request)
-    larger = [
-        *jobs.first(jobs.sized(tensor=tensor) for tensor in tensors),
-        *jobs.first(jobs.sized(pipeline=pipeline) for pipeline in pipelines),
-        *jobs.first(jobs.sized(data=factor * parallel.data) for factor in _LARGER_DATA),
-    ]
-    if not larger:
+    data = request.parallel.data
+    trials.first("a larger --tp", (trials.sized(tensor=size) for size in tensors))
+    trials.first("a larger --pp", (trials.sized(pipeline=size) for size in pipelines))
+    more_data = (trials.sized(data=factor * data) for factor in _LARGER_DATA)
+    trials.first("a larger --dp", more_data)
+    if len(trials.found) == same_devices:
         pairs = sorted(
             ((tensor, pipeline) for tensor in tensors for pipeline in pipelines),
             key=lambda pair: (pair[0] * pair[1], pair),
         )
-        larger = jobs.first(jobs.sized(tensor=t, pipeline=p) for t, p in pairs)
-    larger.sort(key=lambda change: change.request.parallel.world_size)
-    return [*_smaller_caps(request, jobs), *larger, *jobs.first(_roomier(request))]
+        both = (trials.sized(tensor=tensor, pipeline=pipeline) for tensor, pipeline in pairs)
+        trials.first("a larger --tp and --pp together", both)
+    larger = sorted(
+        trials.found[same_devices:], key=lambda change: change.request.parallel.world_size
+    )
+    trials.found[same_devices:] = larger
+    trials.first("a preset device with more memory", _roomier(request))
 
 
-class _Jobs:
+class _Trials:
     """Changed requests, and what they need; the packs of the request's own caps are made once."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        self.packed = _packed(request)
+        self.prefix = ""
+        """What is changed already, in words."""
+        self.packed = packs_of(_drawn(request))
+        self.found: list[Change] = []
+        self.tried: list[str] = []
 
     def sized(self, **sizes: int) -> tuple[str, PlanRequest]:
         """With other parallel sizes, and as many micro-batches per rank unless steps are given."""
@@ -109,94 +161,49 @@ class _Jobs:
         changed = replace(request, parallel=parallel, packs_per_step=packs_per_step)
         return f"{text} instead of {instead}", changed
 
-    def first(self, candidates: Iterable[tuple[str, PlanRequest]]) -> list[Change]:
-        """The first of them that fits, if any."""
+    def first(self, kind: str, candidates: Iterable[tuple[str, PlanRequest]]) -> None:
+        """Keep the first candidate of a kind that fits, if any."""
         for text, request in candidates:
+            self.note(kind)
             change = self.change(text, request)
             if change is not None:
-                return [change]
-        return []
+                self.found.append(change)
+                return
+
+    def note(self, kind: str) -> None:
+        if kind not in self.tried:
+            self.tried.append(kind)
 
     def change(self, text: str, request: PlanRequest) -> Change | None:
         """None where the request does not fit, or is impossible for another reason."""
-        packed = self.packed if request.caps == self.request.caps else _packed(request)
+        drawn = _drawn(request)
+        same_packs = request.caps == self.request.caps
         try:
-            need_gib = _need_gib(request, packed)
+            need_gib = _need_gib(drawn, self.packed if same_packs else packs_of(drawn))
         except UserError:
             return None
         cap_gib = memory_cap_gib(request.cluster)
-        if need_gib > cap_gib:
+        if not fits_cap(need_gib, cap_gib):
             return None
-        figures = f"needs {need_gib:.1f} of {cap_gib:.1f} GiB"
-        return Change(text=f"{text} ({figures})", request=request, need_gib=need_gib)
+        figures = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
+        return Change(text=f"{self.prefix}{text} ({figures})", request=request, need_gib=need_gib)
 
 
-def _packed(request: PlanRequest) -> list[Packs]:
-    """Packs of every epoch, as `draw_steps` makes them; none where steps are given or made up."""
+def _drawn(request: PlanRequest) -> PlanRequest:
+    """On no more than `SAMPLES` samples, unless steps name them."""
     if request.lengths is None or request.steps is not None:
-        return []
-    return [
-        pack_samples(request.lengths, request.caps, request.packing, _seeds(request, epoch)[0])
-        for epoch in range(request.epochs)
-    ]
+        return request
+    return replace(request, lengths=draw_samples(request.lengths, SAMPLES, request.seed))
 
 
 def _need_gib(request: PlanRequest, packed: Sequence[Packs]) -> float:
-    """Of one device in the best split, on the packs that a plan would have."""
-    check_parallel(request.model, request.parallel, request.cluster)
-    origin = request.lengths.origin if request.lengths is not None else None
-    model = model_of_origin(request.model, origin)
-    job = model, request.cluster, request.parallel, request.precision
-    cost = job_cost(request.profile, *job, request.frozen)
-    if request.lengths is None:
-        shapes = Shapes(caps=request.caps, micro_batches_per_step=request.micro_batches)
-        dealt, lengths = data_at_caps(shapes, request.parallel.data)
-    else:
-        lengths = request.lengths
-        dealt = _dealt(request, lengths, packed, lambda packs: _load(cost, model, packs, lengths))
-    features = pack_features(dealt.packs, lengths)
-    workload = Workload.of(dealt, features, request.parallel.data)
-    return least_need_gib(cost, model, workload, request.parallel.pipeline)
-
-
-def _load(cost: CostModel, model: ModelConfig, packs: Packs, lengths: Lengths) -> np.ndarray:
-    return model_ms(cost, model, pack_features(packs, lengths))
-
-
-def _dealt(
-    request: PlanRequest,
-    lengths: Lengths,
-    packed: Sequence[Packs],
-    load: Callable[[Packs], np.ndarray],
-) -> ScheduledPacks:
-    """As `make_plan` does, on packs that are there."""
-    ranks = request.parallel.data
-    if request.steps is not None:
-        return deal_steps(request.steps, lengths, load, ranks)
-    step: list[np.ndarray] = []
-    first_step = 0
-    for epoch, packs in enumerate(packed):
-        order_seed = _seeds(request, epoch)[1]
-        tiles = packs.sums(lengths.tiles)
-        step.append(match_packs(tiles, load(packs), request.packs_per_step, ranks, order_seed))
-        step[-1] += first_step
-        first_step = int(step[-1].max()) + 1
-    epochs = np.repeat(np.arange(len(packed), dtype=np.int32), list(map(len, packed)))
-    steps = Steps.of(Packs.join(packed), np.concatenate(step), epochs)
-    return deal_steps(steps, lengths, load, ranks)
-
-
-def _seeds(request: PlanRequest, epoch: int) -> list[np.random.SeedSequence]:
-    """Of an epoch's packing and order, as `draw_steps` takes them."""
-    return np.random.SeedSequence([request.seed, epoch]).spawn(2)
+    """Of one device in the best split."""
+    job = Job.of(request, packed)
+    return least_need_gib(job.cost, job.model, job.workload(), request.parallel.pipeline)
 
 
 def _is_joint(request: PlanRequest) -> bool:
     return (request.method, request.recompute) == (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
-
-
-def _joint(request: PlanRequest) -> PlanRequest:
-    return replace(request, method=PartitionMethod.OMNIBAL, recompute=RecomputeRule.CHEAPEST)
 
 
 def _text_of_method(request: PlanRequest) -> str:
@@ -207,20 +214,29 @@ def _text_of_method(request: PlanRequest) -> str:
 
 
 def _larger_tensors(request: PlanRequest) -> list[int]:
-    """Twice, four times and so on, up to the devices of a node."""
-    return _doubled(request.parallel.tensor, request.cluster.gpus_per_node)
+    """All that the model and a node allow."""
+    sizes = range(request.parallel.tensor + 1, request.cluster.gpus_per_node + 1)
+    return [size for size in sizes if _allows_tensor(request, size)]
+
+
+def _allows_tensor(request: PlanRequest, size: int) -> bool:
+    if request.profile is not None and request.profile.tensor != size:
+        return False
+    try:
+        check_parallel(request.model, Parallel(tensor=size, pipeline=1), request.cluster)
+    except UserError:
+        return False
+    return True
 
 
 def _larger_pipelines(request: PlanRequest) -> list[int]:
-    """Twice, four times and so on, up to the layers."""
+    """Every size at first, then doubles, up to the layers."""
     layers = request.model.vision.layers + request.model.language.layers
-    return _doubled(request.parallel.pipeline, layers)
-
-
-def _doubled(size: int, most: int) -> list[int]:
-    sizes = []
-    while (size := 2 * size) <= most:
-        sizes.append(size)
+    size = request.parallel.pipeline
+    dense = max(2 * size, _EVERY_PIPELINE)
+    sizes = list(range(size + 1, min(dense, layers) + 1))
+    while (dense := 2 * dense) <= layers:
+        sizes.append(dense)
     return sizes
 
 
@@ -241,29 +257,31 @@ def _roomier(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
     ]
 
 
-def _smaller_caps(request: PlanRequest, jobs: _Jobs) -> list[Change]:
+def _try_smaller_caps(trials: _Trials) -> None:
     """Smaller caps that fit where the next larger ones do not, by bisection.
 
     Larger packs need more memory, so these are about the largest; packing is not that regular.
     """
+    request = trials.request
     if request.steps is not None:
-        return []
+        return
     candidates = smaller_caps(request.caps, request.lengths)
     found: list[Change] = []
     low, high = 0, len(candidates)
     while low < high:
+        trials.note("smaller --max-tokens and --max-tiles")
         middle = (low + high) // 2
         caps, old = candidates[middle], request.caps
         text = (
             f"--max-tokens {caps.max_tokens} --max-tiles {caps.max_tiles} instead of "
             f"{old.max_tokens} and {old.max_tiles}"
         )
-        change = jobs.change(text, replace(request, caps=caps))
+        change = trials.change(text, replace(request, caps=caps))
         if change is None:
             low = middle + 1
         else:
             found, high = [change], middle
-    return found
+    trials.found += found
 
 
 def smaller_caps(caps: Caps, lengths: Lengths | None) -> list[Caps]:

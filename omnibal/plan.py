@@ -126,6 +126,7 @@ class LostTime(Frozen):
     """Where the time of a mean step goes: it all adds up to the step, in ms.
 
     Every entry is what the simulated step loses when one cause more is taken away, in this order.
+    One may be slightly negative: unequal stages can suit few micro-batches better than equal ones.
     """
 
     rank_imbalance_ms: float
@@ -199,6 +200,15 @@ class Plan(Frozen):
     shapes: Shapes | None = None
     """Of a plan of shapes only: every micro-batch is at the caps, each step is full."""
     prediction: Prediction | None = None
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> "Plan":
+        if len(set(self.frozen)) != len(self.frozen) or len(self.frozen) == len(Part):
+            raise ValueError(
+                f"frozen names {', '.join(self.frozen)}; it must name each part at most once and "
+                "leave one to train"
+            )
+        return self
 
     @model_validator(mode="after")
     def _predicts_every_stage(self) -> "Plan":

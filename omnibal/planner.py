@@ -18,7 +18,7 @@ from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.data.steps import DataRequest, Steps, deal_steps, draw_steps, size_load, steps_of
 from omnibal.errors import UserError
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
-from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.stage_cost import GIB, model_ms
 from omnibal.pipeline.workload import Workload
@@ -37,6 +37,9 @@ from omnibal.plan import (
     read_plan,
     write_plan,
 )
+
+MAX_PACKS_PER_STEP = 1_000_000
+"""Of a plan of shapes, which simulates each of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,6 +82,8 @@ class PlanResult:
     """None for a plan of shapes only."""
     profile: Profile | None
     """None where costs were counted."""
+    search: SearchResult | None
+    """What is proven of the stages; None where another method chose them."""
 
 
 def make_plan(request: PlanRequest) -> PlanResult:
@@ -101,7 +106,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
         packs = _packs(request, lengths, cost, model)
     features = pack_features(packs.packs, lengths)
     workload = Workload.of(packs, features, request.parallel.data)
-    stages = _stages(request, cost, model, workload)
+    stages, search = _stages(request, cost, model, workload)
     prediction = predict(cost, model, request.parallel, stages, packs, features)
     if request.lengths is None:
         # One step of made-up samples says nothing about a dataset.
@@ -119,18 +124,20 @@ def make_plan(request: PlanRequest) -> PlanResult:
         prediction=prediction,
     )
     data = None if request.lengths is None else (packs, lengths)
-    return PlanResult(plan=plan, data=data, profile=request.profile)
+    return PlanResult(plan=plan, data=data, profile=request.profile, search=search)
 
 
 def _stages(
     request: PlanRequest, cost: CostModel, model: ModelConfig, workload: Workload
-) -> tuple[Stage, ...]:
+) -> tuple[tuple[Stage, ...], SearchResult | None]:
     pipeline, cap_bytes = request.parallel.pipeline, memory_cap_gib(request.cluster) * GIB
     if request.method is PartitionMethod.OMNIBAL and request.recompute is RecomputeRule.CHEAPEST:
-        return search_stages(cost, model, workload, pipeline, cap_bytes).stages
-    return baseline_stages(
+        found = search_stages(cost, model, workload, pipeline, cap_bytes)
+        return found.stages, found
+    chosen = baseline_stages(
         request.method, request.recompute, cost, model, workload, pipeline, cap_bytes
     )
+    return chosen, None
 
 
 def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
@@ -290,8 +297,18 @@ def check_replaceable(directory: Path) -> None:
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
-    """One step of samples that each fill a pack, and cost the most attention the caps allow."""
+    """One step of samples that each fill a pack, and cost the most attention the caps allow.
+
+    Raises:
+        UserError: there would be more packs than anyone trains in a step.
+    """
     count = data_parallel * shapes.micro_batches_per_step
+    if count > MAX_PACKS_PER_STEP:
+        raise UserError(
+            f"a step of {data_parallel:,} ranks with {shapes.micro_batches_per_step:,} "
+            f"micro-batches each has {count:,} packs; a plan of shapes may have at most "
+            f"{MAX_PACKS_PER_STEP:,}: give fewer micro-batches or ranks"
+        )
     lengths = Lengths(
         tiles=np.full(count, shapes.caps.max_tiles, np.int32),
         tokens=np.full(count, shapes.caps.max_tokens, np.int32),

@@ -1,45 +1,39 @@
 """Parallel sizes for a number of devices: the tensor, pipeline and data sizes of least time.
 
 Every product of the three that the model and the cluster allow is compared at the same number of
-samples per step, on the same samples, in the same packs: each is planned by `make_plan` and
-simulated. Packs per rank and step then need not be whole, so a strategy's time per sample is that
-of a run whose steps have the next lower and the next higher whole number, mixed so that the mean
-step has the samples wanted. Sequence parallelism goes with every tensor size above 1.
+samples per step, on the same samples, in the same packs, by the time per sample of
+`omnibal.trial`, so as `omnibal caps` compares caps. Sequence parallelism goes with every tensor
+size above 1.
 
 Caps that are not given are tried on a few levels, for every strategy, as the best caps depend on
 how much memory is left and how long the pipeline is. Then smaller moves around the caps of the best
-strategy are tried for the best few.
+strategy are tried for the best few; the others keep the best of the levels.
 
-Two things make this fast, and neither changes the result. Packs depend on the caps alone, so they
-are made once for all strategies. And what cannot win is never planned: first the least memory of
-all splits is known, and a lower bound of their time (`omnibal.pipeline.step_bound`). Strategies
-are planned in the order of their bounds, and those whose bound is clearly above the best time are
-only listed with it.
+Two things make this fast. Packs depend on the caps alone, so they are made once for all strategies.
+And what cannot win is not planned: first the least memory of all splits is known, and a lower bound
+of their time (`omnibal.pipeline.bounds`). Strategies are planned in the order of their bounds.
+Those whose bound is clearly above the best time are listed with it and are not in the ranking,
+which has the fastest all the same.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from omnibal.cap_search import CapSpace, draw_samples, usual_samples_per_step
+from omnibal.cap_search import MIN_STEPS, CapSpace, draw_samples, usual_samples_per_step
 from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
-from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
-from omnibal.data.steps import Steps, deal_steps, match_packs
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.feasible import least_need_gib
-from omnibal.pipeline.predict import predict
-from omnibal.pipeline.stage_cost import model_ms
-from omnibal.pipeline.step_bound import least_step_ms
-from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, LostTime, Parallel, Plan, Prediction, memory_cap_gib
-from omnibal.planner import PlanRequest, check_parallel, job_cost, make_plan, model_of_origin
+from omnibal.feasible import gib_text, least_need_gib
+from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.stage_cost import fits_cap
+from omnibal.plan import Caps, LostTime, Parallel, memory_cap_gib
+from omnibal.planner import PlanRequest, check_parallel
+from omnibal.trial import Job, micro_batches_at, packs_of, step_sizes, time_per_sample
 
 CLEARLY_WORSE = 1.15
 """Of the best time per sample: what takes longer by its bound is not planned."""
@@ -49,11 +43,12 @@ _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 _MOVE = 2**0.25
 _MOVES = 6
 _FINALISTS = 3
-_MIN_STEPS = 4
 _USUAL_MICRO_BATCHES = 8
 _NAMED_CAUSES = 2
 _LEAST_CAUSE = 0.01
 """Of the best time per sample: smaller differences are not worth a word."""
+_ROUNDING = 1e-6
+"""Of the last digit that is shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,7 +79,7 @@ class StrategyRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """Parallel sizes with the best caps that were tried for them."""
+    """Parallel sizes with the best of the caps that were tried with them."""
 
     parallel: Parallel
     caps: Caps
@@ -110,7 +105,7 @@ class RuledOut:
 
     parallel: Parallel
     need_gib: float | None
-    """Of one device, at the least caps tried and in the best split, where no caps fit."""
+    """Of one device, at the caps tried that need least and in the best split; where none fit."""
     most_samples_per_second: float | None
     """A bound, where some caps fit and all are clearly slower than the best strategy."""
     why: str
@@ -160,11 +155,12 @@ def search_strategies(
             profile is of something else, a sample exceeds the caps, or a step has too few packs.
     """
     parallels = possible_parallels(request)
-    model = model_of_origin(request.model, request.lengths.origin)
-    wanted = max(request.samples, _MIN_STEPS * request.samples_per_step)
+    wanted = max(request.samples, MIN_STEPS * request.samples_per_step)
     drawn = replace(request, lengths=draw_samples(request.lengths, wanted, request.seed))
-    setting = _Setting(request=drawn, model=model, packs={})
-    setting.cost(parallels[0])
+    setting = _Setting(request=drawn, packs={})
+    space = CapSpace.of(request.lengths)
+    # What is wrong with every strategy is found before anything is packed.
+    Job.of(setting.plan_request((parallels[0], space.least)), packed=())
     left = progress_total(request)
 
     def advance(done: int) -> None:
@@ -173,7 +169,6 @@ def search_strategies(
         on_progress(done)
 
     trials = _Trials(setting=setting, processes=processes, advance=advance)
-    space = CapSpace.of(request.lengths)
     if request.caps is None:
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
@@ -214,6 +209,12 @@ def possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 def _check_given(request: StrategyRequest) -> None:
     """Refuse sizes that were given and can never be, whatever the others."""
+    if request.profile is not None and request.tensor not in (None, request.profile.tensor):
+        raise UserError(
+            f"--tp {request.tensor} was given with a profile of tensor size "
+            f"{request.profile.tensor}, and costs of another size cannot be taken from it: leave "
+            f"--tp out, give a profile of tensor size {request.tensor}, or count without --profile"
+        )
     given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
     fixed = {name: size for name, size in given.items() if size is not None}
     product = math.prod(fixed.values())
@@ -252,16 +253,24 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
     layers = request.model.vision.layers + request.model.language.layers
     allowed = sorted({each.tensor for each in others})
-    remedy = (
-        f"with {request.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and for "
-        "each the rest is shared by pipeline and data size: leave a size out"
-        if others
-        else "use another number of GPUs, or the model's profile of that tensor size"
+    profile = request.profile
+    tensors = (
+        "tensor sizes that divide its heads and fit a node"
+        if profile is None
+        else f"the profile is of tensor size {profile.tensor} alone"
     )
+    if others:
+        remedy = (
+            f"with {request.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and "
+            "for each the rest is shared by pipeline and data size: leave a size out"
+        )
+    else:
+        other = "" if profile is None else ", or a profile of another tensor size"
+        remedy = f"use another number of GPUs{other}"
     return (
         f"no parallel sizes multiply to {request.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
         f"{request.model.name} on {request.cluster.name} allows at most {layers} pipeline stages, "
-        f"one per layer, and tensor sizes that divide its heads and fit a node; {remedy}"
+        f"one per layer, and {tensors}; {remedy}"
     )
 
 
@@ -278,91 +287,45 @@ class _Setting:
 
     request: StrategyRequest
     """With the samples that were drawn."""
-    model: ModelConfig
-    """With the tiling of the lengths."""
     packs: dict[Caps, Packs]
-
-    def cost(self, parallel: Parallel) -> CostModel:
-        request = self.request
-        job = self.model, request.cluster, parallel, request.precision
-        return job_cost(request.profile, *job, request.frozen)
 
     def micro_batches(self, trial: Trial) -> float:
         """Packs of a rank in a step of the samples wanted."""
-        parallel, caps = trial
-        samples = len(self.request.lengths)
-        wanted = min(self.request.samples_per_step, samples)
-        # So many ranks as packs have one each, whatever the division makes of it.
-        return round(wanted * len(self.packs[caps]) / samples / parallel.data, 9)
-
-    def whole_micro_batches(self, trial: Trial) -> dict[int, float]:
-        """Whole numbers next to that, and the share of the samples in steps of each."""
-        exact = self.micro_batches(trial)
-        fewer, more = math.floor(exact), math.ceil(exact)
-        if fewer == more:
-            return {fewer: 1.0}
-        return {fewer: (more - exact) * fewer / exact, more: (exact - fewer) * more / exact}
-
-    def steps(self, trial: Trial, cost: CostModel, micro_batches: int) -> Steps:
-        """As `make_plan` would draw them for the first epoch."""
-        (parallel, caps), lengths = trial, self.request.lengths
-        packs = self.packs[caps]
-        step = match_packs(
-            packs.sums(lengths.tiles),
-            self._load(cost, packs),
-            micro_batches * parallel.data,
-            parallel.data,
-            _seeds(self.request)[1],
-        )
-        return Steps.of(packs, step, np.zeros(len(packs), np.int32))
-
-    def deal(self, trial: Trial, cost: CostModel, steps: Steps) -> ScheduledPacks:
-        return deal_steps(
-            steps, self.request.lengths, lambda packs: self._load(cost, packs), trial[0].data
-        )
-
-    def features(self, scheduled: ScheduledPacks) -> np.ndarray:
-        return pack_features(scheduled.packs, self.request.lengths)
-
-    def _load(self, cost: CostModel, packs: Packs) -> np.ndarray:
-        return model_ms(cost, self.model, pack_features(packs, self.request.lengths))
-
-    def plan(self, trial: Trial, steps: Steps, micro_batches: int) -> Plan:
         (parallel, caps), request = trial, self.request
-        return make_plan(
-            PlanRequest(
-                model=request.model,
-                cluster=request.cluster,
-                parallel=parallel,
-                precision=request.precision,
-                caps=caps,
-                lengths=request.lengths,
-                packing=request.packing,
-                packs_per_step=micro_batches * parallel.data,
-                epochs=1,
-                seed=request.seed,
-                profile=request.profile,
-                frozen=request.frozen,
-                steps=steps,
-            )
-        ).plan
+        packs, samples = len(self.packs[caps]), len(request.lengths)
+        return micro_batches_at(request.samples_per_step, samples, packs, parallel.data)
 
+    def job(self, trial: Trial) -> Job:
+        return Job.of(self.plan_request(trial), [self.packs[trial[1]]])
 
-def _seeds(request: StrategyRequest) -> list[np.random.SeedSequence]:
-    """Of the packing and the order of a plan's first epoch, as `draw_steps` takes them."""
-    return np.random.SeedSequence([request.seed, 0]).spawn(2)
+    def plan_request(self, trial: Trial) -> PlanRequest:
+        (parallel, caps), request = trial, self.request
+        return PlanRequest(
+            model=request.model,
+            cluster=request.cluster,
+            parallel=parallel,
+            precision=request.precision,
+            caps=caps,
+            lengths=request.lengths,
+            packing=request.packing,
+            packs_per_step=parallel.data,
+            epochs=1,
+            seed=request.seed,
+            profile=request.profile,
+            frozen=request.frozen,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pack:
     """Packs for caps."""
 
-    request: StrategyRequest
+    setting: _Setting
 
     def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
-        request = self.request
-        seed = _seeds(request)[0]
-        return caps, pack_samples(request.lengths, caps, request.packing, seed)
+        # They are the same for any parallel sizes.
+        (packs,) = packs_of(self.setting.plan_request((Parallel(pipeline=1), caps)))
+        return caps, packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,9 +333,9 @@ class _Outlook:
     """What is known of a trial without a plan."""
 
     need_gib: float
-    """Of one device in the best split."""
+    """Of one device in the best split, with the steps that need more."""
     least_ms: float
-    """Per sample."""
+    """Per sample; 0 where nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -382,19 +345,18 @@ class _Look:
     setting: _Setting
 
     def __call__(self, trial: Trial) -> tuple[Trial, _Outlook]:
-        setting, parallel = self.setting, trial[0]
-        cost = setting.cost(parallel)
-        samples = len(setting.request.lengths)
-        nearest = round(setting.micro_batches(trial))
+        setting, pipeline = self.setting, trial[0].pipeline
+        job, micro_batches = setting.job(trial), setting.micro_batches(trial)
         need_gib = least_ms = 0.0
-        for micro_batches, share in setting.whole_micro_batches(trial).items():
-            dealt = setting.deal(trial, cost, setting.steps(trial, cost, micro_batches))
-            workload = Workload.of(dealt, setting.features(dealt), parallel.data)
-            step_ms = least_step_ms(cost, setting.model, workload, parallel.pipeline)
-            least_ms += share * step_ms * dealt.steps / samples
-            if micro_batches == nearest:
-                need_gib = least_need_gib(cost, setting.model, workload, parallel.pipeline)
-        return trial, _Outlook(need_gib=need_gib, least_ms=least_ms)
+        is_bound = True
+        for size in step_sizes(job, setting.request.samples_per_step, micro_batches):
+            workload = size.job.workload()
+            need_gib = max(need_gib, least_need_gib(job.cost, job.model, workload, pipeline))
+            step_ms = least_step_ms(job.cost, job.model, workload, pipeline)
+            least_ms += size.steps_per_sample * step_ms
+            # What is subtracted would need a bound from above.
+            is_bound &= size.steps_per_sample >= 0
+        return trial, _Outlook(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -405,34 +367,21 @@ class _Evaluate:
 
     def __call__(self, trial: Trial) -> tuple[Trial, Strategy]:
         setting, (parallel, caps) = self.setting, trial
-        cost = setting.cost(parallel)
-        nearest = round(setting.micro_batches(trial))
-        steps = setting.steps(trial, cost, nearest)
-        plan = setting.plan(trial, steps, nearest)
-        assert plan.prediction is not None
-        lost = np.zeros(len(LostTime.model_fields))
-        for micro_batches, share in setting.whole_micro_batches(trial).items():
-            steps = setting.steps(trial, cost, micro_batches)
-            dealt = setting.deal(trial, cost, steps)
-            planned = micro_batches == nearest
-            prediction = plan.prediction if planned else self._prediction(plan, cost, dealt)
-            per_sample = share * dealt.steps / len(setting.request.lengths)
-            lost += per_sample * np.array([*prediction.lost.model_dump().values()])
+        timed = time_per_sample(
+            setting.job(trial), setting.request.samples_per_step, setting.micro_batches(trial)
+        )
+        assert timed.plan.prediction is not None
         return trial, Strategy(
             parallel=parallel,
             caps=caps,
-            micro_batches=nearest,
-            samples_per_second=1e3 / float(lost.sum()),
-            ms_per_sample=float(lost.sum()),
-            lost=LostTime(**dict(zip(LostTime.model_fields, lost.tolist(), strict=True))),
-            peak_gib=max(stage.memory.peak_gib for stage in plan.prediction.stages),
-            recomputed_layers=sum(stage.recomputed_layers for stage in plan.stages),
+            micro_batches=timed.micro_batches,
+            samples_per_second=1e3 / timed.ms_per_sample,
+            ms_per_sample=timed.ms_per_sample,
+            lost=timed.lost,
+            peak_gib=max(stage.memory.peak_gib for stage in timed.plan.prediction.stages),
+            recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages),
             why="",
         )
-
-    def _prediction(self, plan: Plan, cost: CostModel, dealt: ScheduledPacks) -> Prediction:
-        features = self.setting.features(dealt)
-        return predict(cost, self.setting.model, plan.parallel, plan.stages, dealt, features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -451,7 +400,7 @@ class _Trials:
         new = [trial for trial in trials if trial not in self.outlooks]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
-        packs |= dict(map_unordered(_Pack(request=self.setting.request), caps, self._useful(caps)))
+        packs |= dict(map_unordered(_Pack(setting=self.setting), caps, self._useful(caps)))
         full = [trial for trial in new if self.setting.micro_batches(trial) >= 1]
         look = _Look(setting=self.setting)
         outlooks = dict(map_unordered(look, full, self._useful(full)))
@@ -466,7 +415,8 @@ class _Trials:
             self.advance(1)
 
     def fits(self, trial: Trial) -> bool:
-        return self.outlooks[trial].need_gib <= memory_cap_gib(self.setting.request.cluster)
+        cap_gib = memory_cap_gib(self.setting.request.cluster)
+        return bool(fits_cap(self.outlooks[trial].need_gib, cap_gib))
 
     def ranked(self) -> list[Strategy]:
         """The best of each strategy, of trials whose bound is not clearly worse than the best."""
@@ -526,6 +476,31 @@ def _result(trials: _Trials, parallels: Sequence[Parallel]) -> StrategySearch:
     )
 
 
+def without_best(search: StrategySearch, why: str) -> StrategySearch:
+    """The search where its best turns out to be unusable; there must be another.
+
+    Strategies that were ruled out as clearly slower than that stay ruled out.
+    """
+    lost, *others = search.ranking
+    out = RuledOut(parallel=lost.parallel, need_gib=None, most_samples_per_second=None, why=why)
+    return replace(
+        search,
+        ranking=tuple(replace(each, why=_why(each, others[0])) for each in others),
+        ruled_out=(out, *(_against(each, others[0]) for each in search.ruled_out)),
+    )
+
+
+def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
+    most = ruled_out.most_samples_per_second
+    if most is None:
+        return ruled_out
+    return replace(ruled_out, why=_why_slow(1e3 / most, best))
+
+
+def _why_slow(least_ms: float, best: Strategy) -> str:
+    return f"at best {least_ms / best.ms_per_sample - 1:+.0%}"
+
+
 def _why(strategy: Strategy, best: Strategy) -> str:
     """The causes that make most of the difference."""
     if strategy is best:
@@ -550,42 +525,49 @@ def _ruled_out(trials: _Trials, parallel: Parallel, best: Strategy) -> RuledOut:
             parallel=parallel,
             need_gib=None,
             most_samples_per_second=1e3 / least_ms,
-            why=f"at best {least_ms / best.ms_per_sample - 1:+.0%}",
+            why=_why_slow(least_ms, best),
         )
     if outlooks:
         need_gib = min(known.need_gib for known in outlooks.values())
         cap_gib = memory_cap_gib(trials.setting.request.cluster)
-        why = f"needs {need_gib:.1f} of {cap_gib:.1f} GiB"
+        why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
         return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
     return RuledOut(
         parallel=parallel,
         need_gib=None,
         most_samples_per_second=None,
-        why=f"a step has {_most_packs(trials):,} packs for {parallel.data:,} ranks",
+        why=f"a step has {_most_packs(trials)} packs for {parallel.data:,} ranks",
     )
 
 
-def _most_packs(trials: _Trials) -> int:
-    """Of a step of the samples wanted, at any caps."""
+def _most_packs(trials: _Trials) -> str:
+    """Of a step of the samples wanted, at any caps; rounded down to three digits."""
     alone = Parallel(pipeline=1)
-    return max(int(trials.setting.micro_batches((alone, caps))) for caps in trials.setting.packs)
+    packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
+    unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
+    return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 
 
 def _unusable(trials: _Trials, parallels: Sequence[Parallel]) -> UserError:
     request = trials.setting.request
     if not trials.outlooks:
         fewest = min(parallel.data for parallel in parallels)
+        samples = min(request.samples_per_step, len(request.lengths))
         return UserError(
-            f"a step of {request.samples_per_step:,} samples has {_most_packs(trials):,} packs, "
+            f"a step of {samples:,} samples has {_most_packs(trials)} packs, "
             f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
             "must have one: use more samples per step, smaller caps or fewer GPUs"
         )
     (parallel, caps), nearest = min(trials.outlooks.items(), key=lambda each: each[1].need_gib)
     cap_gib = memory_cap_gib(request.cluster)
+    looked_at = len({parallel for parallel, _ in trials.outlooks})
+    idle = len(parallels) - looked_at
+    others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(
-        f"none of {len(parallels)} ways to share {request.gpus} GPUs fits {request.model.name} "
+        f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits {request.model.name} "
         f"into memory: the nearest, --tp {parallel.tensor} --pp {parallel.pipeline} --dp "
         f"{parallel.data} at {caps.max_tiles} tiles and {caps.max_tokens} tokens, needs "
-        f"{nearest.need_gib:.1f} GiB per device at best, and the memory cap is {cap_gib:.1f} GiB, "
-        "which must hold every stage; use more GPUs, devices with more memory or smaller caps"
+        f"{gib_text(nearest.need_gib)} GiB per device at best, and the memory cap is "
+        f"{gib_text(cap_gib)} GiB, which must hold every stage; use more GPUs, devices with more "
+        "memory or smaller caps"
     )

@@ -8,7 +8,7 @@ so that ranks which take one each do not wait for each other. Which rows share a
 step of packs that are all alike would be of one kind of sample, and trains worse.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,8 +68,19 @@ class Steps:
         )
 
 
+def pack_epochs(lengths: Lengths, request: DataRequest) -> list[Packs]:
+    """Packs of every epoch, each drawn anew from (seed, epoch)."""
+    return [
+        pack_samples(lengths, request.caps, request.method, _seeds(request, epoch)[0])
+        for epoch in range(request.epochs)
+    ]
+
+
 def draw_steps(
-    lengths: Lengths, request: DataRequest, load: Callable[[Packs], np.ndarray]
+    lengths: Lengths,
+    request: DataRequest,
+    load: Callable[[Packs], np.ndarray],
+    packed: Sequence[Packs] | None = None,
 ) -> Steps:
     """Pack and order all epochs; each is drawn anew from (seed, epoch), its packs included.
 
@@ -77,22 +88,26 @@ def draw_steps(
         lengths: of all samples.
         request: caps, method, seed and sizes.
         load: gives the load of every pack, such as its predicted milliseconds.
+        packed: what `pack_epochs` gives, where that is known; it depends on neither load nor sizes.
     """
-    parts: list[Packs] = []
+    parts = pack_epochs(lengths, request) if packed is None else packed
     step: list[np.ndarray] = []
     first_step = 0
-    for epoch in range(request.epochs):
-        packing_seed, order_seed = np.random.SeedSequence([request.seed, epoch]).spawn(2)
-        packs = pack_samples(lengths, request.caps, request.method, packing_seed)
+    for epoch, packs in enumerate(parts):
         tiles = packs.sums(lengths.tiles)
+        order_seed = _seeds(request, epoch)[1]
         step.append(
             match_packs(tiles, load(packs), request.packs_per_step, request.alike, order_seed)
         )
         step[-1] += first_step
         first_step = int(step[-1].max()) + 1
-        parts.append(packs)
-    epochs = np.repeat(np.arange(request.epochs, dtype=np.int32), list(map(len, parts)))
+    epochs = np.repeat(np.arange(len(parts), dtype=np.int32), list(map(len, parts)))
     return Steps.of(Packs.join(parts), np.concatenate(step), epochs)
+
+
+def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
+    """Of an epoch's packing and of its order."""
+    return np.random.SeedSequence([request.seed, epoch]).spawn(2)
 
 
 def match_packs(

@@ -33,12 +33,7 @@ from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.stage_cost import (
-    GIB,
-    MemoryTable,
-    in_flight_features,
-    memory_table,
-)
+from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.units import (
     LANGUAGE_LAYER,
     UNITS,
@@ -105,18 +100,16 @@ def baseline_stages(
             "change one of the two"
         )
     features = workload.features
-    tables = [
-        memory_table(
-            cost, in_flight_features(features, workload.slot, pipeline_size - stage), features
-        )
-        for stage in range(pipeline_size)
-    ]
+    tables = memory_tables(cost, features, workload.slot, pipeline_size)
     mean = features.mean(axis=0)
+    has_backward = np.array([cost.units[unit].backward_ms.any() for unit in UNITS])
     splits = [
-        _recomputed_split(rule, model, cuts, tables, memory_cap_bytes)
+        _recomputed_split(rule, model, cuts, tables, has_backward, memory_cap_bytes)
         for cuts in _method_cuts(method, cost, model, mean, pipeline_size)
     ]
-    fitting = [split.stages for split in splits if split.peak_bytes.max() <= memory_cap_bytes]
+    fitting = [
+        split.stages for split in splits if fits_cap(split.peak_bytes.max(), memory_cap_bytes)
+    ]
     if not fitting:
         raise DoesNotFit(_does_not_fit(method, rule, model, splits, memory_cap_bytes))
     if len(fitting) == 1:
@@ -255,15 +248,16 @@ def _recomputed_split(
     model: ModelConfig,
     cuts: Cuts,
     tables: Sequence[MemoryTable],
+    has_backward: np.ndarray,
     memory_cap_bytes: float,
 ) -> _Split:
     """Stages of the cuts, each with the fewest recomputed layers of the rule that fit."""
     recomputed, peaks = [], []
     for stage, table in zip(stages_from_cuts(model, cuts), tables, strict=True):
         counts = unit_counts(stage)
-        options = _recompute_options(rule, counts)
+        options = _recompute_options(rule, counts, has_backward)
         option_peaks = table.peak_bytes(counts, options)
-        fits = option_peaks <= memory_cap_bytes
+        fits = fits_cap(option_peaks, memory_cap_bytes)
         chosen = int(fits.argmax() if fits.any() else option_peaks.argmin())
         vision, language = options[chosen, [VISION_LAYER, LANGUAGE_LAYER]]
         recomputed.append((int(vision), int(language)))
@@ -271,9 +265,16 @@ def _recomputed_split(
     return _Split(stages=stages_from_cuts(model, cuts, recomputed), peak_bytes=np.array(peaks))
 
 
-def _recompute_options(rule: RecomputeRule, counts: np.ndarray) -> np.ndarray:
-    """What the rule lets a stage recompute, fewest layers first. [options, kinds]"""
-    vision, language = int(counts[VISION_LAYER]), int(counts[LANGUAGE_LAYER])
+def _recompute_options(
+    rule: RecomputeRule, counts: np.ndarray, has_backward: np.ndarray
+) -> np.ndarray:
+    """What the rule lets a stage recompute, fewest layers first. [options, kinds]
+
+    Args:
+        counts: [kinds] units of the stage.
+        has_backward: [kinds]; layers without one keep nothing that could be computed again.
+    """
+    vision, language = (counts * has_backward)[[VISION_LAYER, LANGUAGE_LAYER]].tolist()
     layers = {
         RecomputeRule.NONE: np.array([0]),
         RecomputeRule.FULL: np.array([vision + language]),

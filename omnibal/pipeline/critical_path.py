@@ -50,14 +50,16 @@ class SampledSteps:
         shape = int(step_index[-1]) + 1, ranks, int(workload.slot.max()) + 1, _F
         table = np.zeros(shape)
         table[step_index, workload.dp_rank, workload.slot] = workload.features
-        flat = table.reshape(shape[0] * shape[1], -1)
-        _, first, row = np.unique(flat, axis=0, return_index=True, return_inverse=True)
-        counts = np.bincount(step_index * ranks + workload.dp_rank, minlength=len(flat))
+        counts = np.bincount(step_index * ranks + workload.dp_rank, minlength=shape[0] * ranks)
+        # A micro-batch may be nothing but zeros, so the number of them tells rows apart, too.
+        keys = np.column_stack([counts, table.reshape(len(counts), -1)])
+        whole = np.dtype((np.void, keys.itemsize * keys.shape[1]))
+        _, first, row = np.unique(keys.view(whole).ravel(), return_index=True, return_inverse=True)
         # A step lasts as long with its ranks in any order.
         rows = np.sort(row.reshape(shape[:2]), axis=1)
         steps, times = np.unique(rows, axis=0, return_counts=True)
         return cls(
-            features=flat[first].reshape(len(first), *shape[2:]),
+            features=table.reshape(-1, *shape[2:])[first],
             counts=counts[first],
             rows=steps,
             weight=times / times.sum(),
@@ -129,6 +131,11 @@ class PipelineSimulator:
             levels=np.searchsorted(depths, np.arange(depths[-1] + 2)),
         )
 
+    @property
+    def operations(self) -> int:
+        """Of all rows of the steps."""
+        return len(self.stage) * len(self.steps.counts)
+
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
         """Mean step time of candidates [n, p, TERMS]. [n]"""
         return np.concatenate([self._step_ms(chunk) for chunk in self._chunks(terms)])
@@ -142,7 +149,7 @@ class PipelineSimulator:
         return np.concatenate([self._critical_paths(chunk) for chunk in self._chunks(terms)])
 
     def _chunks(self, terms: np.ndarray) -> list[np.ndarray]:
-        at_once = max(_CHUNK_ENTRIES // (len(self.stage) * len(self.steps.counts)), 1)
+        at_once = max(_CHUNK_ENTRIES // self.operations, 1)
         return [terms[first : first + at_once] for first in range(0, len(terms), at_once)]
 
     def _step_ms(self, terms: np.ndarray) -> np.ndarray:

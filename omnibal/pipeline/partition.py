@@ -1,4 +1,4 @@
-"""Exact joint search of the pipeline split and of the layers that every stage recomputes.
+"""Joint search of the pipeline split and of the layers that every stage recomputes.
 
 Objective: the simulated time of a step, mean over sampled steps of the real packs, as
 `omnibal.pipeline.simulate.predict_steps` gives it: 1F1B with every micro-batch's own durations, the
@@ -6,20 +6,15 @@ slowest data-parallel rank, gradient reduction and optimizer. Every contiguous s
 one layer per stage and all recomputed sets are considered; stage s must fit the memory cap with
 every min(p - s, m) consecutive packs of a rank's step in flight, over all packs.
 
-Branch and bound on path lengths (`omnibal.pipeline.critical_path`). The length of one path in every
-sampled step, averaged, is a bound that is a sum over stages, so the least that it can be over all
-ways to complete a part of a split is a shortest path. The bounds used:
-
-1. Structural paths. To the first forward of stage s, through all it does, and to its reduction, or
-   on from its last backward to the last one of stage 0. Instead of the forwards that s runs before
-   its first backward, the first micro-batch's round trip through the later stages; instead of the
-   backwards after its last forward, the last one's; or both. What precedes and follows stage s is
-   the same however it is split, so each possible stage is bounded on its own.
-2. Critical paths of splits that were simulated: exact there, and close for similar splits.
+Branch and bound on path lengths (`omnibal.pipeline.bounds`): of the structural paths, and of the
+critical paths of splits that were simulated, which are exact there and close for similar splits.
 
 Splits are grown stage by stage, without those whose bound is not below the best step found. Those
 that are left at the end are simulated in the order of their bounds; their critical paths join the
-bounds of the next round. A round in which nothing is left out proves the result.
+bounds of the next round, with those of a sample of what had no room, completed by the bounds. A
+round in which everything has room proves the result. Where bounds are not close enough, mostly with
+dozens of stages, the work allowed ends first: the result then comes with the bound that is proven,
+no matter how fast the machine is.
 """
 
 from collections.abc import Sequence
@@ -28,27 +23,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import FEATURES, CostModel
+from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
+from omnibal.pipeline.bounds import Runs, Structure, least_largest, least_sums, possible_runs
 from omnibal.pipeline.critical_path import (
     BACKWARD,
     FORWARD,
-    OPTIMIZER,
-    RECEIVE,
-    REDUCTION,
-    SEND,
     TERMS,
     PipelineSimulator,
     SampledSteps,
 )
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
-from omnibal.pipeline.stage_cost import GIB, MemoryTable, in_flight_features, memory_table
+from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.units import (
     LANGUAGE_LAYER,
-    UNITS,
     VISION_LAYER,
     stages_from_cuts,
-    unit_sequence,
 )
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Stage
@@ -57,17 +47,17 @@ MAX_SAMPLED_STEPS = 32
 _MIN_SAMPLED_STEPS = 4
 _SAMPLED_PACKS = 2_048
 """Steps are sampled until they have so many packs, within the two limits above."""
-_COMPUTE = slice(FORWARD.start, BACKWARD.stop)
-_LINKS = slice(SEND.start, RECEIVE.stop)
 _TOLERANCE = 1e-9
 """Relative; what is better by less is not looked for."""
 _FIRST_LIMIT = 1.15
 """Of an even split's time; stages that alone take longer are left out until that proves wrong."""
 _LIMIT_STEP = 1.3
 """What the limit grows by while no split is within it."""
+_MAX_LIMITS = 16
+"""Limits that are tried before there is none."""
 _SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
 """How much slower than possible the slowest stage of a first split may be."""
-_MAX_ROUNDS = 20
+_MAX_ROUNDS = 60
 _FIRST_WIDTH = 1_000
 _MAX_WIDTH = 8_000
 """Partial splits kept at a time while splits are grown, doubled from round to round."""
@@ -75,8 +65,25 @@ _SAMPLE = 64
 """Splits that are simulated in a round, and at a time."""
 _MIN_LEARNED, _MAX_LEARNED = 6, 16
 """Critical paths added in a round."""
+_DROPPED = 4
+"""Partial splits without room that are completed, per stage."""
+_MAX_NEIGHBOURS = 512
+"""Small changes of a split that are simulated before no better one is expected."""
 _FEW = 1_024
 """So many splits that are left are all simulated."""
+_MAX_STALE = 2
+"""Rounds of full width in a row that may leave the proven bound as it is."""
+_LEAST_RISE = 1e-5
+"""Relative; what counts as a higher bound."""
+_WIDENING_RISE = 0.1
+"""Of the gap; while the bound rises by so much in a round, more room is not worth its time."""
+_MAX_DESCENT_WORK, _MAX_WORK = 2e8, 8e8
+"""Path lengths that are computed, or as much other work, to improve a first split and to prove a
+result: a second or two, and some seconds."""
+_SIMULATED_WORK, _LEARNED_WORK = 3, 6
+"""Path lengths that take as long as one operation simulated, and as one looked at for its path."""
+_CHUNK_ENTRIES = 8_000_000
+"""Of [partial splits, paths] at a time: bounds memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,23 +98,10 @@ class SearchResult:
     simulated: int
     """Candidates that were simulated."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Runs:
-    """Every run of units that may be a stage."""
-
-    start: np.ndarray
-    """[runs] position of the first unit."""
-    end: np.ndarray
-    """[runs] position after the last unit."""
-    counts: np.ndarray
-    """[runs, kinds]."""
-    terms: np.ndarray
-    """[runs, TERMS], without recomputation."""
-    prefix: np.ndarray
-    """[units + 1, TERMS] of everything before each position."""
-    cut: np.ndarray
-    """[units + 1, TERMS] of a cut at each position."""
+    @property
+    def gap(self) -> float:
+        """Share of `step_ms` by which a better result may be faster; 0 where there is none."""
+        return 1 - self.lower_bound_ms / self.step_ms if self.step_ms else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -128,6 +122,13 @@ class _Options:
     def __len__(self) -> int:
         return len(self.start)
 
+    def place(self, others: "_Options", chosen: int) -> int:
+        """Where one of the others is here."""
+        same = (self.start == others.start[chosen]) & (self.end == others.end[chosen])
+        same &= self.vision == others.vision[chosen]
+        same &= self.language == others.language[chosen]
+        return int(same.argmax())
+
     def take(self, kept: np.ndarray) -> "_Options":
         """Some of them, in the same order."""
         return _Options(
@@ -143,14 +144,10 @@ class _Options:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Problem:
     model: ModelConfig
-    unit_terms: np.ndarray
-    """[kinds, TERMS]."""
-    runs: _Runs
+    structure: Structure
     tables: Sequence[MemoryTable]
     memory_cap_bytes: float
     simulator: PipelineSimulator
-    structural: np.ndarray
-    """Weights of the structural paths. [p, paths, p, TERMS]"""
     extreme_ms: np.ndarray
     """[2, 2]; see `useful_recomputes`."""
 
@@ -160,7 +157,7 @@ class _Problem:
 
     @property
     def units(self) -> int:
-        return int(self.runs.end.max())
+        return self.structure.runs.units
 
 
 def search_stages(
@@ -170,7 +167,7 @@ def search_stages(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> SearchResult:
-    """The stages of least simulated step time.
+    """The stages of least simulated step time that are found, and what is proven of them.
 
     Args:
         pipeline_size: stages; at most as many as the model has layers.
@@ -205,7 +202,8 @@ def least_peak_of_splits(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
     """Bytes of the smallest memory cap that some split and recomputed sets fit."""
-    return _least_peak(_runs(cost, model), _memory_tables(cost, workload, pipeline_size))
+    tables = memory_tables(cost, workload.features, workload.slot, pipeline_size)
+    return _least_peak(possible_runs(cost, model), tables)
 
 
 def _problem(
@@ -216,16 +214,14 @@ def _problem(
     memory_cap_bytes: float,
 ) -> _Problem:
     simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload)), pipeline_size)
-    unit_terms = _unit_terms(cost)
+    structure = Structure.of(cost, model, simulator.steps, pipeline_size)
     return _Problem(
         model=model,
-        unit_terms=unit_terms,
-        runs=_runs(cost, model),
-        tables=_memory_tables(cost, workload, pipeline_size),
+        structure=structure,
+        tables=memory_tables(cost, workload.features, workload.slot, pipeline_size),
         memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
-        structural=_structural_paths(simulator.steps, unit_terms, pipeline_size),
-        extreme_ms=_extreme_ms(simulator.steps, unit_terms),
+        extreme_ms=_extreme_ms(simulator.steps, structure.unit_terms),
     )
 
 
@@ -236,157 +232,25 @@ def _descend(problem: _Problem) -> "_Search":
         DoesNotFit: no split fits the cap.
     """
     limit_ms = _FIRST_LIMIT * _even_ms(problem)
-    simulated = 0
-    feasible = False
-    while True:
-        search = _Search(problem, _options(problem, limit_ms), simulated)
+    for tried in range(_MAX_LIMITS + 1):
+        limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
+        search = _Search(problem, _options(problem, limit_ms))
         found = search.descend()
-        simulated = search.simulated
-        if found and search.best_ms <= limit_ms:
-            return search
         if found:
-            limit_ms = search.best_ms
-            continue
-        if not feasible:
-            need = _least_peak(problem.runs, problem.tables)
-            if need > problem.memory_cap_bytes:
-                raise DoesNotFit(_infeasible(problem, need))
-            feasible = True
+            return search if search.best_ms <= limit_ms else search.with_options_of_better()
+        if not tried:
+            need = _least_peak(problem.structure.runs, problem.tables)
+            if not fits_cap(need, problem.memory_cap_bytes):
+                break
         limit_ms *= _LIMIT_STEP
-
-
-def _memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> list[MemoryTable]:
-    return [
-        memory_table(
-            cost,
-            in_flight_features(workload.features, workload.slot, pipeline_size - stage),
-            workload.features,
-        )
-        for stage in range(pipeline_size)
-    ]
-
-
-def _runs(cost: CostModel, model: ModelConfig) -> _Runs:
-    sequence = unit_sequence(model)
-    kinds = np.array([[unit == kind for kind in UNITS] for unit in sequence], np.int64)
-    before = np.concatenate([np.zeros((1, len(UNITS)), np.int64), np.cumsum(kinds, axis=0)])
-    start, end = np.triu_indices(len(sequence) + 1, k=1)
-    counts = before[end] - before[start]
-    has_layer = counts[:, VISION_LAYER] + counts[:, LANGUAGE_LAYER] > 0
-    start, end, counts = start[has_layer], end[has_layer], counts[has_layer]
-    unit_terms = _unit_terms(cost)
-    terms = counts @ unit_terms
-    last = np.array([UNITS.index(unit) for unit in sequence])[end - 1]
-    for link in (SEND, RECEIVE):
-        terms[:, link] = np.where((end < len(sequence))[:, None], unit_terms[last, link], 0.0)
-    terms[:, OPTIMIZER] += cost.optimizer_ms_fixed
-    prefix = before @ unit_terms
-    cut = np.zeros_like(prefix)
-    cut[1:-1] = unit_terms[[UNITS.index(unit) for unit in sequence[:-1]]]
-    return _Runs(start=start, end=end, counts=counts, terms=terms, prefix=prefix, cut=cut)
-
-
-def _unit_terms(cost: CostModel) -> np.ndarray:
-    """What a unit of each kind adds to a stage, and a cut right after it. [kinds, TERMS]"""
-    fixed = np.zeros(len(FEATURES))
-    fixed[0] = cost.link_latency_ms
-    terms = np.zeros((len(UNITS), TERMS))
-    for kind, unit in enumerate(UNITS):
-        unit_cost = cost.units[unit]
-        returns = unit_cost.output_gradient_bytes.any()
-        terms[kind, FORWARD] = unit_cost.forward_ms
-        terms[kind, BACKWARD] = unit_cost.backward_ms
-        terms[kind, SEND] = fixed + cost.link_ms_per_byte * unit_cost.output_bytes
-        terms[kind, RECEIVE] = (
-            fixed * returns + cost.link_ms_per_byte * unit_cost.output_gradient_bytes
-        )
-        trained = unit_cost.trained_parameters
-        terms[kind, REDUCTION] = cost.gradient_reduction_ms_per_parameter * trained
-        terms[kind, OPTIMIZER] = cost.optimizer_ms_per_parameter * trained
-    return terms
-
-
-def _structural_paths(steps: SampledSteps, unit_terms: np.ndarray, stages: int) -> np.ndarray:
-    """Weights of paths through each stage, averaged over the steps. [p, paths, p, TERMS]
-
-    Each is taken on the ranks that are slowest in vision, in language and in both layers.
-    """
-    layer_ms = unit_terms[[VISION_LAYER, LANGUAGE_LAYER]]
-    layer_ms = layer_ms[:, FORWARD] + layer_ms[:, BACKWARD]
-    load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
-    slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
-    rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
-    return np.stack(
-        [
-            np.concatenate([_paths_through(steps, row, stage, stages) for row in rows])
-            for stage in range(stages)
-        ]
-    )
-
-
-def _paths_through(steps: SampledSteps, row: np.ndarray, stage: int, stages: int) -> np.ndarray:
-    """The structural paths through a stage, on one row of every step. [8, p, TERMS]
-
-    Four ways through, each followed by the stage's reduction or by the last backwards before it.
-    """
-    features, count = steps.features[row], steps.counts[row]
-    every = np.arange(len(row))
-    last = np.maximum(count - 1, 0)
-    # Forwards 1 to `ahead` run before the first backward, and as many backwards between the last
-    # forward and the last backward.
-    ahead = np.minimum(stages - 1 - stage, last)
-    total = np.concatenate([np.zeros((len(row), 1, features.shape[2])), features.cumsum(axis=1)], 1)
-    opening, closing, everything = features[:, 0], features[every, last], total[:, -1]
-    forwards = everything - total[every, ahead + 1] + opening
-    backwards = total[every, last - ahead] + closing
-    # With both detours, the first backward must come before the last forward.
-    both = (last > ahead)[:, None]
-    ways = (
-        (everything, everything, np.zeros_like(opening)),
-        (forwards, everything, opening),
-        (everything, backwards, closing),
-        (forwards, np.where(both, backwards, everything), opening + np.where(both, closing, 0.0)),
-    )
-    weights = np.zeros((2, len(ways), stages, TERMS))
-    for i, (own_forward, own_backward, later) in enumerate(ways):
-        way = weights[:, i]
-        for forward, backward in ((FORWARD, BACKWARD), (SEND, RECEIVE)):
-            way[:, :stage, forward] = steps.weight @ opening
-            way[0, :stage, backward] = steps.weight @ closing
-            way[:, stage:, forward] = way[:, stage:, backward] = steps.weight @ later
-        way[:, stage, FORWARD] = steps.weight @ own_forward
-        way[:, stage, BACKWARD] = steps.weight @ own_backward
-    weights[0, :, 0, REDUCTION] = weights[1, :, stage, REDUCTION] = 1
-    weights[:, :, stage, OPTIMIZER] = 1
-    return weights.reshape(-1, stages, TERMS)
-
-
-def _stage_bounds(
-    problem: _Problem, stage: int, start: np.ndarray, end: np.ndarray, terms: np.ndarray
-) -> np.ndarray:
-    """Longest structural path through a stage, for each thing that it may be. [options]
-
-    Infinite where the position does not allow it. Links are counted at the stage's own ends only.
-    """
-    weights, runs = problem.structural[stage], problem.runs
-    at_start = (start == 0) == (stage == 0)
-    at_end = (end == problem.units) == (stage == problem.stages - 1)
-    length = terms @ weights[:, stage].T
-    if stage > 0:
-        earlier = weights[:, stage - 1]
-        before = runs.prefix[:, _COMPUTE] @ earlier[:, _COMPUTE].T
-        before += runs.cut[:, _LINKS] @ earlier[:, _LINKS].T
-        length += before[start]
-    if stage < problem.stages - 1:
-        later = weights[:, stage + 1, _COMPUTE]
-        length += ((runs.prefix[-1] - runs.prefix)[:, _COMPUTE] @ later.T)[end]
-    return np.where(at_start & at_end, length.max(axis=1), np.inf)
+    need = _least_peak(problem.structure.runs, problem.tables)
+    raise DoesNotFit(_infeasible(problem, need))
 
 
 def _even_ms(problem: _Problem) -> float:
     """A step in which every stage takes as long as every other, without links."""
     steps, stages = problem.simulator.steps, problem.stages
-    whole = problem.runs.prefix[-1]
+    whole = problem.structure.runs.prefix[-1]
     work_ms = steps.features.sum(axis=1) @ (whole[FORWARD] + whole[BACKWARD])
     row_ms = work_ms * (steps.counts + stages - 1) / np.maximum(steps.counts, 1) / stages
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
@@ -394,9 +258,9 @@ def _even_ms(problem: _Problem) -> float:
 
 def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
     """For every stage, all that it may be in a split of at most `limit_ms`."""
-    runs = problem.runs
+    structure, runs = problem.structure, problem.structure.runs
     fast = [
-        _stage_bounds(problem, stage, runs.start, runs.end, runs.terms) <= limit_ms
+        structure.longest_ms(stage, runs.start, runs.end, runs.terms) <= limit_ms
         for stage in range(problem.stages)
     ]
     usable = _on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
@@ -410,8 +274,8 @@ def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
 
 def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Options:
     """The chosen runs with every recomputed set that fits at that stage and may be the best."""
-    runs, unit_terms = problem.runs, problem.unit_terms
-    layer_forward = unit_terms[[VISION_LAYER, LANGUAGE_LAYER], FORWARD]
+    structure, runs = problem.structure, problem.structure.runs
+    layer_forward = structure.unit_terms[[VISION_LAYER, LANGUAGE_LAYER], FORWARD]
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     sets = useful_recomputes(
         problem.tables[stage], counts, problem.extreme_ms, problem.memory_cap_bytes
@@ -425,7 +289,7 @@ def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Opti
     terms = runs.terms[run].copy()
     terms[:, BACKWARD] += np.stack([vision, language], axis=1) @ layer_forward
     start, end = runs.start[run], runs.end[run]
-    bound_ms = _stage_bounds(problem, stage, start, end, terms)
+    bound_ms = structure.longest_ms(stage, start, end, terms)
     options = _Options(
         start=start, end=end, vision=vision, language=language, terms=terms, bound_ms=bound_ms
     )
@@ -452,20 +316,18 @@ def _extreme_ms(steps: SampledSteps, unit_terms: np.ndarray) -> np.ndarray:
     """Forward of a vision and a language layer, where they differ most either way. [2, 2]"""
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ unit_terms[[VISION_LAYER, LANGUAGE_LAYER], FORWARD].T
+    # What costs nothing says nothing, and would make all sets equal.
+    total_ms = layers_ms.sum(axis=1)
+    layers_ms = layers_ms[total_ms > 0] if total_ms.any() else layers_ms
     share = layers_ms[:, 0] / np.maximum(layers_ms.sum(axis=1), np.finfo(float).tiny)
     return layers_ms[[share.argmin(), share.argmax()]]
 
 
-def _least_peak(runs: _Runs, tables: Sequence[MemoryTable]) -> float:
+def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:
     """Of all splits, the smallest largest peak of a stage."""
     counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
-    reached = np.full(int(runs.end.max()) + 1, np.inf)
-    reached[0] = 0.0
-    for table in tables:
-        peaks = np.maximum(least_peak_bytes(table, counts)[kind], reached[runs.start])
-        reached = np.full_like(reached, np.inf)
-        np.minimum.at(reached, runs.end, peaks)
-    return float(reached[-1])
+    peaks = [least_peak_bytes(table, counts)[kind] for table in tables]
+    return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
 
 
 def _infeasible(problem: _Problem, least_peak: float) -> str:
@@ -479,18 +341,59 @@ def _infeasible(problem: _Problem, least_peak: float) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Bounds:
+    """By cut: what each kept option costs, and what stages before and after a position cost."""
+
+    kept: list[_Options]
+    costs: list[np.ndarray]
+    """[options, cuts] of each stage."""
+    before: list[np.ndarray]
+    """[p + 1] of [units + 1, cuts]; at least."""
+    after: list[np.ndarray]
+    """Likewise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Partials:
+    """The first stages of splits."""
+
+    splits: np.ndarray
+    """[n, stages]; indices into the kept options."""
+    position: np.ndarray
+    """[n] where the next stage starts."""
+    length: np.ndarray
+    """[n, cuts] of the paths so far."""
+    bound_ms: np.ndarray
+    """[n] of all ways to complete them."""
+
+    def __len__(self) -> int:
+        return len(self.splits)
+
+    def take(self, chosen: np.ndarray) -> "_Partials":
+        """Some of them, in that order."""
+        return _Partials(
+            splits=self.splits[chosen],
+            position=self.position[chosen],
+            length=self.length[chosen],
+            bound_ms=self.bound_ms[chosen],
+        )
+
+
 class _Search:
     """Options that may still be in a better split, the best split so far, and the paths known.
 
     A split is an index into each stage's options. [p]
     """
 
-    def __init__(self, problem: _Problem, options: list[_Options], simulated: int) -> None:
+    def __init__(self, problem: _Problem, options: list[_Options]) -> None:
         self.problem = problem
         self.options = options
         self.kept = [np.arange(len(found)) for found in options]
         """Of each stage, the options that have not been ruled out."""
-        self.simulated = simulated
+        self.simulated = 0
+        self.work = 0.0
+        """In path lengths."""
         self.best_ms = np.inf
         self.best = np.zeros(problem.stages, np.int64)
         self.cuts = np.zeros((0, problem.stages, TERMS))
@@ -501,37 +404,64 @@ class _Search:
         if not all(map(len, self.options)):
             return False
         splits = _seeds(self.options, self.problem.units)
-        while True:
-            before_ms = self.best_ms
-            self._simulate(splits)
-            if self.best_ms >= before_ms:
-                break
+        self._simulate(splits)
+        improved = True
+        while improved and self.work < _MAX_DESCENT_WORK:
             # Most changes do not touch what made the step long.
             self._learn(self.best[None])
             splits = _neighbours(self.options, self.best, self.problem.units)
+            improved = self._improve(splits)
         few = splits[:: -(-len(splits) // _SAMPLE)]
         self._learn(np.concatenate([self.best[None], few]))
         return True
 
+    def with_options_of_better(self) -> "_Search":
+        """The same split and paths, over all options that a better split may have."""
+        # A little more, for the rounding of bounds that are exact.
+        options = _options(self.problem, self.best_ms * (1 + _TOLERANCE))
+        search = _Search(self.problem, options)
+        search.simulated, search.cuts, search.best_ms = self.simulated, self.cuts, self.best_ms
+        for stage, (option, chosen) in enumerate(zip(self.options, self.best, strict=True)):
+            search.best[stage] = options[stage].place(option, int(chosen))
+        return search
+
+    def _improve(self, splits: np.ndarray) -> bool:
+        """Simulate the most promising of the splits until one is better; whether one is."""
+        before_ms = self.best_ms
+        bound_ms = self._path_ms(self._terms(splits), self.cuts).max(axis=1)
+        promising = np.argsort(bound_ms, kind="stable")
+        promising = promising[bound_ms[promising] < self._target_ms]
+        for first in range(0, min(len(promising), _MAX_NEIGHBOURS), _SAMPLE):
+            self._simulate(splits[promising[first : first + _SAMPLE]])
+            if self.best_ms < before_ms:
+                return True
+        return False
+
     def prove(self) -> float:
         """Search until nothing better is left or the budget is spent; the bound that is proven."""
-        lower_bound_ms = 0.0
-        for number in range(_MAX_ROUNDS):
+        self.work = lower_bound_ms = 0.0
+        width, stale = _FIRST_WIDTH, 0
+        for _ in range(_MAX_ROUNDS):
             self._rule_out()
             if not all(map(len, self.kept)):
                 return self.best_ms
-            splits, bound_ms, dropped_ms = self._grow(min(_FIRST_WIDTH << number, _MAX_WIDTH))
+            splits, bound_ms, dropped, dropped_ms = self._grow(width)
             fresh = np.array([split.tobytes() not in self.seen for split in splits], bool)
             splits, bound_ms = splits[fresh], bound_ms[fresh]
             if dropped_ms == np.inf and len(splits) <= _FEW:
                 self._simulate_all(splits, bound_ms)
                 return self.best_ms
-            lower_bound_ms = max(lower_bound_ms, min(bound_ms.min(initial=np.inf), dropped_ms))
-            if not len(splits):
+            open_ms = min(bound_ms.min(initial=np.inf), dropped_ms)
+            risen = open_ms - lower_bound_ms
+            stale = 0 if risen > _LEAST_RISE * self.best_ms or width < _MAX_WIDTH else stale + 1
+            wider = risen < _WIDENING_RISE * (self.best_ms - lower_bound_ms)
+            lower_bound_ms = max(lower_bound_ms, open_ms)
+            if stale == _MAX_STALE or self.work > _MAX_WORK:
                 break
-            sample = _sample(len(splits))
-            self._simulate(splits[sample])
-            self._learn(splits[sample])
+            sample = np.concatenate([splits[_spread(len(splits), _SAMPLE // 2)], dropped])
+            self._simulate(sample)
+            self._learn(sample)
+            width = min(2 * width, _MAX_WIDTH) if wider else width
         return float(min(lower_bound_ms, self.best_ms))
 
     def _simulate_all(self, splits: np.ndarray, bound_ms: np.ndarray) -> None:
@@ -554,12 +484,13 @@ class _Search:
         """Simulate those of the splits [n, p] that may be better, once each, and keep the best."""
         terms = self._terms(splits)
         promising = self._path_ms(terms, self.cuts).max(axis=1, initial=0.0) < self._target_ms
-        fresh = [split.tobytes() not in self.seen for split in splits]
+        fresh = np.array([split.tobytes() not in self.seen for split in splits], bool)
         chosen = np.flatnonzero(promising & fresh)
         if not len(chosen):
             return
         self.seen.update(splits[i].tobytes() for i in chosen)
         self.simulated += len(chosen)
+        self.work += _SIMULATED_WORK * len(chosen) * self.problem.simulator.operations
         step_ms = self.problem.simulator.step_ms(terms[chosen])
         if step_ms.min() < self._target_ms:
             self.best, self.best_ms = splits[chosen[step_ms.argmin()]], float(step_ms.min())
@@ -571,6 +502,7 @@ class _Search:
 
     def _learn(self, splits: np.ndarray) -> None:
         """Add critical paths of the splits, each the one that does most beside those before it."""
+        self.work += _LEARNED_WORK * len(splits) * self.problem.simulator.operations
         terms = self._terms(splits)
         paths = self.problem.simulator.critical_paths(terms)
         length = np.minimum(self._path_ms(terms, paths), self._target_ms)
@@ -588,15 +520,19 @@ class _Search:
         added += sorted(set(spread.tolist()) - set(added))
         self.cuts = np.concatenate([self.cuts, paths[added]])
 
-    def _bounds(self) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-        """By cut: what each kept option costs [options, cuts], and the least that stages before
-        and after each position cost [units + 1, cuts]."""
+    def _bounds(self) -> _Bounds:
         kept = [o.take(k) for o, k in zip(self.options, self.kept, strict=True)]
         costs = [o.terms @ self.cuts[:, stage].T for stage, o in enumerate(kept)]
         units = self.problem.units
-        before = _least([(o.start, o.end) for o in kept], costs, 0, units)
-        after = _least([(o.end, o.start) for o in kept[::-1]], costs[::-1], units, units)[::-1]
-        return costs, before, after
+        self.work += sum(map(np.size, costs))
+        return _Bounds(
+            kept=kept,
+            costs=costs,
+            before=least_sums([(o.start, o.end) for o in kept], costs, 0, units),
+            after=least_sums([(o.end, o.start) for o in kept[::-1]], costs[::-1], units, units)[
+                ::-1
+            ],
+        )
 
     def _rule_out(self) -> None:
         """Drop options that no better split can have."""
@@ -606,83 +542,119 @@ class _Search:
         while left > (left := sum(map(len, self.kept))):
             if not all(map(len, self.kept)):
                 return
-            costs, before, after = self._bounds()
-            for stage, (found, kept) in enumerate(zip(self.options, self.kept, strict=True)):
-                start, end = found.start[kept], found.end[kept]
-                length = before[stage][start] + costs[stage] + after[stage + 1][end]
+            bounds = self._bounds()
+            for stage, (found, kept) in enumerate(zip(bounds.kept, self.kept, strict=True)):
+                length = bounds.costs[stage] + bounds.before[stage][found.start]
+                length += bounds.after[stage + 1][found.end]
                 self.kept[stage] = kept[length.max(axis=1) < self._target_ms]
 
-    def _grow(self, width: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Splits that the bounds allow [n, p] by rising bound, their bounds, and the least bound of
-        those that had no room."""
-        costs, _, after = self._bounds()
-        splits, position = np.zeros((1, 0), np.int64), np.zeros(1, np.int64)
-        length, bound_ms = np.zeros((1, len(self.cuts))), np.zeros(1)
+    def _grow(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+        """Splits that the bounds allow [n, p] by rising bound, their bounds [n], some of those that
+        had no room, completed [k, p], and the least bound of these."""
+        bounds = self._bounds()
+        grown = _Partials(
+            splits=np.zeros((1, 0), np.int64),
+            position=np.zeros(1, np.int64),
+            length=np.zeros((1, len(self.cuts))),
+            bound_ms=np.zeros(1),
+        )
+        dropped: list[_Partials] = []
         dropped_ms = np.inf
-        for stage, (found, kept) in enumerate(zip(self.options, self.kept, strict=True)):
-            start, end = found.start[kept], found.end[kept]
-            low, high = np.searchsorted(start, position), np.searchsorted(start, position, "right")
-            parent = np.repeat(np.arange(len(position)), high - low)
-            first = np.cumsum(high - low) - (high - low)
-            option = np.arange(len(parent)) - np.repeat(first - low, high - low)
-            grown = length[parent] + costs[stage][option]
-            bound_ms = (grown + after[stage + 1][end[option]]).max(axis=1)
+        for stage in range(self.problem.stages):
+            parent, option, bound_ms = self._children(bounds, stage, grown)
             chosen = np.flatnonzero(bound_ms < self._target_ms)
             if len(chosen) > width:
                 chosen = chosen[np.argsort(bound_ms[chosen], kind="stable")]
                 dropped_ms = min(dropped_ms, bound_ms[chosen[width]])
+                some = chosen[width:][_spread(len(chosen) - width, _DROPPED)]
+                few = _extended(bounds, stage, grown, parent[some], option[some], bound_ms[some])
+                dropped.append(self._completed(bounds, stage + 1, few))
                 chosen = np.sort(chosen[:width])
-            splits = np.column_stack([splits[parent[chosen]], kept[option[chosen]]])
-            position, length, bound_ms = end[option[chosen]], grown[chosen], bound_ms[chosen]
-        order = np.argsort(bound_ms, kind="stable")
-        return splits[order], bound_ms[order], float(dropped_ms)
+            picked = parent[chosen], option[chosen], bound_ms[chosen]
+            grown = _extended(bounds, stage, grown, *picked)
+        order = np.argsort(grown.bound_ms, kind="stable")
+        return (
+            self._of_options(grown.splits[order]),
+            grown.bound_ms[order],
+            self._of_options(_sample(dropped, self.problem.stages)),
+            float(dropped_ms),
+        )
+
+    def _children(
+        self, bounds: _Bounds, stage: int, grown: _Partials
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All ways to add a stage: which are extended, by which kept option, and their bounds."""
+        start, end = bounds.kept[stage].start, bounds.kept[stage].end
+        low = np.searchsorted(start, grown.position)
+        number = np.searchsorted(start, grown.position, "right") - low
+        parent = np.repeat(np.arange(len(grown)), number)
+        first = np.cumsum(number) - number
+        option = np.arange(len(parent)) - np.repeat(first - low, number)
+        # What an option adds whichever split it is added to.
+        rest = bounds.costs[stage] + bounds.after[stage + 1][end]
+        self.work += len(parent) * rest.shape[1]
+        bound_ms = np.empty(len(parent))
+        at_once = max(_CHUNK_ENTRIES // rest.shape[1], 1)
+        for begin in range(0, len(parent), at_once):
+            chunk = slice(begin, begin + at_once)
+            bound_ms[chunk] = (grown.length[parent[chunk]] + rest[option[chunk]]).max(axis=1)
+        return parent, option, bound_ms
+
+    def _completed(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
+        """Each with the later stages that raise its bound least, one stage after another."""
+        for later in range(stage, self.problem.stages):
+            parent, option, bound_ms = self._children(bounds, later, grown)
+            order = np.lexsort((option, bound_ms, parent))
+            best = order[np.unique(parent[order], return_index=True)[1]]
+            grown = _extended(bounds, later, grown, parent[best], option[best], bound_ms[best])
+        return grown
+
+    def _of_options(self, splits: np.ndarray) -> np.ndarray:
+        """Splits of kept options as splits of all options. [n, p]"""
+        return np.stack([kept[splits[:, s]] for s, kept in enumerate(self.kept)], axis=1)
 
 
-def _sample(count: int) -> np.ndarray:
-    """Of so many splits by rising bound, the lowest and as many spread over the rest."""
-    spread = np.linspace(0, count - 1, _SAMPLE // 2).astype(np.int64)
-    return np.unique(np.concatenate([np.arange(min(_SAMPLE // 2, count)), spread]))
+def _extended(
+    bounds: _Bounds,
+    stage: int,
+    grown: _Partials,
+    parent: np.ndarray,
+    option: np.ndarray,
+    bound_ms: np.ndarray,
+) -> _Partials:
+    """Some partial splits with an option of the next stage, and their bounds. [n] each"""
+    return _Partials(
+        splits=np.column_stack([grown.splits[parent], option]),
+        position=bounds.kept[stage].end[option],
+        length=grown.length[parent] + bounds.costs[stage][option],
+        bound_ms=bound_ms,
+    )
 
 
-def _least(
-    edges: Sequence[tuple[np.ndarray, np.ndarray]],
-    costs: Sequence[np.ndarray],
-    source: int,
-    units: int,
-) -> list[np.ndarray]:
-    """Least cost of reaching each position through the first stages, from none to all of them.
+def _spread(count: int, most: int) -> np.ndarray:
+    """At most so many of `count` by rising bound: the lowest, and half of them over the rest."""
+    spread = np.linspace(0, count - 1, min(most // 2, count)).astype(np.int64)
+    return np.unique(np.concatenate([np.arange(min(most // 2, count)), spread]))
 
-    Args:
-        edges: of each stage, the positions that its options lead from and to.
-        costs: [options, cuts] of each stage.
 
-    Returns:
-        [stages + 1] of [units + 1, cuts].
-    """
-    reached = [np.full((units + 1, costs[0].shape[1]), np.inf)]
-    reached[0][source] = 0.0
-    for (tail, head), cost in zip(edges, costs, strict=True):
-        order = np.argsort(head, kind="stable")
-        heads, first = np.unique(head[order], return_index=True)
-        least = np.full_like(reached[0], np.inf)
-        least[heads] = np.minimum.reduceat((reached[-1][tail] + cost)[order], first, axis=0)
-        reached.append(least)
-    return reached
+def _sample(completed: Sequence[_Partials], stages: int) -> np.ndarray:
+    """Some of the splits, the lowest bounds of each first, and no split twice. [n, p]"""
+    splits = np.concatenate([np.zeros((0, stages), np.int64), *(each.splits for each in completed)])
+    bound_ms = np.concatenate([np.zeros(0), *(each.bound_ms for each in completed)])
+    splits, first = np.unique(splits, axis=0, return_index=True)
+    order = np.argsort(bound_ms[first], kind="stable")
+    return splits[order[_spread(len(order), _SAMPLE // 2)]]
 
 
 def _seeds(options: Sequence[_Options], units: int) -> np.ndarray:
     """Splits whose slowest stage is about as fast as can be, and their sum small. [seeds, p]"""
     edges = [(o.start, o.end) for o in options]
-    reached = np.where(np.arange(units + 1) == 0, 0.0, np.inf)
-    for (start, end), found in zip(edges, options, strict=True):
-        slowest = np.maximum(reached[start], found.bound_ms)
-        reached = np.full(units + 1, np.inf)
-        np.minimum.at(reached, end, slowest)
+    slowest_ms = least_largest(edges, [o.bound_ms for o in options], units)
     splits = []
     for slack in _SEED_SLACKS:
-        limit_ms = reached[-1] * (1 + slack)
+        limit_ms = slowest_ms * (1 + slack)
         costs = [np.where(o.bound_ms <= limit_ms, o.bound_ms, np.inf)[:, None] for o in options]
-        before = _least(edges, costs, 0, units)
+        before = least_sums(edges, costs, 0, units)
         split, position = np.zeros(len(options), np.int64), units
         for stage in reversed(range(len(options))):
             start, end = edges[stage]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.pipeline.stage_cost import MemoryTable
+from omnibal.pipeline.stage_cost import MemoryTable, fits_cap
 from omnibal.pipeline.units import LANGUAGE_LAYER, VISION_LAYER
 
 _CHUNK_ENTRIES = 4_000_000
@@ -39,9 +39,10 @@ def useful_recomputes(
     Args:
         counts: [stages, kinds] units of each stage.
         extreme_ms: [2, 2]; forward time of a vision and of a language layer, on the micro-batches
-            where the first is largest and smallest beside the second.
+            where the first is largest and smallest beside the second, of those where either takes
+            any time.
     """
-    nothing = _peak_bytes(table, counts, np.zeros_like(counts)) <= memory_cap_bytes
+    nothing = fits_cap(_peak_bytes(table, counts, np.zeros_like(counts)), memory_cap_bytes)
     without = np.flatnonzero(nothing)
     stage, vision = _with_vision(counts, np.flatnonzero(~nothing))
     language, fits = _fewest_language(table, counts[stage], vision, memory_cap_bytes)
@@ -97,7 +98,7 @@ def _fewest_language(
 
     def fits(rows: np.ndarray, language: np.ndarray) -> np.ndarray:
         recomputed[rows, LANGUAGE_LAYER] = language
-        return _peak_bytes(table, counts[rows], recomputed[rows]) <= memory_cap_bytes
+        return fits_cap(_peak_bytes(table, counts[rows], recomputed[rows]), memory_cap_bytes)
 
     layers = counts[:, LANGUAGE_LAYER]
     everyone = np.arange(len(counts))

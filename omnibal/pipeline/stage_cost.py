@@ -6,7 +6,7 @@ layer keeps only its input; the rest comes back as working memory while its back
 output is free again once it is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ from omnibal.pipeline.units import (
 from omnibal.plan import Stage, StageMemory
 
 GIB = 1024**3
+_CAP_TOLERANCE = 1e-12
+"""Relative; sums of the same bytes in another order differ by less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,7 +55,9 @@ def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) 
         -1, len(FEATURES)
     )
     returns = backward_bytes.any(axis=1)
-    recompute_ms = features @ (again @ forward).T
+    # Where nothing is kept for a backward, nothing is computed again.
+    recompute = forward * (backward > 0).any(axis=1, keepdims=True)
+    recompute_ms = features @ (again @ recompute).T
     return StageTimes(
         forward_ms=features @ (held @ forward).T,
         backward_ms=features @ (held @ backward).T + recompute_ms,
@@ -76,6 +80,11 @@ def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
     return np.stack([unit_counts(stage) for stage in stages]) @ per_unit
 
 
+def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
+    """Whether peaks are within a memory cap, to rounding: a cap that is a peak holds it. [...]"""
+    return np.asarray(peak) <= memory_cap * (1 + _CAP_TOLERANCE)
+
+
 def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
     """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 5]
 
@@ -83,9 +92,20 @@ def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -
     has not ended. Packs are sorted by step, rank and slot, and slots count from 0 without gaps; row
     i is the run that ends with pack i, shorter at the step's start.
     """
-    total = np.concatenate([np.zeros((1, features.shape[1])), np.cumsum(features, axis=0)])
-    last = np.arange(len(features))
-    return total[last + 1] - total[last - np.minimum(slot, in_flight - 1)]
+    return _in_flight_sums(_running_sums(features), slot, in_flight).T
+
+
+def _running_sums(features: np.ndarray) -> np.ndarray:
+    """Of each feature, over the packs before each one and over all. [5, packs + 1]"""
+    total = np.zeros((features.shape[1], len(features) + 1))
+    np.cumsum(features.T, axis=1, out=total[:, 1:])
+    return total
+
+
+def _in_flight_sums(total: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
+    """`in_flight_features` from running sums. [5, packs]"""
+    first = np.arange(len(slot)) - np.minimum(slot, in_flight - 1)
+    return total[:, 1:] - total[:, first]
 
 
 def stage_memories(
@@ -97,10 +117,8 @@ def stage_memories(
         slot: [packs]; packs are sorted by step, rank and slot.
         features: [packs, 5].
     """
-    return [
-        stage_memory(cost, stage, in_flight_features(features, slot, len(stages) - i), features)
-        for i, stage in enumerate(stages)
-    ]
+    tables = memory_tables(cost, features, slot, len(stages))
+    return [_memory(cost, *each) for each in zip(stages, tables, strict=True)]
 
 
 def stage_memory(
@@ -113,7 +131,10 @@ def stage_memory(
             holds at the same time.
         features: [packs, 5] of single micro-batches.
     """
-    table = memory_table(cost, held_features, features)
+    return _memory(cost, stage, memory_table(cost, held_features, features))
+
+
+def _memory(cost: CostModel, stage: Stage, table: "MemoryTable") -> StageMemory:
     counts, recomputed = unit_counts(stage), recomputed_counts(stage)
     parameters = sum(
         int(n) * cost.units[unit].parameters for unit, n in zip(UNITS, counts, strict=True)
@@ -169,29 +190,65 @@ def _state_bytes(cost: CostModel, unit: Unit) -> float:
 
 def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarray) -> MemoryTable:
     """Memory by kind of unit for sets of micro-batches [sets, 5] and single ones [packs, 5]."""
+    return _tables(cost, features, [held_features.T[_kept_features(cost)]])[0]
+
+
+def memory_tables(
+    cost: CostModel, features: np.ndarray, slot: np.ndarray, pipeline_size: int
+) -> list[MemoryTable]:
+    """Of every stage of a pipeline, each with its own number of micro-batches in flight.
+
+    Args:
+        features: [packs, 5]; packs are sorted by step, rank and slot.
+        slot: [packs].
+    """
+    most = min(pipeline_size, int(slot.max()) + 1)
+    total = _running_sums(features[:, _kept_features(cost)])
+    held = (_in_flight_sums(total, slot, in_flight) for in_flight in range(1, most + 1))
+    tables = _tables(cost, features, held)
+    return [tables[min(pipeline_size - stage, most) - 1] for stage in range(pipeline_size)]
+
+
+def _kept_features(cost: CostModel) -> np.ndarray:
+    """The features that anything kept grows with."""
+    kept = [[unit.activation_bytes, unit.boundary_bytes] for unit in cost.units.values()]
+    return np.flatnonzero((np.array(kept) > 0).any(axis=(0, 1)))
+
+
+def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -> list[MemoryTable]:
+    """For each of several sets of micro-batches, by their `_kept_features` [kept, sets]."""
     activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
     boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
     working = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
+    kept = _kept_features(cost)
+    state_bytes = np.array([_state_bytes(cost, unit) for unit in UNITS])
+    working_bytes = (features @ working.T).max(axis=0)
+    recompute_working_bytes = (features @ (working + activation - boundary).T).max(axis=0)
     # Coefficients are never negative, so only sets that no other set dominates can be the largest.
-    used = (activation > 0).any(axis=0) | (boundary > 0).any(axis=0)
-    largest = undominated(held_features * used)
-    return MemoryTable(
-        state_bytes=np.array([_state_bytes(cost, unit) for unit in UNITS]),
-        kept_bytes=largest @ activation.T,
-        input_bytes=largest @ boundary.T,
-        working_bytes=(features @ working.T).max(axis=0),
-        recompute_working_bytes=(features @ (working + activation - boundary).T).max(axis=0),
-    )
+    largest = (undominated(sets.T) for sets in held)
+    return [
+        MemoryTable(
+            state_bytes=state_bytes,
+            kept_bytes=rows @ activation[:, kept].T,
+            input_bytes=rows @ boundary[:, kept].T,
+            working_bytes=working_bytes,
+            recompute_working_bytes=recompute_working_bytes,
+        )
+        for rows in largest
+    ]
 
 
 def undominated(rows: np.ndarray) -> np.ndarray:
     """The distinct rows [n, k] that no other row equals or exceeds in every column."""
-    # Of the rows that are left, one with the largest scaled sum is dominated by no other.
-    sums = (rows / np.maximum(rows.max(axis=0), 1)).sum(axis=1)
-    rest = rows[np.argsort(-sums, kind="stable")]
+    columns = np.ascontiguousarray(rows.T)
+    sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
     found = []
-    while len(rest):
-        top, rest = rest[0], rest[1:]
+    while len(sums):
+        # Of the rows that are left, one with the largest scaled sum is dominated by no other.
+        top = columns[:, sums.argmax()]
         found.append(top)
-        rest = rest[(rest > top).any(axis=1)]
+        left = np.zeros(len(sums), bool)
+        for column, value in zip(columns, top, strict=True):
+            left |= column > value
+        columns, sums = columns[:, left], sums[left]
     return np.array(found)

@@ -106,8 +106,8 @@ TABLE_9 = (
 )
 ABLATION_JOB = TABLE_9[1]
 """Listed with tensor 2 and data 4, but the released configuration has tensor 4, and only that, with
-the optimizer's state whole on every rank, explains the memory of Table 5 (`table5.py`). Times do not
-depend on it; it is sharded here, without which the first job of Table 9 does not fit."""
+the optimizer's state whole on every rank, explains the memory of Table 5 (`table5.py`). Times
+do not depend on it; it is sharded here, without which the first job of Table 9 does not fit."""
 TABLE_7 = {"none": 61.8, "data": 51.9, "data + model": 29.0, "data + model + memory": 21.3}
 """GPU days with so much balanced."""
 TABLE_3_MODEL_ONLY = 42.2

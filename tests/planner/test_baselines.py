@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
 
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.config import ModelConfig, Part, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, Unit
 from omnibal.errors import UserError
@@ -382,3 +382,23 @@ def test_the_joint_search_is_not_a_baseline(method: str, rule: str):
     cost, model = random_cost(np.random.default_rng(0)), small_model(2, 2)
     with pytest.raises(UserError, match=f"{method} was given with recompute rule {rule}"):
         baseline_stages(*given, cost, model, at_caps(2), 2, np.inf)
+
+
+@pytest.mark.parametrize("rule", ["front", "full"])
+def test_frozen_layers_are_not_recomputed(rule: str):
+    """Prevents time for recomputing what has no backward, and plans that list it."""
+    model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
+    cost = analytic_cost(model, cluster, Parallel(pipeline=2), "fp32", (Part.VISION,))
+    workload = random_workload(np.random.default_rng(0), 3, 2)
+    stages = baseline_stages(
+        PartitionMethod.LAYER, RecomputeRule(rule), cost, model, workload, 2, 1e12
+    )
+    assert all(not stage.recompute_vision for stage in stages)
+    recomputed = sum(len(stage.recompute_language) for stage in stages)
+    assert recomputed == (model.language.layers if rule == "full" else 0)
+    again = [
+        stage.model_copy(update={"recompute_vision": tuple(range(stage.vision_layers))})
+        for stage in stages
+    ]
+    times = [stage_times(cost, each, workload.features).recompute_ms for each in (stages, again)]
+    np.testing.assert_array_equal(*times)

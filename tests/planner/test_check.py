@@ -1,5 +1,6 @@
 """Check: every way in which a plan directory can be wrong is found and named."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
 
-from omnibal.check import check_plan
-from omnibal.config import ModelConfig, TilingConfig, load_cluster, load_model
+from omnibal.check import check_plan, training_obstacles
+from omnibal.config import ModelConfig, Part, TilingConfig, load_cluster, load_model
 from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
@@ -82,7 +83,7 @@ def rows_of(packs: ScheduledPacks, rows: np.ndarray) -> ScheduledPacks:
 
 def test_a_good_plan_passes(directory):
     """Prevents checks that refuse what the planner makes."""
-    assert len(check_plan(directory)) == 12
+    assert len(check_plan(directory)) == 11
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,15 @@ def test_removed_recomputation_is_seen(tmp_path, keeps_prediction):
         check_plan(tmp_path / "plan")
 
 
+@pytest.mark.parametrize("frozen", [["vision", "vision"], ["vision", "projector", "language"]])
+def test_frozen_parts_must_leave_something_to_train(directory, frozen):
+    """Prevents a plan, edited by hand, that updates nothing or counts a part twice."""
+    path = directory / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"frozen": frozen}))
+    with pytest.raises(UserError, match="each part at most once and leave one to train"):
+        check_plan(directory)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -354,10 +364,13 @@ def test_what_cannot_be_trained_is_said(tmp_path):
         "shapes": (request(lengths=None), "shapes only"),
         "origin": (request(), "do not say which data"),
         "tensor": (request(parallel=Parallel(tensor=2, pipeline=2)), "tensor size 2 can be"),
+        "frozen": (request(frozen=(Part.VISION,)), "frozen parts (vision) can be"),
     }
     for name, (asked, expected) in cases.items():
-        save_plan(make_plan(asked), tmp_path / name)
-        assert expected in check_plan(tmp_path / name)[-1]
+        result = make_plan(asked)
+        save_plan(result, tmp_path / name)
+        check_plan(tmp_path / name)
+        assert expected in training_obstacles(result.plan)[-1]
 
 
 def test_plan_of_shapes_is_held_to_its_memory(tmp_path):

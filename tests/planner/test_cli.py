@@ -29,7 +29,7 @@ PACK_KEYS = (
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms bubble_fraction samples_per_second_per_gpu gpu_days "
-    "memory_cap_gib cost_source packs steps"
+    "memory_cap_gib cost_source packs steps search_gap"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "
@@ -171,7 +171,8 @@ def test_plan_check_and_report(capsys, tmp_path, lengths_file):
     assert sum(stage["vision_layers"] for stage in printed["stages"]) == 4
     assert printed["ideal_step_ms"] <= printed["step_ms"]
     run("check --json", tmp_path / "plan")
-    assert len(json.loads(capsys.readouterr().out)["passed"]) == 12
+    checked = json.loads(capsys.readouterr().out)
+    assert (len(checked["passed"]), len(checked["notes"])) == (11, 1)
     run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
     assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
@@ -313,6 +314,10 @@ def test_lengths_scan(capsys, tmp_path, digits):
         (PLAN + " --gpus 3 --lengths {lengths} -o p", "3 GPUs are no multiple of --pp 2"),
         (PLAN + " --gpus 4 --micro-batches 2 -o p", "--micro-batches cannot be given"),
         (PLAN + " --samples-per-step 4 -o p", "--samples-per-step cannot be given"),
+        (PLAN + " --memory-gib inf -o p", "--memory-gib inf: must be a finite number"),
+        (PLAN + " --network-gb-per-s inf -o p", "--network-gb-per-s inf: must be a finite"),
+        (PLAN + " --max-tokens 99999999999 -o p", "less than or equal to 2147483647"),
+        (PLAN + " --dp 2 --micro-batches 1000000 -o p", "may have at most 1,000,000"),
         ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o .", "is a directory"),
         ("report absent -o r.html", "plan.json: no such file"),
         ("report absent -o new/r.html", "plan.json: no such file"),

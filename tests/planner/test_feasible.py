@@ -1,18 +1,24 @@
 """What would fit: every change that is named makes a plan, and no smaller one of its kind does."""
 
+import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from plan_cases import example_lengths, request
+from plan_cases import example_lengths, example_profile, request
 
+from omnibal import feasible
 from omnibal.config import load_cluster, load_model
+from omnibal.cost.profile import model_sha256
 from omnibal.data.packing import PackingMethod
 from omnibal.data.steps import steps_of
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.feasible import (
-    changes_that_fit,
+    Advice,
+    Change,
     does_not_fit_message,
-    fitting_changes,
+    find_changes,
+    gib_text,
     smaller_caps,
 )
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
@@ -52,10 +58,14 @@ def one_epoch(**changes) -> PlanRequest:
     return request(parallel=Parallel(pipeline=2), packs_per_step=4, epochs=1, **changes)
 
 
+def changes_of(planned: PlanRequest) -> tuple[Change, ...]:
+    return find_changes(planned).changes
+
+
 LARGER = {
     "tensor": [{"tensor": 2}],
-    "pipeline": [{"pipeline": 4}, {"pipeline": 8}],
-    "data": [{"data": 2}, {"data": 4}],
+    "pipeline": [{"pipeline": size} for size in range(3, 9)],
+    "data": [{"data": 2}, {"data": 3}, {"data": 4}],
 }
 
 
@@ -66,11 +76,14 @@ def test_changes_are_the_smallest_that_fit(lengths, share):
     roomy = one_epoch(lengths=lengths)
     planned = with_memory(roomy, share * least_memory(roomy))
     assert not fits(planned)
-    found = fitting_changes(planned)
+    found = changes_of(planned)
     for change in found:
         assert fits(change.request)
         assert change.need_gib <= memory_cap_gib(change.request.cluster)
-        assert f"needs {change.need_gib:.1f} of" in change.text
+        figures = re.search(r"needs (\S+) of (\S+) GiB\)$", change.text)
+        shown = [float(figure) for figure in figures.groups()]
+        exact = [change.need_gib, memory_cap_gib(change.request.cluster)]
+        assert shown == pytest.approx(exact, rel=0.005)
     expected = []
     for kinds in LARGER.values():
         requests = [sized(planned, **sizes) for sizes in kinds]
@@ -85,12 +98,20 @@ def test_changes_are_the_smallest_that_fit(lengths, share):
     assert sizes[:-1] == sorted(sizes[:-1])
 
 
+def test_no_size_between_is_left_out():
+    """Prevents four times the ranks where three times would do."""
+    roomy = one_epoch(lengths=None)
+    planned = with_memory(roomy, 1.001 * least_memory(sized(roomy, data=3)))
+    assert not fits(sized(planned, data=2))
+    assert 3 in [change.request.parallel.data for change in changes_of(planned)]
+
+
 @pytest.mark.parametrize("share", [0.95, 0.8])
 def test_next_larger_caps_do_not_fit(share):
     """Prevents caps smaller than needed, or ones that a sample does not fit."""
     roomy = one_epoch(packing=PackingMethod.BALANCED)
     planned = with_memory(roomy, share * least_memory(roomy))
-    change = fitting_changes(planned)[0]
+    change = changes_of(planned)[0]
     tried = [planned.caps, *smaller_caps(planned.caps, planned.lengths)]
     chosen = tried.index(change.request.caps)
     assert fits(change.request)
@@ -120,12 +141,13 @@ def test_two_larger_sizes_where_one_is_not_enough():
     alone = [{"tensor": 2}, {"data": 4}, {"pipeline": 8}]
     roomy = one_epoch(lengths=None)
     enough = 0.9 * min(least_memory(sized(roomy, **sizes)) for sizes in alone)
-    found = fitting_changes(with_memory(roomy, enough))
-    pairs = [change for change in found if " --pp " in change.text and "--tp 2" in change.text]
-    assert [change.request.parallel.tensor for change in pairs] == [2]
-    assert fits(pairs[0].request)
-    smaller = pairs[0].request.parallel.pipeline // 2
-    assert smaller == 2 or not fits(sized(pairs[0].request, pipeline=smaller))
+    planned = with_memory(roomy, enough)
+    found = changes_of(planned)
+    (pair,) = (change for change in found if " --pp " in change.text and "--tp 2" in change.text)
+    assert fits(pair.request)
+    for tensor, pipeline in product([1, 2], range(2, 9)):
+        if tensor * pipeline < pair.request.parallel.world_size:
+            assert not fits(sized(planned, tensor=tensor, pipeline=pipeline))
 
 
 def test_device_with_more_memory():
@@ -144,9 +166,9 @@ def test_device_with_more_memory():
         seed=0,
         profile=None,
     )
-    found = changes_that_fit(planned)
+    found = [change.text for change in changes_of(planned)]
     assert found[-1].startswith("--cluster h200-141g instead of a100-80g (needs ")
-    assert found[-1].endswith("of 125.1 GiB)")
+    assert found[-1].endswith("of 125 GiB)")
     assert any(text.startswith("--tp 4 instead of 2 (needs ") for text in found)
 
 
@@ -159,7 +181,7 @@ def test_named_methods_are_told_of_the_search():
         recompute=RecomputeRule.NONE,
     )
     assert not fits(planned)
-    (change,) = fitting_changes(planned)
+    (change,) = changes_of(planned)
     assert "omnibal with recompute rule cheapest instead of layer with none" in change.text
     assert fits(change.request)
 
@@ -170,22 +192,106 @@ def test_steps_that_are_given_stay():
     scheduled, _ = make_plan(roomy).data
     given = replace(roomy, steps=steps_of(scheduled))
     planned = with_memory(given, 0.9 * least_memory(given))
-    found = fitting_changes(planned)
+    found = changes_of(planned)
     assert found
     assert all(change.request.caps == planned.caps for change in found)
     assert all(change.request.packs_per_step == planned.packs_per_step for change in found)
     assert all(fits(change.request) for change in found)
 
 
-def test_message_holds_error_and_changes():
-    """Prevents the cause from being lost behind the advice."""
-    error = DoesNotFit("needs 93.0 GiB")
-    assert does_not_fit_message(error, ["--tp 4", "--pp 8"]).startswith("needs 93.0 GiB; ")
-    assert "--tp 4; or --pp 8" in does_not_fit_message(error, ["--tp 4", "--pp 8"])
-    assert "no single larger" in does_not_fit_message(error, [])
+def advice_of(planned: PlanRequest) -> str:
+    with pytest.raises(DoesNotFit) as raised:
+        make_plan(planned)
+    return does_not_fit_message(raised.value, find_changes(planned))
+
+
+LAYER = {"method": PartitionMethod.LAYER, "recompute": RecomputeRule.NONE}
+
+
+def test_named_methods_are_told_of_more_than_the_search():
+    """Prevents "nothing is enough" though nothing but the search was tried."""
+    roomy = one_epoch()
+    tight = with_memory(roomy, 0.8 * least_memory(roomy))
+    expected = [change.request.parallel for change in changes_of(tight)]
+    found = changes_of(replace(tight, **LAYER))
+    assert [change.request.parallel for change in found] == expected
+    assert found
+    for change in found:
+        assert fits(change.request)
+        assert "instead of layer with none, and --" in change.text
+
+
+@pytest.mark.parametrize("method", [{}, LAYER], ids=["joint", "layer"])
+def test_only_what_was_tried_is_called_not_enough(method):
+    """Prevents caps or devices from being ruled out that were never looked at."""
+    kinds = ("--max-tokens", "--tp", "--pp", "--dp", "preset device", "joint partition")
+    model = {"model_sha256": model_sha256(one_epoch().model)}
+    profile = example_profile(activation_bytes=2**20).model_copy(update=model)
+    scheduled, _ = make_plan(one_epoch()).data
+    for changes, absent in (
+        ({}, set()),
+        ({"steps": steps_of(scheduled)}, {"--max-tokens"}),
+        ({"profile": profile}, {"preset device", "--tp"}),
+    ):
+        tiny = with_memory(one_epoch(**changes, **method), 1e-6)
+        if "profile" not in changes:
+            # No preset is large enough for a model of so many parameters either.
+            vast = tiny.model.language.model_copy(update={"vocab_size": 10**10})
+            tiny = replace(tiny, model=tiny.model.model_copy(update={"language": vast}))
+        message = advice_of(tiny)
+        assert "what would fit" not in message
+        named = message.rpartition("is enough: ")[2]
+        wanted = set(kinds) - absent - (set() if method else {"joint partition"})
+        assert {kind for kind in kinds if kind in named} == wanted
+
+
+@pytest.mark.parametrize("method", [{}, LAYER], ids=["joint", "layer"])
+def test_changes_stand_in_place_of_general_advice(method):
+    """Prevents "raise the cap, use more stages" beside what was found to fit, and lost causes."""
+    roomy = one_epoch()
+    planned = replace(with_memory(roomy, 0.8 * least_memory(roomy)), **method)
+    with pytest.raises(DoesNotFit) as raised:
+        make_plan(planned)
+    advice = find_changes(planned)
+    message = does_not_fit_message(raised.value, advice)
+    cause, _, remedy = message.partition("; what would fit: ")
+    assert str(raised.value).startswith(f"{cause}; ")
+    assert "memory cap" in cause
+    assert remedy == "; or ".join(change.text for change in advice.changes)
+    for general in ("raise the memory cap", "pack to smaller"):
+        assert general in str(raised.value)
+        assert general not in message
+    plain = DoesNotFit("needs 93.0 GiB")
+    assert does_not_fit_message(plain, Advice(changes=(), tried=())) == "needs 93.0 GiB"
+
+
+@pytest.mark.parametrize("gib", [125.06, 72.0, 9.996, 0.5, 0.01234, 0.000321])
+def test_small_devices_have_figures(gib):
+    """Prevents "needs 0.0 of 0.0 GiB"."""
+    assert float(gib_text(gib)) == pytest.approx(gib, rel=0.005)
+    assert len(gib_text(gib).replace(".", "").lstrip("0")) in (3, 4)
+
+
+def test_many_samples_are_drawn_from(monkeypatch):
+    """Prevents minutes of packing millions of samples for every cap that is tried."""
+    roomy = one_epoch(lengths=example_lengths(count=300))
+    planned = with_memory(roomy, 0.9 * least_memory(roomy))
+    monkeypatch.setattr(feasible, "SAMPLES", 200)
+    seen: list[int] = []
+    packs_of = feasible.packs_of
+
+    def counted(request: PlanRequest):
+        seen.append(len(request.lengths))
+        return packs_of(request)
+
+    monkeypatch.setattr(feasible, "packs_of", counted)
+    found = changes_of(planned)
+    assert found
+    assert set(seen) == {200}
+    assert all(len(change.request.lengths) == 300 for change in found)
 
 
 def test_other_mistakes_are_said_as_they_are():
     """Prevents a mistake that has nothing to do with memory from being answered with advice."""
     with pytest.raises(UserError, match="exceed the caps"):
-        fitting_changes(one_epoch(caps=Caps(max_tiles=1, max_tokens=64)))
+        find_changes(one_epoch(caps=Caps(max_tiles=1, max_tokens=64)))

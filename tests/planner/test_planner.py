@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, example_lengths, origin_of, request
 
-from omnibal.check import check_plan
+from omnibal.check import check_plan, training_obstacles
 from omnibal.config import TilingConfig, load_cluster
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import Unit, pack_features
@@ -76,7 +76,8 @@ def test_plan_of_shapes_only(tmp_path):
     assert result.plan.shapes.micro_batches_per_step == 4
     save_plan(result, tmp_path / "plan")
     assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.json"]
-    assert any("shapes only" in sentence for sentence in check_plan(tmp_path / "plan"))
+    assert any("shapes only" in obstacle for obstacle in training_obstacles(result.plan))
+    assert check_plan(tmp_path / "plan")
 
 
 def test_tiling_is_that_of_the_scan():

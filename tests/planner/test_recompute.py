@@ -7,7 +7,16 @@ from cost_cases import random_cost, random_features, small_model
 
 from omnibal.cost.model import Unit, UnitCost
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
-from omnibal.pipeline.stage_cost import GIB, memory_table, stage_memory, stage_times, undominated
+from omnibal.pipeline.stage_cost import (
+    GIB,
+    fits_cap,
+    in_flight_features,
+    memory_table,
+    memory_tables,
+    stage_memory,
+    stage_times,
+    undominated,
+)
 from omnibal.pipeline.units import stages_from_cuts
 
 
@@ -125,3 +134,38 @@ def test_undominated_rows_are_exactly_the_front():
         found = undominated(rows)
         assert {tuple(row) for row in found} == front
         assert len(found) == len(front)
+
+
+def test_tables_of_all_stages_have_every_set_in_flight():
+    """Prevents a stage whose peak leaves out micro-batches, or is that of another stage: compared
+    with every run of micro-batches, more stages than a rank has of them included."""
+    rng = np.random.default_rng(6)
+    cost = random_cost(rng)
+    counts = rng.integers(0, 5, (20, 6))
+    recomputed = np.minimum(counts, rng.integers(0, 5, (20, 6))) * [0, 1, 0, 0, 1, 0]
+    for micro_batches, stages in ((6, 4), (3, 5), (1, 3)):
+        slot = np.tile(np.arange(micro_batches), 7)
+        features = random_features(rng, len(slot))
+        for stage, table in enumerate(memory_tables(cost, features, slot, stages)):
+            held = in_flight_features(features, slot, stages - stage)
+            sums = [
+                features[i - min(n, stages - stage - 1) : i + 1].sum(axis=0)
+                for i, n in enumerate(slot)
+            ]
+            np.testing.assert_allclose(held, sums)
+            units = list(cost.units.values())
+            kept = (counts - recomputed) @ np.stack([u.activation_bytes for u in units])
+            kept += recomputed @ np.stack([u.boundary_bytes for u in units])
+            most = (kept @ np.array(sums).T).max(axis=1)
+            np.testing.assert_allclose(table.activation_bytes(counts, recomputed), most)
+            working = np.stack([u.transient_bytes for u in units]) @ features.T
+            np.testing.assert_allclose(table.working_bytes, working.max(axis=1))
+
+
+def test_a_cap_holds_a_peak_of_its_size():
+    """Prevents that the order in which bytes are added decides whether they fit."""
+    parts = np.array([0.1, 0.2, 0.3]) * GIB
+    assert parts.sum() != parts[::-1].sum()
+    assert fits_cap(parts.sum(), parts[::-1].sum())
+    assert fits_cap(parts[::-1].sum(), parts.sum())
+    assert not fits_cap(parts.sum() + 1, parts.sum())

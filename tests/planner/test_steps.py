@@ -1,5 +1,6 @@
 """Steps: complete, gapless, alike, unbiased, drawn anew every epoch, and the same for any ranks."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -17,6 +18,7 @@ from omnibal.data.steps import (
     deal_steps,
     draw_steps,
     match_packs,
+    pack_epochs,
     size_load,
     steps_of,
 )
@@ -251,6 +253,29 @@ def test_an_epoch_does_not_depend_on_how_many_follow():
     _, lengths = single_sample_packs(np.random.default_rng(6).integers(50, 300, 100))
     one, two = draw(lengths, epochs=1), draw(lengths, epochs=2)
     assert one.packs.samples.tolist() == two.packs.samples[:100].tolist()
+
+
+def test_packs_that_are_there_are_as_good_as_new():
+    """Prevents a job that is tried on kept packs from getting other steps than its plan."""
+    _, lengths = single_sample_packs(np.random.default_rng(6).integers(50, 300, 100))
+    request = DataRequest(
+        caps=Caps(max_tiles=9, max_tokens=512),
+        method=PackingMethod.ISF,
+        seed=3,
+        epochs=2,
+        packs_per_step=6,
+        alike=2,
+    )
+
+    def load(packs: Packs) -> np.ndarray:
+        return size_load(packs, lengths)
+
+    # Of another step size, as packs depend on neither ranks nor steps.
+    packed = pack_epochs(lengths, replace(request, packs_per_step=1, alike=1))
+    kept = draw_steps(lengths, request, load, packed)
+    assert kept.sha256 == draw_steps(lengths, request, load).sha256
+    other = pack_epochs(lengths, replace(request, seed=4))
+    assert draw_steps(lengths, request, load, other).sha256 != kept.sha256
 
 
 @pytest.mark.parametrize(("change", "same"), [({}, True), ({"seed": 1}, False)])

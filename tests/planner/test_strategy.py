@@ -1,8 +1,10 @@
 """Strategies: all sizes that are possible, ranked as the planner alone predicts them."""
 
+import json
 from dataclasses import replace
 from io import StringIO
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,29 +12,31 @@ from cost_cases import random_cost, random_features, small_model
 from plan_cases import MODEL, example_lengths, example_profile, request
 from rich.console import Console
 
-from omnibal import tables
+from omnibal import cli, tables
+from omnibal.cap_search import CapRule, CapSearchRequest, search_caps
 from omnibal.config import load_cluster, load_model
-from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import pack_features
 from omnibal.cost.profile import model_sha256
-from omnibal.data.lengths import Lengths
+from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.pipeline.predict import predict
+from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.step_bound import least_step_ms
 from omnibal.pipeline.units import stages_from_cuts, unit_sequence
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Parallel, memory_cap_gib
-from omnibal.planner import PlanResult, check_parallel, make_plan
+from omnibal.plan import Caps, Parallel, memory_cap_gib, read_plan
+from omnibal.planner import PlanRequest, PlanResult, check_parallel, make_plan
 from omnibal.strategy import (
     CLEARLY_WORSE,
     StrategyRequest,
     StrategySearch,
+    _Look,
+    _Pack,
+    _Setting,
     possible_parallels,
     progress_total,
     search_strategies,
     strategy_samples_per_step,
+    without_best,
 )
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
@@ -106,23 +110,19 @@ def plan_of(searched: StrategyRequest, parallel: Parallel, micro_batches: int) -
 
 
 def planned_ms_per_sample(searched: StrategyRequest, parallel: Parallel) -> float:
-    """As the planner alone predicts it: steps of two sizes, as many samples in all as wanted."""
+    """As the planner alone predicts it: a line through steps just below and above the samples."""
     packs = plan_of(searched, parallel, 1).plan.data.packs
     samples = len(searched.lengths)
     wanted = searched.samples_per_step * packs / samples / parallel.data
-    chosen = plan_of(searched, parallel, round(wanted)).plan
-    cost = analytic_cost(searched.model, searched.cluster, parallel, "fp32")
-    ms_per_sample = 0.0
-    few, many = int(np.floor(wanted)), int(np.ceil(wanted))
-    for micro_batches in {few, many}:
-        scheduled, lengths = plan_of(searched, parallel, micro_batches).data
-        features = pack_features(scheduled.packs, lengths)
-        found = predict(cost, searched.model, parallel, chosen.stages, scheduled, features)
-        # Of 100 steps, so many have fewer micro-batches that the mean is what is wanted.
-        steps = 1.0 if few == many else 1 - abs(wanted - micro_batches)
-        share = steps * micro_batches / wanted
-        ms_per_sample += share * found.step_ms * scheduled.steps / samples
-    return ms_per_sample
+    points = []
+    for micro_batches in (int(np.floor(wanted)), int(np.ceil(wanted))):
+        plan = plan_of(searched, parallel, micro_batches).plan
+        points.append((samples / plan.data.steps, plan.prediction.step_ms))
+    (fewer, short_ms), (more, long_ms) = points
+    if fewer == more:
+        return short_ms / fewer
+    slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
+    return slope + start / searched.samples_per_step
 
 
 def test_ranking_is_the_planners_own():
@@ -149,6 +149,20 @@ def test_ranking_is_the_planners_own():
         assert CLEARLY_WORSE * best_ms < bound_ms <= planned[each.parallel]
 
 
+@pytest.mark.parametrize("samples_per_step", [50, 61, 63])
+def test_bound_holds_for_mixed_steps(samples_per_step):
+    """Prevents a bound above the time where the line goes on beyond both step sizes."""
+    searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
+    setting = _Setting(request=searched, packs={})
+    setting.packs.update([_Pack(setting=setting)(CAPS)])
+    bounds = []
+    for parallel in possible_parallels(searched):
+        _, outlook = _Look(setting=setting)((parallel, CAPS))
+        bounds.append(outlook.least_ms)
+        assert outlook.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
+    assert sum(bound > 0 for bound in bounds) > len(bounds) / 3
+
+
 def test_memory_rules_out_what_cannot_be_planned():
     """Prevents strategies that cannot be trained, and feasible ones that are called infeasible."""
     peak_gib = max(each.peak_gib for each in search(gpus=8).ranking)
@@ -167,7 +181,8 @@ def test_memory_rules_out_what_cannot_be_planned():
         if parallel in without_room:
             out = without_room[parallel]
             assert out.need_gib > memory_cap_gib(tight)
-            assert out.why.startswith(f"needs {out.need_gib:.1f} of")
+            shown = [float(word) for word in out.why.split() if word[0].isdigit()]
+            assert shown == pytest.approx([out.need_gib, memory_cap_gib(tight)], rel=0.005)
             with pytest.raises(UserError, match="GiB"):
                 planned_ms_per_sample(searched, parallel)
     assert max(each.peak_gib for each in found.ranking) <= memory_cap_gib(tight)
@@ -176,8 +191,52 @@ def test_memory_rules_out_what_cannot_be_planned():
 def test_nothing_fits():
     """Prevents a traceback or an empty table where one error can say what would help."""
     tiny = CLUSTER.model_copy(update={"memory_gib": 0.001})
-    with pytest.raises(DoesNotFit, match=r"none of .* ways to share 4 GPUs fits internvl-digits"):
+    with pytest.raises(
+        DoesNotFit,
+        match=r"none of 5 ways to share 4 GPUs fits internvl-digits.* cap is 0\.000900 GiB",
+    ):
         search(cluster=tiny)
+
+
+def test_strategies_without_packs_are_not_said_to_need_memory():
+    """Prevents "none of 9 ways fits into memory" where some were never looked at."""
+    few = {"samples_per_step": 6, "lengths": example_lengths(count=60), "gpus": 8}
+    every = search(**few)
+    idle = [each for each in every.ruled_out if "packs for" in each.why]
+    looked_at = len(every.ranking) + len(every.ruled_out) - len(idle)
+    tiny = CLUSTER.model_copy(update={"memory_gib": 0.001})
+    with pytest.raises(
+        DoesNotFit, match=rf"none of {looked_at} ways .* GPUs \({len(idle)} more have fewer packs"
+    ):
+        search(cluster=tiny, **few)
+
+
+@pytest.mark.parametrize("samples_per_step", [50, 30])
+def test_caps_and_strategies_are_timed_alike(samples_per_step):
+    """Prevents caps that are best by `omnibal caps` and not by the choice of strategies."""
+    parallel = Parallel(pipeline=2, data=2)
+    shared = {
+        "model": MODEL,
+        "cluster": CLUSTER,
+        "precision": "fp32",
+        "lengths": example_lengths(),
+        "packing": PackingMethod.ISF,
+        "samples_per_step": samples_per_step,
+        "samples": 1000,
+        "seed": 0,
+        "profile": None,
+    }
+    by_caps = search_caps(
+        CapSearchRequest(**shared, parallel=parallel, rule=CapRule.TIME), lambda done: None
+    )
+    assert len(by_caps.candidates) > 5
+    for candidate in by_caps.candidates[::5]:
+        found = search_strategies(
+            StrategyRequest(**shared, gpus=4, tensor=1, pipeline=2, caps=candidate.caps),
+            lambda done: None,
+        )
+        assert found.best.ms_per_sample == pytest.approx(candidate.ms_per_sample, rel=1e-12)
+        assert found.best.micro_batches == candidate.micro_batches
 
 
 def test_processes_do_not_matter():
@@ -241,8 +300,25 @@ def test_ranks_without_a_pack_are_refused():
     every = {each.parallel for each in (*found.ranking, *found.ruled_out)}
     assert idle == {each for each in every if each.data > 6 * packs / 60}
     assert idle < every
+    for each in found.ruled_out:
+        if "packs for" in each.why:
+            shown = float(each.why.split()[3])
+            assert 0.99 * 6 * packs / 60 <= shown <= 6 * packs / 60 < each.parallel.data
     with pytest.raises(UserError, match=r"at least 8 data-parallel ranks.*more samples per step"):
         search(**few, data=8)
+
+
+def test_packs_of_a_step_are_shown_as_they_are():
+    """Prevents "0 packs", and packs of fewer samples than the step is said to have."""
+    small = {"lengths": example_lengths(count=60), "gpus": 8, "data": 8}
+    packs = plan_of(strategy_request(**small), Parallel(pipeline=1), 1).plan.data.packs
+    assert packs < 60
+    with pytest.raises(UserError, match=r"a step of 1 samples has 0\.\d+ packs") as raised:
+        search(samples_per_step=1, **small)
+    assert f"{packs / 60:.2f}"[:3] in str(raised.value)
+    scarce = {"lengths": example_lengths(count=9), "gpus": 8, "data": 8}
+    with pytest.raises(UserError, match=r"a step of 9 samples has [1-7] packs"):
+        search(samples_per_step=5000, **scarce)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +345,74 @@ def test_profile_decides_the_tensor_size():
     assert {each.parallel.tensor for each in every} == {1}
     with pytest.raises(UserError, match="are not those of internvl-digits"):
         search(profile=example_profile())
+    with pytest.raises(UserError, match="--tp 2 was given with a profile of tensor size 1"):
+        search(profile=profile, tensor=2)
+    of_two = profile.model_copy(update={"tensor": 2})
+    with pytest.raises(UserError, match=r"the profile is of tensor size 2 alone.*another tensor"):
+        search(profile=of_two, gpus=3)
+
+
+PLAN = "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 --gpus 4"
+
+
+def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list[Parallel]]:
+    """Exit code and sizes tried, where the first strategies do not fit all data."""
+    write_lengths(example_lengths(), directory / "lengths.parquet")
+    tried: list[Parallel] = []
+
+    def scarcely(planned: PlanRequest) -> PlanResult:
+        tried.append(planned.parallel)
+        if len(tried) <= unfit:
+            raise DoesNotFit(f"needs too much on {planned.parallel.pipeline} stages; buy memory")
+        return make_plan(planned)
+
+    monkeypatch.setattr("omnibal.planner.make_plan", scarcely)
+    files = ["--lengths", str(directory / "lengths.parquet"), "-o", str(directory / "plan")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*PLAN.split(), "--samples-per-step", "40", "--json", *files])
+    return ended.value.code, tried
+
+
+def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, tmp_path, capsys):
+    """Prevents an error although another strategy fits, and the wrong one named the best."""
+    code, tried = run_plan(monkeypatch, tmp_path, unfit=1)
+    assert not code
+    assert len(set(tried)) == 2
+    planned = read_plan(tmp_path / "plan")
+    assert planned.parallel == tried[1]
+    printed = capsys.readouterr()
+    first = json.loads(printed.out)["strategies"][0]
+    assert (first["parallel"], first["why"]) == (tried[1].model_dump(), "best")
+    assert planned.data.packs_per_step == first["micro_batches"] * tried[1].data
+    notes = [line for line in printed.err.splitlines() if "and not all: taking" in line]
+    assert len(notes) == 1
+    assert f"--tp {tried[0].tensor} --pp {tried[0].pipeline} --dp {tried[0].data}" in notes[0]
+
+
+def test_no_strategy_fits_all_data(monkeypatch, tmp_path, capsys):
+    """Prevents a traceback, or the cause of the slowest strategy in place of the best's."""
+    code, tried = run_plan(monkeypatch, tmp_path, unfit=99)
+    assert code == 2
+    assert len(tried) == len(set(tried)) > 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: needs too much on {tried[0].pipeline} stages; what would fit")
+    assert not (tmp_path / "plan").exists()
+
+
+def test_without_best_compares_with_the_next():
+    """Prevents reasons that are relative to a strategy that cannot be used."""
+    found = search(gpus=8, samples_per_step=30)
+    left = without_best(found, "no")
+    assert [each.parallel for each in left.ranking] == [e.parallel for e in found.ranking[1:]]
+    assert left.best.why == "best"
+    every = {each.parallel for each in (*found.ranking, *found.ruled_out)}
+    assert {each.parallel for each in (*left.ranking, *left.ruled_out)} == every
+    assert (left.ruled_out[0].parallel, left.ruled_out[0].why) == (found.best.parallel, "no")
+    compared = [each for each in left.ruled_out if each.most_samples_per_second is not None]
+    assert compared
+    for each in compared:
+        slower = left.best.samples_per_second / each.most_samples_per_second - 1
+        assert each.why == f"at best {slower:+.0%}"
 
 
 def test_steps_are_as_large_as_the_cluster():
