@@ -150,7 +150,11 @@ class _Trials:
     def sized(self, **sizes: int) -> tuple[str, PlanRequest]:
         """With other parallel sizes, and as many micro-batches per rank unless steps are given."""
         request = self.request
-        parallel = request.parallel.model_copy(update=sizes)
+        changes = dict(sizes)
+        if request.parallel.tensor == 1 < sizes.get("tensor", 1):
+            # As `omnibal plan` does unless told otherwise.
+            changes["sequence_parallel"] = True
+        parallel = request.parallel.model_copy(update=changes)
         packs_per_step = request.packs_per_step
         if request.steps is None:
             packs_per_step = request.micro_batches * parallel.data

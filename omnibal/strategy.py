@@ -275,7 +275,8 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 Trial = tuple[Parallel, Caps]

@@ -63,7 +63,7 @@ def changes_of(planned: PlanRequest) -> tuple[Change, ...]:
 
 
 LARGER = {
-    "tensor": [{"tensor": 2}],
+    "tensor": [{"tensor": 2, "sequence_parallel": True}],
     "pipeline": [{"pipeline": size} for size in range(3, 9)],
     "data": [{"data": 2}, {"data": 3}, {"data": 4}],
 }
