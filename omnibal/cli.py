@@ -89,6 +89,11 @@ def _preset_help(kind: str) -> str:
 
 
 ModelOption = Annotated[str, typer.Option("--model", help=_preset_help("model"))]
+ClusterOption = Annotated[str, typer.Option(help=_preset_help("cluster"))]
+ProfileOption = Annotated[
+    Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
+]
+PackingRuleOption = Annotated[PackingMethod, typer.Option(help="packing rule")]
 LengthsOption = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
 ]
@@ -327,7 +332,7 @@ def pack(  # noqa: PLR0913 (one parameter per option)
 def caps(  # noqa: PLR0913 (one parameter per option)
     lengths: LengthsOption,
     model: ModelOption,
-    cluster: Annotated[str, typer.Option(help=_preset_help("cluster"))],
+    cluster: ClusterOption,
     tp: TensorOption = 1,
     pp: PipelineOption = 1,
     dp: DataOption = 1,
@@ -348,11 +353,9 @@ def caps(  # noqa: PLR0913 (one parameter per option)
             "pack and least imbalance"
         ),
     ] = "time",
-    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.BALANCED,
+    packing: PackingRuleOption = PackingMethod.BALANCED,
     precision: PrecisionOption = "bf16",
-    profile: Annotated[
-        Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
-    ] = None,
+    profile: ProfileOption = None,
     memory_gib: MemoryOption = None,
     network_gb_per_s: NetworkOption = None,
     samples: Annotated[
@@ -481,7 +484,7 @@ def profile(  # noqa: PLR0913 (one parameter per option)
 def plan(  # noqa: PLR0913 (one parameter per option)
     context: typer.Context,
     model: ModelOption,
-    cluster: Annotated[str, typer.Option(help=_preset_help("cluster"))],
+    cluster: ClusterOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
     max_tiles: OptionalMaxTilesOption = None,
     max_tokens: OptionalMaxTokensOption = None,
@@ -502,9 +505,7 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         list[Path] | None,
         typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
     ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
-    ] = None,
+    profile: ProfileOption = None,
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
     samples_per_step: Annotated[
         int | None,
@@ -519,7 +520,7 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     precision: PrecisionOption = "bf16",
     memory_gib: MemoryOption = None,
     network_gb_per_s: NetworkOption = None,
-    packing: Annotated[PackingMethod, typer.Option(help="packing rule")] = PackingMethod.BALANCED,
+    packing: PackingRuleOption = PackingMethod.BALANCED,
     method: Annotated[
         PartitionMethod, typer.Option(help="how the model is split over stages")
     ] = PartitionMethod.OMNIBAL,

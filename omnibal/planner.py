@@ -72,6 +72,18 @@ class PlanRequest:
         """Packs of a data-parallel rank in a full step, at most."""
         return -(-self.packs_per_step // self.parallel.data)
 
+    @property
+    def data_request(self) -> DataRequest:
+        """What packs and steps are drawn from."""
+        return DataRequest(
+            caps=self.caps,
+            method=self.packing,
+            seed=self.seed,
+            epochs=self.epochs,
+            packs_per_step=self.packs_per_step,
+            alike=self.parallel.data,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanResult:
@@ -379,15 +391,7 @@ def _packs(
 
     steps = request.steps
     if steps is None:
-        data = DataRequest(
-            caps=request.caps,
-            method=request.packing,
-            seed=request.seed,
-            epochs=request.epochs,
-            packs_per_step=request.packs_per_step,
-            alike=request.parallel.data,
-        )
-        steps = draw_steps(lengths, data, load)
+        steps = draw_steps(lengths, request.data_request, load)
     return deal_steps(steps, lengths, load, request.parallel.data)
 
 

@@ -16,7 +16,7 @@ from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import DataRequest, Steps, deal_steps, draw_steps, pack_epochs
+from omnibal.data.steps import Steps, deal_steps, draw_steps, pack_epochs
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import LostTime, Plan, Shapes
@@ -93,7 +93,7 @@ class Job:
             return self.request.steps
         return draw_steps(
             lengths,
-            _data_request(self.request),
+            self.request.data_request,
             lambda packs: self._load_ms(packs, lengths),
             self.packed,
         )
@@ -106,18 +106,7 @@ def packs_of(request: PlanRequest) -> list[Packs]:
     """Packs of every epoch; none where steps are given or made up."""
     if request.lengths is None or request.steps is not None:
         return []
-    return pack_epochs(request.lengths, _data_request(request))
-
-
-def _data_request(request: PlanRequest) -> DataRequest:
-    return DataRequest(
-        caps=request.caps,
-        method=request.packing,
-        seed=request.seed,
-        epochs=request.epochs,
-        packs_per_step=request.packs_per_step,
-        alike=request.parallel.data,
-    )
+    return pack_epochs(request.lengths, request.data_request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

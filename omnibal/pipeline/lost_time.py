@@ -12,7 +12,7 @@ import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import StageTimes, stage_times, trained_parameters
+from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import LostTime, Stage
 
@@ -28,14 +28,12 @@ def lost_time(
     alone = workload.each_rank_alone()
     features = workload.features
     nothing = np.zeros(len(stages))
-    parameters = trained_parameters(cost, stages)
-    update_ms = cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters
-    reduction_ms = cost.gradient_reduction_ms_per_parameter * parameters
+    reduction_ms, update_ms = once_a_step_ms(cost, stages)
     silent = _without_collectives(cost, padding=True)
     bare = _without_links(stage_times(silent, stages, features))
     needed = _without_collectives(cost, padding=False)
     times = _without_recompute(_without_links(stage_times(needed, stages, features)))
-    steps = (
+    steps: tuple[tuple[StageTimes, np.ndarray, np.ndarray], ...] = (
         (stage_times(cost, stages, features), reduction_ms, update_ms),
         (bare, nothing, update_ms),
         (bare, nothing, nothing),

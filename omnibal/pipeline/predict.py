@@ -8,7 +8,7 @@ from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
-from omnibal.pipeline.simulate import StepTimes, simulate_run
+from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage_cost import stage_memories, stage_times
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
@@ -20,11 +20,8 @@ _MS_PER_DAY = 86_400_000
 
 def predicted_step_ms(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> float:
     """Of the mean step, as `predict` gives it."""
-    return float(_simulated(cost, stages, workload).step_ms.mean())
-
-
-def _simulated(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
-    return simulate_run(cost, stages, workload.some_steps(MAX_SIMULATED_STEPS))
+    some = workload.some_steps(MAX_SIMULATED_STEPS)
+    return float(simulate_run(cost, stages, some).step_ms.mean())
 
 
 def predict(
@@ -46,7 +43,7 @@ def predict(
     check_stages(model, stages)
     memories = stage_memories(cost, stages, scheduled.slot, features)
     workload = Workload.of(scheduled, features, parallel.data).some_steps(MAX_SIMULATED_STEPS)
-    simulated = _simulated(cost, stages, workload)
+    simulated = simulate_run(cost, stages, workload)
     times = stage_times(cost, stages, workload.features)
     total_ms = float(simulated.step_ms.sum())
     step_ms = total_ms / len(simulated.step_ms)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.stage_cost import StageTimes, stage_times, trained_parameters
+from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Stage
 
@@ -218,10 +218,5 @@ def _padded(
 
 def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
     """Every step of the workload on the given stages."""
-    parameters = trained_parameters(cost, stages)
-    return predict_steps(
-        stage_times(cost, stages, workload.features),
-        workload,
-        reduction_ms=cost.gradient_reduction_ms_per_parameter * parameters,
-        optimizer_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
-    )
+    times = stage_times(cost, stages, workload.features)
+    return predict_steps(times, workload, *once_a_step_ms(cost, stages))

@@ -80,6 +80,13 @@ def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
     return np.stack([unit_counts(stage) for stage in stages]) @ per_unit
 
 
+def once_a_step_ms(cost: CostModel, stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:
+    """Gradient reduction and weight update of every stage. Both [stages]"""
+    parameters = trained_parameters(cost, stages)
+    reduction_ms = cost.gradient_reduction_ms_per_parameter * parameters
+    return reduction_ms, cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters
+
+
 def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
     """Whether peaks are within a memory cap, to rounding: a cap that is a peak holds it. [...]"""
     return np.asarray(peak) <= memory_cap * (1 + _CAP_TOLERANCE)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_cases import make_lengths
 from scipy.optimize import linprog
 
 from omnibal.data.bound import naive_lower_bound, packs_lower_bound
@@ -19,18 +20,6 @@ from omnibal.plan import Caps
 
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, max_size=200)
-
-
-def make_lengths(sizes: list[tuple[int, int]]) -> Lengths:
-    tiles, tokens = np.array(sizes, np.int32).reshape(-1, 2).T
-    return Lengths(
-        tiles=tiles,
-        tokens=tokens,
-        loss_tokens=tokens // 2,
-        source=np.zeros(len(sizes), np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
 
 
 def assert_valid(packs, lengths: Lengths, caps: Caps) -> None:

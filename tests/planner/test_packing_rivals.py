@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_cases import make_lengths
 
 from benchmarks.packing_rivals import (
     RIVALS,
@@ -29,18 +30,6 @@ SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 64)), min_size=1, m
 SMALL_SIZES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=60)
 SEEDS = st.integers(0, 9)
 every_rival = pytest.mark.parametrize("rival", RIVALS, ids=lambda rival: rival.name)
-
-
-def make_lengths(sizes: list[tuple[int, int]]) -> Lengths:
-    tiles, tokens = np.array(sizes, np.int32).reshape(-1, 2).T
-    return Lengths(
-        tiles=tiles,
-        tokens=tokens,
-        loss_tokens=tokens // 2,
-        source=np.zeros(len(sizes), np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
 
 
 def as_lists(packs: Packs) -> list[list[int]]:
