@@ -28,6 +28,13 @@ class MicroBatch:
     """Next token at each loss position; where the head is, in training."""
     loss_positions_L: torch.Tensor | None = None
     """Positions in the pack whose next token carries loss; where the head is, in training."""
+    loss_weights_L: torch.Tensor | None = None
+    """float32 weight of each loss position; where the head is, in training."""
+    drop_path_keys_T: torch.Tensor | None = None
+    """int64, on the host: a random number of each tile, from which every vision layer draws whether
+    the tile skips its branches; where vision layers are, in training with drop path."""
+    replaced_samples: int = 0
+    """Samples of the pack whose images cannot be read: blank pixels, and no loss."""
     answer_positions_A: torch.Tensor | None = None
     """Positions whose next token is wanted; where the head is, when answering."""
 
