@@ -11,7 +11,7 @@ PLANNER = ["numpy", "pillow", "pyarrow", "pydantic>=2", "rich", "scipy", "senten
 # megatron-core is pinned: the trainer extends its block and repairs two of its functions. Its
 # checkpoints need psutil, which it does not say.
 TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "torch>=2.13"]
-DEVELOPMENT = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "scikit-learn"]
+DEVELOPMENT = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "scikit-learn", "tensorboard"]
 
 setup(
     name="omnibal",

@@ -31,6 +31,7 @@ from scipy.stats import trim_mean
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.loop import own_rows
 from megatron.vlm.profiler import (
     ProfileOptions,
     Profiler,
@@ -39,7 +40,7 @@ from megatron.vlm.profiler import (
     random_batch,
 )
 from megatron.vlm.schedule import PipelineLinks
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer, own_rows, train_step
+from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer, train_step
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import pack_features
 from omnibal.cost.profile import Profile, fitted_cost
@@ -219,7 +220,7 @@ def step_batches(
     """This rank's micro-batches of every step, with random content."""
     loss_tokens = scheduled.packs.sums(lengths.loss_tokens)
     steps: list[list[MicroBatch]] = [[] for _ in range(scheduled.steps)]
-    for row in own_rows(scheduled, 0):
+    for row in own_rows(scheduled, 0, scheduled.steps):
         segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
         batch = random_batch(model, int(scheduled.tiles[row]), segments, int(loss_tokens[row]))
         steps[scheduled.step[row]].append(batch)

@@ -52,16 +52,6 @@ def training_obstacles(plan: Plan) -> list[str]:
             "the lengths do not say which data they are of: the plan can be studied but not "
             "trained; to train, plan with one file of `omnibal lengths`"
         )
-    if plan.frozen:
-        obstacles.append(
-            f"frozen parts ({', '.join(plan.frozen)}) can be studied but not yet trained; to "
-            "train, plan without --freeze"
-        )
-    if plan.parallel.tensor > 1:
-        obstacles.append(
-            f"tensor size {plan.parallel.tensor} can be studied but not yet trained; to train, "
-            "plan with --tp 1"
-        )
     return obstacles
 
 

@@ -61,6 +61,16 @@ class Stage(Frozen):
     """Language layers (numbered from 0 over the whole model) that are recomputed."""
 
     @property
+    def parts(self) -> frozenset[Part]:
+        """Parts of the model that have a unit in this stage."""
+        held = {
+            Part.VISION: self.vision_embed or self.vision_layers,
+            Part.PROJECTOR: self.projector,
+            Part.LANGUAGE: self.language_embed or self.language_layers or self.head,
+        }
+        return frozenset(part for part, units in held.items() if units)
+
+    @property
     def recomputed_layers(self) -> int:
         """Of both towers."""
         return len(self.recompute_vision) + len(self.recompute_language)
@@ -209,6 +219,11 @@ class Plan(Frozen):
                 "leave one to train"
             )
         return self
+
+    def gradient_crosses(self, cut: int) -> bool:
+        """Whether anything in stages 0 to `cut` is trained: the gradient of what crosses from
+        `cut` to the next stage is then wanted."""
+        return any(stage.parts - set(self.frozen) for stage in self.stages[: cut + 1])
 
     @model_validator(mode="after")
     def _predicts_every_stage(self) -> "Plan":

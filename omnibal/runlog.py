@@ -5,7 +5,7 @@ Training writes these types and the report reads them.
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
@@ -15,6 +15,7 @@ from omnibal.files import parse_json_model, read_json_model, read_text, write_js
 
 RUN_FILE = "run.jsonl"
 RUN_INFO_FILE = "run.json"
+VALIDATION_FILE = "validation.jsonl"
 EVALUATION_FILE = "evaluation.json"
 
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
@@ -60,9 +61,31 @@ class StepRecord(Frozen):
     tiles: NonNegativeInt
     tokens: NonNegativeInt
     step_ms: NonNegativeFloat
+    between_ms: NonNegativeFloat = 0.0
+    """Logging, checkpoints and validation since the step before, on the writing rank."""
+    mfu: NonNegativeFloat = 0.0
+    """Model FLOPs utilization: needed operations over what all devices could do in the step."""
+    skipped: bool = False
+    """The loss or a gradient was not finite: the weights stayed as they were."""
+    spike: bool = False
+    """The loss stands far above those before it."""
+    replaced_samples: NonNegativeInt = 0
+    """Whose images could not be read."""
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
     stages: tuple[StageRecord, ...]
+
+
+class ValidationRecord(Frozen):
+    """The loss on held-out data after some steps."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    step: NonNegativeInt
+    """Steps trained before."""
+    loss: _MaybeDiverged
+    loss_tokens: NonNegativeInt
+    seconds: NonNegativeFloat
 
 
 class KindAccuracy(Frozen):
@@ -99,6 +122,9 @@ class Evaluation(Frozen):
     examples: tuple[EvaluatedAnswer, ...]
 
 
+R = TypeVar("R", StepRecord, ValidationRecord)
+
+
 def write_run_info(info: RunInfo, directory: Path) -> None:
     """Write `run.json` into the run's directory."""
     write_json_model(info, directory / RUN_INFO_FILE)
@@ -122,20 +148,36 @@ def read_run(path: Path) -> list[StepRecord]:
     Raises:
         UserError: the file is missing, holds no step, or a line does not follow the schema.
     """
+    records = _read_lines(StepRecord, path)
+    if not records:
+        raise UserError(f"{path}: holds no step yet; let the run finish at least one")
+    return records
+
+
+def read_validations(directory: Path) -> list[ValidationRecord]:
+    """Read `validation.jsonl` of a run's directory, as `read_run` does; empty where there is none.
+
+    Raises:
+        UserError: a line does not follow the schema.
+    """
+    path = directory / VALIDATION_FILE
+    return _read_lines(ValidationRecord, path) if path.exists() else []
+
+
+def _read_lines(kind: type[R], path: Path) -> list[R]:
+    """By step, the last line of each."""
     text = read_text(path, "pretrain_vlm.py writes it into --save")
     records = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         record = parse_json_model(
-            StepRecord, line, f"{path}: line {number}", "remove the line, or train again"
+            kind, line, f"{path}: line {number}", "remove the line, or train again"
         )
         records[record.step] = record
-    if not records:
-        raise UserError(f"{path}: holds no step yet; let the run finish at least one")
     return [records[step] for step in sorted(records)]
 
 
-def append_step(record: StepRecord, path: Path) -> None:
-    """Add a line to `run.jsonl`; a half line that a killed process left at its end is dropped."""
+def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
+    """Add a line to a log; a half line that a killed process left at its end is dropped."""
     with path.open("a+b") as log:
         if log.tell():
             log.seek(-1, os.SEEK_END)

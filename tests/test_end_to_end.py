@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 REPOSITORY = Path(__file__).parent.parent
 MODEL = ("--model", "internvl-digits")
@@ -58,6 +62,12 @@ def plan_of(lengths: Path, output: Path, *options: str) -> Path:
 @pytest.fixture(scope="module")
 def plan(lengths, tmp_path_factory) -> Path:
     return plan_of(lengths, tmp_path_factory.mktemp("plans") / "plan", "--pp", "2")
+
+
+@pytest.fixture(scope="module")
+def long_plan(lengths, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("plans") / "long"
+    return plan_of(lengths, folder, "--pp", "2", "--epochs", "4")
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +157,10 @@ def test_plan_that_can_only_be_studied_is_refused(digits, tmp_path):
     """Prevents: a trainer that starts on a plan of which `omnibal check` says it cannot train."""
     succeed(
         "-m", "omnibal", "plan", *MODEL, "--cluster", "laptop-cpu", "--precision", "fp32", *CAPS,
-        "--tp", "2", "-o", tmp_path / "plan",
+        "-o", tmp_path / "plan",
     )  # fmt: skip
-    message = refuse(*training(tmp_path / "plan", digits, tmp_path / "run"), processes=2)
+    message = refuse(*training(tmp_path / "plan", digits, tmp_path / "run"))
     assert "without data: it cannot be trained" in message
-    assert "tensor size 2 can be studied but not yet trained" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -167,7 +176,10 @@ def test_plan_of_other_data_is_refused(single_plan, digits, tmp_path):
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
-        (("--train-iters", "0"), "argument --train-iters: invalid positive value: '0'"),
+        (
+            ("--train-iters", "0"),
+            "argument --train-iters: '0' was given, and must be a whole number from 1 on",
+        ),
         (("--lr-warmup-fraction", "1.5"), "argument --lr-warmup-fraction"),
         (("--min-lr", "1"), "--min-lr 1.0 must be from 0 to --lr 0.001"),
         (("--no-such-option",), "unrecognized arguments: --no-such-option"),
@@ -231,3 +243,139 @@ def test_checkpoint_of_another_model_is_refused(single_plan, lengths, digits, tm
     message = refuse(*training(tmp_path / "plan", digits, other, "--load", save))
     assert "is a checkpoint of another model" in message
     assert "vision.layers is 4 there and 5 in the plan" in message
+
+
+def test_reports_of_a_run(long_plan, digits, tmp_path):
+    """Prevents: options that are taken and do nothing.
+
+    Validation, traces, TensorBoard, retention of checkpoints and utilization, in one run of two
+    stages with drop path and weighted loss.
+    """
+    save, board = tmp_path / "run", tmp_path / "board"
+    output = succeed(
+        *TORCHRUN,
+        *training(
+            long_plan, digits, save, "--train-iters", "4", "--save-interval", "1",
+            "--keep-checkpoints", "2", "--eval-data", digits / "heldout" / "meta.json",
+            "--eval-samples", "12", "--eval-interval", "2", "--max-new-tokens", "1",
+            "--profile-steps", "1-2", "--tensorboard-dir", board, "--loss-weighting", "sqrt",
+            "--drop-path-rate", "0.2",
+        ),
+    )  # fmt: skip
+    validations = [
+        json.loads(line) for line in (save / "validation.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert [one["step"] for one in validations] == [2, 4]
+    assert validations[1]["loss"] < validations[0]["loss"]
+    assert "validation after step 2: loss" in output and "samples/s" in output
+    assert {path.name for path in save.glob("iter_*")} == {"iter_0000003", "iter_0000004"}
+    for stage in range(2):
+        trace = json.loads((save / "traces" / f"stage_{stage}.json").read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert "aten::mm" in names or "aten::addmm" in names
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(save))
+    assert len(events.Scalars("validation/loss")) == 2
+    assert all(0 < record["mfu"] < 1.5 and not record["skipped"] for record in records(save))
+
+
+def launched(*command: object, processes: int) -> list[subprocess.Popen]:
+    """The ranks of a job, started as Slurm starts them: each by itself, told where to meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={
+                **os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+            },
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+
+
+def wait_for_steps(save: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (save / "run.jsonl").exists() and len(records(save)) >= steps:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {steps} steps within two minutes")
+
+
+def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path):
+    """Prevents: steps lost to preemption, and a scheduler that takes an orderly stop for a failure.
+
+    Only one rank gets the signal. What then goes on equals a run that was left alone.
+    """
+    whole, save = tmp_path / "whole", tmp_path / "run"
+    succeed(*TORCHRUN, *training(long_plan, digits, whole))
+    ranks = launched(*training(long_plan, digits, save), processes=2)
+    wait_for_steps(save, 1)
+    ranks[1].send_signal(signal.SIGTERM)
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    stopped = len(records(save))
+    assert 0 < stopped < len(records(whole))
+    assert f"stopped as asked after step {stopped}" in outputs[0][0]
+    assert f"--load {save}" in outputs[0][0]
+    output = succeed(*TORCHRUN, *training(long_plan, digits, save, "--load", save))
+    assert f"resuming {save} after step {stopped}" in output
+    assert losses(save) == losses(whole)
+
+
+def test_killed_rank_ends_the_others_with_its_name(long_plan, digits, tmp_path):
+    """Prevents: a job that holds its devices for hours after a rank ran out of memory."""
+    save = tmp_path / "run"
+    ranks = launched(*training(long_plan, digits, save), processes=2)
+    wait_for_steps(save, 1)
+    started = time.monotonic()
+    ranks[1].kill()
+    _, message = ranks[0].communicate(timeout=90)
+    assert time.monotonic() - started < 60
+    assert ranks[0].returncode == 1
+    assert "rank 1 has not been heard of" in message
+
+
+def test_broken_image_is_passed_over_when_asked_to(plan, single_plan, digits, tmp_path):
+    """Prevents: a run of weeks that one file ends, and stages that disagree about its sample."""
+    copy = tmp_path / "digits"
+    subprocess.run(["cp", "-r", digits, copy], check=True)
+    for image in sorted((copy / "train" / "images").iterdir())[::5]:
+        image.write_bytes(image.read_bytes()[:60])
+    pair, alone = tmp_path / "pair", tmp_path / "alone"
+    options = ("--train-iters", "3", "--on-bad-sample", "skip")
+    result = run(*TORCHRUN, *training(plan, copy, pair, *options))
+    assert result.returncode == 0, result.stderr
+    replaced = sum(record["replaced_samples"] for record in records(pair))
+    assert replaced == result.stderr.count("passed over: ") > 0
+    succeed(*training(single_plan, copy, alone, *options))
+    assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def test_dry_run_builds_nothing(plan, tmp_path):
+    """Prevents: a look at a layout that needs a cluster, data, or a directory to write to."""
+    output = succeed("pretrain_vlm.py", "--plan", plan, "--dry-run")
+    assert "2 processes: tensor 1 x pipeline 2 x data 1" in output
+    assert "vision embed" in output and "head" in output
+
+
+def test_projector_is_trained_first_and_then_the_rest(lengths, single_plan, digits, tmp_path):
+    """Prevents: a second phase from random weights, or with the schedule of the first."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    frozen = ("--freeze", "vision", "--freeze", "language", "--pp", "2")
+    plan = plan_of(lengths, tmp_path / "plan", *frozen)
+    succeed(*TORCHRUN, *training(plan, digits, first, "--train-iters", "2"))
+    message = refuse(*training(single_plan, digits, tmp_path / "third", "--load", first))
+    assert "frozen is ['vision', 'language'] there and [] given" in message
+    whole = training(
+        single_plan, digits, second, "--load", first, "--finetune", "--train-iters", "2"
+    )
+    assert f"starting from the weights of {first} after step 2" in succeed(*whole)
+    assert [record["step"] for record in records(second)] == [0, 1]
+    assert losses(second)[0] < losses(first)[0]

@@ -184,7 +184,7 @@ def _repair_distributed_optimizer_load() -> None:
 
 
 def _repair_checkpoint_results_queue() -> None:
-    """Synchronous saves need no queue between processes.
+    """Saves need no queue between processes: threads of the rank write its files.
 
     Core creates one through a spawned manager process, which re-imports the program (5 s a rank)
     and cannot start at all from a forked one.

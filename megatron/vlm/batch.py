@@ -4,6 +4,7 @@ Shapes: T tiles, C channels, P pixels per side, S packed tokens, M image tokens,
 A answers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,26 +34,54 @@ class MicroBatch:
     drop_path_keys_T: torch.Tensor | None = None
     """int64, on the host: a random number of each tile, from which every vision layer draws whether
     the tile skips its branches; where vision layers are, in training with drop path."""
-    replaced_samples: int = 0
-    """Samples of the pack whose images cannot be read: blank pixels, and no loss."""
+    unreadable: tuple[str, ...] = ()
+    """What is wrong with each sample whose images cannot be read, and which therefore has blank
+    pixels and no loss; where the vision embed or the head is."""
     answer_positions_A: torch.Tensor | None = None
     """Positions whose next token is wanted; where the head is, when answering."""
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same micro-batch with its tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        moved = {name: value.to(device) for name, value in tensors.items()}
-        return replace(self, **moved)
+    @property
+    def replaced_samples(self) -> int:
+        """Samples of the pack whose images cannot be read."""
+        return len(self.unreadable)
 
-    def packed_seq_params(self, device: torch.device) -> PackedSeqParams:
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same micro-batch with its tensors on `device`, but for those that belong on the host.
+
+        From pinned memory the copies are only begun, on the current stream.
+        """
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "MicroBatch":
+        """The same micro-batch in host memory that a device copies from on its own."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the tensors until `stream` is done with what it now has to do."""
+        for tensor in self._device_tensors().values():
+            tensor.record_stream(stream)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        changed = {name: change(tensor) for name, tensor in self._device_tensors().items()}
+        return replace(self, **changed)
+
+    def _device_tensors(self) -> dict[str, torch.Tensor]:
+        fields = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        return {name: value for name, value in fields.items() if name != "drop_path_keys_T"}
+
+    def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
         """Borders of the samples, for block-diagonal attention and for RoPE to restart.
 
         The borders are there twice: for attention kernels on the device, and as `*_padded` on the
         host, where core's RoPE reads them as Python numbers, four times a layer.
+
+        Args:
+            padding: tokens that follow the samples, as a segment of their own.
         """
-        borders = torch.tensor([0, *self.segment_tokens]).cumsum(0).to(torch.int32)
+        segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
+        borders = torch.tensor([0, *segments]).cumsum(0).to(torch.int32)
         cu_seqlens = borders.to(device)
-        longest = max(self.segment_tokens)
+        longest = max(segments)
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

@@ -43,9 +43,21 @@ class PlannedBlock(TransformerBlock):
             post_process=final_norm,
         )
         self.recompute_layers = frozenset(recompute_layers)
+        self._branch_scales_L2B: torch.Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: None, **arguments: object):
-        """[S, B, H] through all layers; B may be 0, as in a pack without images."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None,
+        branch_scales_L2B: torch.Tensor | None = None,
+        **arguments: object,
+    ):
+        """[S, B, H] through all layers; B may be 0, as in a pack without images.
+
+        Args:
+            branch_scales_L2B: drop path of layers that end their branches in a LayerScaledAdd.
+        """
+        self._branch_scales_L2B = branch_scales_L2B
         if hidden_states.numel():
             return super().forward(hidden_states, attention_mask, **arguments)
         # Core's attention cannot reshape an empty batch. The parameters still join the graph, by
@@ -61,9 +73,15 @@ class PlannedBlock(TransformerBlock):
         **unused: object,
     ) -> torch.Tensor:
         """[S, B, H] through all layers; called by core's forward in training."""
-        for layer in self.layers:
+        # Core's forward does not hand it on. Taken here, as other micro-batches' forwards come
+        # before this one's layers are recomputed.
+        scales_L2B = self._branch_scales_L2B
+        for index, layer in enumerate(self.layers):
 
-            def run(hidden_SBH: torch.Tensor, layer=layer) -> torch.Tensor:
+            def run(hidden_SBH: torch.Tensor, index=index, layer=layer) -> torch.Tensor:
+                if scales_L2B is not None:
+                    scales_2B1 = scales_L2B[index].unsqueeze(-1).to(hidden_SBH.dtype)
+                    layer.self_attn_bda.tile_scale_B1, layer.mlp_bda.tile_scale_B1 = scales_2B1
                 return layer(
                     hidden_SBH,
                     attention_mask,
@@ -71,7 +89,9 @@ class PlannedBlock(TransformerBlock):
                     packed_seq_params=packed_seq_params,
                 )[0]
 
-            if layer.layer_number - 1 in self.recompute_layers:
+            # Core's checkpoint gives gradients only where its input wants one; before the first
+            # trained parameter there is nothing to keep anyway.
+            if layer.layer_number - 1 in self.recompute_layers and hidden_states.requires_grad:
                 hidden_states = tensor_parallel.checkpoint(run, False, hidden_states)
             else:
                 hidden_states = run(hidden_states)

@@ -1,85 +1,439 @@
 """Checkpoints through Megatron-core's dist_checkpointing, independent of the pipeline split.
 
-A checkpoint is a folder `iter_0000100` under the run's directory. The file
-`latest_checkpointed_iteration.txt` names the newest whole one and is replaced last, so a save that
-was cut short is never loaded.
+A save runs in the background of training. Core's own way to do that forks a writer from every rank:
+it outlives a killed rank and goes on writing, hangs if one of its children is killed, and leaves
+the other ranks waiting for ever if common.pt or the metadata cannot be written. So core plans a
+save and says what is in each file, and threads of the rank write the files.
 """
 
-from collections.abc import Mapping
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.filesystem_async import (
+    FileSystemWriterAsync,
+    WriteBucket,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron.vlm.checkpoint_files import (
+    TRACKER_FILE,
+    begin_checkpoint,
+    checkpoint_path,
+    force_to_disk,
+    latest_step,
+    part_path,
+    prune_checkpoints,
+    publish_checkpoint,
+    remove_checkpoint,
+)
 from megatron.vlm.stage import VLMStage
 from omnibal.errors import UserError
-from omnibal.files import atomic
 from omnibal.plan import Plan
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
+T = TypeVar("T")
+_GIB = 2**30
 # Optimizer state is stored per parameter, so that any split can load it, and is brought together
 # on the host of one data-parallel rank, not on every device.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
+_BACKEND = ("torch_dist", 1)
+_FILES_PER_RANK = 2
+_TENSOR_OVERHEAD_BYTES = 4096
+"""Room for what surrounds one tensor in its file and in the metadata."""
+_TURN_S = 0.02
 
 
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Folder of the checkpoint taken after `step` steps."""
-    return directory / f"iter_{step:07d}"
+class CheckpointWriter:
+    """Saves one run's state in its directory, one save at a time.
 
-
-def latest_step(directory: Path) -> int | None:
-    """Steps trained in the newest whole checkpoint, or None if there is none."""
-    tracker = directory / TRACKER_FILE
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise UserError(
-            f"{tracker}: holds {text[:20]!r}, and must hold the step number of a checkpoint folder "
-            f"beside it ({checkpoint_path(directory, 100).name} is 100); correct it"
-        )
-    return int(text)
-
-
-def save_checkpoint(
-    directory: Path,
-    step: int,
-    plan: Plan,
-    stage: VLMStage,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    options: Mapping[str, float | str],
-) -> Path:
-    """Write the state after `step` steps; collective over all ranks. Returns its folder.
+    Every method is collective over all ranks. A save that fails is told of and not raised: training
+    goes on with the checkpoints there are, and the next save tries again. The lines that methods
+    return are for rank 0 to tell.
 
     Args:
+        directory: of the run; all ranks must see the same.
         options: the optimizer's settings, which a resumed run must share.
+        keep_last: how many checkpoints are kept; None keeps all.
+        asynchronous: whether `save` returns as soon as the state is copied, and files are written
+            while training goes on.
+
+    Raises:
+        UserError: the directory holds a broken tracker file.
     """
-    path = checkpoint_path(directory, step)
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: Plan,
+        stage: VLMStage,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        options: Mapping[str, float | str],
+        keep_last: int | None,
+        asynchronous: bool,
+    ) -> None:
+        self._directory = directory
+        self._stage = stage
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._identity = _identity(plan) | {"options": _plain(options)}
+        self._keep_last = keep_last
+        self._asynchronous = asynchronous
+        # Of its own, over the host: asking whether all are done must not wait for the devices.
+        self._group = dist.new_group(backend="gloo")
+        self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
+        self._pending: _PendingSave | None = None
+        self._removal: Future[None] | None = None
+        self._is_validated = False
+        self._untold: list[str] = []
+        self.newest_step: int | None = self._find_newest_step()
+        """Steps in the newest whole checkpoint of the directory."""
+
+    def save(self, step: int, training_state: Mapping[str, Any]) -> None:
+        """Save the state after `step` steps; waits for an earlier save first.
+
+        Weights and optimizer may change as soon as this returns. A step that is the newest
+        checkpoint's is saved already.
+
+        Args:
+            training_state: small, of JSON's types, and the same on all ranks; a load returns it.
+        """
+        self._wait()
+        if step == self.newest_step:
+            return
+        try:
+            self._pending = self._start(step, _plain(training_state))
+        except _RankError as error:
+            self._give_up(step, error)
+        if not self._asynchronous:
+            self._wait()
+
+    def poll(self) -> list[str]:
+        """Complete the pending save if all ranks have written their files; for after every step.
+
+        Returns what has not been told yet of saves that are complete or failed.
+        """
+        if self._pending is not None and self._is_written(self._pending):
+            self._complete(self._pending)
+        lines, self._untold = self._untold, []
+        return lines
+
+    def finish(self) -> list[str]:
+        """Wait for the pending save, and for the removal of old checkpoints; returns as `poll`."""
+        self._wait()
+        return self.poll()
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            wait(self._pending.files)
+            # In turns, as one wait for a slow rank could run into the timeout of collectives.
+            while not self._is_written(self._pending):
+                time.sleep(_TURN_S)
+            self._complete(self._pending)
+        if self._removal is not None:
+            error, self._removal = self._removal.exception(), None
+            if error is not None:
+                self._untold.append(f"old checkpoints are not removed: {_reason(error)}")
+
+    def _find_newest_step(self) -> int | None:
+        try:
+            step = _agree(lambda: latest_step(self._directory), self._group)
+        except _RankError as error:
+            raise UserError(error.reason) from error
+        return _gather(step, self._group)[0]
+
+    def _start(self, step: int, training_state: dict[str, Any]) -> "_PendingSave":
+        """Plan the save, copy the state and start to write it.
+
+        Raises:
+            _RankError: a rank cannot; no rank writes then.
+        """
+        path = part_path(self._directory, step)
+        _agree(partial(_on_first_rank, begin_checkpoint, self._directory, step), self._group)
+        _agree(partial(_check_shared, path), self._group)
+        sharded, common = save_preprocess(
+            self._whole_state(step, training_state),
+            validate_access_integrity=not self._is_validated,
+        )
+        self._is_validated = True  # what is checked does not change between saves
+        # Core stores rank 0's settings for all, but a stage that is frozen whole has none.
+        common["optimizer"] = next(filter(None, _gather(common.get("optimizer"), self._group)), {})
+        layout = _Layouts(*_BACKEND, thread_count=_FILES_PER_RANK).async_save(sharded, str(path))
+        self._check_space(layout)
+        writes = _agree(lambda: self._copied_writes(layout, path, common), self._group)
+        return _PendingSave(
+            step=step, layout=layout, files=[self._threads.submit(write) for write in writes]
+        )
+
+    def _whole_state(self, step: int, training_state: dict[str, Any]) -> dict[str, Any]:
+        state = _state(self._stage, self._optimizer, is_loading=False)
+        return state | {
+            "scheduler": self._scheduler.state_dict(),
+            "step": step,
+            "training_state": training_state,
+            "omnibal": self._identity,
+        }
+
+    def _check_space(self, layout: "_Layout") -> None:
+        """Raises _RankError if what all ranks write is more than the disk has room for."""
+        free = _agree(lambda: shutil.disk_usage(self._directory).free, self._group)
+        ranks = _gather((layout.size, free), self._group)
+        needed, free = sum(size for size, _ in ranks), min(free for _, free in ranks)
+        if needed > free:
+            raise _RankError(
+                0,
+                f"{self._directory}: a checkpoint takes {needed / _GIB:.3g} GiB, and only "
+                f"{free / _GIB:.3g} GiB are free",
+            )
+
+    def _copied_writes(
+        self, layout: "_Layout", path: Path, common: dict[str, Any]
+    ) -> list[Callable[[], list[WriteResult]]]:
+        """One function for each file of this rank, which training cannot change any more."""
+        changing = set()
+        if self._asynchronous:
+            # The optimizer's state was gathered for this save alone; the weights are the model's.
+            tensors = (*self._stage.parameters(), *self._stage.buffers())
+            changing = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        writes: list[Callable[[], list[WriteResult]]] = [
+            partial(_write_bucket, layout.writer, _on_host(bucket, changing))
+            for bucket in layout.buckets
+        ]
+        if dist.get_rank() == 0:
+            copied = io.BytesIO()
+            torch.save(common, copied)
+            writes.append(partial(_write_common, path / COMMON_STATE_FNAME, copied))
+        return writes
+
+    def _is_written(self, save: "_PendingSave") -> bool:
+        running = torch.tensor(sum(not file.done() for file in save.files), device="cpu")
+        dist.all_reduce(running, group=self._group)
+        return running.item() == 0
+
+    def _complete(self, save: "_PendingSave") -> None:
+        """Turn the files of all ranks into the newest checkpoint; none is being written."""
+        self._pending = None
+        try:
+            written = _agree(lambda: _results(save.files), self._group)
+            all_written = _gather(written, self._group)
+            _agree(partial(_on_first_rank, self._publish, save, all_written), self._group)
+        except _RankError as error:
+            self._give_up(save.step, error)
+            return
+        self.newest_step = save.step
+        if self._keep_last is not None and dist.get_rank() == 0:
+            self._removal = self._threads.submit(
+                prune_checkpoints, self._directory, self._keep_last
+            )
+        self._untold.append(f"saved {checkpoint_path(self._directory, save.step)}")
+
+    def _publish(self, save: "_PendingSave", written: list[list[WriteResult]]) -> None:
+        path = part_path(self._directory, save.step)
+        save.layout.writer.finish(save.layout.metadata, written)
+        save_config(CheckpointingConfig(*_BACKEND), str(path))
+        force_to_disk(path / CONFIG_FNAME)
+        publish_checkpoint(self._directory, save.step)
+
+    def _give_up(self, step: int, error: "_RankError") -> None:
+        """Remove what a failed save wrote; no rank is writing."""
+        line = f"step {step} is not saved: {error}; training goes on, and "
+        if self.newest_step is None:
+            line += "there is no checkpoint yet"
+        else:
+            line += f"{checkpoint_path(self._directory, self.newest_step)} stays the newest one"
+        try:
+            _on_first_rank(remove_checkpoint, self._directory, step)
+        except (OSError, UserError) as rest:
+            line += f"; what was written stays: {_reason(rest)}"
+        self._untold.append(line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """What core decided goes where in a checkpoint."""
+
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None
+    """Of the whole checkpoint, on rank 0."""
+
+    @property
+    def buckets(self) -> list[WriteBucket]:
+        """The files of this rank, with their content."""
+        return self.writer.write_buckets or []
+
+    @property
+    def size(self) -> int:
+        """Bytes that this rank writes, at most."""
+        return sum(
+            _TENSOR_OVERHEAD_BYTES + tensor.nbytes
+            for _, _, (_, tensors) in self.buckets
+            for _, tensor in tensors
+        )
+
+
+class _Layouts(TorchDistSaveShardedStrategy):
+    """Stops after planning, where core would go on to functions that may fail on one rank alone."""
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple
+    ) -> _Layout:
+        return _Layout(writer=writer, metadata=save_state_dict_ret[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PendingSave:
+    step: int
+    layout: _Layout
+    files: list[Future[list[WriteResult]]]
+    """Of this rank, being written."""
+
+
+class _RankError(Exception):
+    """Something failed on one rank, and is raised on all."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank}: {reason}")
+        self.reason = reason
+
+
+def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`work()` of this rank; collective.
+
+    Raises:
+        _RankError: it failed on some rank; the same error on every rank.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except (Exception, CheckpointException) as error:
+        failure = _reason(error)
+    for rank, other in enumerate(_gather(failure, group)):
+        if other is not None:
+            raise _RankError(rank, other)
+    return result
+
+
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _on_first_rank(work: Callable[..., Any], *arguments: Any) -> None:
     if dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    state = _model_state(stage)
-    state |= {
-        "optimizer": optimizer.sharded_state_dict(state["model"], metadata=_METADATA),
-        "scheduler": scheduler.state_dict(),
-        "step": step,
-        "omnibal": _identity(plan) | {"options": dict(options)},
-    }
-    dist_checkpointing.save(state, str(path))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with atomic(directory / TRACKER_FILE) as temporary:
-            temporary.write_text(str(step))
-    dist.barrier()
-    return path
+        work(*arguments)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause that a user can do something about, in one line."""
+    if isinstance(error, CheckpointException):  # torch's collection of what failed on which rank
+        error = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError | UserError):
+        cause = cause.__context__
+    if isinstance(cause, UserError):
+        return str(cause)
+    if cause is not None and cause.strerror is not None:
+        return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _check_shared(path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(
+            f"{path}: rank 0 made this folder, and this rank does not see it; --save must be in a "
+            "file system that all nodes share"
+        )
+
+
+def _on_host(bucket: WriteBucket, changing: set[int]) -> WriteBucket:
+    """The bucket with its tensors on the host, apart from the storages that are changing."""
+    path, name, (objects, tensors) = bucket
+    copied = [
+        (
+            item,
+            tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor.cpu(),
+        )
+        for item, tensor in tensors
+    ]
+    return path, name, (objects, copied)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[io.BufferedWriter]:
+    """A new file whose bytes are on disk at the end.
+
+    Raises:
+        OSError: it cannot be written; names the file, which errors of writes do not.
+    """
+    try:
+        with path.open("wb") as stream:
+            yield stream
+            # Core's own writer syncs before it flushes, and may lose the end of a file.
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except RuntimeError as error:
+        # torch.save covers up the error of the write with one of its own.
+        cause = error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
+
+
+def _write_bucket(writer: FileSystemWriterAsync, bucket: WriteBucket) -> list[WriteResult]:
+    path, name, (objects, tensors) = bucket
+    with _writing(Path(path)) as stream:
+        return [
+            _write_item(writer.transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
+            for item, data in (*objects, *tensors)
+        ]
+
+
+def _write_common(path: Path, content: io.BytesIO) -> list[WriteResult]:
+    with _writing(path) as stream:
+        stream.write(content.getbuffer())
+    return []
+
+
+def _results(files: list[Future[list[WriteResult]]]) -> list[WriteResult]:
+    return [result for file in files for result in file.result()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedCheckpoint:
+    """Where a resumed run goes on."""
+
+    step: int
+    """Steps trained."""
+    training_state: dict[str, Any]
+    """As given to `CheckpointWriter.save`."""
 
 
 def load_checkpoint(
@@ -89,12 +443,13 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     options: Mapping[str, float | str],
-) -> int:
-    """Restore weights, optimizer and schedule from the newest checkpoint; returns its step.
+) -> LoadedCheckpoint:
+    """Restore weights, optimizer and schedule from the newest checkpoint; collective.
 
     Raises:
-        UserError: there is no checkpoint, it is of another model, of another order of the data, or
-            was trained with other settings of the optimizer, which its state would overrule.
+        UserError: there is no checkpoint, it is broken, of another model, of another order of the
+            data, or was trained with other settings of the optimizer, which its state would
+            overrule; the same on every rank.
     """
     path, identity = _open(directory, plan)
     different = _differences(identity["options"], dict(options), "given")
@@ -108,26 +463,26 @@ def load_checkpoint(
             "which samples were seen; resume with the plan it was trained with or with one made "
             "by `omnibal plan --steps-of` it, or start anew without --load"
         )
-    _fill_empty_optimizer_state(optimizer)
-    state = _model_state(stage)
-    state["optimizer"] = optimizer.sharded_state_dict(
-        state["model"], is_loading=True, metadata=_METADATA
-    )
-    loaded = dist_checkpointing.load(state, str(path))
+    state = _state(stage, optimizer, is_loading=True)
+    with _reading(path):
+        loaded = dist_checkpointing.load(state, str(path))
     stage.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    if _is_trained(stage):
+        optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
-    return loaded["step"]
+    return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
 
 
 def load_weights(directory: Path, plan: Plan, stage: VLMStage) -> int:
-    """Restore weights alone from the newest checkpoint; returns its step.
+    """Restore weights alone from the newest checkpoint; collective, returns its step.
 
     Raises:
-        UserError: there is no checkpoint, or it is of another model.
+        UserError: there is no checkpoint, it is broken, or of another model; the same on every
+            rank.
     """
     path, _ = _open(directory, plan)
-    loaded = dist_checkpointing.load(_model_state(stage), str(path))
+    with _reading(path):
+        loaded = dist_checkpointing.load(_model_state(stage), str(path))
     stage.load_state_dict(loaded["model"])
     return loaded["step"]
 
@@ -135,6 +490,26 @@ def load_weights(directory: Path, plan: Plan, stage: VLMStage) -> int:
 def _model_state(stage: VLMStage) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {"model": stage.sharded_state_dict(metadata={**_METADATA, "dp_cp_group": group})}
+
+
+def _state(stage: VLMStage, optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
+    state = _model_state(stage)
+    if _is_trained(stage):
+        _fill_empty_optimizer_state(optimizer)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=_METADATA
+        )
+    return state
+
+
+def _is_trained(stage: VLMStage) -> bool:
+    """Whether the stage has optimizer state; core cannot tell for one that is frozen whole."""
+    return any(parameter.requires_grad for parameter in stage.parameters())
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without enumerations and the like, which a load would refuse to unpickle."""
+    return json.loads(json.dumps(dict(settings)))
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
@@ -145,6 +520,14 @@ def _identity(plan: Plan) -> dict[str, Any]:
 
 
 def _open(directory: Path, plan: Plan) -> tuple[Path, dict[str, Any]]:
+    """Folder and identity of the newest checkpoint; collective."""
+    try:
+        return _agree(lambda: _open_alone(directory, plan))
+    except _RankError as error:
+        raise UserError(error.reason) from error
+
+
+def _open_alone(directory: Path, plan: Plan) -> tuple[Path, dict[str, Any]]:
     step = latest_step(directory)
     if step is None:
         raise UserError(
@@ -152,13 +535,13 @@ def _open(directory: Path, plan: Plan) -> tuple[Path, dict[str, Any]]:
             "directory that an earlier run was given as --save"
         )
     path = checkpoint_path(directory, step)
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise UserError(
-            f"{path}: is not a whole checkpoint; put it back, or name an earlier one in "
-            f"{directory / TRACKER_FILE}"
-        )
-    common = dist_checkpointing.load_common_state_dict(str(path))
-    if "omnibal" not in common:
+    with _reading(path):
+        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+            raise UserError(f"{path}: is not a whole checkpoint; {_remedy(path)}")
+        # Core stumbles over its own report that this file is missing.
+        (path / COMMON_STATE_FNAME).stat()
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    if not {"omnibal", "training_state"} <= common.keys():
         raise UserError(f"{path}: is a checkpoint of another program; load one that this one saved")
     identity = common["omnibal"]
     different = _differences(identity["model"], _identity(plan)["model"], "in the plan")
@@ -168,6 +551,21 @@ def _open(directory: Path, plan: Plan) -> tuple[Path, dict[str, Any]]:
             f"{plan.model.name}, or plan for the model of the checkpoint"
         )
     return path, identity
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever core raises over a broken checkpoint is one error of the user's."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise UserError(f"{path}: cannot be read: {_reason(error)}; {_remedy(path)}") from error
+
+
+def _remedy(path: Path) -> str:
+    return f"put a whole copy back, or name an earlier checkpoint in {path.parent / TRACKER_FILE}"
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any], place: str) -> list[str]:

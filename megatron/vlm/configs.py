@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import has_cuda
+from megatron.vlm.shards import padded_size
 from omnibal.config import ModelConfig, Precision
 from omnibal.plan import Parallel, Stage
 
@@ -23,12 +24,17 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
 def vision_transformer_config(
     model: ModelConfig, stages: Sequence[Stage], parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
-    """InternViT's layers, spread over the stages as the plan says."""
+    """InternViT's layers, spread over the stages as the plan says.
+
+    Its heads are padded to a multiple of the tensor-parallel size. Its sequences are never divided:
+    a tile's positions are an odd number.
+    """
     vision = model.vision
     return TransformerConfig(
         num_layers=vision.layers,
         hidden_size=vision.hidden_size,
-        num_attention_heads=vision.heads,
+        num_attention_heads=padded_size(vision.heads, parallel.tensor),
+        kv_channels=vision.hidden_size // vision.heads,
         ffn_hidden_size=vision.ffn_hidden_size,
         normalization=vision.normalization,
         layernorm_epsilon=vision.norm_eps,
@@ -56,6 +62,7 @@ def language_transformer_config(
         add_bias_linear=False,
         add_qkv_bias=language.qkv_bias,
         gated_linear_unit=True,
+        sequence_parallel=parallel.sequence_parallel,
         activation_func=F.silu,
         pipeline_model_parallel_layout=_layout([stage.language_layers for stage in stages]),
         **_common(parallel, precision),

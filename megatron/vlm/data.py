@@ -3,8 +3,10 @@
 Shapes: T tiles, C channels, P pixels per side, S packed tokens, L loss positions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ import torch
 from einops import rearrange
 from PIL import Image
 
+from megatron.vlm.augment import Purpose, degraded, jpeg_qualities, tile_keys
 from megatron.vlm.batch import MicroBatch
+from megatron.vlm.read_ahead import read_ahead
 from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations, Sample
 from omnibal.data.chat import EncodedSample, encode_sample
@@ -26,6 +30,43 @@ from omnibal.plan import Stage
 # ImageNet statistics, as InternVL normalizes with.
 _PIXEL_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 _PIXEL_STD = np.array([0.229, 0.224, 0.225], np.float32)
+
+
+class LossWeighting(StrEnum):
+    """What a loss token of a sample with n of them weighs: 1, 1 / n or 1 / sqrt(n)."""
+
+    TOKEN = "token"
+    SAMPLE = "sample"
+    SQRT = "sqrt"
+
+
+class OnBadSample(StrEnum):
+    """What to do about a sample with an image that cannot be read."""
+
+    STOP = "stop"
+    SKIP = "skip"
+    """Keep its place in the pack, since all stages know the plan's shapes, but learn nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions:
+    """How samples become micro-batches, beyond what the plan says."""
+
+    seed: int = 0
+    """Of all that is random about a sample; at least 0."""
+    loss_weighting: LossWeighting = LossWeighting.TOKEN
+    on_bad_sample: OnBadSample = OnBadSample.STOP
+    augment: bool = False
+    """Whether to augment the samples of sources that ask for it."""
+    drop_path: bool = False
+    """Whether vision layers need random numbers."""
+
+
+_PLAIN = DataOptions()
+
+
+class UnreadableImage(UserError):
+    """An image is missing or broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +91,41 @@ class SampleReader:
         per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
         return encode_sample(sample, per_image, self.model.tokens_per_tile, self.tokenizer)
 
-    def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """All tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
-        size = self.model.vision.image_size
-        tiles = [
+    def check_images(self, sample: Sample) -> None:
+        """Decode the sample's images.
+
+        Raises:
+            UnreadableImage: one of them is missing or broken.
+        """
+        for path in sample.images:
+            _read_image(path, sample)
+
+    def tiles(self, sample: Sample) -> list[np.ndarray]:
+        """All tiles of the sample's images in order, uint8 [P, P, C].
+
+        Raises:
+            UnreadableImage: one of them is missing or broken.
+        """
+        return [
             tile
-            for sample in samples
             for path in sample.images
             for tile in _image_tiles(_read_image(path, sample), self.model)
         ]
-        if not tiles:
-            return torch.zeros(0, 3, size, size)
-        stacked = (np.stack(tiles).astype(np.float32) / 255 - _PIXEL_MEAN) / _PIXEL_STD
-        return torch.from_numpy(rearrange(stacked, "t row column c -> t c row column").copy())
+
+    def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """All tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
+        tiles = [tile for sample in samples for tile in self.tiles(sample)]
+        return torch.from_numpy(_normalized(tiles, self.model.vision.image_size))
+
+
+def _normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
+    """Tiles as the vision tower takes them, float32 [T, C, P, P]; None becomes zeros."""
+    pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
+    for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):
+        if tile is not None:
+            scaled = (tile.astype(np.float32) / 255 - _PIXEL_MEAN) / _PIXEL_STD
+            pixels_CPP[:] = rearrange(scaled, "row column c -> c row column")
+    return pixels_TCPP
 
 
 def _image_size(path: Path, sample: Sample) -> tuple[int, int]:
@@ -81,8 +144,8 @@ def _read_image(path: Path, sample: Sample) -> Image.Image:
         raise _bad_image(path, sample, error) from error
 
 
-def _bad_image(path: Path, sample: Sample, error: Exception) -> UserError:
-    return UserError(
+def _bad_image(path: Path, sample: Sample, error: Exception) -> UnreadableImage:
+    return UnreadableImage(
         f"{path}: cannot read this image ({error}); it is an image of {sample.where}; "
         "restore the file, or take the sample out and plan anew"
     )
@@ -99,6 +162,22 @@ def _image_tiles(image: Image.Image, model: ModelConfig) -> list[np.ndarray]:
     return tiles
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draft:
+    """A sample of a pack, as far as the stage reads it."""
+
+    sample: Sample
+    place: int
+    """In the annotations."""
+    tiles: int
+    """Planned, as are the tokens."""
+    tokens: int
+    found: list[np.ndarray]
+    """Tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
+    unreadable: str | None
+    """What is wrong with an image, where the stage looks at them."""
+
+
 class PackDataset(torch.utils.data.Dataset):
     """The micro-batches of one data-parallel rank, as one pipeline stage needs them.
 
@@ -113,88 +192,218 @@ class PackDataset(torch.utils.data.Dataset):
         lengths: Lengths,
         rows: np.ndarray,
         stage: Stage,
+        options: DataOptions = _PLAIN,
     ) -> None:
         self.reader = reader
         self.scheduled = scheduled
         self.lengths = lengths
         self.rows = rows
         self.stage = stage
+        self.options = options
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, item: int) -> MicroBatch | UserError:
-        row = int(self.rows[item])
-        indices = self.scheduled.packs[row]
         try:
-            return self._load(indices, int(self.scheduled.tiles[row]))
+            return self._load(int(self.rows[item]))
         except UserError as error:
             return error
 
-    def _load(self, indices: np.ndarray, tiles: int) -> MicroBatch:
-        segment_tokens = tuple(self.lengths.tokens[indices].tolist())
+    def _load(self, row: int) -> MicroBatch:
+        indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
+        stage = self.stage
         fields: dict[str, torch.Tensor] = {}
-        reads_text = self.stage.language_embed or self.stage.head
-        samples = []
-        if reads_text or self.stage.vision_embed:
-            places = self.lengths.annotation_indices(indices)
-            samples = [self.reader.annotations[int(place)] for place in places]
-        if self.stage.vision_embed:
-            fields["pixels_TCPP"] = self.reader.pixels(samples)
-            _check_count(len(fields["pixels_TCPP"]), tiles, "tiles", samples)
-        if reads_text:
-            tiles_of = self.lengths.tiles[indices].tolist()
-            encoded = list(map(self.reader.encode, samples, tiles_of))
-            for one, sample, planned in zip(encoded, samples, segment_tokens, strict=True):
-                _check_count(len(one.token_ids), planned, "tokens", [sample])
-            fields |= _text_fields(encoded, self.reader.tokenizer, self.stage)
+        if stage.vision_layers and self.options.drop_path:
+            fields["drop_path_keys_T"] = self._drop_path_keys(indices, epoch)
+        drafts = []
+        if stage.vision_embed or stage.language_embed or stage.head:
+            drafts = [self._draft(int(index)) for index in indices]
+        if stage.vision_embed:
+            fields["pixels_TCPP"] = self._pixels(drafts, epoch)
+        if stage.language_embed or stage.head:
+            fields |= self._text_fields(drafts)
         return MicroBatch(
-            tiles=tiles, tokens=sum(segment_tokens), segment_tokens=segment_tokens, **fields
+            tiles=int(self.scheduled.tiles[row]),
+            tokens=int(self.scheduled.tokens[row]),
+            segment_tokens=tuple(self.lengths.tokens[indices].tolist()),
+            unreadable=tuple(draft.unreadable for draft in drafts if draft.unreadable is not None),
+            **fields,
+        )
+
+    def _drop_path_keys(self, indices: np.ndarray, epoch: int) -> torch.Tensor:
+        seed = self.options.seed
+        keys = [
+            tile_keys(Purpose.DROP_PATH, seed, epoch, place, tiles)
+            for place, tiles in zip(
+                self.lengths.annotation_indices(indices).tolist(),
+                self.lengths.tiles[indices].tolist(),
+                strict=True,
+            )
+        ]
+        return torch.from_numpy(np.concatenate(keys).view(np.int64))
+
+    def _draft(self, index: int) -> _Draft:
+        """Read one sample of the annotations; its images too, where pixels or a verdict are due."""
+        place = int(self.lengths.annotation_indices(np.array([index]))[0])
+        sample = self.reader.annotations[place]
+        found: list[np.ndarray] = []
+        unreadable = None
+        try:
+            if self.stage.vision_embed:
+                found = self.reader.tiles(sample)
+            elif self.stage.head and self._skips:
+                # The head leaves out the loss of the samples that the vision embed blanks. Nothing
+                # tells it which: it comes to the same verdict by decoding the same files.
+                self.reader.check_images(sample)
+        except UnreadableImage as error:
+            if not self._skips:
+                raise UserError(f"{error}, or go on without it: --on-bad-sample skip") from error
+            unreadable = str(error)
+        return _Draft(
+            sample=sample,
+            place=place,
+            tiles=int(self.lengths.tiles[index]),
+            tokens=int(self.lengths.tokens[index]),
+            found=found,
+            unreadable=unreadable,
+        )
+
+    @property
+    def _skips(self) -> bool:
+        return self.options.on_bad_sample is OnBadSample.SKIP
+
+    def _pixels(self, drafts: Sequence[_Draft], epoch: int) -> torch.Tensor:
+        tiles: list[np.ndarray | None] = []
+        for draft in drafts:
+            if draft.unreadable is not None:
+                tiles += [None] * draft.tiles
+                continue
+            _check_count(len(draft.found), draft.tiles, "tiles", draft.sample)
+            tiles += self._augmented(draft, epoch)
+        return torch.from_numpy(_normalized(tiles, self.reader.model.vision.image_size))
+
+    def _augmented(self, draft: _Draft, epoch: int) -> list[np.ndarray]:
+        if not (draft.sample.augment and self.options.augment):
+            return draft.found
+        seed = self.options.seed
+        keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, len(draft.found))
+        return list(map(degraded, draft.found, jpeg_qualities(keys)))
+
+    def _text_fields(self, drafts: Sequence[_Draft]) -> dict[str, torch.Tensor]:
+        encoded = list(map(self._encode, drafts))
+        for one, draft in zip(encoded, drafts, strict=True):
+            _check_count(len(one.token_ids), draft.tokens, "tokens", draft.sample)
+        token_ids = np.concatenate([one.token_ids for one in encoded])
+        fields = {}
+        if self.stage.language_embed:
+            fields["token_ids_S"] = torch.from_numpy(token_ids)
+            image_positions = np.flatnonzero(token_ids == self.reader.tokenizer.image_context)
+            fields["image_positions_M"] = torch.from_numpy(image_positions)
+        if self.stage.head:
+            masks = [
+                one.loss_mask if draft.unreadable is None else np.zeros_like(one.loss_mask)
+                for one, draft in zip(encoded, drafts, strict=True)
+            ]
+            # Position i predicts token i + 1; a sample's first token is never predicted, its mask
+            # is False, so no prediction crosses from one sample into the next.
+            predicted = np.flatnonzero(np.concatenate(masks))
+            weights = [
+                _loss_weights(int(mask.sum()), self.options.loss_weighting) for mask in masks
+            ]
+            fields["loss_positions_L"] = torch.from_numpy(predicted - 1)
+            fields["labels_L"] = torch.from_numpy(token_ids[predicted])
+            fields["loss_weights_L"] = torch.from_numpy(np.concatenate(weights))
+        return fields
+
+    def _encode(self, draft: _Draft) -> EncodedSample:
+        try:
+            return self.reader.encode(draft.sample, draft.tiles)
+        except UnreadableImage:
+            if not self._skips:
+                raise
+        # The pixels are blank wherever they go, so the first image may have the tiles of all.
+        return encode_sample(
+            draft.sample,
+            [draft.tiles] + [0] * (len(draft.sample.images) - 1),
+            self.reader.model.tokens_per_tile,
+            self.reader.tokenizer,
         )
 
 
-def _check_count(found: int, planned: int, what: str, samples: Sequence[Sample]) -> None:
+def _check_count(found: int, planned: int, what: str, sample: Sample) -> None:
     if found != planned:
         raise UserError(
-            f"{samples[0].where}: {found} {what} where the plan counted {planned}; the data "
+            f"{sample.where}: {found} {what} where the plan counted {planned}; the data "
             "changed after it was planned: run `omnibal lengths` and `omnibal plan` again"
         )
 
 
-def _text_fields(
-    encoded: Sequence[EncodedSample], tokenizer: Tokenizer, stage: Stage
-) -> dict[str, torch.Tensor]:
-    token_ids = np.concatenate([one.token_ids for one in encoded])
-    fields = {}
-    if stage.language_embed:
-        fields["token_ids_S"] = torch.from_numpy(token_ids)
-        image_positions = np.flatnonzero(token_ids == tokenizer.image_context)
-        fields["image_positions_M"] = torch.from_numpy(image_positions)
-    if stage.head:
-        # Position i predicts token i + 1; a sample's first token is never predicted, its mask is
-        # False, so no prediction crosses from one sample into the next.
-        predicted = np.flatnonzero(np.concatenate([one.loss_mask for one in encoded]))
-        fields["loss_positions_L"] = torch.from_numpy(predicted - 1)
-        fields["labels_L"] = torch.from_numpy(token_ids[predicted])
-    return fields
+def _loss_weights(loss_tokens: int, weighting: LossWeighting) -> np.ndarray:
+    """Of a sample's loss tokens, which share what the whole sample weighs. float32 [L]"""
+    exponent = {LossWeighting.TOKEN: 0.0, LossWeighting.SQRT: 0.5, LossWeighting.SAMPLE: 1.0}
+    # Of no token there is no weight to compute: 0 to a negative power is none.
+    weight = max(loss_tokens, 1) ** -exponent[weighting]
+    return np.full(loss_tokens, weight, np.float32)
 
 
-def load_batches(
-    dataset: PackDataset, num_workers: int, device: torch.device
-) -> Iterator[MicroBatch]:
-    """All micro-batches of the dataset in order, on `device`, read ahead by worker processes.
+Batches = Generator[MicroBatch, None, None]
+"""Micro-batches in order; to close it ends the processes that load them."""
+
+
+def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
+    """All micro-batches of the dataset in order, on `device`, ahead of when they are asked for.
+
+    Args:
+        num_workers: processes that load; with 0 the thread that reads ahead does.
 
     Raises:
-        UserError: a sample cannot be read, or is not what the plan counted.
+        UserError: a sample cannot be read, or is not what the plan counted, or a worker process was
+            ended from outside.
     """
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=num_workers, collate_fn=_unchanged
-    )
-    for item in loader:
+    copies = _DeviceCopies(device) if device.type == "cuda" else _NoCopies()
+    with closing(read_ahead(dataset, num_workers, copies.begin)) as items:
+        for item in items:
+            if isinstance(item, UserError):
+                raise item
+            yield copies.end(item)
+
+
+class _NoCopies:
+    """On the CPU a micro-batch is used where it was loaded."""
+
+    def begin(self, item: MicroBatch | UserError) -> MicroBatch | UserError:
+        return item
+
+    def end(self, item: MicroBatch) -> MicroBatch:
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    batch: MicroBatch
+    arrived: torch.cuda.Event
+
+
+class _DeviceCopies:
+    """Copies to a CUDA device while it computes: on a stream of their own, from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def begin(self, item: MicroBatch | UserError) -> _Coming | UserError:
+        """In the thread that reads ahead."""
         if isinstance(item, UserError):
-            raise item
-        yield item.to(device)
+            return item
+        # Which also makes the device current: pinning would open a context on the first one.
+        with torch.cuda.stream(self._stream):
+            batch = item.pinned().to(self._device)
+            return _Coming(batch, self._stream.record_event())
 
-
-def _unchanged(item: MicroBatch | UserError) -> MicroBatch | UserError:
-    return item
+    def end(self, coming: _Coming) -> MicroBatch:
+        """Where the micro-batch is used: what is launched from now on finds it there."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(coming.arrived)
+        coming.batch.record_stream(computing)
+        return coming.batch

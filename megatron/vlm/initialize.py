@@ -1,6 +1,6 @@
 """Initial weights that depend on the seed and each parameter's global name, and on nothing else.
 
-So every split, recompute choice and data-parallel size starts from the same model.
+So every split, recompute choice, tensor-parallel and data-parallel size starts from the same model.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import re
 
 import torch
 
+from megatron.vlm.shards import own_shard, unpadded_size, whole_shape
 from megatron.vlm.stage import VLMStage
 
 _LAYER_NAME = re.compile(r"^(vision|language)\.layers\.(\d+)\.(.*)$")
@@ -28,7 +29,7 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 @torch.no_grad()
 def initialize_parameters(stage: VLMStage, seed: int) -> None:
     """Draw the matrices of the stage: normal, of variance 1 / inputs; embeddings and head, of
-    standard deviation 0.02.
+    standard deviation 0.02. Each rank draws whole matrices and keeps its part.
 
     Matrices that end a residual branch are divided by sqrt(2 * layers), as in GPT-2. Vectors keep
     what their modules gave them: ones for norms and zeros for biases.
@@ -41,14 +42,16 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
         full_name = global_parameter_name(stage, name)
         digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(values * _standard_deviation(stage, full_name, parameter))
+        shape = whole_shape(parameter, unpadded_size(stage.model_config, full_name))
+        values = torch.randn(shape, generator=generator)
+        values *= _standard_deviation(stage, full_name, inputs=shape[-1])
+        parameter.copy_(own_shard(values, parameter))
 
 
-def _standard_deviation(stage: VLMStage, name: str, parameter: torch.nn.Parameter) -> float:
+def _standard_deviation(stage: VLMStage, name: str, inputs: int) -> float:
     if name.startswith(("embedding.", "head.", "vision_embedding.positions")):
         return 0.02
-    deviation = 1 / math.sqrt(parameter.shape[-1])
+    deviation = 1 / math.sqrt(inputs)
     match = _LAYER_NAME.match(name)
     if match is not None and name.endswith(_RESIDUAL_OUTPUTS):
         config = stage.model_config

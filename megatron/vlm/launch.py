@@ -13,6 +13,11 @@ from megatron.vlm.schedule import PipelineLinks, create_pipeline_links
 from omnibal.errors import UserError
 from omnibal.plan import Parallel
 
+_JOIN_MINUTES = 10
+# Of a collective in which living ranks wait for each other; dead ones are the watch's to find. The
+# longest honest waits are a first step and a checkpoint on a slow disk.
+_COLLECTIVE_MINUTES = 30
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -21,6 +26,11 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
+
+    @property
+    def node(self) -> int:
+        """Names this process's node: its first rank."""
+        return self.rank - self.local_rank
 
     @staticmethod
     def from_environment() -> "Launch":
@@ -47,22 +57,58 @@ class Launch:
             )
 
 
+def open_store(launch: Launch, init_method: str = "env://") -> dist.Store:
+    """The store through which all ranks meet; waits until they have come.
+
+    Rank 0 serves it (under torchrun the launcher of the first node does) for as long as it keeps
+    what is returned. A process alone has nobody to meet, and may have been started without a
+    launcher.
+
+    Raises:
+        UserError: the launcher did not say where to meet, or not all ranks came.
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()
+    timeout = datetime.timedelta(minutes=_JOIN_MINUTES)
+    try:
+        store, _, _ = next(
+            dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=timeout)
+        )
+    except (dist.DistError, ValueError) as error:
+        raise UserError(
+            f"rank {launch.rank} did not meet all {launch.world_size} ranks "
+            f"({str(error).strip().splitlines()[0]}); each must come within {_JOIN_MINUTES} "
+            "minutes, with the same MASTER_ADDR and MASTER_PORT, and reach them; look for a rank "
+            "that failed earlier, or start all with torchrun or scripts/slurm"
+        ) from error
+    return store
+
+
 def initialize_distributed(
-    launch: Launch, parallel: Parallel, seed: int, init_method: str = "env://"
+    launch: Launch,
+    parallel: Parallel,
+    seed: int,
+    init_method: str = "env://",
+    store: dist.Store | None = None,
 ) -> PipelineLinks:
-    """Start communication and Megatron-core's parallel groups; collective over all ranks."""
+    """Start communication and Megatron-core's parallel groups; collective over all ranks.
+
+    Args:
+        store: from `open_store`, if the ranks have met already; else they meet by `init_method`.
+    """
     prepare_megatron_core()
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
-    # A process alone has nobody to meet, and may have been started without a launcher.
-    alone = launch.world_size == 1
+    if store is None:
+        store = open_store(launch, init_method)
+    timeout = datetime.timedelta(minutes=_COLLECTIVE_MINUTES)
+    store.set_timeout(timeout)
     dist.init_process_group(
         communication_backend(),
-        init_method=None if alone else init_method,
-        store=dist.HashStore() if alone else None,
+        store=dist.PrefixStore("groups", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=datetime.timedelta(minutes=10),
+        timeout=timeout,
     )
     parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,14 +1,21 @@
 """Transformer layers of both towers as specs over Megatron-core's TransformerLayer.
 
 Shapes: S sequence (packed language tokens, or positions of one tile), B batch (1, or tiles),
-H hidden size, N heads, G key/value heads, D head size, T packed tokens.
+H hidden size, N heads, G key/value heads, D head size, T packed tokens, W width of this rank's
+heads.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -20,6 +27,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from omnibal.config import VisionConfig
 
@@ -35,6 +43,9 @@ class Norm(torch.nn.Module):
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            # Each rank sees its part of the sequence; core then sums the gradients over ranks.
+            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
@@ -45,18 +56,65 @@ class Norm(torch.nn.Module):
 class AllHeadsRMSNorm(torch.nn.Module):
     """InternViT's qk-norm: RMSNorm over the whole width, all heads together.
 
-    Core builds q and k norms for one head; this one spans `num_attention_heads * kv_channels`.
+    Core builds q and k norms for one head; this one spans the heads of all tensor-parallel ranks,
+    of which each holds its own heads' weights. Padded heads are zero and have zero weights.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        width = config.num_attention_heads * hidden_size
-        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+        self.width = config.hidden_size
+        ranks = config.tensor_model_parallel_size
+        own_width = config.num_attention_heads // ranks * hidden_size
+        start = parallel_state.get_tensor_model_parallel_rank() * own_width
+        weight_W = (torch.arange(start, start + own_width) < self.width).to(config.params_dtype)
+        self.weight = torch.nn.Parameter(weight_W)
+        set_tensor_model_parallel_attributes(self.weight, True, dim=0, stride=1)
+        self.is_divided = ranks > 1
 
     def forward(self, heads_SBND: torch.Tensor) -> torch.Tensor:
-        flat_SBH = heads_SBND.flatten(2)
-        return F.rms_norm(flat_SBH, flat_SBH.shape[-1:], self.weight, self.eps).view_as(heads_SBND)
+        flat_SBW = heads_SBND.flatten(2)
+        if self.is_divided:
+            normed_SBW = _DividedRMSNorm.apply(flat_SBW, self.weight, self.width, self.eps)
+        else:
+            normed_SBW = F.rms_norm(flat_SBW, (self.width,), self.weight, self.eps)
+        return normed_SBW.view_as(heads_SBND)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None):
+        """Core's name for what a checkpoint must know: the weight is divided along its axis."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class _DividedRMSNorm(torch.autograd.Function):
+    """RMSNorm over a width that tensor-parallel ranks hold parts of; one sum a position and
+    direction is exchanged. Computes in float32 and keeps no more than `F.rms_norm` does."""
+
+    @staticmethod
+    def forward(ctx, x_SBW, weight_W, width: int, eps: float) -> torch.Tensor:
+        squares_SB1 = x_SBW.float().square().sum(-1, keepdim=True)
+        dist.all_reduce(squares_SB1, group=parallel_state.get_tensor_model_parallel_group())
+        scale_SB1 = torch.rsqrt(squares_SB1 / width + eps)
+        ctx.save_for_backward(x_SBW, weight_W, scale_SB1)
+        ctx.width = width
+        return (x_SBW * scale_SB1 * weight_W).to(x_SBW.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient_SBW):
+        x_SBW, weight_W, scale_SB1 = ctx.saved_tensors
+        unit_SBW = x_SBW * scale_SB1
+        own_SBW = gradient_SBW.float() * weight_W
+        along_SB1 = (own_SBW * unit_SBW).sum(-1, keepdim=True)
+        dist.all_reduce(along_SB1, group=parallel_state.get_tensor_model_parallel_group())
+        gradient_x_SBW = scale_SB1 * (own_SBW - unit_SBW * (along_SB1 / ctx.width))
+        gradient_weight_W = (gradient_SBW * unit_SBW).sum((0, 1))
+        return gradient_x_SBW.to(x_SBW.dtype), gradient_weight_W.to(weight_W.dtype), None, None
 
 
 class UnbiasedColumnParallelLinear(ColumnParallelLinear):
@@ -78,15 +136,27 @@ class LayerScaledAdd(torch.nn.Module):
     def __init__(self, hidden_size: int, init: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.full((hidden_size,), init, dtype=dtype))
+        self.tile_scale_B1: torch.Tensor | None = None
+        """Drop path of the tiles that come next, in training; the block that runs them sets it."""
 
     def forward(self, training: bool, fused: bool):
-        return self._add
+        return self._add_in_training if training else self._add
 
     def _add(self, branch_with_bias, residual_SBH: torch.Tensor, dropout: float) -> torch.Tensor:
-        branch_SBH, bias_H = branch_with_bias
-        if bias_H is not None:
-            branch_SBH = branch_SBH + bias_H
+        return torch.addcmul(residual_SBH, _biased(branch_with_bias), self.scale)
+
+    def _add_in_training(
+        self, branch_with_bias, residual_SBH: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        branch_SBH = _biased(branch_with_bias)
+        if self.tile_scale_B1 is not None:
+            branch_SBH = branch_SBH * self.tile_scale_B1
         return torch.addcmul(residual_SBH, branch_SBH, self.scale)
+
+
+def _biased(branch_with_bias) -> torch.Tensor:
+    branch_SBH, bias_H = branch_with_bias
+    return branch_SBH if bias_H is None else branch_SBH + bias_H
 
 
 class PackedCoreAttention(MegatronModule):

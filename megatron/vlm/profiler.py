@@ -287,6 +287,7 @@ def random_batch(
         image_positions_M=torch.arange(image_tokens),
         loss_positions_L=positions,
         labels_L=ids[positions],
+        loss_weights_L=torch.ones(len(positions)),
     ).to(current_device())
 
 

@@ -164,6 +164,8 @@ class _StageRun:
         self.dtype = parameter_dtype(plan.precision)
         self.counts = counts
         self.kept: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
+        self.sends_gradients = not links.is_first and plan.gradient_crosses(links.rank - 1)
+        self.receives_gradients = not links.is_last and plan.gradient_crosses(links.rank)
         self.inputs: Inbox | None = None
         self.outputs: Outbox | None = None
         self.output_gradients: Inbox | None = None
@@ -178,13 +180,14 @@ class _StageRun:
         return [boundary_shape(self.plan, cut, tiles, tokens) for tiles, tokens in self.counts]
 
     def open_gradients(self) -> None:
-        """Post the first gradient's receive; only training needs it."""
-        if not self.links.is_last:
+        """Post the first gradient's receive; only training needs it, and nothing that is frozen
+        together with all before it."""
+        if self.receives_gradients:
             shapes = self._shapes(self.links.rank)
             self.output_gradients = Inbox(
                 shapes, self.dtype, self.links.next_rank, self.links.gradients
             )
-        if not self.links.is_first:
+        if self.sends_gradients:
             self.input_gradients = Outbox(self.links.previous_rank, self.links.gradients)
 
     def forward(self, batches: Iterator[MicroBatch]) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -193,7 +196,7 @@ class _StageRun:
         if self.inputs is not None:
             self.clock.switch(Phase.WAIT)
             received = self.inputs.take()
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.sends_gradients:
                 received.requires_grad_()
         self.clock.switch(Phase.DATA)
         batch = next(batches)
@@ -214,8 +217,9 @@ class _StageRun:
         if self.output_gradients is not None:
             self.clock.switch(Phase.WAIT)
             gradient = self.output_gradients.take()
-        self.clock.switch(Phase.BACKWARD)
-        custom_backward(output, gradient)
+        if output.requires_grad:
+            self.clock.switch(Phase.BACKWARD)
+            custom_backward(output, gradient)
         self.clock.switch(Phase.WAIT)
         if self.input_gradients is not None:
             has_gradient = received.grad is not None

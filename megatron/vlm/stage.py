@@ -2,13 +2,17 @@
 
 Shapes: T tiles, C channels, P pixels per side, V positions of a tile (patches and class token),
 H vision hidden size, K image tokens over all tiles, S packed tokens, E language hidden size,
-W vocabulary, L loss positions, A answers.
+W vocabulary, L loss positions, A answers. Over tensor-parallel ranks, W is padded and divided; with
+sequence parallelism so is S between the language embed and the head.
 """
+
+import copy
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.module import MegatronModule
@@ -19,8 +23,10 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.block import PlannedBlock
 from megatron.vlm.configs import language_transformer_config, vision_transformer_config
+from megatron.vlm.drop_path import branch_scales
 from megatron.vlm.layers import language_layer_spec, vision_layer_spec
-from omnibal.config import ModelConfig
+from megatron.vlm.shards import describe_partitions, padded_size, unpadded_size
+from omnibal.config import ModelConfig, Part
 from omnibal.plan import Plan, Stage
 
 IMAGE_CHANNELS = 3
@@ -53,17 +59,20 @@ class VisionEmbedding(torch.nn.Module):
         return torch.cat([class_tokens, embedded]) + self.positions.unsqueeze(1)
 
 
-class Projector(torch.nn.Module):
+class Projector(MegatronModule):
     """Pixel shuffle (`ps_version v2`) and InternVL's MLP: LayerNorm, Linear, GELU, Linear."""
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+        super().__init__(config)
         self.patches_per_side = model.vision.patches_per_side
         self.factor = model.pixel_shuffle_factor
-        width = model.language.hidden_size
-        self.norm = torch.nn.LayerNorm(model.projector_input_size, dtype=dtype)
-        self.linear_fc1 = torch.nn.Linear(model.projector_input_size, width, dtype=dtype)
-        self.linear_fc2 = torch.nn.Linear(width, width, dtype=dtype)
+        width, wide = model.language.hidden_size, model.projector_input_size
+        self.norm = torch.nn.LayerNorm(wide, dtype=config.params_dtype)
+        divided = {"config": config, "init_method": config.init_method, "bias": True}
+        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(wide, width, **divided)
+        self.linear_fc2 = tensor_parallel.RowParallelLinear(
+            width, width, **divided, input_is_parallel=True, skip_bias_add=False
+        )
 
     def forward(self, hidden_VTH: torch.Tensor) -> torch.Tensor:
         """[V, T, H] to [K, E]: the class token is dropped, tiles stay in order."""
@@ -75,7 +84,8 @@ class Projector(torch.nn.Module):
             r=self.factor,
             c=self.factor,
         )
-        return self.linear_fc2(F.gelu(self.linear_fc1(self.norm(folded))))
+        inner, _ = self.linear_fc1(self.norm(folded))
+        return self.linear_fc2(F.gelu(inner))[0]
 
 
 class VLMStage(MegatronModule):
@@ -90,14 +100,19 @@ class VLMStage(MegatronModule):
         stage: Stage,
         vision_config: TransformerConfig,
         language_config: TransformerConfig,
+        drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__(config=language_config)
         self.model_config = model
+        self.drop_path_rate = drop_path_rate
         # Core asks these of every model when it reduces gradients of shared embeddings.
         self.share_embeddings_and_output_weights = False
         self.pre_process, self.post_process = stage.vision_embed, stage.head
         dtype = language_config.params_dtype
         language = model.language
+        tensor = language_config.tensor_model_parallel_size
+        vocabulary = padded_size(language.vocab_size, tensor)
+        self.sequence_parts = tensor if language_config.sequence_parallel else 1
         self.vision_embedding = VisionEmbedding(model, dtype) if stage.vision_embed else None
         self.vision = None
         if stage.vision_layers:
@@ -108,14 +123,16 @@ class VLMStage(MegatronModule):
                 recompute_layers=stage.recompute_vision,
                 final_norm=False,
             )
-        self.projector = Projector(model, dtype) if stage.projector else None
+        self.projector = Projector(model, vision_config) if stage.projector else None
         self.embedding = None
         if stage.language_embed:
             self.embedding = LanguageModelEmbedding(
                 language_config,
-                language.vocab_size,
+                vocabulary,
                 max_sequence_length=0,
                 position_embedding_type="rope",
+                # Image features are put in their places before the sequence is divided.
+                scatter_to_sequence_parallel=False,
             )
         self.language = None
         if stage.language_layers or stage.head:
@@ -133,13 +150,20 @@ class VLMStage(MegatronModule):
             )
         self.head = None
         if stage.head:
+            # The sequence is brought together before the head, which takes some positions of it.
+            head_config = copy.copy(language_config)
+            head_config.sequence_parallel = False
             self.head = tensor_parallel.ColumnParallelLinear(
                 language.hidden_size,
-                language.vocab_size,
-                config=language_config,
-                init_method=language_config.init_method,
+                vocabulary,
+                config=head_config,
+                init_method=head_config.init_method,
                 bias=False,
             )
+            own_words = vocabulary // tensor
+            start = parallel_state.get_tensor_model_parallel_rank() * own_words
+            self.padded_words = min(max(start + own_words - language.vocab_size, 0), own_words)
+        describe_partitions(self)
         self._input: torch.Tensor | None = None
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
@@ -152,41 +176,85 @@ class VLMStage(MegatronModule):
         if self.vision_embedding is not None:
             hidden = self.vision_embedding(batch.pixels_TCPP)
         if self.vision is not None:
-            hidden = self.vision(hidden, None)
+            hidden = self.vision(hidden, None, branch_scales_L2B=self._branch_scales(batch))
         if self.projector is not None:
             hidden = self.projector(hidden)
         if self.embedding is not None:
             hidden = self.embed_tokens(batch, hidden)
         if self.language is not None:
+            padding = -batch.tokens % self.sequence_parts
             hidden = self.language(
                 hidden,
                 None,
-                rotary_pos_emb=self.rotary(max(batch.segment_tokens)),
-                packed_seq_params=batch.packed_seq_params(current_device()),
+                rotary_pos_emb=self.rotary(max(*batch.segment_tokens, padding)),
+                packed_seq_params=batch.packed_seq_params(current_device(), padding),
             )
         if self.head is not None:
             return self.head_output(batch, hidden)
         return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
 
+    def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
+        if batch.drop_path_keys_T is None:
+            return None
+        scales_L2T = branch_scales(
+            batch.drop_path_keys_T,
+            [layer.layer_number - 1 for layer in self.vision.layers],
+            self.model_config.vision.layers,
+            self.drop_path_rate,
+        )
+        return scales_L2T.to(current_device(), non_blocking=True)
+
     def embed_tokens(self, batch: MicroBatch, image_features_KE: torch.Tensor) -> torch.Tensor:
         """[S, 1, E]: token embeddings, image features in the places of the image tokens."""
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
-        return embedded_S1E.index_put(
+        embedded_S1E = embedded_S1E.index_put(
             (batch.image_positions_M, torch.zeros_like(batch.image_positions_M)), image_features_KE
         )
+        if self.sequence_parts == 1:
+            return embedded_S1E
+        padding = -batch.tokens % self.sequence_parts
+        padded_S1E = F.pad(embedded_S1E, (0, 0, 0, 0, 0, padding))
+        # The copy lets go of the whole sequence, of which a rank's part would be a view.
+        return tensor_parallel.scatter_to_sequence_parallel_region(padded_S1E).clone()
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
         """Summed loss of the batch's labels, or without labels the likeliest next tokens, [A]."""
+        if self.sequence_parts > 1:
+            # The head's own backward sums the gradient over ranks: it comes back whole.
+            hidden_S1E = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_S1E, tensor_parallel_output_grad=False
+            )
         # Only positions that are asked for reach the vocabulary: in image-heavy packs, few do.
         wanted = batch.loss_positions_L if batch.labels_L is not None else batch.answer_positions_A
         logits_L1W, _ = self.head(hidden_S1E.index_select(0, wanted))
         logits_LW = logits_L1W.squeeze(1)
+        if self.padded_words:
+            real_LW = logits_LW[:, : -self.padded_words]
+            logits_LW = F.pad(real_LW, (0, self.padded_words), value=-torch.inf)
         if batch.labels_L is None:
-            return logits_LW.argmax(-1)
-        return F.cross_entropy(logits_LW.float(), batch.labels_L, reduction="sum")
+            whole_AW = tensor_parallel.gather_from_tensor_model_parallel_region(logits_LW)
+            return whole_AW.argmax(-1)
+        losses_L = _cross_entropy(logits_LW.float(), batch.labels_L)
+        weights_L = batch.loss_weights_L
+        return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None):
+        """Core's name for the stage as a checkpoint must know it, padding being no part of it."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name, tensor in state.items():
+            if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
+                tensor.allow_shape_mismatch = True
+        return state
 
 
-def build_stage(plan: Plan, pipeline_rank: int) -> VLMStage:
+def _cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
+    """Loss of each position, [L]; logits may be divided over tensor-parallel ranks."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return F.cross_entropy(logits_LW, labels_L, reduction="none")
+    return tensor_parallel.vocab_parallel_cross_entropy(logits_LW, labels_L)
+
+
+def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> VLMStage:
     """The stage that the plan gives to this pipeline rank, on this device, weights not yet drawn.
 
     Megatron's parallel state must be initialized with the plan's sizes.
@@ -197,19 +265,34 @@ def build_stage(plan: Plan, pipeline_rank: int) -> VLMStage:
         plan.stages[pipeline_rank],
         vision_transformer_config(*arguments),
         language_transformer_config(*arguments),
+        drop_path_rate,
     )
+    _freeze(stage, plan.frozen)
     return stage.to(current_device())
+
+
+def _freeze(stage: VLMStage, parts: Collection[Part]) -> None:
+    modules = {
+        Part.VISION: (stage.vision_embedding, stage.vision),
+        Part.PROJECTOR: (stage.projector,),
+        Part.LANGUAGE: (stage.embedding, stage.language, stage.head),
+    }
+    for part in parts:
+        for module in modules[part]:
+            if module is not None:
+                module.requires_grad_(False)
 
 
 def boundary_shape(plan: Plan, cut: int, tiles: int, tokens: int) -> tuple[int, ...]:
     """Shape of what crosses from stage `cut` to stage `cut + 1` for a pack of these counts.
 
     [V, T, H] inside the vision encoder, [K, E] between projector and language embed, and [S, 1, E]
-    after it.
+    after it, with sequence parallelism each rank's part of it.
     """
     model, before = plan.model, plan.stages[: cut + 1]
     if any(stage.language_embed for stage in before):
-        return (tokens, 1, model.language.hidden_size)
+        parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
+        return (padded_size(tokens, parts) // parts, 1, model.language.hidden_size)
     if any(stage.projector for stage in before):
         return (tiles * model.tokens_per_tile, model.language.hidden_size)
     return (model.vision.positions_per_tile, tiles, model.vision.hidden_size)

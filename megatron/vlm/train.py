@@ -1,15 +1,10 @@
-"""The training loop: packs of the plan in, checkpoints and `run.jsonl` out."""
+"""One rank's share of the model and its optimizer, and one step of training them."""
 
 import math
-import resource
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,25 +16,22 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.vlm.backend import current_device, has_cuda
+from megatron.vlm.backend import current_device
 from megatron.vlm.batch import MicroBatch
-from megatron.vlm.checkpoint import save_checkpoint
 from megatron.vlm.clock import Phase, PhaseClock
 from megatron.vlm.configs import parameter_dtype
+from megatron.vlm.data import LossWeighting
 from megatron.vlm.initialize import initialize_parameters
 from megatron.vlm.schedule import PipelineLinks, run_forward_backward
 from megatron.vlm.stage import VLMStage, build_stage
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
 from omnibal.plan import Plan
-from omnibal.runlog import RUN_FILE, StageRecord, StepRecord, append_step
 
-_GIB = 2**30
+_SMALLEST_WEIGHT = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizationOptions:
-    """AdamW and its schedule, under Megatron's names."""
+    """What is minimised, and AdamW with its schedule, under Megatron's names."""
 
     lr: float
     min_lr: float
@@ -51,6 +43,9 @@ class OptimizationOptions:
     adam_beta2: float
     adam_eps: float
     clip_grad: float
+    loss_weighting: LossWeighting = LossWeighting.TOKEN
+    drop_path_rate: float = 0.0
+    """Of the last vision layer's branches; it rises linearly from 0 at the first layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +69,7 @@ def build_trainer(
     Args:
         steps: of the whole run, over which the learning rate is scheduled.
     """
-    stage = build_stage(plan, links.rank)
+    stage = build_stage(plan, links.rank, options.drop_path_rate)
     initialize_parameters(stage, seed)
     model = DistributedDataParallel(
         stage.config,
@@ -94,6 +89,9 @@ def build_trainer(
             bf16=plan.precision == "bf16",
             params_dtype=parameter_dtype(plan.precision),
             use_distributed_optimizer=True,
+            # A constant scale of 1 changes nothing but makes core look for gradients that are not
+            # finite, and leave the weights alone where there are any.
+            loss_scale=1.0,
         ),
         [model],
     )
@@ -123,205 +121,136 @@ def build_trainer(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did on this rank; loss and norm are of the global batch."""
+    """What a step did; the same on every rank but for `unreadable` and `phases_ms`."""
 
     loss: float
+    """Weighted mean over the global batch."""
     loss_tokens: int
     grad_norm: float
+    """Before clipping; NaN in a skipped step."""
     learning_rate: float
+    skipped: bool
+    """The loss or a gradient was not finite, and the weights are those before the step."""
+    replaced_samples: int
+    """Whose images cannot be read, in the global batch."""
+    unreadable: tuple[str, ...]
+    """What is wrong with those that this rank read; empty on all but one rank that reads them."""
+    stop_requested: bool
+    """By any rank."""
     phases_ms: dict[Phase, float]
 
 
 def train_step(
-    trainer: Trainer, batches: Iterator[MicroBatch], counts: list[tuple[int, int]]
+    trainer: Trainer,
+    batches: Iterator[MicroBatch],
+    counts: Sequence[tuple[int, int]],
+    stop_requested: bool = False,
 ) -> StepResult:
     """One optimizer step on the next `len(counts)` micro-batches; collective over all ranks.
 
-    The loss is the mean over the global batch's loss tokens, however they are spread over packs,
-    slots and ranks.
+    The loss is the weighted mean over the global batch's loss tokens, however they are spread over
+    packs, slots and ranks.
+
+    Args:
+        counts: (tiles, tokens) of this rank's micro-batches; may be empty.
+        stop_requested: whether this rank was asked to stop; all ranks learn of it.
     """
     clock = PhaseClock()
     clock.switch(Phase.WAIT)
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
-    loss_tokens = [0]
+    seen = SeenBatches()
     losses = run_forward_backward(
-        trainer.plan,
-        trainer.model,
-        trainer.links,
-        _counting_loss_tokens(batches, loss_tokens),
-        counts,
-        clock,
+        trainer.plan, trainer.model, trainer.links, seen.count(batches), counts, clock
     )
-    # Every stage needs the count to scale its gradients. This is also where a stage that is done
-    # waits for the others, so that waiting is not mistaken for the optimizer's time.
+    # Every stage needs the sum of weights to scale its gradients. This is also where a stage that
+    # is done waits for the others, so that waiting is not mistaken for the optimizer's time.
     clock.switch(Phase.WAIT)
-    loss_sum, loss_token_sum = _sum_over_ranks(
-        trainer.links,
-        sum(float(loss) for loss in losses),
-        loss_tokens[0] if trainer.links.is_last else 0,
-    )
-    loss = loss_sum / max(loss_token_sum, 1)
-    _check_finite("loss", loss, "the weights are those before this step")
+    sums = global_sums(trainer.links, losses, seen, stop_requested)
     clock.switch(Phase.OPTIMIZER)
-    finalize_model_grads([trainer.model])
-    trainer.model.scale_gradients(1 / max(loss_token_sum, 1))
     # The schedule moves first: its rate at 0 steps is 0, and would waste the first batch. For the
-    # same reason it decays over one step more than there are.
+    # same reason it decays over one step more than there are. It counts the plan's steps, skipped
+    # ones too, so that the rate at a sample does not depend on what happened before.
     trainer.scheduler.step(increment=1)
     learning_rate = trainer.optimizer.param_groups[0]["lr"]
-    _, grad_norm, _ = trainer.optimizer.step()
-    _check_finite("gradient norm", float(grad_norm), "the weights are spoilt and not saved")
+    grad_norm = None
+    if math.isfinite(sums.loss):
+        finalize_model_grads([trainer.model])
+        trainer.model.scale_gradients(1 / sums.divisor)
+        _, grad_norm, _ = trainer.optimizer.step()
     return StepResult(
-        loss=loss,
-        loss_tokens=int(loss_token_sum),
-        grad_norm=float(grad_norm),
+        loss=sums.mean_loss,
+        loss_tokens=int(sums.loss_tokens),
+        grad_norm=math.nan if grad_norm is None else float(grad_norm),
         learning_rate=learning_rate,
+        skipped=grad_norm is None,
+        replaced_samples=int(sums.replaced_samples),
+        unreadable=seen.told(trainer.links),
+        stop_requested=sums.stop_requests > 0,
         phases_ms=clock.stop(),
     )
 
 
-def _check_finite(name: str, value: float, state: str) -> None:
-    """Every rank has the same value, so all stop together."""
-    if not math.isfinite(value):
-        raise UserError(
-            f"the {name} is {value}, and must be a number to train on; {state}; resume from the "
-            "last checkpoint with a lower --lr or --clip-grad, or in fp32"
-        )
+class SeenBatches:
+    """Adds up what passing micro-batches hold, on the stages that know."""
+
+    def __init__(self) -> None:
+        self.loss_tokens = 0
+        self.loss_weights: list[torch.Tensor] = []
+        self.unreadable: list[str] = []
+
+    def count(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The same micro-batches."""
+        for batch in batches:
+            if batch.labels_L is not None:
+                self.loss_tokens += len(batch.labels_L)
+                self.loss_weights.append(batch.loss_weights_L)
+            self.unreadable += batch.unreadable
+            yield batch
+
+    def told(self, links: PipelineLinks) -> tuple[str, ...]:
+        """What is wrong with unreadable samples, on one of the ranks that read them."""
+        first = links.is_first and parallel_state.get_tensor_model_parallel_rank() == 0
+        return tuple(self.unreadable) if first else ()
 
 
-def _counting_loss_tokens(batches: Iterator[MicroBatch], total: list[int]) -> Iterator[MicroBatch]:
-    """The same micro-batches, adding up how many tokens carry loss where the labels are."""
-    for batch in batches:
-        if batch.labels_L is not None:
-            total[0] += len(batch.labels_L)
-        yield batch
+@dataclass(frozen=True, slots=True)
+class GlobalSums:
+    """Over all micro-batches of the step."""
+
+    loss: float
+    loss_weight: float
+    loss_tokens: float
+    replaced_samples: float
+    stop_requests: float
+
+    @property
+    def divisor(self) -> float:
+        """Of loss and gradients; not 0 where no token carries loss, as both are 0 then."""
+        return max(self.loss_weight, _SMALLEST_WEIGHT)
+
+    @property
+    def mean_loss(self) -> float:
+        """Weighted mean over the tokens that carry loss."""
+        return self.loss / self.divisor
 
 
-def _sum_over_ranks(links: PipelineLinks, loss: float, loss_tokens: int) -> tuple[float, float]:
-    sums = torch.tensor([loss, loss_tokens], dtype=torch.float64, device=current_device())
-    dist.all_reduce(sums, group=links.activations)
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    return tuple(sums.tolist())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """How far to train and what to keep."""
-
-    save: Path
-    save_interval: int
-    """Steps between checkpoints; one is always saved at the end."""
-    last_step: int
-    """Stop after this many steps of the plan (counted from its start, not from a resume)."""
-
-
-def own_rows(scheduled: ScheduledPacks, first_step: int) -> np.ndarray:
-    """Rows of the packs that this data-parallel rank trains from `first_step` on, in order."""
-    own = scheduled.dp_rank == parallel_state.get_data_parallel_rank()
-    return np.flatnonzero(own & (scheduled.step >= first_step))
-
-
-def train(
-    trainer: Trainer,
-    scheduled: ScheduledPacks,
-    batches: Iterator[MicroBatch],
-    first_step: int,
-    options: RunOptions,
-    on_line: Callable[[str], None],
-) -> None:
-    """Train from `first_step` to the end of the plan or to `options.last_step`.
-
-    Args:
-        batches: this rank's micro-batches from `first_step` on.
-        on_line: receives one line of progress a step, on rank 0.
-    """
-    own = own_rows(scheduled, first_step)
-    is_writer = dist.get_rank() == 0
-    started = time.perf_counter()
-    for step in range(first_step, options.last_step):
-        rows = own[scheduled.step[own] == step]
-        counts = [(int(scheduled.tiles[row]), int(scheduled.tokens[row])) for row in rows]
-        step_started = time.perf_counter()
-        result = train_step(trainer, batches, counts)
-        step_ms = (time.perf_counter() - step_started) * 1e3
-        stages = _gather_stage_records(trainer.links, result.phases_ms)
-        if is_writer:
-            record = _step_record(scheduled, step, result, step_ms, stages)
-            append_step(record, options.save / RUN_FILE)
-            on_line(_progress_line(record, first_step, options.last_step, started))
-        done = step + 1
-        if done % options.save_interval == 0 or done == options.last_step:
-            path = save_checkpoint(
-                options.save,
-                done,
-                trainer.plan,
-                trainer.stage,
-                trainer.optimizer,
-                trainer.scheduler,
-                asdict(trainer.options),
-            )
-            if is_writer:
-                on_line(f"saved {path}")
-
-
-def _gather_stage_records(
-    links: PipelineLinks, phases_ms: dict[Phase, float]
-) -> tuple[StageRecord, ...]:
-    """Per stage: phase times, mean over data-parallel ranks, and peak memory, their maximum."""
-    times_ms = torch.zeros(links.size, len(Phase), dtype=torch.float64, device=current_device())
-    times_ms[links.rank] = torch.tensor([phases_ms[phase] for phase in Phase])
-    peaks_gib = torch.zeros(links.size, dtype=torch.float64, device=current_device())
-    peaks_gib[links.rank] = _peak_gib()
-    dist.all_reduce(times_ms)
-    dist.all_reduce(peaks_gib, op=dist.ReduceOp.MAX)
-    times_ms /= parallel_state.get_data_parallel_world_size()
-    return tuple(
-        StageRecord(
-            **{f"{phase}_ms": value for phase, value in zip(Phase, row, strict=True)},
-            peak_gib=peak_gib,
-        )
-        for row, peak_gib in zip(times_ms.tolist(), peaks_gib.tolist(), strict=True)
+def global_sums(
+    links: PipelineLinks,
+    losses: Sequence[torch.Tensor],
+    seen: SeenBatches,
+    stop_requested: bool = False,
+) -> GlobalSums:
+    """Put together what every rank saw and found, in one exchange; collective over all ranks."""
+    # Tensor-parallel ranks have seen the same micro-batches: one of them counts.
+    counts = parallel_state.get_tensor_model_parallel_rank() == 0
+    tokens = seen.loss_tokens if counts and links.is_last else 0
+    replaced = len(seen.told(links))
+    own = torch.tensor(
+        [0, 0, tokens, replaced, stop_requested], dtype=torch.float64, device=current_device()
     )
-
-
-def _peak_gib() -> float:
-    if has_cuda():
-        return torch.cuda.max_memory_allocated() / _GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
-
-
-def _step_record(
-    scheduled: ScheduledPacks,
-    step: int,
-    result: StepResult,
-    step_ms: float,
-    stages: tuple[StageRecord, ...],
-) -> StepRecord:
-    rows = np.flatnonzero(scheduled.step == step)
-    return StepRecord(
-        step=step,
-        epoch=int(scheduled.epoch[rows[0]]),
-        loss=result.loss,
-        loss_tokens=result.loss_tokens,
-        samples=int(np.diff(scheduled.packs.offsets)[rows].sum()),
-        tiles=int(scheduled.tiles[rows].sum()),
-        tokens=int(scheduled.tokens[rows].sum()),
-        step_ms=step_ms,
-        learning_rate=result.learning_rate,
-        grad_norm=result.grad_norm,
-        stages=stages,
-    )
-
-
-def _progress_line(record: StepRecord, first_step: int, last_step: int, started: float) -> str:
-    done = record.step + 1
-    elapsed_s = time.perf_counter() - started
-    rate = elapsed_s / (done - first_step)
-    end = time.strftime("%H:%M:%S", time.localtime(time.time() + rate * (last_step - done)))
-    return (
-        f"step {done:>5}/{last_step}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
-        f"lr {record.learning_rate:.2e}  {record.step_ms:.0f} ms  "
-        f"{record.samples * 1e3 / record.step_ms:.1f} samples/s  ends {end}"
-    )
+    if counts and links.is_last and losses:
+        own[0] = torch.stack(losses).sum(dtype=torch.float64)
+        own[1] = torch.cat(seen.loss_weights).sum(dtype=torch.float64)
+    dist.all_reduce(own)
+    return GlobalSums(*own.tolist())

@@ -125,17 +125,8 @@ def analytic_cost(
     element_bytes = ELEMENT_BYTES[precision]
     shards = parallel.data if distributed_optimizer else 1
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
-    streamed_bytes_per_ms = cluster.memory_gb_per_s * 1e6
-    device = _Device(
-        flops_per_ms=cluster.peak_tflops[precision] * 1e9 * cluster.matmul_efficiency,
-        bytes_per_ms=streamed_bytes_per_ms * cluster.memory_efficiency,
-        streamed_bytes_per_ms=streamed_bytes_per_ms,
-        collective_bytes_per_ms=1 / _link_ms_per_byte(cluster, parallel.tensor),
-        kernel_ms=cluster.kernel_us / 1e3,
-        tensor=parallel.tensor,
-        sequence_parallel=parallel.sequence_parallel,
-        element_bytes=element_bytes,
-    )
+    device = _device(cluster, parallel, precision)
+    streamed_bytes_per_ms = device.streamed_bytes_per_ms
     return CostModel(
         units=_unit_costs(model, device, frozen),
         weight_bytes_per_parameter=element_bytes,
@@ -150,6 +141,41 @@ def analytic_cost(
             cluster, parallel, ELEMENT_BYTES[precision] if distributed_optimizer else GRADIENT_BYTES
         ),
         source=f"analytic:{cluster.name}",
+    )
+
+
+def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[Part]) -> np.ndarray:
+    """Operations of forward and backward that training needs per feature of a micro-batch, [5].
+
+    The numerator of model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311,
+    appendix B): neither recomputation nor padding counts, and backward is two more products for
+    each of forward's, or one where only the input's or only the weights' gradient is wanted.
+    """
+    device = _device(cluster, Parallel(pipeline=1), "bf16")
+    layers = {Unit.VISION_LAYER: model.vision.layers, Unit.LANGUAGE_LAYER: model.language.layers}
+    flops = np.zeros(len(FEATURES))
+    before_trained = False
+    for unit, part, counts in _unit_counts(model, device):
+        trained = part not in frozen
+        products = 1 + _backward_products(counts, trained=trained, before_trained=before_trained)
+        attention = 3 if trained or before_trained else 1
+        once = products * counts.matmul_flops + attention * counts.attention_flops
+        flops += layers.get(unit, 1) * once
+        before_trained = before_trained or trained
+    return flops
+
+
+def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> _Device:
+    streamed_bytes_per_ms = cluster.memory_gb_per_s * 1e6
+    return _Device(
+        flops_per_ms=cluster.peak_tflops[precision] * 1e9 * cluster.matmul_efficiency,
+        bytes_per_ms=streamed_bytes_per_ms * cluster.memory_efficiency,
+        streamed_bytes_per_ms=streamed_bytes_per_ms,
+        collective_bytes_per_ms=1 / _link_ms_per_byte(cluster, parallel.tensor),
+        kernel_ms=cluster.kernel_us / 1e3,
+        tensor=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        element_bytes=ELEMENT_BYTES[precision],
     )
 
 
@@ -176,17 +202,9 @@ def _unit_costs(
     model: ModelConfig, device: _Device, frozen: Collection[Part]
 ) -> dict[Unit, UnitCost]:
     """In model order; a unit has a backward if it, or anything before it, is trained."""
-    units: tuple[tuple[Unit, Part, _Counts], ...] = (
-        (Unit.VISION_EMBED, Part.VISION, _vision_embed(model, device)),
-        (Unit.VISION_LAYER, Part.VISION, _vision_layer(model, device)),
-        (Unit.PROJECTOR, Part.PROJECTOR, _projector(model, device)),
-        (Unit.LANGUAGE_EMBED, Part.LANGUAGE, _language_embed(model, device)),
-        (Unit.LANGUAGE_LAYER, Part.LANGUAGE, _language_layer(model, device)),
-        (Unit.HEAD, Part.LANGUAGE, _head(model, device)),
-    )
     costs = {}
     before_trained = False
-    for unit, part, counts in units:
+    for unit, part, counts in _unit_counts(model, device):
         trained = part not in frozen
         cost = _unit_cost(device, counts, trained=trained, before_trained=before_trained)
         if unit is Unit.VISION_LAYER:
@@ -200,6 +218,25 @@ def _unit_costs(
         costs[unit] = cost
         before_trained = before_trained or trained
     return costs
+
+
+def _unit_counts(model: ModelConfig, device: _Device) -> tuple[tuple[Unit, Part, _Counts], ...]:
+    """In model order."""
+    return (
+        (Unit.VISION_EMBED, Part.VISION, _vision_embed(model, device)),
+        (Unit.VISION_LAYER, Part.VISION, _vision_layer(model, device)),
+        (Unit.PROJECTOR, Part.PROJECTOR, _projector(model, device)),
+        (Unit.LANGUAGE_EMBED, Part.LANGUAGE, _language_embed(model, device)),
+        (Unit.LANGUAGE_LAYER, Part.LANGUAGE, _language_layer(model, device)),
+        (Unit.HEAD, Part.LANGUAGE, _head(model, device)),
+    )
+
+
+def _backward_products(counts: _Counts, *, trained: bool, before_trained: bool) -> int:
+    """Gradients of the input and of the weights are a product each; norms before a product are
+    trained too."""
+    wants_input = before_trained or (trained and not counts.begins_with_weights)
+    return int(trained) + int(wants_input)
 
 
 def _unit_cost(
@@ -227,10 +264,7 @@ def _unit_cost(
             parameters=counts.parameters,
             trained_parameters=0,
         )
-    # Gradients of the input and of the weights are a product each; norms before a product are
-    # trained too.
-    wants_input = before_trained or (trained and not counts.begins_with_weights)
-    products = int(trained) + int(wants_input)
+    products = _backward_products(counts, trained=trained, before_trained=before_trained)
     back_sent_bytes = counts.back_collective_bytes + trained * counts.gathered_again_bytes
     back_collective_ms = back_sent_bytes / device.collective_bytes_per_ms
     kept_bytes = counts.kept_bytes

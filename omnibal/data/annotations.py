@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import PositiveFloat, PositiveInt
@@ -47,12 +47,14 @@ class Sample:
     """Annotation file and line, for error messages."""
     images: tuple[Path, ...]
     turns: tuple[Turn, ...]
+    augment: bool = False
+    """The meta's `data_augment`: in training, its tiles are degraded at random."""
 
 
 class _SourceMeta(Frozen):
     root: str
     annotation: str
-    data_augment: Literal[False] = False
+    data_augment: bool = False
     repeat_time: PositiveFloat = 1
     length: PositiveInt | None = None
 
@@ -62,6 +64,7 @@ class _Source:
     name: str
     root: Path
     annotation: Path
+    augment: bool
 
 
 class _Invalid(ValueError):
@@ -89,9 +92,12 @@ class Annotations:
         """int32 index into `sources` of every sample."""
         self.sources = tuple(entry.name for entry in sources)
         self.sha256 = sha256
-        """Covers source names, repeats and annotation bytes; neither folders nor pixels."""
+        """Covers source names, repeats and annotation bytes; neither folders, pixels nor
+        `data_augment`."""
         self.roots = tuple(entry.root for entry in sources)
         """Image folder of every source."""
+        self.augmented = tuple(entry.name for entry in sources if entry.augment)
+        """Sources whose tiles are augmented in training."""
 
     @classmethod
     def open(cls, meta_path: Path) -> "Annotations":
@@ -112,9 +118,12 @@ class Annotations:
                     f"{annotation}: holds {len(starts)} lines, but {meta_path} states length "
                     f"{entry.length} for {name!r}; complete the file or correct the length"
                 )
-            sources.append(_Source(name, meta_path.parent / entry.root, annotation))
+            root = meta_path.parent / entry.root
+            sources.append(_Source(name, root, annotation, entry.data_augment))
             lines.append(_repeated(len(starts), entry.repeat_time))
             line_starts.append(starts[lines[-1]])
+            # Without data_augment: it changes no length, so lengths and plans stay good when it is
+            # switched. That a resumed run keeps it is for the trainer to see to, by `augmented`.
             digest.update(json.dumps([name, entry.repeat_time, file_sha256]).encode())
         source = np.repeat(np.arange(len(sources), dtype=np.int32), [len(part) for part in lines])
         if not len(source):
@@ -160,6 +169,7 @@ class Annotations:
                 where=where,
                 images=tuple(source.root / image for image in images),
                 turns=_turns(record, len(images)),
+                augment=source.augment,
             )
         except _Invalid as error:
             raise UserError(f"{where} {error}") from None

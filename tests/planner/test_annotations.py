@@ -1,5 +1,6 @@
 """InternVL's meta JSON and JSONL: what is read, and how each mistake is reported."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -125,6 +126,21 @@ def test_hash_follows_content_and_not_place(tmp_path):
     assert open_lines(second, line(), repeat_time=2).sha256 != reference
 
 
+def test_augmentation_is_known_and_changes_no_hash(tmp_path):
+    """Prevents a switch of augmentation from being lost, or from asking for a new plan."""
+    reference = open_lines(tmp_path, line())
+    assert not reference[0].augment
+    assert reference.augmented == ()
+    augmented = open_lines(tmp_path, line(), data_augment=True)
+    assert augmented[0].augment and augmented.take(np.array([0]))[0].augment
+    assert augmented.augmented == ("a",)
+    assert open_lines(tmp_path, line(), data_augment=False).sha256 == reference.sha256
+    assert augmented.sha256 == reference.sha256
+    content = hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()
+    spelled_out = json.dumps(["a", 1, content]).encode()
+    assert reference.sha256 == hashlib.sha256(spelled_out).hexdigest()
+
+
 def test_readable_after_fork(tmp_path):
     """Prevents two processes from moving each other's place in a shared file."""
     annotations = open_lines(tmp_path, *(line(str(k)) for k in range(50)))
@@ -189,7 +205,7 @@ def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
         ("{}", "names no source"),
         ('{"a": {"root": ""}}', "a: annotation: Field required"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "weight": 2}}', "a: weight: Extra"),
-        ('{"a": {"root": "", "annotation": "a.jsonl", "data_augment": true}}', "a: data_augment"),
+        ('{"a": {"root": "", "annotation": "a.jsonl", "data_augment": 7}}', "a: data_augment"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "repeat_time": 0}}', "a: repeat_time"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "repeat_time": 0.1}}', "leaves no sample"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "length": 3}}', "holds 2 lines"),

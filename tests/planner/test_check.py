@@ -10,7 +10,7 @@ import pytest
 from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
 
 from omnibal.check import check_plan, training_obstacles
-from omnibal.config import ModelConfig, Part, TilingConfig, load_cluster, load_model
+from omnibal.config import ModelConfig, TilingConfig, load_cluster, load_model
 from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
@@ -363,8 +363,6 @@ def test_what_cannot_be_trained_is_said(tmp_path):
     cases = {
         "shapes": (request(lengths=None), "shapes only"),
         "origin": (request(), "do not say which data"),
-        "tensor": (request(parallel=Parallel(tensor=2, pipeline=2)), "tensor size 2 can be"),
-        "frozen": (request(frozen=(Part.VISION,)), "frozen parts (vision) can be"),
     }
     for name, (asked, expected) in cases.items():
         result = make_plan(asked)

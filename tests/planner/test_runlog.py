@@ -14,7 +14,7 @@ from omnibal.runlog import (
     RunInfo,
     StageRecord,
     StepRecord,
-    append_step,
+    append_record,
     read_evaluation,
     read_run,
     read_run_info,
@@ -127,8 +127,8 @@ def test_steps_are_appended_after_a_kill_in_mid_line(tmp_path):
     """Prevents a resumed run from joining its first line to the half line of the killed one."""
     path = tmp_path / "run.jsonl"
     for step in (0, 1):
-        append_step(record(step=step, loss=1.0 + step), path)
+        append_record(record(step=step, loss=1.0 + step), path)
     with path.open("a") as log:
         log.write('{"step": 2, "lo')
-    append_step(record(step=2, loss=9.0), path)
+    append_record(record(step=2, loss=9.0), path)
     assert [line.loss for line in read_run(path)] == [1.0, 2.0, 9.0]

@@ -1,24 +1,27 @@
 """Stopping and resuming: the same weights as if nothing had happened."""
 
+import threading
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
 from ranks import run_ranks
 from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import (
-    TRACKER_FILE,
-    checkpoint_path,
-    latest_step,
+    CheckpointWriter,
+    LoadedCheckpoint,
     load_checkpoint,
     load_weights,
-    save_checkpoint,
 )
+from megatron.vlm.checkpoint_files import TRACKER_FILE, checkpoint_path, latest_step, part_path
 from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
+from omnibal.config import Part
 from omnibal.errors import UserError
+from omnibal.plan import Parallel
 
 TOTAL_STEPS = 6
 PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
@@ -29,14 +32,16 @@ def train_range(links, plan, first, last, load, save, seed=3):
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=seed)
     parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
-        assert load_checkpoint(load, *parts) == first
+        assert load_checkpoint(load, *parts).step == first
     losses = []
     for step in range(first, last):
         batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
         losses.append(train_step(trainer, iter(own), counts_of(own)).loss)
     if save is not None:
-        save_checkpoint(save, last, *parts)
+        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
+        writer.save(last, {})
+        assert writer.finish() == [f"saved {checkpoint_path(save, last)}"]
     weights = {
         global_parameter_name(trainer.stage, name): parameter.detach().clone()
         for name, parameter in trainer.stage.named_parameters()
@@ -65,17 +70,91 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, data):
         assert torch.equal(resumed[name], weights[name]), name
 
 
-@pytest.mark.parametrize("cuts", [(), (8,), (3, 7)], ids=["one-stage", "other-cut", "three-stages"])
-def test_resumes_under_another_split(tmp_path, cuts):
+SPLITS = {
+    "one-stage": ((), 1),
+    "other-cut": ((8,), 1),
+    "four-stages": ((2, 4, 7), 1),
+    "two-pipelines": ((4,), 2),
+    "two-of-one-stage": ((), 2),
+}
+
+
+@pytest.mark.parametrize("saved", [((4,), 1), ((4,), 2)], ids=["one-pipeline", "two-pipelines"])
+@pytest.mark.parametrize(("cuts", "data"), SPLITS.values(), ids=SPLITS)
+def test_resumes_under_another_split(tmp_path, saved, cuts, data):
     """Prevents: a checkpoint that only the split that wrote it can read."""
     model = toy_model()
-    run_range(toy_plan(model, stages_of(model, 4)), 0, 3, None, tmp_path)
-    same, weights = run_range(toy_plan(model, stages_of(model, 4)), 3, TOTAL_STEPS, tmp_path, None)
-    other = toy_plan(model, stages_of(model, *cuts))
+    whole = toy_plan(model, stages_of(model, *saved[0]), data=saved[1])
+    expected, weights = run_range(whole, 0, TOTAL_STEPS, None, None)
+    run_range(whole, 0, 3, None, tmp_path)
+    other = toy_plan(model, stages_of(model, *cuts), data=data)
     losses, resumed = run_range(other, 3, TOTAL_STEPS, tmp_path, None)
-    assert losses == pytest.approx(same, rel=1e-5)
+    assert losses == pytest.approx(expected[3:], rel=1e-5)
     for name in weights:
         torch.testing.assert_close(resumed[name], weights[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("frozen", [Part.VISION, Part.LANGUAGE])
+def test_resumes_where_a_whole_stage_is_frozen(tmp_path, frozen):
+    """Prevents: optimizer settings lost because the stage that stores them trains nothing."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, 3 if frozen is Part.VISION else 8))
+    plan = plan.model_copy(update={"frozen": (frozen,)})
+    losses, weights = run_range(plan, 0, TOTAL_STEPS, None, None)
+    first, _ = run_range(plan, 0, 3, None, tmp_path)
+    rest, resumed = run_range(plan, 3, TOTAL_STEPS, tmp_path, None)
+    assert first + rest == losses
+    for name in weights:
+        assert torch.equal(resumed[name], weights[name]), name
+
+
+def saved_while_training(links, plan, directory):
+    """Saves after step 2 in both ways, and no byte is written before step 5 is done."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=3)
+    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    at_once = CheckpointWriter(directory / "sync", *parts, keep_last=None, asynchronous=False)
+    later = CheckpointWriter(directory / "async", *parts, keep_last=None, asynchronous=True)
+    gate = threading.Event()
+    for _ in range(2):
+        later._threads.submit(gate.wait)
+    for step in range(5):
+        batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
+        own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+        train_step(trainer, iter(own), counts_of(own))
+        if step == 1:
+            at_once.save(2, {"skipped": 1})
+            later.save(2, {"skipped": 1})
+        assert later.poll() == []
+    assert list(part_path(directory / "async", 2).iterdir()) == []
+    assert latest_step(directory / "async") is None
+    dist.barrier()
+    gate.set()
+    assert later.finish() == [f"saved {checkpoint_path(directory / 'async', 2)}"]
+    assert load_checkpoint(directory / "async", *parts) == LoadedCheckpoint(
+        step=2, training_state={"skipped": 1}
+    )
+
+
+def content(links, path):
+    loaded = dist_checkpointing.load_plain_tensors(str(path))
+    tensors = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
+    return tensors, dist_checkpointing.load_common_state_dict(str(path))
+
+
+@pytest.mark.parametrize("data", [1, 2], ids=["one-pipeline", "two-pipelines"])
+def test_training_does_not_change_what_is_being_saved(tmp_path, data):
+    """Prevents: a checkpoint mixed of several steps, as weights change in place."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, 4), data=data)
+    run_ranks(plan.parallel, saved_while_training, plan, tmp_path)
+    [(tensors, common)], [(expected, expected_common)] = (
+        run_ranks(Parallel(pipeline=1, data=1), content, checkpoint_path(tmp_path / way, 2))
+        for way in ("async", "sync")
+    )
+    assert common == expected_common
+    assert tensors.keys() == expected.keys() and len(tensors) > 100
+    for name in expected:
+        assert torch.equal(tensors[name], expected[name]), name
 
 
 def refusal(links, plan, load):

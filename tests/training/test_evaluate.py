@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
@@ -69,12 +70,15 @@ def answers_one_by_one(links, plan, folder):
     return answers
 
 
-def test_pipeline_answers_equal_one_by_one(digits):
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tensor": 2, "sequence_parallel": True}], ids=["pipeline", "with-tensor"]
+)
+def test_pipeline_answers_equal_one_by_one(digits, sizes):
     """Prevents: an answer that depends on its pack, or tokens given to another question."""
     model = load_model("internvl-digits")
-    plan = toy_plan(model, stages_of(model, 3))
-    evaluation, other = run_ranks(plan.parallel, pipeline_answers, plan, digits)
-    assert evaluation == other
+    plan = toy_plan(model, stages_of(model, 3), **sizes)
+    evaluation, *others = run_ranks(plan.parallel, pipeline_answers, plan, digits)
+    assert all(other == evaluation for other in others)
     whole = toy_plan(model, stages_of(model))
     [expected] = run_ranks(whole.parallel, answers_one_by_one, whole, digits)
     assert [answer.answered for answer in evaluation.examples] == [text for _, _, text in expected]

@@ -1,5 +1,6 @@
 """The pipeline against the single-process run: same losses, same gradients, same weights after."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,6 @@ from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
-from omnibal.errors import UserError
 from omnibal.plan import Parallel
 
 # Packs of different shapes; one has no image, one is a single sample, one only images' worth.
@@ -162,13 +162,41 @@ def train_on_poisoned_pixels(links, plan):
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batch = toy_batch(plan.model, [(1, 9)], seed=0)
     poisoned = replace(batch, pixels_TCPP=batch.pixels_TCPP * float("nan"))
-    with pytest.raises(UserError, match="the loss is nan"):
-        train_step(trainer, iter([poisoned]), counts_of([poisoned]))
+    result = train_step(trainer, iter([poisoned]), counts_of([poisoned]))
+    assert result.skipped and math.isnan(result.loss) and math.isnan(result.grad_norm)
     assert all(torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
+    after = train_step(trainer, iter([batch]), counts_of([batch]))
+    return after.loss, after.skipped
 
 
-def test_nan_stops_every_rank_before_the_update():
-    """Prevents: weights and checkpoints spoilt by one batch, and ranks that wait for the others."""
+def poison_one_gradient(links, plan):
+    """An infinite gradient of one rank's one parameter, where the loss is finite."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+    batch = toy_batch(plan.model, [(1, 9)], seed=0)
+    weight = next(trainer.stage.parameters())
+    if links.rank == 1:
+        hook = weight.register_hook(lambda gradient: gradient * float("inf"))
+    result = train_step(trainer, iter([batch]), counts_of([batch]))
+    assert result.skipped and math.isfinite(result.loss)
+    assert all(torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
+    if links.rank == 1:
+        hook.remove()
+    after = train_step(trainer, iter([batch]), counts_of([batch]))
+    return after.loss, after.skipped
+
+
+@pytest.mark.parametrize("poison", [train_on_poisoned_pixels, poison_one_gradient])
+def test_step_that_is_not_finite_is_skipped_on_every_rank(poison):
+    """Prevents: weights or moments spoilt by one batch, and ranks that disagree about the update.
+
+    The step after it gives the loss of untouched weights, and trains.
+    """
     model = toy_model()
     plan = toy_plan(model, stages_of(model, 4))
-    run_ranks(plan.parallel, train_on_poisoned_pixels, plan)
+    results = run_ranks(plan.parallel, poison, plan)
+    batch = [[[(1, 9)]]]
+    [(loss, _, _)] = single_process(model, batch)[0]
+    for after_loss, skipped in results:
+        assert after_loss == pytest.approx(loss, rel=1e-5)
+        assert not skipped

@@ -29,12 +29,21 @@ def toy_model(**vision_changes: object) -> ModelConfig:
     )
 
 
-def toy_plan(model: ModelConfig, stages: Sequence[Stage], data: int = 1) -> Plan:
+def toy_plan(
+    model: ModelConfig,
+    stages: Sequence[Stage],
+    data: int = 1,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+) -> Plan:
     """A hand-written plan, without data or prediction."""
+    parallel = Parallel(
+        tensor=tensor, pipeline=len(stages), data=data, sequence_parallel=sequence_parallel
+    )
     return Plan(
         model=model,
         precision="fp32",
-        parallel=Parallel(pipeline=len(stages), data=data),
+        parallel=parallel,
         stages=tuple(stages),
         cluster=load_cluster("laptop-cpu"),
         data=None,
@@ -93,8 +102,11 @@ def toy_sample(model: ModelConfig, tiles: int, text_tokens: int, seed: int) -> T
     )
 
 
-def pack(samples: Sequence[ToySample]) -> MicroBatch:
-    """The samples as one micro-batch, with the fields of all stages."""
+def pack(samples: Sequence[ToySample], exponent: float = 0.0) -> MicroBatch:
+    """The samples as one micro-batch, with the fields of all stages.
+
+    A loss token of a sample with n of them weighs n ** -exponent.
+    """
     token_ids = torch.tensor([token for sample in samples for token in sample.ids])
     mask = torch.tensor([learned for sample in samples for learned in sample.loss_mask])
     predicted = mask.nonzero().squeeze(1)
@@ -108,6 +120,9 @@ def pack(samples: Sequence[ToySample]) -> MicroBatch:
         image_positions_M=(token_ids == IMAGE_TOKEN).nonzero().squeeze(1),
         loss_positions_L=predicted - 1,
         labels_L=token_ids[predicted],
+        loss_weights_L=torch.cat(
+            [torch.ones(n) * n**-exponent for n in (sum(one.loss_mask) for one in samples)]
+        ),
     )
 
 

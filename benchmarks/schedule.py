@@ -1,0 +1,448 @@
+"""This project's 1F1B beside stock Megatron-core's, on the same stages and micro-batches.
+
+    python benchmarks/schedule.py [--steps 40] [--layers 4] [--pipeline 2 4]
+
+One set of processes builds a model once and runs each step's forward and backward by both
+schedules in turns, first by the one, in the next step first by the other; a step's ratio compares
+the two right after each other, timed until the last stage is done. With equal micro-batches, stock
+knows the shape beforehand, which is its best case; with those of the quickstart's data it needs
+`variable_seq_lengths`. Once before the timing, losses and gradients of both are compared.
+
+The ratio is the median of the steps'; then come its bootstrapped interval, the quartiles of steps,
+the ratio of the quickest steps, which other programs disturb least, and that of CPU time. Below 1,
+this project's is faster.
+
+Two models, one whose time is computing, and a thin one with many calls and messages for little of
+it; and stages that compute next to nothing, whose time is that of the schedule and its messages.
+Processes beyond the cores share them: `--pipeline 4` on two cores shows what is saved of work, not
+of waiting.
+"""
+
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_without_interleaving,
+)
+from rich.console import Console
+from rich.table import Table
+
+from megatron.vlm.backend import current_device, has_cuda
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.clock import Phase, PhaseClock
+from megatron.vlm.configs import parameter_dtype
+from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.profiler import random_batch
+from megatron.vlm.schedule import PipelineLinks, run_forward_backward
+from megatron.vlm.stage import boundary_shape
+from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
+from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.scan import scan_lengths
+from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
+from omnibal.data.tokenizer import Tokenizer
+from omnibal.pipeline.units import stages_from_cuts
+from omnibal.plan import Caps, Parallel, Plan
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+from tools.make_digits_dataset import make_dataset  # noqa: E402
+
+MICRO_BATCHES = 8
+CAPS = Caps(max_tiles=12, max_tokens=448)
+WARMUP_STEPS = 3
+DISTINCT_STEPS = 5
+"""Of the varying packs, which take turns; an odd number, so that each meets both orders."""
+EQUAL_PACK = (10, (64,) * 6, 60)
+"""Tiles, tokens of each sample, and loss tokens."""
+SAMPLES = 1600
+SAME = 1e-5
+RESAMPLINGS = 2000
+OPTIMIZATION = OptimizationOptions(
+    lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
+    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+)  # fmt: skip
+
+Pack = tuple[int, tuple[int, ...], int]
+"""As `EQUAL_PACK`."""
+ForwardBackward = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """Changes to the quickstart's model."""
+
+    name: str
+    vision: dict[str, int]
+    language: dict[str, int]
+    steps_factor: int
+    """Short steps scatter more, and cost less."""
+    relays: bool = False
+    """Whether stages only pass on tensors of this model's sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of one model with one kind of packs."""
+
+    size: str
+    packs: str
+    ours: np.ndarray
+    """ms of wall clock and of all processes' CPU time together. [steps, 2]"""
+    stock: np.ndarray
+    """Likewise."""
+    distinct: int
+    """Steps that took turns."""
+    difference: float
+    """The largest of losses and gradients, relative to the largest number of their tensor."""
+
+    def quickest_ms(self, times_ms: np.ndarray) -> float:
+        """The distinct steps together, each at its best."""
+        return float(sum(times_ms[step :: self.distinct, 0].min() for step in range(self.distinct)))
+
+
+def sizes(layers: int) -> tuple[Size, ...]:
+    few, thin = {"layers": 2}, {"hidden_size": 32, "ffn_hidden_size": 32, "heads": 2, "layers": 2}
+    all_ = {"layers": layers}
+    return (
+        Size(name=f"quickstart's, {layers} + {layers}", vision=all_, language=all_, steps_factor=1),
+        Size(name="thin, 2 + 2", vision=thin, language={**thin, "kv_heads": 2}, steps_factor=3),
+        Size(name="messages alone", vision=few, language=few, steps_factor=5, relays=True),
+    )
+
+
+def model_of(size: Size) -> ModelConfig:
+    digits = load_model("internvl-digits")
+    changes = {
+        "name": size.name,
+        "vision": digits.vision.model_copy(update=size.vision),
+        "language": digits.language.model_copy(update=size.language),
+    }
+    return ModelConfig.model_validate(digits.model_copy(update=changes).model_dump())
+
+
+def plan_of(model: ModelConfig, pipeline: int) -> Plan:
+    """Towers are halved, or kept whole, and the embeddings of both kinds open the pipeline.
+
+    No cut lies between projector and language embed: what crosses there has two dimensions, and
+    stock's exchange of shapes is for three.
+    """
+    text = model.vision.layers + 3
+    cuts = {
+        1: (),
+        2: (text,),
+        4: (1 + model.vision.layers // 2, text, text + model.language.layers // 2),
+    }[pipeline]
+    return Plan(
+        model=model,
+        precision="fp32",
+        parallel=Parallel(pipeline=pipeline),
+        stages=stages_from_cuts(model, cuts, ((0, 0),) * pipeline),
+        cluster=load_cluster("laptop-cpu"),
+        data=None,
+    )
+
+
+class Relay(torch.nn.Module):
+    """Stands for a stage: what it sends is all of one number, the mean of what it received."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        super().__init__()
+        self.plan, self.rank = plan, rank
+        self.weight = torch.nn.Parameter(torch.ones((), device=current_device()))
+        self.received: torch.Tensor | None = None
+
+    def set_input_tensor(self, received: torch.Tensor | None) -> None:
+        self.received = received
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        number = self.weight if self.received is None else self.weight * self.received.mean()
+        if self.rank == self.plan.parallel.pipeline - 1:
+            return number
+        shape = boundary_shape(self.plan, self.rank, batch.tiles, batch.tokens)
+        return number.expand(shape).clone()
+
+
+def relaying(trainer: Trainer) -> Trainer:
+    """The trainer with a relay in the place of its stage."""
+    relay = Relay(trainer.plan, trainer.links.rank)
+    model = DistributedDataParallel(trainer.stage.config, trainer.model.ddp_config, relay)
+    return replace(trainer, model=model)
+
+
+class StockStage(torch.nn.Module):
+    """A stage as stock's schedule wants it: with its own configuration, and a list as input."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, trainer: Trainer, varying: bool) -> None:
+        super().__init__()
+        self.wrapped = trainer.model
+        # What stock's schedule reads of it is as Megatron-LM sets it.
+        self.config = replace(
+            trainer.stage.config,
+            pipeline_dtype=parameter_dtype(trainer.plan.precision),
+            deallocate_pipeline_outputs=True,
+            variable_seq_lengths=varying,
+            # Core asks this of dense models too.
+            moe_token_dispatcher_type="alltoall",
+        )
+
+    def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
+        self.wrapped.module.set_input_tensor(received[0])
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return self.wrapped(batch)
+
+
+def run_stock(
+    trainer: Trainer, stage: StockStage, batches: Sequence[MicroBatch]
+) -> list[torch.Tensor]:
+    """Forward and backward by stock's schedule; returns what `run_forward_backward` does."""
+    plan, links = trainer.plan, trainer.links
+    first = batches[0]
+
+    def shapes(received: list, sent: list) -> tuple[list, list]:
+        """Of equal micro-batches; where they vary, stock overrides these."""
+        counts = (first.tiles, first.tokens)
+        return (
+            received if links.is_first else [boundary_shape(plan, links.rank - 1, *counts)],
+            sent if links.is_last else [boundary_shape(plan, links.rank, *counts)],
+        )
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return output, torch.tensor(0, dtype=torch.int), output.detach().clone()
+
+    def step(batches, model):
+        return model(next(batches)), loss
+
+    return forward_backward_pipelining_without_interleaving(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=stage,
+        num_microbatches=len(batches),
+        seq_length=first.tokens,
+        micro_batch_size=1,
+        adjust_tensor_shapes_fn=shapes,
+    )
+
+
+def run_ours(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    """Forward and backward as in training."""
+    clock = PhaseClock()
+    clock.switch(Phase.WAIT)
+    counts = [(batch.tiles, batch.tokens) for batch in batches]
+    losses = run_forward_backward(
+        trainer.plan, trainer.model, trainer.links, iter(batches), counts, clock
+    )
+    clock.stop()
+    return losses
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Of this stage's parameters, copied."""
+    return {
+        name: parameter.main_grad.clone()
+        for name, parameter in trainer.model.module.named_parameters()
+    }
+
+
+def largest_difference(
+    trainer: Trainer, batches: Sequence[MicroBatch], ours: ForwardBackward, stock: ForwardBackward
+) -> float:
+    """Of losses and gradients of the two schedules, on any stage; collective."""
+    results = []
+    for run in (ours, stock):
+        trainer.model.zero_grad_buffer()
+        losses = run(batches)
+        found = {"losses": torch.stack(losses)} if losses else {}
+        results.append(found | gradients(trainer))
+    differences = [
+        float((results[0][name] - value).abs().max() / value.abs().max().clamp_min(1e-30))
+        for name, value in results[1].items()
+    ]
+    return maximum(max(differences))
+
+
+def maximum(value: float) -> float:
+    """Over all ranks; collective."""
+    largest = torch.tensor(value, dtype=torch.float64, device=current_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def step_ms(
+    trainer: Trainer, run: ForwardBackward, batches: Sequence[MicroBatch]
+) -> tuple[float, float]:
+    """Until the last stage is done, and CPU time of all; collective."""
+    trainer.model.zero_grad_buffer()
+    dist.barrier()
+    start, start_cpu = time.perf_counter(), time.process_time()
+    run(batches)
+    if has_cuda():
+        torch.cuda.synchronize()
+    end, end_cpu = time.perf_counter(), time.process_time()
+    cpu_ms = torch.tensor((end_cpu - start_cpu) * 1e3, device=current_device())
+    dist.all_reduce(cpu_ms)
+    return maximum((end - start) * 1e3), cpu_ms.item()
+
+
+def measure(
+    size: Size, links: PipelineLinks, packs: str, steps: list[list[Pack]], repetitions: int
+) -> Outcome:
+    """Both schedules in turns on the same steps; collective."""
+    model = model_of(size)
+    trainer = build_trainer(plan_of(model, links.size), links, OPTIMIZATION, steps=1, seed=0)
+    if size.relays:
+        trainer = relaying(trainer)
+    batches = [[random_batch(model, *pack) for pack in step] for step in steps]
+    ours = partial(run_ours, trainer)
+    stock = partial(run_stock, trainer, StockStage(trainer, varying=packs != "equal"))
+    difference = max(largest_difference(trainer, step, ours, stock) for step in batches)
+    times_ms: dict[ForwardBackward, list[tuple[float, float]]] = {ours: [], stock: []}
+    for number in range(-WARMUP_STEPS, repetitions):
+        step = batches[number % len(batches)]
+        for run in (ours, stock) if number % 2 else (stock, ours):
+            ms = step_ms(trainer, run, step)
+            if number >= 0:
+                times_ms[run].append(ms)
+    return Outcome(
+        size=size.name,
+        packs=packs,
+        ours=np.array(times_ms[ours]),
+        stock=np.array(times_ms[stock]),
+        distinct=len(batches),
+        difference=difference,
+    )
+
+
+def digits_lengths() -> Lengths:
+    """Of the quickstart's data, or a part of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        digits = Path(folder) / "digits"
+        make_dataset(digits, SAMPLES, heldout_samples=10, seed=0)
+        annotations = Annotations.open(digits / "train" / "meta.json")
+        tokenizer = Tokenizer(digits / "tokenizer.model")
+        model = load_model("internvl-digits")
+        return scan_lengths(annotations, model, tokenizer, lambda done: None).lengths
+
+
+def varying_steps(lengths: Lengths) -> list[list[Pack]]:
+    """The product's packs of the quickstart's data."""
+    request = DataRequest(
+        caps=CAPS,
+        method=PackingMethod.BALANCED,
+        seed=0,
+        epochs=1,
+        packs_per_step=MICRO_BATCHES,
+        alike=1,
+    )
+    load = partial(size_load, lengths=lengths)
+    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp=1)
+    loss_tokens = scheduled.packs.sums(lengths.loss_tokens)
+    steps: list[list[Pack]] = [[] for _ in range(scheduled.steps)]
+    for row, step in enumerate(scheduled.step):
+        segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
+        steps[step].append((int(scheduled.tiles[row]), segments, int(loss_tokens[row])))
+    return steps[:DISTINCT_STEPS]
+
+
+def run_rank(job: Path, output: Path) -> None:
+    """What each launched process does; the first writes the outcomes."""
+    layers, repetitions, varying = pickle.loads(job.read_bytes())
+    launch = Launch.from_environment()
+    links = initialize_distributed(launch, Parallel(pipeline=launch.world_size), seed=0)
+    kinds = (("equal", [[EQUAL_PACK] * MICRO_BATCHES]), ("quickstart's", varying))
+    outcomes = [
+        measure(size, links, name, steps, repetitions * size.steps_factor)
+        for size in sizes(layers)
+        for name, steps in kinds
+    ]
+    shut_down_distributed()
+    if launch.rank == 0:
+        output.write_bytes(pickle.dumps(outcomes))
+
+
+def launch_ranks(pipeline: int, layers: int, repetitions: int, varying: list) -> list[Outcome]:
+    """Run all cases in processes of their own: one thread each, as many as stages."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, output = Path(folder) / "job.pickle", Path(folder) / "outcomes.pickle"
+        job.write_bytes(pickle.dumps((layers, repetitions, varying)))
+        subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                f"--nproc-per-node={pipeline}", __file__, "--rank-of", job, output,
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+        )  # fmt: skip
+        return pickle.loads(output.read_bytes())
+
+
+def cells(outcome: Outcome) -> list[str]:
+    """Medians of the times and of the steps' ratios, and how sure they are."""
+    ratios, cpu_ratios = (outcome.ours / outcome.stock).T
+    low, high = interval(ratios)
+    first, median, third = np.quantile(ratios, (0.25, 0.5, 0.75))
+    return [
+        f"{np.median(outcome.ours[:, 0]):,.1f}",
+        f"{np.median(outcome.stock[:, 0]):,.1f}",
+        f"{median:.3f}",
+        f"{low:.3f} - {high:.3f}",
+        f"{first:.3f} - {third:.3f}",
+        f"{outcome.quickest_ms(outcome.ours) / outcome.quickest_ms(outcome.stock):.3f}",
+        f"{np.median(cpu_ratios):.3f}",
+    ]
+
+
+def interval(ratios: np.ndarray) -> tuple[float, float]:
+    """Bootstrapped, 95 %, of the median."""
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLINGS, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40, help="by each schedule")
+    parser.add_argument("--layers", type=int, default=4, help="of each tower, an even number")
+    parser.add_argument("--pipeline", type=int, nargs="+", choices=(2, 4), default=[2])
+    parser.add_argument("--rank-of", type=Path, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of is not None:
+        run_rank(*arguments.rank_of)
+        return
+    table = Table(title=f"Forward and backward of a step of {MICRO_BATCHES} micro-batches")
+    for column in ("stages", "model", "micro-batches"):
+        table.add_column(column, no_wrap=True)
+    for column in ("ours ms", "stock ms", "ours / stock", "95 %", "quartiles", "best", "CPU"):
+        table.add_column(column, justify="right", no_wrap=True)
+    varying, worst = varying_steps(digits_lengths()), 0.0
+    for pipeline in arguments.pipeline:
+        for outcome in launch_ranks(pipeline, arguments.layers, arguments.steps, varying):
+            table.add_row(str(pipeline), outcome.size, outcome.packs, *cells(outcome))
+            worst = max(worst, outcome.difference)
+    console = Console(width=150)
+    console.print(table)
+    holds = "holds" if worst <= SAME else "fails"
+    console.print(f"losses and gradients: within {worst:.0e}; the bar of {SAME:.0e} {holds}")
+
+
+if __name__ == "__main__":
+    main()

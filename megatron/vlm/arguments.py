@@ -1,0 +1,220 @@
+"""The command line of pretrain_vlm.py: Megatron-LM's flag names wherever it has the option."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.vlm.data import LossWeighting, OnBadSample
+from omnibal.errors import UserError
+
+DESCRIPTION = "Train a vision-language model as an OmniBal plan says."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a user's mistake like everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see pretrain_vlm.py --help")
+
+
+def _number(
+    kind: Callable[[str], float], holds: Callable[[float], bool], must: str
+) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text!r} was given, and must be {must}")
+        return value
+
+    return parse
+
+
+_POSITIVE = _number(int, lambda value: value >= 1, "a whole number from 1 on")
+_NATURAL = _number(int, lambda value: value >= 0, "a whole number from 0 on")
+_FRACTION = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+_NOT_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite number from 0 on")
+
+
+def _steps(text: str) -> range:
+    """One step, or the first and the last of several: 5 or 5-7."""
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} was given, and must be a step or the first and last of several, such as 5-7"
+        )
+    return range(int(first), int(last or first) + 1)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of this call.
+
+    Raises:
+        UserError: an option is unknown, missing, not of its kind, or does not go with another.
+    """
+    parser = _Parser(description=DESCRIPTION)
+    _add_job(parser.add_argument_group("job"))
+    _add_checkpoints(parser.add_argument_group("checkpoints and faults"))
+    _add_data(parser.add_argument_group("data and model"))
+    _add_optimization(parser.add_argument_group("optimization (AdamW)"))
+    _add_reports(parser.add_argument_group("reports"))
+    _add_evaluation(parser.add_argument_group("validation, and evaluation by greedy answers"))
+    arguments = parser.parse_args()
+    _check_together(arguments)
+    return arguments
+
+
+def _check_together(arguments: argparse.Namespace) -> None:
+    given = arguments
+    for wrong, message in (
+        (
+            given.skip_train and not (given.load and given.eval_data),
+            "--skip-train evaluates a trained model: give --load and --eval-data",
+        ),
+        (
+            not (given.skip_train or given.dry_run or given.data),
+            "training needs --data (or --skip-train to only evaluate)",
+        ),
+        (
+            not given.dry_run and not (given.save and given.tokenizer_model),
+            "training and evaluation need --save and --tokenizer-model (--dry-run needs neither)",
+        ),
+        (
+            given.finetune and not given.load,
+            "--finetune starts from the weights of a run: give --load",
+        ),
+        (
+            not 0 <= given.min_lr <= given.lr,
+            f"--min-lr {given.min_lr} must be from 0 to --lr {given.lr}",
+        ),
+        (
+            given.eval_interval is not None and not given.eval_data,
+            "--eval-interval validates on held-out data: give --eval-data",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"{message}; see pretrain_vlm.py --help")
+
+
+def _add_job(job: argparse._ArgumentGroup) -> None:
+    job.add_argument("--plan", type=Path, required=True, help="directory made by `omnibal plan`")
+    job.add_argument(
+        "--data", type=Path, help="meta JSON that the plan's lengths were scanned from"
+    )
+    job.add_argument("--tokenizer-model", type=Path, help="SentencePiece model")
+    job.add_argument("--save", type=Path, help="directory of the run")
+    job.add_argument("--load", type=Path, help="directory of a run to resume")
+    job.add_argument(
+        "--finetune",
+        action="store_true",
+        help="take only the weights of --load, and train the plan from its first step",
+    )
+    job.add_argument(
+        "--train-iters", type=_POSITIVE, help="stop after this many of the plan's steps"
+    )
+    job.add_argument(
+        "--seed", type=_NATURAL, default=42, help="of initial weights, augmentation and drop path"
+    )
+    job.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only check the plan and print which rank would hold what",
+    )
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--save-interval", type=_POSITIVE, default=1000, help="steps between checkpoints"
+    )
+    group.add_argument(
+        "--keep-checkpoints",
+        type=_POSITIVE,
+        help="keep so many of the newest checkpoints (default: all)",
+    )
+    group.add_argument(
+        "--async-save",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="write checkpoints while training goes on",
+    )
+    group.add_argument(
+        "--max-skipped-steps",
+        type=_NATURAL,
+        default=5,
+        help="steps in a row that may be skipped because loss or gradients are not finite",
+    )
+    group.add_argument(
+        "--on-bad-sample",
+        type=OnBadSample,
+        choices=list(OnBadSample),
+        default=OnBadSample.STOP,
+        help="whether an unreadable image stops the run or its sample is passed over",
+    )
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--num-workers", type=_NATURAL, default=2, help="loader processes of each rank"
+    )
+    group.add_argument(
+        "--loss-weighting",
+        type=LossWeighting,
+        choices=list(LossWeighting),
+        default=LossWeighting.TOKEN,
+        help="a loss token of a sample with n of them weighs 1, 1/n or 1/sqrt(n)",
+    )
+    group.add_argument(
+        "--drop-path-rate",
+        type=_FRACTION,
+        default=0.0,
+        help="of the last vision layer's branches; rises linearly from 0 at the first layer",
+    )
+
+
+def _add_optimization(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--lr", type=_NOT_NEGATIVE, default=4e-5)
+    group.add_argument("--min-lr", type=_NOT_NEGATIVE, default=0.0)
+    group.add_argument(
+        "--lr-decay-style", choices=["cosine", "linear", "constant"], default="cosine"
+    )
+    group.add_argument("--lr-warmup-fraction", type=_FRACTION, default=0.03)
+    group.add_argument(
+        "--weight-decay", type=_NOT_NEGATIVE, default=0.05, help="of matrices; vectors have none"
+    )
+    group.add_argument("--adam-beta1", type=_FRACTION, default=0.9)
+    group.add_argument("--adam-beta2", type=_FRACTION, default=0.999)
+    group.add_argument("--adam-eps", type=_NOT_NEGATIVE, default=1e-8)
+    group.add_argument(
+        "--clip-grad", type=_NOT_NEGATIVE, default=1.0, help="gradient norm; 0 does not clip"
+    )
+
+
+def _add_reports(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tensorboard-dir", type=Path, help="also write TensorBoard events there")
+    group.add_argument("--wandb-project", help="also log to this Weights & Biases project")
+    group.add_argument(
+        "--profile-steps",
+        type=_steps,
+        default=range(0),
+        metavar="FIRST[-LAST]",
+        help="write torch profiler traces of these steps into SAVE/traces",
+    )
+
+
+def _add_evaluation(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--eval-data", type=Path, help="meta JSON of held-out samples")
+    group.add_argument("--eval-samples", type=_POSITIVE, default=500)
+    group.add_argument(
+        "--eval-interval", type=_POSITIVE, help="steps between losses on the held-out samples"
+    )
+    group.add_argument(
+        "--max-new-tokens",
+        type=_POSITIVE,
+        default=64,
+        help="longest answer; every token runs the whole question again, images included",
+    )
+    group.add_argument("--skip-train", action="store_true", help="only evaluate --load")

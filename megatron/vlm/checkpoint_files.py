@@ -1,0 +1,125 @@
+"""The folders of a run's checkpoints: which are whole, which is newest, which may go.
+
+    latest_checkpointed_iteration.txt   the steps of the newest whole checkpoint; replaced last
+    iter_0000100/                       a whole checkpoint, after 100 steps
+    iter_0000150.part/                  one that is being written or removed, or was cut short in it
+
+A checkpoint gets its name when all of it is on disk, and loses it before any of it is removed, so
+whatever moment a job is killed at, a folder without `.part` holds everything.
+"""
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+
+from omnibal.errors import UserError
+from omnibal.files import atomic, read_text
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_PART_SUFFIX = ".part"
+_FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.part)?")
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Folder of the checkpoint taken after `step` steps."""
+    return directory / f"iter_{step:07d}"
+
+
+def latest_step(directory: Path) -> int | None:
+    """Steps trained in the newest whole checkpoint, or None if there is none.
+
+    Raises:
+        UserError: the tracker file does not hold a number.
+    """
+    tracker = directory / TRACKER_FILE
+    if not tracker.exists():
+        return None
+    remedy = (
+        f"it must hold the step number of a checkpoint folder beside it "
+        f"({checkpoint_path(directory, 100).name} is 100); correct it"
+    )
+    text = read_text(tracker, remedy).strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f"{tracker}: holds {text[:20]!r}, and {remedy}")
+    return int(text)
+
+
+def begin_checkpoint(directory: Path, step: int) -> Path:
+    """A new, empty folder to write a checkpoint into; removes what there was of this step."""
+    directory.mkdir(parents=True, exist_ok=True)
+    remove_checkpoint(directory, step)
+    part = part_path(directory, step)
+    part.mkdir()
+    return part
+
+
+def part_path(directory: Path, step: int) -> Path:
+    """Folder of a checkpoint that is being written or removed."""
+    path = checkpoint_path(directory, step)
+    return path.with_name(path.name + _PART_SUFFIX)
+
+
+def publish_checkpoint(directory: Path, step: int) -> Path:
+    """Make the written checkpoint whole and the newest; its files are on disk. Returns its folder.
+
+    Both happen or neither: the tracker file is replaced in one go, after everything it stands for.
+    """
+    part, path = part_path(directory, step), checkpoint_path(directory, step)
+    force_to_disk(part)
+    part.rename(path)
+    force_to_disk(directory)
+    with atomic(directory / TRACKER_FILE) as temporary:
+        temporary.write_text(str(step))
+        force_to_disk(temporary)
+    force_to_disk(directory)
+    return path
+
+
+def remove_checkpoint(directory: Path, step: int) -> None:
+    """Remove a checkpoint, or what is left of one, unless the tracker file names it."""
+    part, path = part_path(directory, step), checkpoint_path(directory, step)
+    if part.exists():
+        shutil.rmtree(part)
+    if path.exists() and latest_step(directory) != step:
+        path.rename(part)
+        force_to_disk(directory)
+        shutil.rmtree(part)
+
+
+def prune_checkpoints(directory: Path, keep_last: int) -> None:
+    """Remove what is older than the newest `keep_last` whole checkpoints, and rests of saves.
+
+    What is newer than the tracker file says is not touched: somebody went back on purpose.
+    """
+    newest = latest_step(directory)
+    whole = []
+    # In reverse, what is left of a step comes before its checkpoint.
+    for folder in sorted(directory.iterdir(), reverse=True):
+        match = _FOLDER_NAME.fullmatch(folder.name)
+        if match is None or newest is None or int(match[1]) > newest:
+            continue
+        if match[2] is not None:
+            shutil.rmtree(folder)
+        elif (folder / CONFIG_FNAME).is_file():
+            whole.append(int(match[1]))
+        else:
+            remove_checkpoint(directory, int(match[1]))
+    for step in sorted(whole)[:-keep_last]:
+        remove_checkpoint(directory, step)
+
+
+def force_to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems keep names by themselves, and refuse this for folders.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)

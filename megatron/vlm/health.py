@@ -1,0 +1,89 @@
+"""What a user wants to be told about while a run trains: skipped steps and spikes of the loss."""
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from omnibal.errors import UserError
+
+_WINDOW = 100
+_ENOUGH = 20
+_DEVIATIONS = 6.0
+_BORNE_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class StepHealth:
+    """The verdict on one step."""
+
+    spike: bool
+    """The loss is more than 6 standard deviations above the mean of the last 100 steps."""
+    message: str | None
+    """What to tell the user, if anything."""
+
+
+class RunHealth:
+    """Watches losses in step order; the same on every rank, as losses are.
+
+    Args:
+        max_skipped: so many skipped steps in a row are borne; one more stops the run.
+        skipped_steps: of the run that is resumed.
+    """
+
+    def __init__(self, max_skipped: int, skipped_steps: int = 0) -> None:
+        self._max_skipped = max_skipped
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._in_a_row = 0
+        self.skipped_steps = skipped_steps
+        """Of the whole run, resumed parts included."""
+
+    def judge(
+        self, step: int, loss: float, skipped: bool = False, replaced_share: float = 0.0
+    ) -> StepHealth:
+        """Take note of a step.
+
+        Args:
+            replaced_share: of the step's samples, those whose images cannot be read.
+
+        Raises:
+            UserError: more steps in a row were skipped than are borne, or most samples were
+                replaced.
+        """
+        if replaced_share > _BORNE_SHARE:
+            raise UserError(
+                f"step {step}: the images of {replaced_share:.0%} of its samples cannot be read; "
+                "that is no bad sample but a folder that is gone: bring it back, and resume from "
+                "the last checkpoint"
+            )
+        if skipped:
+            return StepHealth(spike=False, message=self._count_skipped(step, loss))
+        self._in_a_row = 0
+        typical, spread = self._typical()
+        spike = loss > typical + _DEVIATIONS * spread
+        self._recent.append(loss)
+        message = None
+        if spike:
+            message = f"step {step}: the loss jumped to {loss:.4f} from about {typical:.4f}"
+        return StepHealth(spike=spike, message=message)
+
+    def _typical(self) -> tuple[float, float]:
+        """Mean and standard deviation of recent losses; infinite while there are too few."""
+        if len(self._recent) < _ENOUGH:
+            return math.inf, 0.0
+        return statistics.fmean(self._recent), statistics.pstdev(self._recent)
+
+    def _count_skipped(self, step: int, loss: float) -> str:
+        self._in_a_row += 1
+        self.skipped_steps += 1
+        culprit = f"the loss is {loss}" if not math.isfinite(loss) else "a gradient is not finite"
+        if self._in_a_row > self._max_skipped:
+            raise UserError(
+                f"step {step}: {culprit}, and that makes {self._in_a_row} skipped steps in a row, "
+                f"of which there may be {self._max_skipped} (--max-skipped-steps); resume from the "
+                "last checkpoint with a lower --lr or --clip-grad, or in fp32"
+            )
+        return (
+            f"step {step}: {culprit}: skipped, the weights stay as they were "
+            f"({self._in_a_row} in a row, {self.skipped_steps} in all)"
+        )

@@ -1,0 +1,296 @@
+"""One call of pretrain_vlm.py, its command line read: inputs checked, parts put together."""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
+from megatron.vlm.checkpoint_files import latest_step
+from megatron.vlm.data import DataOptions, PackDataset, SampleReader, load_batches
+from megatron.vlm.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.health import RunHealth
+from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.loop import RunData, RunOptions, RunOutcome, RunOutputs, TrainingLoop, own_rows
+from megatron.vlm.metrics import MetricsSink, TensorBoardSink, WandbSink
+from megatron.vlm.stop import StopSignal
+from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
+from megatron.vlm.validation import Validation
+from megatron.vlm.validation_packs import pack_validation
+from megatron.vlm.watch import ending_together
+from omnibal.check import check_plan, training_obstacles
+from omnibal.cost.analytic import model_flops
+from omnibal.cost.model import pack_features
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths, read_lengths
+from omnibal.data.packs import ScheduledPacks, read_packs
+from omnibal.data.tokenizer import Tokenizer
+from omnibal.errors import UserError
+from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Plan, read_plan
+from omnibal.runlog import (
+    RUN_FILE,
+    VALIDATION_FILE,
+    RunInfo,
+    write_evaluation,
+    write_run_info,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Everything that is known, and has been checked, before the processes join."""
+
+    plan: Plan
+    tokenizer: Tokenizer
+    launch: Launch
+    lengths: Lengths
+    packs: ScheduledPacks
+    training_data: Annotations | None
+    heldout_data: Annotations | None
+
+    def reader(self, annotations: Annotations) -> SampleReader:
+        """Samples as this job's model takes them."""
+        return SampleReader(annotations, self.tokenizer, self.plan.model)
+
+    def say(self, line: str) -> None:
+        """To the user, once for all ranks."""
+        if self.launch.rank == 0:
+            print(line, flush=True)
+
+
+def load_plan(directory: Path) -> Plan:
+    """Read and check the plan.
+
+    Raises:
+        UserError: it does not hold, or cannot be trained.
+    """
+    check_plan(directory)
+    plan = read_plan(directory)
+    obstacles = training_obstacles(plan)
+    if obstacles:
+        raise UserError(f"{directory}: {'; '.join(obstacles)}")
+    return plan
+
+
+def load_job(arguments: argparse.Namespace, plan: Plan, launch: Launch) -> Job:
+    """Read and check the other inputs; every rank finds the same mistakes here.
+
+    Raises:
+        UserError: the launch, the data, the tokenizer or the run's directory do not fit the plan.
+    """
+    launch.check_against(plan.parallel)
+    tokenizer = Tokenizer(arguments.tokenizer_model)
+    origin = plan.data.origin
+    _check_same("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
+    training_data = heldout_data = None
+    if not arguments.skip_train:
+        training_data = Annotations.open(arguments.data)
+        _check_same(str(arguments.data), training_data.sha256, origin.data_sha256)
+        _check_no_other_run(arguments.save, arguments.load)
+    if arguments.eval_data is not None:
+        heldout_data = Annotations.open(arguments.eval_data)
+    return Job(
+        plan=plan,
+        tokenizer=tokenizer,
+        launch=launch,
+        lengths=read_lengths([arguments.plan / LENGTHS_FILE]),
+        packs=read_packs(arguments.plan / PACKS_FILE),
+        training_data=training_data,
+        heldout_data=heldout_data,
+    )
+
+
+def _check_no_other_run(save: Path, load: Path | None) -> None:
+    step = latest_step(save)
+    if step is not None and (load is None or load.resolve() != save.resolve()):
+        raise UserError(
+            f"{save}: holds a run of {step} steps; resume it with --load {save}, or give another "
+            "--save"
+        )
+
+
+def _check_same(name: str, given: str, planned: str) -> None:
+    if planned != given:
+        raise UserError(
+            f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
+            f"lengths were scanned from {planned[:12]}; use what was scanned, or run "
+            "`omnibal lengths` and `omnibal plan` on this"
+        )
+
+
+def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store, stop: StopSignal) -> None:
+    """Join the processes, then train and evaluate; any rank's error ends the process.
+
+    Args:
+        store: through which the ranks have met.
+    """
+    with ending_together(job.launch, store):
+        links = initialize_distributed(job.launch, job.plan.parallel, arguments.seed, store=store)
+        if job.launch.rank == 0:
+            arguments.save.mkdir(parents=True, exist_ok=True)
+        trainer = build_trainer(
+            job.plan,
+            links,
+            _optimization_options(arguments),
+            steps=job.packs.steps,
+            seed=arguments.seed,
+        )
+        if arguments.skip_train:
+            outcome = RunOutcome(load_weights(arguments.load, job.plan, trainer.stage), False)
+        else:
+            outcome = train_plan(job, trainer, arguments, stop)
+        if outcome.stopped:
+            job.say(
+                f"stopped as asked after step {outcome.steps}; to go on, give the same command "
+                f"with --load {arguments.save}"
+            )
+        elif job.heldout_data is not None:
+            evaluate_heldout(job, trainer, arguments, outcome.steps)
+        shut_down_distributed()
+
+
+def train_plan(
+    job: Job, trainer: Trainer, arguments: argparse.Namespace, stop: StopSignal
+) -> RunOutcome:
+    """Train from the start or from --load to the end or to --train-iters."""
+    options = asdict(trainer.options) | {
+        "seed": arguments.seed,
+        "augmented": list(job.training_data.augmented),
+        "frozen": list(job.plan.frozen),
+    }
+    first_step = skipped_steps = 0
+    if arguments.finetune:
+        steps = load_weights(arguments.load, job.plan, trainer.stage)
+        trainer.optimizer.reload_model_params()
+        job.say(f"starting from the weights of {arguments.load} after step {steps}")
+    elif arguments.load is not None:
+        loaded = load_checkpoint(
+            arguments.load, job.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options
+        )
+        first_step, skipped_steps = loaded.step, loaded.training_state["skipped_steps"]
+        job.say(f"resuming {arguments.load} after step {first_step}")
+    if first_step == 0 and job.launch.rank == 0:
+        # Steps of a run that never reached a checkpoint would mix with this one's.
+        for name in (RUN_FILE, VALIDATION_FILE):
+            (arguments.save / name).unlink(missing_ok=True)
+    if job.launch.rank == 0:
+        info = RunInfo(model=job.plan.model.name, packs_sha256=job.plan.data.packs_sha256)
+        write_run_info(info, arguments.save)
+    last_step = min(arguments.train_iters or job.packs.steps, job.packs.steps)
+    writer = CheckpointWriter(
+        arguments.save, job.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options,
+        keep_last=arguments.keep_checkpoints, asynchronous=arguments.async_save,
+    )  # fmt: skip
+    dataset = PackDataset(
+        job.reader(job.training_data),
+        job.packs,
+        job.lengths,
+        own_rows(job.packs, first_step, last_step),
+        job.plan.stages[trainer.links.rank],
+        _data_options(arguments),
+    )
+    sinks = _open_sinks(job, arguments)
+    with closing(load_batches(dataset, arguments.num_workers, current_device())) as batches:
+        loop = TrainingLoop(
+            trainer,
+            RunData(
+                scheduled=job.packs,
+                batches=batches,
+                pack_flops=_pack_flops(job),
+                peak_flops_per_s=_peak_flops_per_s(job.plan),
+                validation=_validation(job, trainer, arguments),
+            ),
+            RunOptions(
+                save=arguments.save,
+                save_interval=arguments.save_interval,
+                last_step=last_step,
+                eval_interval=arguments.eval_interval,
+                profile_steps=arguments.profile_steps,
+            ),
+            writer,
+            RunHealth(arguments.max_skipped_steps, skipped_steps),
+            RunOutputs(on_line=job.say, sinks=sinks),
+            lambda: stop.requested,
+        )
+        outcome = loop.run(first_step)
+    for sink in sinks:
+        sink.close()
+    return outcome
+
+
+def _optimization_options(arguments: argparse.Namespace) -> OptimizationOptions:
+    names = [field.name for field in fields(OptimizationOptions)]
+    return OptimizationOptions(**{name: vars(arguments)[name] for name in names})
+
+
+def _data_options(arguments: argparse.Namespace) -> DataOptions:
+    return DataOptions(
+        seed=arguments.seed,
+        loss_weighting=arguments.loss_weighting,
+        on_bad_sample=arguments.on_bad_sample,
+        augment=True,
+        drop_path=arguments.drop_path_rate > 0,
+    )
+
+
+def _pack_flops(job: Job) -> np.ndarray:
+    flops = model_flops(job.plan.model, job.plan.cluster, job.plan.frozen)
+    return pack_features(job.packs.packs, job.lengths) @ flops
+
+
+def _peak_flops_per_s(plan: Plan) -> float:
+    return plan.cluster.peak_tflops[plan.precision] * 1e12 * plan.parallel.world_size
+
+
+def _open_sinks(job: Job, arguments: argparse.Namespace) -> Sequence[MetricsSink]:
+    sinks: list[MetricsSink] = []
+    if job.launch.rank == 0 and arguments.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(arguments.tensorboard_dir))
+    if job.launch.rank == 0 and arguments.wandb_project is not None:
+        sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
+    return sinks
+
+
+def _validation(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> Validation | None:
+    if arguments.eval_interval is None:
+        return None
+    reader = job.reader(job.heldout_data)
+    caps, sizes = job.plan.data.caps, job.plan.parallel
+    packs = pack_validation(reader, arguments.eval_samples, caps, sizes.data)
+    if packs.left_out:
+        job.say(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
+    stage, rank = job.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
+    dataset = packs.dataset(reader, stage, rank, _data_options(arguments))
+    return Validation(
+        batches=lambda: load_batches(dataset, arguments.num_workers, current_device()),
+        counts=packs.counts(rank),
+    )
+
+
+def evaluate_heldout(job: Job, trainer: Trainer, arguments: argparse.Namespace, step: int) -> None:
+    """Answer held-out questions; accuracy by kind goes into evaluation.json."""
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=job.launch.rank != 0) as progress:
+        task = progress.add_task("answering held-out questions", total=None)
+        evaluation = evaluate(
+            trainer.model,
+            trainer.links,
+            job.plan,
+            job.plan.data.caps,
+            job.reader(job.heldout_data),
+            step,
+            EvaluationOptions(
+                samples=arguments.eval_samples, max_new_tokens=arguments.max_new_tokens
+            ),
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if job.launch.rank == 0:
+        job.say(f"wrote {write_evaluation(evaluation, arguments.save)}")

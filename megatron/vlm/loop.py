@@ -1,0 +1,279 @@
+"""The training loop: packs of the plan in, checkpoints, `run.jsonl` and traces out."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.vlm.backend import current_device, has_cuda
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.checkpoint import CheckpointWriter
+from megatron.vlm.clock import Phase
+from megatron.vlm.health import RunHealth
+from megatron.vlm.metrics import MetricsSink, step_values, validation_values
+from megatron.vlm.schedule import PipelineLinks
+from megatron.vlm.train import StepResult, Trainer, train_step
+from megatron.vlm.validation import Validation, validate
+from omnibal.data.packs import ScheduledPacks
+from omnibal.runlog import (
+    RUN_FILE,
+    VALIDATION_FILE,
+    StageRecord,
+    StepRecord,
+    ValidationRecord,
+    append_record,
+)
+
+_GIB = 2**30
+TRACE_FOLDER = "traces"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How far to train, and what to keep and report."""
+
+    save: Path
+    save_interval: int
+    """Steps between checkpoints; one is always saved at the end."""
+    last_step: int
+    """Stop after this many steps of the plan (counted from its start, not from a resume)."""
+    eval_interval: int | None = None
+    """Steps between validations; None for none."""
+    profile_steps: range = range(0)
+    """Steps that each stage's first rank writes a trace of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """What this rank trains on."""
+
+    scheduled: ScheduledPacks
+    batches: Iterator[MicroBatch]
+    """This data-parallel rank's micro-batches from the first step on."""
+    pack_flops: np.ndarray
+    """float64 [packs]: operations that training each pack needs, for MFU."""
+    peak_flops_per_s: float
+    """Of all devices of the job together."""
+    validation: Validation | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutputs:
+    """Whom to tell, on the writing rank; elsewhere nobody."""
+
+    on_line: Callable[[str], None]
+    sinks: Sequence[MetricsSink] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended."""
+
+    steps: int
+    """Trained in all, those before a resume included."""
+    stopped: bool
+    """On request, before its end."""
+
+
+def own_rows(scheduled: ScheduledPacks, first_step: int, last_step: int) -> np.ndarray:
+    """Rows of the packs that this data-parallel rank trains from `first_step` to before
+    `last_step`, in order."""
+    own = scheduled.dp_rank == parallel_state.get_data_parallel_rank()
+    return np.flatnonzero(own & (first_step <= scheduled.step) & (scheduled.step < last_step))
+
+
+class TrainingLoop:
+    """Trains step by step; all ranks go through it together.
+
+    Args:
+        health: told of every step.
+        stop_requested: asked after every step whether this rank was told to stop.
+    """
+
+    def __init__(
+        self, trainer: Trainer, data: RunData, options: RunOptions, writer: CheckpointWriter,
+        health: RunHealth, outputs: RunOutputs, stop_requested: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._trainer, self._data, self._options = trainer, data, options
+        self._writer, self._health, self._outputs = writer, health, outputs
+        self._stop_requested = stop_requested
+        self._is_writer = dist.get_rank() == 0
+        self._step_start = np.searchsorted(data.scheduled.step, np.arange(data.scheduled.steps + 1))
+
+    def run(self, first_step: int) -> RunOutcome:
+        """Train from `first_step` to `last_step`, or until any rank is asked to stop.
+
+        A checkpoint is saved at either end.
+
+        Raises:
+            UserError: a sample cannot be read, or too many steps in a row were skipped.
+        """
+        options, step, stopped = self._options, first_step, False
+        started = before = time.perf_counter()
+        tracer = _Tracer(options, self._trainer.links)
+        while step < options.last_step and not stopped:
+            with tracer.step(step):
+                begun = time.perf_counter()
+                result = self._train(step)
+                ended = time.perf_counter()
+            record = self._record(step, result, (ended - begun) * 1e3, (begun - before) * 1e3)
+            before = ended
+            step += 1
+            stopped = result.stop_requested
+            if self._is_writer:
+                self._write(record, _progress_line(record, first_step, options.last_step, started))
+            self._save_and_validate(step, last=stopped or step == options.last_step)
+        tracer.close()
+        self._say(self._writer.finish())
+        return RunOutcome(step, stopped)
+
+    def _train(self, step: int) -> StepResult:
+        scheduled = self._data.scheduled
+        rows = self._rows(step)
+        rows = rows[scheduled.dp_rank[rows] == parallel_state.get_data_parallel_rank()]
+        counts = [(int(scheduled.tiles[row]), int(scheduled.tokens[row])) for row in rows]
+        return train_step(self._trainer, self._data.batches, counts, self._stop_requested())
+
+    def _rows(self, step: int) -> np.ndarray:
+        """Of all ranks' packs in the step; packs are sorted by step."""
+        return np.arange(self._step_start[step], self._step_start[step + 1])
+
+    def _record(
+        self, step: int, result: StepResult, step_ms: float, between_ms: float
+    ) -> StepRecord:
+        stages = _gather_stage_records(self._trainer.links, result.phases_ms)
+        for message in result.unreadable:
+            print(f"passed over: {message}", file=sys.stderr, flush=True)
+        scheduled, rows = self._data.scheduled, self._rows(step)
+        samples = int(np.diff(scheduled.packs.offsets)[rows].sum())
+        replaced_share = result.replaced_samples / samples
+        health = self._health.judge(step, result.loss, result.skipped, replaced_share)
+        if health.message is not None:
+            self._say([health.message])
+        flops = float(self._data.pack_flops[rows].sum())
+        return StepRecord(
+            step=step,
+            epoch=int(scheduled.epoch[rows[0]]),
+            loss=result.loss,
+            loss_tokens=result.loss_tokens,
+            samples=samples,
+            tiles=int(scheduled.tiles[rows].sum()),
+            tokens=int(scheduled.tokens[rows].sum()),
+            step_ms=step_ms,
+            between_ms=between_ms,
+            mfu=flops / (step_ms / 1e3 * self._data.peak_flops_per_s),
+            skipped=result.skipped,
+            spike=health.spike,
+            replaced_samples=result.replaced_samples,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            stages=stages,
+        )
+
+    def _write(self, record: StepRecord, line: str) -> None:
+        append_record(record, self._options.save / RUN_FILE)
+        for sink in self._outputs.sinks:
+            sink.write(record.step, step_values(record))
+        self._outputs.on_line(line)
+
+    def _save_and_validate(self, step: int, last: bool) -> None:
+        options = self._options
+        if last or step % options.save_interval == 0:
+            self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
+        self._say(self._writer.poll())
+        validation = self._data.validation
+        due = options.eval_interval is not None and step % options.eval_interval == 0
+        if validation is not None and due:
+            record = validate(self._trainer, validation, step)
+            if self._is_writer:
+                self._write_validation(record)
+
+    def _write_validation(self, record: ValidationRecord) -> None:
+        append_record(record, self._options.save / VALIDATION_FILE)
+        for sink in self._outputs.sinks:
+            sink.write(record.step, validation_values(record))
+        self._outputs.on_line(
+            f"validation after step {record.step}: loss {record.loss:.4f} over "
+            f"{record.loss_tokens:,} tokens, {record.seconds:.1f} s"
+        )
+
+    def _say(self, lines: Sequence[str]) -> None:
+        if self._is_writer:
+            for line in lines:
+                self._outputs.on_line(line)
+
+
+class _Tracer:
+    """Records the wanted steps with torch's profiler, on the first rank of each stage."""
+
+    def __init__(self, options: RunOptions, links: PipelineLinks) -> None:
+        first_replica = parallel_state.get_data_parallel_rank() == 0
+        first_shard = parallel_state.get_tensor_model_parallel_rank() == 0
+        self._steps = options.profile_steps if first_replica and first_shard else range(0)
+        self._path = options.save / TRACE_FOLDER / f"stage_{links.rank}.json"
+        self._profiler: torch.profiler.profile | None = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Run a step inside."""
+        if self._profiler is None and step in self._steps:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        yield
+        if step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, if anything was."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._path))
+            self._profiler = None
+
+
+def _gather_stage_records(
+    links: PipelineLinks, phases_ms: dict[Phase, float]
+) -> tuple[StageRecord, ...]:
+    """Per stage: phase times, mean over its ranks, and peak memory, their maximum."""
+    times_ms = torch.zeros(links.size, len(Phase), dtype=torch.float64, device=current_device())
+    times_ms[links.rank] = torch.tensor([phases_ms[phase] for phase in Phase])
+    peaks_gib = torch.zeros(links.size, dtype=torch.float64, device=current_device())
+    peaks_gib[links.rank] = _peak_gib()
+    dist.all_reduce(times_ms)
+    dist.all_reduce(peaks_gib, op=dist.ReduceOp.MAX)
+    times_ms /= dist.get_world_size() / links.size
+    return tuple(
+        StageRecord(
+            **{f"{phase}_ms": value for phase, value in zip(Phase, row, strict=True)},
+            peak_gib=peak_gib,
+        )
+        for row, peak_gib in zip(times_ms.tolist(), peaks_gib.tolist(), strict=True)
+    )
+
+
+def _peak_gib() -> float:
+    if has_cuda():
+        return torch.cuda.max_memory_allocated() / _GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+
+
+def _progress_line(record: StepRecord, first_step: int, last_step: int, started: float) -> str:
+    done = record.step + 1
+    elapsed_s = time.perf_counter() - started
+    rate = elapsed_s / (done - first_step)
+    end = time.strftime("%H:%M:%S", time.localtime(time.time() + rate * (last_step - done)))
+    return (
+        f"step {done:>5}/{last_step}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
+        f"lr {record.learning_rate:.2e}  {record.step_ms:.0f} ms  "
+        f"{record.samples * 1e3 / record.step_ms:.1f} samples/s  mfu {record.mfu:.1%}  ends {end}"
+    )

@@ -1,0 +1,91 @@
+"""Where a run's figures go besides `run.jsonl`: TensorBoard and Weights & Biases, if asked for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from omnibal.errors import UserError
+from omnibal.runlog import StepRecord, ValidationRecord
+
+
+class MetricsSink(Protocol):
+    """Takes named numbers of a step."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files in `directory`.
+
+    Raises:
+        UserError: TensorBoard is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                f"--tensorboard-dir {directory}: TensorBoard is not installed; "
+                "pip install tensorboard, or leave the option out"
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One event per value, under its name."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of a Weights & Biases project; where it goes is set by that library's own settings.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+
+    def __init__(self, project: str, name: str, directory: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"--wandb-project {project}: Weights & Biases is not installed; pip install wandb, "
+                "or leave the option out"
+            ) from error
+        self._run = wandb.init(project=project, name=name, dir=str(directory), resume="allow")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """All values in one call."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def step_values(record: StepRecord) -> dict[str, float]:
+    """The numbers of a step that are worth a curve."""
+    samples_per_s = record.samples * 1e3 / record.step_ms if record.step_ms else 0.0
+    values = {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/learning_rate": record.learning_rate,
+        "train/skipped": float(record.skipped),
+        "train/replaced_samples": float(record.replaced_samples),
+        "speed/step_ms": record.step_ms,
+        "speed/between_ms": record.between_ms,
+        "speed/samples_per_s": samples_per_s,
+        "speed/mfu": record.mfu,
+    }
+    for number, stage in enumerate(record.stages):
+        values |= {f"stage_{number}/{name}": value for name, value in stage}
+    return values
+
+
+def validation_values(record: ValidationRecord) -> dict[str, float]:
+    """The numbers of a validation that are worth a curve."""
+    return {"validation/loss": record.loss}

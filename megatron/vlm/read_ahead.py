@@ -1,0 +1,166 @@
+"""Items of a dataset in order, loaded ahead by worker processes that nothing leaves behind.
+
+Torch's DataLoader runs in a thread of its own, for three reasons. There it installs no handler of
+SIGCHLD, which would raise in the middle of whatever the main thread does when a worker dies. The
+workers inherit that thread's blocked signals, so that none reaches them between fork and start. And
+the next item is always taken from them, and prepared, before it is asked for.
+"""
+
+import multiprocessing
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from omnibal.errors import UserError
+
+_PREFETCH = 4
+"""Items that every worker loads ahead."""
+_POLL_S = 0.5
+_TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+"""Sent to the whole process group, and for the trainer to obey: it ends the workers in time."""
+
+
+def read_ahead(
+    dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
+) -> Generator[Any, None, None]:
+    """Every item of the dataset in order; close the iterator to end the workers.
+
+    Args:
+        num_workers: processes that load items; with 0 a thread of this process does.
+        prepare: applied to each item by that thread.
+
+    Raises:
+        UserError: a worker was ended from outside.
+        Exception: what loading or `prepare` raised.
+    """
+    reading = _Reading(dataset, num_workers, prepare)
+    reading.start()
+    try:
+        while True:
+            event = reading.next_event()
+            if not isinstance(event, _End):
+                yield event
+            elif event.error is not None:
+                raise event.error
+            else:
+                return
+    finally:
+        reading.closed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    error: BaseException | None
+
+
+class _Reading:
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset,
+        num_workers: int,
+        prepare: Callable[[Any], Any],
+    ) -> None:
+        self.closed = threading.Event()
+        self._loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=_PREFETCH if num_workers else None,
+            collate_fn=_unchanged,
+            worker_init_fn=_ignore_signals,
+        )
+        self._prepare = prepare
+        self._workers: list[BaseProcess] = []
+        self._started = threading.Event()
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+    def start(self) -> None:
+        """Returns once all workers are forked: they are copies of a process at rest."""
+        threading.Thread(target=self._read).start()
+        self._started.wait()
+
+    def next_event(self) -> Any:
+        """The next item, or the end."""
+        while True:
+            try:
+                return self._ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                lost = self._lost_worker(patience_s=0)
+                if lost is not None:
+                    raise _ended_from_outside(lost) from None
+
+    def _read(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINERS_SIGNALS)
+        try:
+            self._read_all()
+            self._put(_End(None))
+        except BaseException as error:
+            self._started.set()
+            frames = error.__traceback__
+            # A worker that is lost first shows in what it had begun to send.
+            lost = self._lost_worker(patience_s=_POLL_S)
+            self._put(_End(error if lost is None else _ended_from_outside(lost)))
+            # They hold the loader, which ends its workers when nobody does.
+            traceback.clear_frames(frames)
+        for worker in self._workers:
+            worker.kill()  # only one that did not end: a program waits for its children at exit
+
+    def _read_all(self) -> None:
+        others = set(multiprocessing.active_children())
+        items = iter(self._loader)
+        self._workers += set(multiprocessing.active_children()) - others
+        self._started.set()
+        for item in items:
+            self._put(self._prepare(item))
+            if self._abandoned():
+                return
+
+    def _lost_worker(self, patience_s: float) -> BaseProcess | None:
+        """One that was ended from outside, now or soon."""
+        sentinels = wait([worker.sentinel for worker in self._workers], patience_s)
+        for worker in self._workers:
+            if worker.sentinel in sentinels:
+                worker.join(_POLL_S)
+                if worker.exitcode:
+                    return worker
+        return None
+
+    def _put(self, event: Any) -> None:
+        while not self._abandoned():
+            try:
+                self._ready.put(event, timeout=_POLL_S)
+                return
+            except queue.Full:
+                pass
+
+    def _abandoned(self) -> bool:
+        # A program that ends by an exception waits for this thread, which then must end too, while
+        # its workers can still be told to.
+        return self.closed.is_set() or not threading.main_thread().is_alive()
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _ignore_signals(worker: int) -> None:
+    for number in _TRAINERS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _ended_from_outside(worker: BaseProcess) -> UserError:
+    code = worker.exitcode or 0
+    cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    return UserError(
+        f"loader process {worker.pid} was ended from outside ({cause}), as the system does where "
+        "memory (SIGKILL) or shared memory (SIGBUS) is short; resume from the last checkpoint with "
+        "fewer --num-workers, or with more memory"
+    )

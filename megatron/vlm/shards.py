@@ -1,0 +1,88 @@
+"""How parameters are divided over tensor-parallel ranks, and padded where they do not divide.
+
+Whatever is padded is padded at the end of its divided axis, with zeros: heads of the vision encoder
+(InternViT-6B has 25) and words of the vocabulary. A padded head's q, k and v are zero and so are
+the columns that take its output, and padded words never reach the softmax. Either way all of it has
+zero gradients, stays zero, and changes nothing.
+"""
+
+import re
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.mlp import MLP
+
+from omnibal.config import ModelConfig
+
+_VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head)\.weight$")
+_VISION_HEADS_NAME = re.compile(
+    r"^vision\.layers\.\d+\.self_attention\."
+    r"(?:linear_(qkv)\.(?:weight|bias)|linear_proj\.weight|[qk]_layernorm\.weight)$"
+)
+
+
+def padded_size(size: int, ranks: int) -> int:
+    """The least multiple of `ranks` that is not below `size`."""
+    return size + -size % ranks
+
+
+def unpadded_size(model: ModelConfig, name: str) -> int | None:
+    """Size of a parameter's divided axis in the whole model; None where it is never padded."""
+    if _VOCABULARY_NAME.match(name):
+        return model.language.vocab_size
+    match = _VISION_HEADS_NAME.match(name)
+    if match is None:
+        return None
+    return model.vision.hidden_size * (3 if match[1] else 1)
+
+
+def describe_partitions(stage: torch.nn.Module) -> None:
+    """Give every parameter Megatron-core's attributes of how it is divided over the ranks.
+
+    Core gives matrices theirs only when it draws them itself. The optimizer tells by them which
+    parameters are on every rank and count once in the gradient's norm.
+    """
+    for module in stage.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            set_tensor_model_parallel_attributes(module.weight, True, dim=0, stride=1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, True, dim=1, stride=1)
+    for module in stage.modules():
+        if isinstance(module, MLP) and module.config.gated_linear_unit:
+            # A rank holds its part of the gate, then its part of what is gated.
+            module.linear_fc1.weight.partition_stride = 2
+    for parameter in stage.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+def whole_shape(parameter: torch.nn.Parameter, unpadded: int | None) -> torch.Size:
+    """Shape over all tensor-parallel ranks together, without padding.
+
+    Args:
+        unpadded: the parameter's `unpadded_size`.
+    """
+    shape = list(parameter.shape)
+    if parameter.tensor_model_parallel:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        shape[parameter.partition_dim] = unpadded or shape[parameter.partition_dim] * ranks
+    return torch.Size(shape)
+
+
+def own_shard(whole: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's part of a tensor of `whole_shape`, zeros where the parameter is padded."""
+    if not parameter.tensor_model_parallel:
+        return whole
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    axis = parameter.partition_dim
+    padding = list(whole.shape)
+    padding[axis] = parameter.shape[axis] * ranks - whole.shape[axis]
+    padded = torch.cat([whole, whole.new_zeros(padding)], axis)
+    return torch.cat(padded.chunk(ranks * parameter.partition_stride, axis)[rank::ranks], axis)

@@ -1,0 +1,34 @@
+"""Stopping when asked to: by the scheduler, by a launcher, or at the terminal."""
+
+import signal
+from types import FrameType
+from typing import Self
+
+
+class StopSignal:
+    """Within it, SIGTERM and SIGINT (Ctrl-C) only set `requested`, for the training loop to read.
+
+    Schedulers and launchers send SIGTERM more than once; no number of them interrupts a save. A
+    second SIGINT ends the process at once. A process that is forked meanwhile (a checkpoint's
+    writer) is left in peace by both.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if number == signal.SIGINT:
+            # Not a handler of ours: Python's run only between two of its own instructions, and the
+            # process may be waiting for others inside one.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,41 @@
+"""The loss on held-out data, through the pipeline that trains."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.schedule import run_forward
+from megatron.vlm.train import SeenBatches, Trainer, global_sums
+from omnibal.runlog import ValidationRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """This data-parallel rank's share of the held-out packs; may be empty."""
+
+    batches: Callable[[], Iterator[MicroBatch]]
+    """Reads them from the start, as this stage needs them."""
+    counts: Sequence[tuple[int, int]]
+    """(tiles, tokens) of each."""
+
+
+def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
+    """Weighted mean loss over the held-out packs, as the training loss is; collective.
+
+    Args:
+        step: steps trained before.
+    """
+    started = time.perf_counter()
+    trainer.model.eval()
+    seen = SeenBatches()
+    batches = seen.count(validation.batches())
+    losses = run_forward(trainer.plan, trainer.model, trainer.links, batches, validation.counts)
+    trainer.model.train()
+    sums = global_sums(trainer.links, losses, seen)
+    return ValidationRecord(
+        step=step,
+        loss=sums.mean_loss,
+        loss_tokens=int(sums.loss_tokens),
+        seconds=time.perf_counter() - started,
+    )

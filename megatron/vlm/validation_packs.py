@@ -1,0 +1,111 @@
+"""Packs of held-out samples, for the loss on them during training."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.vlm.data import DataOptions, PackDataset, SampleReader
+from omnibal.data.isf import pack_isf
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.scan import scan_lengths
+from omnibal.errors import UserError
+from omnibal.plan import Caps, Stage
+
+_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationPacks:
+    """The same samples in the same packs on every rank and in every run."""
+
+    scheduled: ScheduledPacks
+    """One step, dealt to the data-parallel ranks in turn; a rank may have none."""
+    lengths: Lengths
+    left_out: int
+    """Samples that exceed a cap."""
+
+    @property
+    def samples(self) -> int:
+        """In the packs of all ranks."""
+        return len(self.lengths)
+
+    def dataset(
+        self, reader: SampleReader, stage: Stage, rank: int, options: DataOptions
+    ) -> PackDataset:
+        """What one data-parallel rank validates on, without anything random.
+
+        Args:
+            reader: the one that the packs were made of.
+            options: those of training.
+        """
+        plain = replace(options, augment=False, drop_path=False)
+        return PackDataset(reader, self.scheduled, self.lengths, self._rows(rank), stage, plain)
+
+    def counts(self, rank: int) -> list[tuple[int, int]]:
+        """(tiles, tokens) of the rank's micro-batches."""
+        rows = self._rows(rank)
+        tiles, tokens = self.scheduled.tiles[rows], self.scheduled.tokens[rows]
+        return list(zip(tiles.tolist(), tokens.tolist(), strict=True))
+
+    def _rows(self, rank: int) -> np.ndarray:
+        return np.flatnonzero(self.scheduled.dp_rank == rank)
+
+
+def pack_validation(
+    reader: SampleReader, samples: int, caps: Caps, data_parallel: int
+) -> ValidationPacks:
+    """Scan the first `samples` held-out samples and pack those that fit.
+
+    Raises:
+        UserError: a sample is bad, or none fits.
+    """
+    taken = np.arange(min(samples, len(reader.annotations)))
+    annotations = reader.annotations.take(taken)
+    # So that what is bad is named without the scan's own advice.
+    scan = scan_lengths(
+        annotations, reader.model, reader.tokenizer, lambda done: None, on_error="skip"
+    )
+    if scan.skipped:
+        raise UserError(f"held-out data: {scan.skipped[0].message}")
+    lengths = _within(scan.lengths, caps)
+    if not len(lengths):
+        raise UserError(
+            f"all {len(taken)} held-out samples exceed the plan's caps of {caps.max_tiles} tiles "
+            f"and {caps.max_tokens} tokens; validate on samples like those trained on"
+        )
+    packs = pack_isf(lengths, caps, _SEED)
+    return ValidationPacks(
+        scheduled=_dealt(packs, lengths, data_parallel),
+        lengths=lengths,
+        left_out=len(taken) - len(lengths),
+    )
+
+
+def _within(lengths: Lengths, caps: Caps) -> Lengths:
+    """The rows of samples that a pack can hold."""
+    fits = (lengths.tiles <= caps.max_tiles) & (lengths.tokens <= caps.max_tokens)
+    return replace(
+        lengths,
+        tiles=lengths.tiles[fits],
+        tokens=lengths.tokens[fits],
+        loss_tokens=lengths.loss_tokens[fits],
+        source=lengths.source[fits],
+        sample=np.flatnonzero(fits),
+    )
+
+
+def _dealt(packs: Packs, lengths: Lengths, data_parallel: int) -> ScheduledPacks:
+    """Every rank takes every `data_parallel`-th pack."""
+    numbers = np.arange(len(packs))
+    order = np.argsort(numbers % data_parallel, kind="stable")
+    packs = packs.take(order)
+    return ScheduledPacks(
+        packs=packs,
+        step=np.zeros(len(packs), np.int64),
+        dp_rank=(numbers[order] % data_parallel).astype(np.int32),
+        slot=(numbers[order] // data_parallel).astype(np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+    )

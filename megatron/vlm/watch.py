@@ -1,0 +1,346 @@
+"""When one rank fails, all ranks end within a minute, and every node's log says which and why.
+
+Without it, ranks that wait for a dead one end as the backend sees fit. gloo reports a lost
+connection where there was one, and elsewhere waits for the process group's time-out. NCCL's
+watchdog (TORCH_NCCL_ASYNC_ERROR_HANDLING, on by default) aborts the process at that time-out or at
+a broken network connection, but does not notice a dead peer behind NVLink or shared memory. A
+launcher ends the ranks of its own node only. And every survivor tells of its lost connection, so
+that the reason is one traceback among hundreds.
+
+Here a thread of each rank talks to the store through which the ranks met: it counts up a heartbeat
+of its own, looks at the heartbeat of the next rank, and looks for the record of the first failure.
+That is three small requests a period, at any number of ranks. What stays with the process group's
+time-out is a collective in which living ranks wait for each other.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron.vlm.launch import Launch
+from omnibal.errors import EXIT_USER_ERROR, UserError
+
+_EXIT_FAILURE = 1
+_EXIT_INTERRUPTED = 130
+_LAST_PERIOD_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How soon a failure is noticed.
+
+    In all it is less than the 30 s after which torchrun kills the other ranks of a failed one's
+    node, and on the first node the store.
+    """
+
+    period_s: float = 2.0
+    """Between two looks at the store."""
+    stale_s: float = 20.0
+    """Without a heartbeat until a rank counts as dead; a process may hold Python's lock so long."""
+
+    @property
+    def scan_s(self) -> float:
+        """Between two looks at all ranks, in which a living one has counted up."""
+        return 1.5 * self.period_s
+
+    @property
+    def linger_s(self) -> float:
+        """The store is kept alive so long at the end, for those that have yet to read in it."""
+        return 2 * self.period_s
+
+    @property
+    def patience_s(self) -> float:
+        """A lost connection waits so long for its reason: for a dead rank to be noticed."""
+        return 1.5 * self.stale_s + self.scan_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """The record in the store: why the ranks end."""
+
+    reporter: int
+    node: int
+    message: str
+    exit_code: int
+    readers: int
+    """Ranks that are alive to read it."""
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether an error may only say that another rank is gone."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and "gloo/transport/" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextlib.contextmanager
+def ending_together(launch: Launch, store: dist.Store, pace: Pace | None = None) -> Iterator[None]:
+    """Run the body on every rank; leave it when all have, or end the process when one fails.
+
+    The process then ends at once, with exit code 2 for a UserError and 1 for everything else. The
+    failing rank prints its error, every other node one line about it.
+    """
+    watch = Watch(store, launch, pace or Pace()) if launch.world_size > 1 else None
+    try:
+        yield
+    except BaseException as error:
+        if watch is not None:
+            watch.fail(error)
+        _print_error(error, launch.rank)
+        _end_process(_exit_code(error))
+    if watch is not None:
+        watch.stop()
+
+
+class Watch:
+    """Looks after the other ranks from its creation until `stop` or the end of the process."""
+
+    def __init__(self, store: dist.Store, launch: Launch, pace: Pace) -> None:
+        self._launch, self._pace = launch, pace
+        self._neighbour = (launch.rank + 1) % launch.world_size
+        self._exchanges = 0
+        self._finishing = threading.Event()
+        self._over = threading.Event()
+        # Whoever holds it ends the process, and never gives it back.
+        self._ending = threading.Lock()
+        # Daemons, so that they cannot keep the interpreter alive.
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._watch, "watch"), (self._guard, "watch guard"))
+        ]
+        watch, guard = self._threads
+        guard.start()  # first, as the connection may already be waited for in vain
+        # An own one: a request on the ranks' own connection may wait there for minutes.
+        try:
+            self._store = dist.PrefixStore("watch", store.clone())
+        except RuntimeError as error:
+            self._end_without_store(_summary(error))
+        watch.start()
+
+    def stop(self) -> None:
+        """Wait until every rank has come here, then end the threads.
+
+        Ranks end at different times, and the store may end with the first of them; so none leaves
+        before all have done their work.
+        """
+        self._finishing.set()
+        for thread in self._threads:
+            thread.join()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process, and with it all others, because of an error of this rank."""
+        if is_consequence(error):
+            time.sleep(self._pace.patience_s)  # the watch ends the process when it finds the reason
+        self._ending.acquire()
+        own = _Failure(
+            reporter=self._launch.rank,
+            node=self._launch.node,
+            message=f"rank {self._launch.rank} failed: {_summary(error)}",
+            exit_code=_exit_code(error),
+            readers=self._launch.world_size,
+        )
+        try:
+            first = self._record(own)
+        except RuntimeError:
+            first = own
+        if first == own:
+            _print_error(error, self._launch.rank)
+        self._leave_because_of(first)
+
+    def _watch(self) -> None:
+        """The thread that talks to the store."""
+        silence = _Silence()
+        pause_s = self._pace.period_s
+        try:
+            while not self._exchange(silence, pause_s):
+                self._exchanges += 1
+                if self._finishing.is_set():
+                    pause_s = min(_LAST_PERIOD_S, self._pace.period_s)
+                    time.sleep(pause_s)
+                else:
+                    self._finishing.wait(pause_s)
+        except RuntimeError as error:
+            # After this rank's work a store may be gone because all others have seen the end.
+            if not self._finishing.is_set():
+                self._end_without_store(_summary(error))
+        self._over.set()
+
+    def _exchange(self, silence: "_Silence", pause_s: float) -> bool:
+        """One look at the store, after a pause; whether all ranks have finished."""
+        self._store.add(_beat(self._launch.rank), 1)
+        if self._store.check(["failure"]):
+            self._ending.acquire()
+            self._leave_because_of(self._read_failure(self._store.get("failure")))
+        if self._finishing.is_set() and self._count_finished() == self._launch.world_size:
+            self._part()
+            return True
+        beat = self._store.add(_beat(self._neighbour), 0)
+        if silence.after(beat, pause_s) >= self._pace.stale_s:
+            self._report_silent_ranks()
+        return False
+
+    def _count_finished(self) -> int:
+        own = self._store.add(f"finished/{self._launch.rank}", 1)
+        return self._store.add("finished", 1 if own == 1 else 0)
+
+    def _part(self) -> None:
+        """Rank 0, which may keep the store, is the last to go."""
+        if self._launch.rank != 0:
+            self._store.add("parted", 1)
+        else:
+            self._linger("parted", self._launch.world_size - 1)
+
+    def _linger(self, key: str, count: int) -> None:
+        """Wait until so many ranks have counted up, or no longer."""
+        deadline = time.monotonic() + self._pace.linger_s
+        while self._store.add(key, 0) < count and time.monotonic() < deadline:
+            time.sleep(min(_LAST_PERIOD_S, self._pace.period_s))
+
+    def _report_silent_ranks(self) -> None:
+        """Name all that are silent: a node dies with its ranks, and NCCL takes others along."""
+        before = self._beats()
+        time.sleep(self._pace.scan_s)
+        silent = [
+            rank
+            for rank, (old, new) in enumerate(zip(before, self._beats(), strict=True))
+            if old == new and rank != self._launch.rank
+        ]
+        if not silent:
+            return
+        self._ending.acquire()
+        own = _Failure(
+            reporter=self._launch.rank,
+            node=self._launch.node,
+            message=(
+                f"{_ranks(silent)} not been heard of for {self._pace.stale_s:g} s (killed, out of "
+                "memory, or the node is gone)"
+            ),
+            exit_code=_EXIT_FAILURE,
+            readers=self._launch.world_size - len(silent),
+        )
+        first = self._record(own)
+        if first == own:
+            self._say(own)
+        self._leave_because_of(first)
+
+    def _beats(self) -> list[int]:
+        return [self._store.add(_beat(rank), 0) for rank in range(self._launch.world_size)]
+
+    def _record(self, own: _Failure) -> _Failure:
+        """The first failure of all ranks, which is `own` if there was none."""
+        return self._read_failure(
+            self._store.compare_set("failure", "", json.dumps(asdict(own), sort_keys=True))
+        )
+
+    def _read_failure(self, text: bytes) -> _Failure:
+        return _Failure(**json.loads(text))
+
+    def _leave_because_of(self, failure: _Failure) -> NoReturn:
+        """Pass the failure on, once a node, and end.
+
+        The store is on the first node, in rank 0 or in a launcher that ends with its ranks.
+        """
+        with contextlib.suppress(RuntimeError):  # the store may end now
+            self._store.add("read", 1)
+            if (
+                failure.node != self._launch.node
+                and self._store.add(f"told/{self._launch.node}", 1) == 1
+            ):
+                self._say(failure)
+            if self._launch.node == 0:
+                self._linger("read", failure.readers)
+        _end_process(failure.exit_code)
+
+    def _say(self, failure: _Failure) -> None:
+        _print_line(f"error: {failure.message}; rank {self._launch.rank} stops, as all others do")
+
+    def _guard(self) -> None:
+        """The thread that notices when a request to the store is never answered."""
+        silence = _Silence()
+        while not self._over.wait(self._pace.period_s):
+            if silence.after(self._exchanges, self._pace.period_s) >= self._pace.patience_s:
+                self._end_without_store(f"no answer for {self._pace.patience_s:g} s")
+
+    def _end_without_store(self, reason: str) -> NoReturn:
+        # Not through the lock: its holder may be the one that waits for the store. Two a node
+        # speak, as one may be what is gone.
+        if self._launch.local_rank <= 1:
+            _print_line(
+                f"error: rank {self._launch.rank} has lost the store of all ranks ({reason}): rank "
+                "0 or its launcher was killed, or its node is gone; all ranks stop"
+            )
+        _end_process(_EXIT_FAILURE)
+
+
+class _Silence:
+    """How long a counter has stood still, summed over the pauses between looks at it.
+
+    Not by the clock: whoever was frozen itself would find all others silent on waking.
+    """
+
+    def __init__(self) -> None:
+        self._value: int | None = None
+        self._silent_s = 0.0
+
+    def after(self, value: int, pause_s: float) -> float:
+        """Seconds of silence, given the counter now and the pause before."""
+        self._silent_s = self._silent_s + pause_s if value == self._value else 0.0
+        self._value = value
+        return self._silent_s
+
+
+def _beat(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]} have"
+    return f"ranks {', '.join(map(str, ranks))} have"
+
+
+def _summary(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, UserError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, UserError):
+        return EXIT_USER_ERROR
+    return _EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else _EXIT_FAILURE
+
+
+def _print_error(error: BaseException, rank: int) -> None:
+    if isinstance(error, UserError):
+        _print_line(f"error: {error}")
+        return
+    if not (is_consequence(error) or isinstance(error, KeyboardInterrupt)):
+        traceback.print_exception(error)
+    _print_line(f"error: rank {rank} failed: {_summary(error)}")
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _end_process(exit_code: int) -> NoReturn:
+    # Not sys.exit: ending the interpreter would wait for transfers that never come.
+    os._exit(exit_code)

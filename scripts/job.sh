@@ -1,0 +1,30 @@
+# shellcheck shell=bash
+# Sourced by the launchers: turns PLAN META.json TOKENIZER.model RUN [options] into the trainer's
+# arguments, which go on from the newest checkpoint in RUN if there is one, and sets what each
+# rank's environment needs. NCCL's own settings are the cluster's (NCCL_SOCKET_IFNAME, NCCL_IB_HCA,
+# ...) and are passed on. None sets a time-out: the ranks watch each other.
+
+# fail MESSAGE: a user's mistake ends the launcher as it ends the trainer.
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# read_job USAGE ARGUMENTS...: fills `arguments`.
+read_job() {
+    local usage=$1 resume=()
+    shift
+    if [[ $# -lt 4 ]]; then
+        echo "usage: $usage PLAN META.json TOKENIZER.model RUN [pretrain_vlm.py options]" >&2
+        exit 2
+    fi
+    [[ -e $4/latest_checkpointed_iteration.txt ]] && resume=(--load "$4")
+    # shellcheck disable=SC2034  # the launcher's
+    arguments=(--plan "$1" --data "$2" --tokenizer-model "$3" --save "$4"
+        ${resume[@]+"${resume[@]}"} "${@:5}")
+}
+
+# Of the main process; the loader's workers have one thread each.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+# A lost store is told in one line by the watch, and not in forty by torch.
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

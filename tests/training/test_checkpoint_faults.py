@@ -1,0 +1,360 @@
+"""Saving where writes fail and processes die: nothing saved is lost, and training goes on."""
+
+import multiprocessing
+import random
+import re
+import resource
+import shutil
+import signal
+import time
+from collections import namedtuple
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+
+from megatron.vlm import checkpoint
+from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
+from megatron.vlm.checkpoint_files import (
+    TRACKER_FILE,
+    begin_checkpoint,
+    checkpoint_path,
+    latest_step,
+    part_path,
+)
+from megatron.vlm.launch import Launch, initialize_distributed
+from megatron.vlm.train import build_trainer, train_step
+from omnibal.errors import UserError
+
+PACKS = [[(1, 8)], [(0, 9)]]
+SCHEDULED_STEPS = 10_000
+KILLS = 12
+FIRST_STEP_S = 0.3
+MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def two_stages(**vision_changes):
+    model = toy_model(**vision_changes)
+    return toy_plan(model, stages_of(model, 4))
+
+
+def start(links, plan, directory, asynchronous, keep_last=None):
+    """A trainer, what `load_checkpoint` needs of it, and a writer of its state."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
+    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    writer = CheckpointWriter(directory, *parts, keep_last=keep_last, asynchronous=asynchronous)
+    return trainer, parts, writer
+
+
+def step_loss(trainer, step):
+    batches = [
+        toy_batch(trainer.plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)
+    ]
+    return train_step(trainer, iter(batches), counts_of(batches)).loss
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def limit_file_size(size):
+    """Writes beyond `size` bytes of a file fail; -1 lifts it. Nothing else of the process does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def save_through_failure(links, plan, directory, asynchronous, fail):
+    """Three steps, a save after each; the second save fails on this rank as `fail` says."""
+    trainer, _, writer = start(links, plan, directory, asynchronous)
+    losses, lines = [], []
+    for step in (1, 2, 3):
+        losses.append(step_loss(trainer, step))
+        if step == 2:
+            fail(writer)
+        else:
+            writer.save(step, {})
+        lines.append(writer.finish())
+        if step == 2:
+            limit_file_size(resource.RLIM_INFINITY)
+            kept = names(directory) if dist.get_rank() == 0 else None
+    return losses, lines, kept
+
+
+def unlimited_losses(links, plan):
+    trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
+    return [step_loss(trainer, step) for step in (1, 2, 3)]
+
+
+def resumed_step(links, plan, directory):
+    _, parts, _ = start(links, plan, directory, False)
+    return load_checkpoint(directory, *parts).step
+
+
+def check_failed_save(plan, directory, results, reason):
+    (losses, lines, kept), (_, other_lines, _) = results
+    assert kept == ["iter_0000001", TRACKER_FILE]
+    assert lines == other_lines
+    assert lines[0] == [f"saved {checkpoint_path(directory, 1)}"]
+    assert lines[2] == [f"saved {checkpoint_path(directory, 3)}"]
+    [line] = lines[1]
+    assert re.search(reason, line), line
+    assert line.endswith(
+        f"training goes on, and {checkpoint_path(directory, 1)} stays the newest one"
+    )
+    assert losses == run_ranks(plan.parallel, unlimited_losses, plan)[0]
+    assert run_ranks(plan.parallel, resumed_step, plan, directory) == [3, 3]
+
+
+@MODES
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failing_write_on_one_rank_leaves_all_training(tmp_path, failing, asynchronous):
+    """Prevents: ranks that wait for ever for one whose disk is full, or a checkpoint with holes."""
+
+    def fail(writer):
+        if dist.get_rank() == failing:
+            limit_file_size(2000)
+        writer.save(2, {})
+
+    plan = two_stages()
+    results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, asynchronous, fail)
+    reason = (
+        rf"step 2 is not saved: rank {failing}: \S*iter_0000002.part/__{failing}_0.distcp: File"
+    )
+    check_failed_save(plan, tmp_path, results, reason)
+
+
+@pytest.mark.parametrize("limit", [10, 0], ids=["metadata", "empty"])
+def test_failing_metadata_leaves_all_training(tmp_path, limit):
+    """Prevents: ranks left waiting where a disk is full only at the very end of a save."""
+
+    def fail(writer):
+        writer.save(2, {})
+        while not (part_path(tmp_path, 2) / "common.pt").is_file():
+            time.sleep(0.01)
+        writer._threads.shutdown(wait=True)
+        limit_file_size(limit)
+        writer._complete(writer._pending)
+        writer._threads = checkpoint.ThreadPoolExecutor(2)
+
+    plan = two_stages()
+    results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, True, fail)
+    check_failed_save(plan, tmp_path, results, "step 2 is not saved: rank 0: .*File too large")
+
+
+@MODES
+def test_save_that_does_not_fit_is_not_begun(tmp_path, asynchronous):
+    """Prevents: filling the disk to its last byte with a checkpoint that cannot be completed."""
+
+    def fail(writer):
+        usage = namedtuple("usage", "free")
+        whole, checkpoint.shutil.disk_usage = shutil.disk_usage, lambda path: usage(free=100_000)
+        writer.save(2, {})
+        checkpoint.shutil.disk_usage = whole
+
+    plan = two_stages()
+    results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, asynchronous, fail)
+    check_failed_save(plan, tmp_path, results, "a checkpoint takes .* GiB, and only .* are free")
+
+
+@MODES
+def test_folder_that_cannot_be_made_leaves_all_training(tmp_path, asynchronous):
+    """Prevents: a directory without write permission that stops training, or some of its ranks."""
+
+    def fail(writer):
+        # Permissions do not bind every user that runs tests; a file in the way binds all.
+        blocker = part_path(tmp_path, 2)
+        if dist.get_rank() == 0:
+            blocker.write_text("")
+        writer.save(2, {})
+        writer._wait()
+        if dist.get_rank() == 0:
+            blocker.unlink()
+
+    def work(*arguments):
+        losses, lines, kept = save_through_failure(*arguments)
+        lines[1] = [line.split("; what was written stays")[0] for line in lines[1]]
+        return losses, lines, kept
+
+    plan = two_stages()
+    results = run_ranks(plan.parallel, work, plan, tmp_path, asynchronous, fail)
+    check_failed_save(plan, tmp_path, results, "step 2 is not saved: rank 0: .*Not a directory")
+
+
+def save_steps(links, plan, directory, asynchronous, keep_last, steps):
+    _, _, writer = start(links, plan, directory, asynchronous, keep_last)
+    for step in steps:
+        writer.save(step, {})
+    return writer.finish()
+
+
+@MODES
+@pytest.mark.parametrize("keep_last", [None, 1, 2])
+def test_only_the_newest_checkpoints_are_kept(tmp_path, asynchronous, keep_last):
+    """Prevents: disks that fill up, and removal of the one checkpoint that a resume would load."""
+    plan = two_stages()
+    for step in (3, 9):
+        (begin_checkpoint(tmp_path, step) / "rest").write_text("")
+    run_ranks(plan.parallel, save_steps, plan, tmp_path, asynchronous, keep_last, [1, 2, 4, 5])
+    kept = [1, 2, 4, 5][-(keep_last or 4) :]
+    rests = [3, 9] if keep_last is None else [9]
+    expected = [checkpoint_path(tmp_path, step).name for step in kept]
+    expected += [part_path(tmp_path, step).name for step in rests]
+    assert names(tmp_path) == sorted([*expected, TRACKER_FILE])
+    assert latest_step(tmp_path) == 5
+
+
+def test_going_back_keeps_what_is_newer(tmp_path):
+    """Prevents: going back by hand to step 2, whose next save then counts step 5 as the newest."""
+    plan = two_stages()
+    run_ranks(plan.parallel, save_steps, plan, tmp_path, False, None, [1, 2, 5])
+    (tmp_path / TRACKER_FILE).write_text("2")
+    run_ranks(plan.parallel, save_steps, plan, tmp_path, False, 2, [3])
+    assert names(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000005", TRACKER_FILE]
+
+
+def test_rests_of_another_layout_are_overwritten(tmp_path):
+    """Prevents: a file of a save that was cut short, read as one of the save that replaced it."""
+    plan = two_stages()
+    part = begin_checkpoint(tmp_path, 1)
+    for name in ("__1_0.distcp", "__7_0.distcp", ".metadata", "common.pt"):
+        (part / name).write_bytes(b"rest")
+    # Newer than the tracker file: a kill between its last two operations.
+    shutil.copytree(part, checkpoint_path(tmp_path, 2))
+    run_ranks(plan.parallel, save_steps, plan, tmp_path, False, None, [1, 2])
+    for step in (1, 2):
+        assert "__7_0.distcp" not in names(checkpoint_path(tmp_path, step))
+    assert run_ranks(plan.parallel, resumed_step, plan, tmp_path)
+
+
+def remove(path):
+    path.unlink()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def spoil(path):
+    path.write_bytes(b"\x80garbage")
+
+
+def refusals(links, plan, directories):
+    """What each directory is refused with, by both ways to load."""
+    trainer, parts, _ = start(links, plan, directories[0].parent, False)
+    messages = []
+    for directory in directories:
+        with pytest.raises(UserError) as resumed:
+            load_checkpoint(directory, *parts)
+        with pytest.raises(UserError) as evaluated:
+            load_weights(directory, plan, trainer.stage)
+        messages.append((str(resumed.value), str(evaluated.value)))
+    return messages
+
+
+def test_broken_checkpoints_are_refused_on_every_rank(tmp_path):
+    """Prevents: a traceback, or a rank that waits for one that could not read its file."""
+    plan = two_stages()
+    run_ranks(plan.parallel, save_steps, plan, tmp_path / "whole", False, None, [1])
+    files = (".metadata", "metadata.json", "common.pt", "__0_0.distcp", "__1_0.distcp")
+    directories = []
+    for file in files:
+        for damage in (remove, cut, spoil):
+            directory = tmp_path / f"{damage.__name__}{file}"
+            shutil.copytree(tmp_path / "whole", directory)
+            damage(checkpoint_path(directory, 1) / file)
+            directories.append(directory)
+    first, second = run_ranks(plan.parallel, refusals, plan, directories)
+    assert first == second
+    for directory, messages in zip(directories, first, strict=True):
+        for message in messages:
+            assert message.startswith(f"{checkpoint_path(directory, 1)}: "), message
+            assert message.endswith(f"name an earlier checkpoint in {directory / TRACKER_FILE}")
+            assert "\n" not in message
+
+
+def train_until_killed(rank, plan, directory, asynchronous, store):
+    """Resume, then train and save after every step; rank 0 keeps a record of both."""
+    launch = Launch(rank=rank, world_size=2, local_rank=rank)
+    links = initialize_distributed(launch, plan.parallel, 0, f"file://{store}")
+    trainer, parts, writer = start(links, plan, directory, asynchronous, keep_last=2)
+    step = 0
+    if latest_step(directory) is not None:
+        step = load_checkpoint(directory, *parts).step
+    with Path(f"{store}.record").open("a", buffering=1) as record:
+        print("resumed", step, file=record)
+        while True:
+            loss = step_loss(trainer, step)
+            print("loss", step, loss.hex(), file=record)
+            step += 1
+            writer.save(step, {})
+            for line in writer.poll():
+                print(line, file=record)
+
+
+def killed_run(plan, directory, asynchronous, store, moment):
+    """The record of a run whose ranks are killed at `moment` of a step and its save.
+
+    From 0 to 1 in the first one of the run, from 1 to 2 in the second, as far as can be foreseen.
+    """
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(
+            target=train_until_killed, args=(rank, plan, directory, asynchronous, store)
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    path = Path(f"{store}.record")
+
+    def wait_for(words):
+        deadline = time.monotonic() + 60
+        while not (path.is_file() and words in path.read_text()):
+            assert time.monotonic() < deadline and all(p.is_alive() for p in processes), words
+            time.sleep(0.001)
+        return time.monotonic()
+
+    begun = wait_for("resumed")
+    if moment < 1:
+        time.sleep(moment * FIRST_STEP_S)
+    else:
+        time.sleep((moment - 1) * (wait_for("saved") - begun))
+    assert all(process.is_alive() for process in processes)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    return [line.split() for line in path.read_text().splitlines()]
+
+
+def reference_losses(links, plan, steps):
+    trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
+    return [step_loss(trainer, step) for step in range(steps)]
+
+
+@MODES
+def test_killed_at_any_moment_loses_nothing_saved(tmp_path, asynchronous):
+    """Prevents: a kill in mid-save, mid-rename or mid-removal that costs what was saved before."""
+    plan = two_stages(hidden_size=64, ffn_hidden_size=256)
+    directory, moments = tmp_path / "run", random.Random(7)
+    directory.mkdir()
+    announced, losses, cut_short = 0, {}, 0
+    for kill in range(KILLS):
+        store, moment = tmp_path / f"store{kill}", moments.uniform(0.5, 2)
+        record = killed_run(plan, directory, asynchronous, store, moment)
+        assert int(record[0][1]) >= announced
+        for words in record:
+            if words[0] == "loss":
+                assert losses.setdefault(int(words[1]), words[2]) == words[2]
+            elif words[0] == "saved":
+                announced = int(words[1].rpartition("_")[2])
+        assert (latest_step(directory) or 0) >= announced
+        cut_short += any(name.endswith(".part") for name in names(directory))
+    assert cut_short > 0, "no kill hit a save"
+    assert announced > 0, "nothing was saved"
+    run_ranks(plan.parallel, resumed_step, plan, directory)
+    [expected, _] = run_ranks(plan.parallel, reference_losses, plan, len(losses))
+    assert [float.fromhex(losses[step]) for step in range(len(losses))] == expected

@@ -1,0 +1,484 @@
+"""From packs to tensors: weights, what is random, what cannot be read, and who loads it."""
+
+import io
+import json
+import math
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from toy import stages_of
+
+from megatron.vlm.augment import Purpose, jpeg_qualities, tile_keys
+from megatron.vlm.data import (
+    DataOptions,
+    LossWeighting,
+    OnBadSample,
+    PackDataset,
+    SampleReader,
+    load_batches,
+)
+from megatron.vlm.validation_packs import pack_validation
+from omnibal.config import load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.scan import scan_lengths
+from omnibal.errors import UserError
+from omnibal.plan import Caps
+
+MODEL = load_model("internvl-digits")
+CPU = torch.device("cpu")
+[WHOLE] = stages_of(MODEL)
+FIRST, MIDDLE, TEXT, LAST = stages_of(
+    MODEL, 2, MODEL.vision.layers + 1, MODEL.vision.layers + MODEL.language.layers + 2
+)
+SKIP = DataOptions(on_bad_sample=OnBadSample.SKIP)
+ROOT = Path(__file__).parents[2]
+
+
+class Data:
+    """A dataset, its lengths, and packs of it."""
+
+    def __init__(self, meta: Path, tokenizer) -> None:
+        self.reader = SampleReader(Annotations.open(meta), tokenizer, MODEL)
+        self.lengths = scan_lengths(
+            self.reader.annotations, MODEL, tokenizer, lambda done: None
+        ).lengths
+
+    def dataset(self, packs, stage=WHOLE, options=DataOptions(), epoch=0) -> PackDataset:  # noqa: B008
+        """These lists of samples as micro-batches of one rank."""
+        packs = Packs.from_lists(packs)
+        rows = np.arange(len(packs))
+        scheduled = ScheduledPacks(
+            packs=packs,
+            step=rows,
+            dp_rank=np.zeros(len(rows), np.int32),
+            slot=np.zeros(len(rows), np.int32),
+            epoch=np.full(len(rows), epoch, np.int32),
+            tiles=packs.sums(self.lengths.tiles).astype(np.int32),
+            tokens=packs.sums(self.lengths.tokens).astype(np.int32),
+        )
+        return PackDataset(self.reader, scheduled, self.lengths, rows, stage, options)
+
+
+@pytest.fixture(scope="module")
+def data(digits, tokenizer) -> Data:
+    return Data(digits / "train" / "meta.json", tokenizer)
+
+
+@pytest.fixture
+def pictures(tmp_path, tokenizer) -> Data:
+    """Noisy photographs, each format of its own, and two sources of which one is augmented."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for number, (width, height, kind) in enumerate(
+        [(70, 40, "jpg"), (64, 64, "png"), (33, 90, "jpg"), (64, 200, "png"), (64, 64, "jpg")]
+    ):
+        coarse = Image.fromarray(rng.integers(0, 255, (9, 9, 3), np.uint8))
+        coarse.resize((width, height), Image.Resampling.BICUBIC).save(tmp_path / f"{number}.{kind}")
+        lines.append(line([f"{number}.{kind}"], "x" * (3 * number + 1)))
+    lines.append(line(["0.jpg", "1.png"], "both"))
+    lines.append(line([], "none"))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    source = {"root": "", "annotation": "a.jsonl"}
+    meta = {"augmented": {**source, "data_augment": True}, "plain": source}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    return Data(tmp_path / "meta.json", tokenizer)
+
+
+def line(images: list[str], answer: str) -> str:
+    turns = [
+        {"from": "human", "value": "<image>" * len(images) + "What?"},
+        {"from": "gpt", "value": answer},
+        {"from": "human", "value": "And?"},
+        {"from": "gpt", "value": answer[:2]},
+    ]
+    return json.dumps({"image": images, "conversations": turns}) + "\n"
+
+
+def random_packs(samples: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return np.array_split(rng.permutation(samples), samples // 4)
+
+
+def equal(batch, other) -> bool:
+    """Every field, and of tensors every bit."""
+    return all(
+        torch.equal(value, vars(other)[name])
+        if torch.is_tensor(value)
+        else value == vars(other)[name]
+        for name, value in vars(batch).items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("weighting", "weigh"),
+    [
+        (LossWeighting.TOKEN, lambda n: 1.0),
+        (LossWeighting.SAMPLE, lambda n: 1 / n),
+        (LossWeighting.SQRT, lambda n: 1 / math.sqrt(n)),
+    ],
+)
+def test_loss_fields_token_by_token(data, weighting, weigh):
+    """Prevents: a weight of another sample, or of one turn instead of the whole sample."""
+    packs = random_packs(len(data.lengths), seed=1)
+    dataset = data.dataset(packs, LAST, DataOptions(loss_weighting=weighting))
+    turns = set()
+    for pack, batch in zip(packs, dataset, strict=True):
+        expected, place = [], 0
+        for index in pack:
+            sample = data.reader.annotations[int(index)]
+            turns.add(len(sample.turns))
+            one = data.reader.encode(sample, int(data.lengths.tiles[index]))
+            n = sum(bool(learned) for learned in one.loss_mask)
+            for token, learned in zip(one.token_ids, one.loss_mask, strict=True):
+                if learned:
+                    expected.append((place - 1, int(token), np.float32(weigh(n))))
+                place += 1
+        fields = (batch.loss_positions_L, batch.labels_L, batch.loss_weights_L)
+        assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
+        assert batch.loss_weights_L.dtype == torch.float32
+    assert len(turns) > 1
+
+
+def test_loss_does_not_depend_on_packing(data):
+    """Prevents: an arrangement of packs that trains on other labels or weights."""
+    options = DataOptions(loss_weighting=LossWeighting.SQRT)
+    seen = []
+    for seed in (1, 2):
+        pairs = Counter()
+        for batch in data.dataset(random_packs(len(data.lengths), seed), LAST, options):
+            pairs.update(zip(batch.labels_L.tolist(), batch.loss_weights_L.tolist(), strict=True))
+        seen.append(pairs)
+    assert seen[0] == seen[1]
+    assert sum(seen[0].values()) == data.lengths.loss_tokens.sum()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_load_the_same(pictures):
+    """Prevents: tensors or an order that depend on the number of processes."""
+    options = DataOptions(seed=5, augment=True, drop_path=True)
+    packs = random_packs(len(pictures.lengths), seed=3)
+    dataset = pictures.dataset(packs, WHOLE, options)
+    expected = [dataset[k] for k in range(len(dataset))]
+    for num_workers in (0, 1, 3):
+        loaded = list(load_batches(dataset, num_workers, CPU))
+        assert len(loaded) == len(expected)
+        assert all(map(equal, loaded, expected))
+    for changed in (
+        pictures.dataset(packs, WHOLE, options, epoch=1),
+        pictures.dataset(packs, WHOLE, replace(options, seed=6)),
+    ):
+        for name in ("pixels_TCPP", "drop_path_keys_T"):
+            pairs = [(vars(a)[name], vars(b)[name]) for a, b in zip(changed, expected, strict=True)]
+            assert not any(torch.equal(a, b) for a, b in pairs if len(a))
+
+
+def pixels_of(tile: Image.Image) -> torch.Tensor:
+    """float32 [C, P, P] by the definition of normalization."""
+    values = torch.from_numpy(np.array(tile)).permute(2, 0, 1).double()
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return (values / 255 - mean[:, None, None]) / std[:, None, None]
+
+
+def test_augmented_tiles_are_jpegs(pictures):
+    """Prevents: another augmentation than InternVL's, one draw for all tiles, or any elsewhere."""
+    dataset = pictures.dataset([[3], [10]], FIRST, DataOptions(augment=True))
+    augmented, plain = (batch.pixels_TCPP for batch in dataset)
+    assert pictures.reader.annotations[10].images == pictures.reader.annotations[3].images
+    assert plain.equal(pictures.reader.pixels([pictures.reader.annotations[3]]))
+    assert pictures.dataset([[3]], FIRST)[0].pixels_TCPP.equal(plain)
+    found = []
+    for pixels_CPP, tile_PPC in zip(
+        augmented, pictures.reader.tiles(pictures.reader.annotations[3]), strict=True
+    ):
+        errors = []
+        for quality in range(75, 101):
+            stored = io.BytesIO()
+            Image.fromarray(tile_PPC).save(stored, "jpeg", quality=quality)
+            errors.append((pixels_of(Image.open(stored)) - pixels_CPP).abs().max().item())
+        assert min(errors) < 1e-5 < sorted(errors)[1]
+        found.append(75 + int(np.argmin(errors)))
+    assert len(set(found)) > 1
+    assert found == jpeg_qualities(tile_keys(Purpose.JPEG_QUALITY, 0, 0, 3, len(found)))
+
+
+def test_qualities_are_equally_likely():
+    """Prevents: a quality that never comes, or draws that go together."""
+    keys = np.concatenate(
+        [tile_keys(Purpose.JPEG_QUALITY, 3, 0, sample, 13) for sample in range(2000)]
+    )
+    counts = np.bincount(jpeg_qualities(keys), minlength=101)
+    assert not counts[:75].any()
+    # 26 bins of 1000: the sum of squares beyond 60 happens once in 10,000 seeds.
+    assert ((counts[75:] - 1000) ** 2 / 1000).sum() < 60
+
+
+def test_keys_of_every_tile_differ():
+    """Prevents: tiles, samples, epochs, seeds or purposes that share their random numbers."""
+    keys = [
+        key
+        for purpose in Purpose
+        for seed in (0, 1, 2**32)
+        for epoch in (0, 1)
+        for sample in (0, 1, 2**33)
+        for key in tile_keys(purpose, seed, epoch, sample, 4).tolist()
+    ]
+    assert len(set(keys)) == len(keys) == 2 * 3 * 2 * 3 * 4
+
+
+def test_drop_path_keys_follow_the_tiles(data):
+    """Prevents: stages that disagree on the tiles that skip a layer, or annotations read for it."""
+    options = DataOptions(seed=9, drop_path=True)
+    of_sample = {}
+    for seed in (1, 2):
+        packs = random_packs(len(data.lengths), seed)
+        middle = data.dataset(packs, MIDDLE, options)
+        middle.reader = None
+        first = data.dataset(packs, FIRST, options)
+        for pack, batch, other in zip(packs, middle, first, strict=True):
+            assert batch.pixels_TCPP is None and batch.loss_weights_L is None
+            assert batch.drop_path_keys_T.dtype == torch.int64
+            assert batch.drop_path_keys_T.equal(other.drop_path_keys_T)
+            assert len(batch.drop_path_keys_T) == batch.tiles == len(other.pixels_TCPP)
+            tiles = data.lengths.tiles[pack].tolist()
+            for index, keys in zip(pack, batch.drop_path_keys_T.split(tiles), strict=True):
+                assert of_sample.setdefault(int(index), keys).equal(keys)
+    assert data.dataset(packs, MIDDLE)[0].drop_path_keys_T is None
+    assert data.dataset(packs, TEXT, options)[0].drop_path_keys_T is None
+
+
+def test_host_fields_stay_on_the_host(data):
+    """Prevents: random numbers that the layers read one by one from a device."""
+    batch = data.dataset([[0]], WHOLE, DataOptions(drop_path=True))[0].to(torch.device("meta"))
+    assert batch.drop_path_keys_T.device == CPU
+    assert {batch.pixels_TCPP.device.type, batch.loss_weights_L.device.type} == {"meta"}
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def write_text(path: Path) -> None:
+    path.write_text("Not Found")
+
+
+DAMAGES = pytest.mark.parametrize("damage", [remove, truncate, empty, write_text])
+# Sample 5 shows pictures 0 and 1, sample 6 none.
+PACK, BAD = [3, 5, 2, 0, 6], {5, 0}
+
+
+@DAMAGES
+def test_unreadable_samples_are_replaced(pictures, damage):
+    """Prevents: stages that disagree, moved neighbours, or loss on what was not seen."""
+    options = replace(SKIP, loss_weighting=LossWeighting.SQRT)
+    before = pictures.dataset([PACK], WHOLE, options)[0]
+    assert before.unreadable == ()
+    damage(pictures.reader.annotations[0].images[0])
+    whole, first, text, last = (
+        pictures.dataset([PACK], stage, options)[0] for stage in (WHOLE, FIRST, TEXT, LAST)
+    )
+    for batch in (whole, first, last):
+        assert batch.replaced_samples == 2
+        assert all("0.jpg: cannot read this image" in message for message in batch.unreadable)
+    for batch in (whole, first, text, last):
+        assert (batch.tiles, batch.tokens, batch.segment_tokens) == (
+            before.tiles, before.tokens, before.segment_tokens,
+        )  # fmt: skip
+    assert whole.pixels_TCPP.equal(first.pixels_TCPP)
+    tiles = pictures.lengths.tiles[PACK].tolist()
+    parts = zip(first.pixels_TCPP.split(tiles), before.pixels_TCPP.split(tiles), strict=True)
+    for index, (pixels, good) in zip(PACK, parts, strict=True):
+        assert pixels.equal(torch.zeros_like(good) if index in BAD else good)
+    assert len(text.image_positions_M) == before.tiles * MODEL.tokens_per_tile
+    sample_of_token = torch.tensor(PACK).repeat_interleave(torch.tensor(before.segment_tokens))
+    kept = torch.tensor([int(k) not in BAD for k in sample_of_token[before.loss_positions_L]])
+    assert 0 < kept.sum() < len(kept)
+    for name in ("loss_positions_L", "labels_L", "loss_weights_L"):
+        assert vars(last)[name].equal(vars(before)[name][kept])
+        assert vars(whole)[name].equal(vars(last)[name])
+
+
+@DAMAGES
+def test_unreadable_samples_stop_by_default(pictures, damage):
+    """Prevents: training on blank pixels that nobody asked for."""
+    path = pictures.reader.annotations[0].images[0]
+    damage(path)
+    with pytest.raises(UserError, match="cannot read this image") as error:
+        list(load_batches(pictures.dataset([[1], [0]], FIRST), 1, CPU))
+    assert str(error.value).startswith(f"{path}: ")
+    # The head needs no image, and the stage that does has stopped.
+    assert pictures.dataset([[0]], LAST)[0].unreadable == ()
+
+
+def test_pack_of_unreadable_samples_alone(pictures):
+    """Prevents: an empty pack from ending the run."""
+    remove(pictures.reader.annotations[0].images[0])
+    batch = pictures.dataset([[0]], WHOLE, SKIP)[0]
+    assert batch.tiles == len(batch.pixels_TCPP) > 0
+    assert len(batch.labels_L) == len(batch.loss_positions_L) == len(batch.loss_weights_L) == 0
+
+
+def test_other_mistakes_are_not_forgiven(pictures):
+    """Prevents: changed data from passing for broken files."""
+    Image.new("RGB", (500, 20)).save(pictures.reader.annotations[0].images[0])
+    changed = pictures.dataset([[0]], FIRST, SKIP)[0]
+    assert isinstance(changed, UserError) and "where the plan counted" in str(changed)
+    annotation = pictures.reader.annotations[0].images[0].parent / "a.jsonl"
+    annotation.write_text(annotation.read_text().replace("human", "robot"))
+    for stage in (FIRST, TEXT, LAST):
+        malformed = pictures.dataset([[1]], stage, SKIP)[0]
+        assert isinstance(malformed, UserError) and "robot, gpt" in str(malformed)
+
+
+def many_packs(data: Data) -> PackDataset:
+    return data.dataset([[k % len(data.lengths)] for k in range(60)])
+
+
+def test_killed_worker_is_named_at_once(data):
+    """Prevents: a run that waits for ever for a worker that the system ended."""
+    batches = load_batches(many_packs(data), 2, CPU)
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    workers[0].kill()
+    began = time.monotonic()
+    with pytest.raises(UserError, match=f"{workers[0].pid} was ended from outside .SIGKILL"):
+        list(batches)
+    assert time.monotonic() - began < 4
+
+
+def test_workers_leave_signals_to_the_trainer(data):
+    """Prevents: a signal to the process group from ending workers before the trainer has saved."""
+    dataset = many_packs(data)
+    batches = load_batches(dataset, 2, CPU)
+    loaded = [next(batches)]
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    loaded += batches
+    assert all(map(equal, loaded, dataset))
+
+
+def test_closed_batches_leave_no_worker(data):
+    """Prevents: loader processes that pile up, one set for every validation."""
+    batches = load_batches(many_packs(data), 2, CPU)
+    next(batches)
+    workers = multiprocessing.active_children()
+    batches.close()
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == 0
+
+
+def load_and_wait(data: Data, started) -> None:
+    batches = load_batches(many_packs(data), 2, CPU)
+    next(batches)
+    started.set()
+    time.sleep(60)
+
+
+def test_workers_end_with_a_killed_trainer(data):
+    """Prevents: processes that hold memory and files of a job that is gone."""
+    context = multiprocessing.get_context("fork")
+    started = context.Event()
+    alive, held = os.pipe()
+    trainer = context.Process(target=load_and_wait, args=(data, started))
+    trainer.start()
+    os.close(held)
+    assert started.wait(30)
+    trainer.kill()
+    trainer.join()
+    # The workers inherited the other end: it is closed when the last of them is gone.
+    readable, _, _ = select.select([alive], [], [], 15)
+    os.close(alive)
+    assert readable
+
+
+FAILING_PROGRAM = """
+from megatron.vlm.read_ahead import read_ahead
+items = read_ahead(range(1000), 2, lambda item: item)
+print(next(items), next(items), flush=True)
+raise RuntimeError("on purpose")
+"""
+
+
+def test_failing_program_ends(data):
+    """Prevents: an exception of the trainer from hanging in the wait for its workers."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILING_PROGRAM],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stdout == "0 1\n"
+    assert ended.stderr.endswith("RuntimeError: on purpose\n")
+    assert ended.stderr.count("Traceback") == 1
+
+
+CAPS = Caps(max_tiles=6, max_tokens=160)
+RANKS = 3
+
+
+def test_validation_packs_hold_every_sample_once(data):
+    """Prevents: held-out samples that are lost, counted twice, or beyond the memory planned."""
+    samples = 70
+    packs = pack_validation(data.reader, samples, CAPS, RANKS)
+    options = DataOptions(seed=1, augment=True, drop_path=True)
+    seen, labels = Counter(), Counter()
+    for rank in range(RANKS):
+        dataset = packs.dataset(data.reader, WHOLE, rank, options)
+        counts = packs.counts(rank)
+        assert len(counts) == len(dataset) > 1
+        for batch, (tiles, tokens) in zip(dataset, counts, strict=True):
+            assert tiles <= CAPS.max_tiles and tokens <= CAPS.max_tokens
+            assert len(batch.pixels_TCPP) == batch.tiles == tiles
+            assert len(batch.token_ids_S) == batch.tokens == tokens
+            assert batch.drop_path_keys_T is None
+            labels.update(batch.labels_L.tolist())
+        for row in dataset.rows:
+            seen.update(packs.scheduled.packs[row].tolist())
+    lengths = data.lengths
+    fits = (lengths.tiles <= CAPS.max_tiles) & (lengths.tokens <= CAPS.max_tokens)
+    expected = np.flatnonzero(fits[:samples])
+    assert not fits[: expected[-1]].all(), "a sample behind one left out must be told from it"
+    assert 0 < packs.left_out == samples - len(expected)
+    assert packs.samples == len(expected)
+    assert seen == Counter(range(len(expected)))
+    expected_labels = Counter()
+    for index in expected:
+        sample = data.reader.annotations[int(index)]
+        one = data.reader.encode(sample, int(lengths.tiles[index]))
+        expected_labels.update(one.token_ids[one.loss_mask].tolist())
+    assert labels == expected_labels
+
+
+def test_validation_is_as_strict_as_planning(digits, data, tokenizer, tmp_path):
+    """Prevents: a validation loss over other samples than were asked for, without a word."""
+    with pytest.raises(UserError, match="all 20 held-out samples exceed"):
+        pack_validation(data.reader, 20, Caps(max_tiles=1, max_tokens=2), RANKS)
+    shutil.copytree(digits / "heldout", tmp_path / "heldout")
+    annotations = Annotations.open(tmp_path / "heldout" / "meta.json")
+    annotations[0].images[0].unlink()
+    reader = SampleReader(annotations, tokenizer, MODEL)
+    with pytest.raises(UserError, match=r"held-out data: .* does not exist"):
+        pack_validation(reader, 20, CAPS, RANKS)

@@ -1,0 +1,48 @@
+"""What a dry run says about ranks and stages, against those that core and the builder make."""
+
+import io
+
+import pytest
+from megatron.core import parallel_state
+from ranks import run_ranks
+from rich.console import Console
+from toy import stages_of, toy_model, toy_plan
+
+from megatron.vlm.dry_run import print_dry_run, rank_places, units_of
+from omnibal.plan import Parallel
+
+
+def own_place(links):
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        links.rank,
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 1), (1, 2, 2), (2, 1, 2)], ids=["tp2-pp2", "pp2-dp2", "tp2-dp2"]
+)
+def test_places_are_those_that_core_assigns(sizes):
+    """Prevents: a printed layout that is not the one that trains."""
+    parallel = Parallel(**dict(zip(("tensor", "pipeline", "data"), sizes, strict=True)))
+    found = run_ranks(parallel, own_place)
+    places = rank_places(parallel)
+    assert [place.rank for place in places] == list(range(parallel.world_size))
+    assert [(place.tensor, place.data, place.pipeline) for place in places] == found
+
+
+def test_stages_name_their_units_and_every_rank_is_listed():
+    """Prevents: layers counted from each stage's own 0, or forgotten ranks."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, 3, 8, vision=(1,), language=(2,)), data=2)
+    assert [units_of(plan, number) for number in range(3)] == [
+        "vision embed, vision layers 0 to 1",
+        "vision layers 2 to 3, projector, language embed, language layer 0",
+        "language layers 1 to 2, head",
+    ]
+    text = io.StringIO()
+    print_dry_run(plan, Console(file=text, width=140))
+    printed = text.getvalue()
+    assert "6 processes: tensor 1 x pipeline 3 x data 2" in printed
+    assert "vision 1" in printed and "language 2" in printed

@@ -1,0 +1,292 @@
+"""Tensor and sequence parallelism against the single-process run, and checkpoints between sizes."""
+
+import functools
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from ranks import run_ranks
+from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+
+from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint
+from megatron.vlm.initialize import global_parameter_name
+from megatron.vlm.train import build_trainer, train_step
+from omnibal.config import Part
+
+# A large epsilon, or AdamW makes whole steps of what is only rounding error.
+OPTIONS = replace(OPTIONS, adam_eps=1e-3)
+
+# Packs as (tiles, text tokens). Token counts are odd and even; a step has no image at all; one pack
+# has no loss ((1, 2): loss begins at the third text token).
+STEPS = [
+    [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],
+    [[(0, 7)], [(0, 12), (0, 2)], [(0, 5)]],
+    [[(0, 21)], [(1, 2)], [(2, 8)]],
+]
+
+
+def model_of(vocabulary=51, kv_heads=2, language_bias=False, **vision):
+    """Two layers of each tower; neither heads of the vision encoder nor words divide by 2."""
+    model = toy_model(**{"layers": 2, "heads": 3, "hidden_size": 24, **vision})
+    language = model.language.model_copy(
+        update={
+            "layers": 2,
+            "vocab_size": vocabulary,
+            "kv_heads": kv_heads,
+            "qkv_bias": language_bias,
+        }
+    )
+    return model.model_copy(update={"language": language})
+
+
+MODELS = {
+    "300M-like": model_of(),
+    "6B-like": model_of(language_bias=True, normalization="RMSNorm", qkv_bias=False),
+    "without-qk-norm": model_of(qk_norm=False),
+    # At tensor size 4 the vision encoder's fourth rank has padded heads alone.
+    "for-four": model_of(vocabulary=49, kv_heads=4, language_bias=True, heads=5, hidden_size=20),
+}
+
+
+def batches_of(model, number, packs):
+    """The packs of step `number`, with weights that differ between positions."""
+    for index, pack in enumerate(packs):
+        batch = toy_batch(model, pack, seed=100 * number + index)
+        weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
+        yield replace(batch, loss_weights_L=weights)
+
+
+def train_steps(links, plan, steps, load=None, save=None, first=0):
+    """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    if load is not None:
+        assert load_checkpoint(load, *parts).step == first
+    results, gradients = [], []
+    for number, packs in enumerate(steps, first):
+        batches = list(batches_of(plan.model, number, packs))
+        own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+        result = train_step(trainer, iter(own), counts_of(own))
+        results.append((result.loss, result.grad_norm, result.loss_tokens))
+        gather_gradients(trainer.model)
+        gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
+    if save is not None:
+        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
+        writer.save(first + len(steps), {})
+        writer.finish()
+    return results, gradients, by_name(trainer.stage, lambda parameter: parameter)
+
+
+def gather_gradients(model):
+    """Each data-parallel rank has only its share of the summed gradients; now all have all."""
+    group = parallel_state.get_data_parallel_group()
+    for buffer in model.buffers:
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def by_name(stage, value):
+    return {
+        global_parameter_name(stage, name): value(parameter).detach().clone()
+        for name, parameter in stage.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def run(plan, *arguments, **options):
+    return run_ranks(plan.parallel, functools.partial(train_steps, **options), plan, *arguments)
+
+
+@functools.cache
+def single_process(name, frozen=()):
+    model = MODELS[name]
+    plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
+    return run(plan, STEPS)[0]
+
+
+DIVIDED_AXIS = {
+    "word_embeddings.weight": 0, "head.weight": 0, "linear_qkv.weight": 0, "linear_qkv.bias": 0,
+    "q_layernorm.weight": 0, "k_layernorm.weight": 0, "linear_proj.weight": 1,
+    "linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1,
+}  # fmt: skip
+
+
+def axis_of(name):
+    if name.startswith(("projector.norm.", "vision_embedding.")):
+        return None
+    [axis] = [axis for end, axis in DIVIDED_AXIS.items() if name.endswith(end)] or [None]
+    return axis
+
+
+def whole(name, parts):
+    """A tensor from its parts on the tensor-parallel ranks; replicated ones must be the same."""
+    axis = axis_of(name)
+    if axis is None:
+        for part in parts[1:]:
+            torch.testing.assert_close(part, parts[0], rtol=1e-5, atol=1e-7, msg=name)
+        return parts[0]
+    if name.startswith("language.") and "linear_fc1" in name:
+        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+        return torch.cat([*gates, *ups])
+    return torch.cat(parts, axis)
+
+
+def assert_equal_whole(ranks, tensor, expected):
+    """Tensors by name, put together over ranks, are the expected ones and zero beyond them."""
+    found = set()
+    for first in range(0, len(ranks), tensor):
+        group = ranks[first : first + tensor]
+        for name in group[0]:
+            found.add(name)
+            value = whole(name, [rank[name] for rank in group])
+            real = value[tuple(slice(size) for size in expected[name].shape)]
+            atol = 1e-4 * expected[name].abs().max().item()
+            torch.testing.assert_close(real, expected[name], rtol=1e-4, atol=atol, msg=name)
+            assert value.count_nonzero() == real.count_nonzero(), name
+    assert found == expected.keys()
+
+
+def assert_same_training(ranks, tensor, reference, rel=1e-5):
+    results, gradients, weights = reference
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=rel)
+    for step, expected in enumerate(gradients):
+        assert_equal_whole([rank[1][step] for rank in ranks], tensor, expected)
+    assert_equal_whole([rank[2] for rank in ranks], tensor, weights)
+
+
+# Units of the models: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
+# 5-6 language layers, 7 head. A cut is the position of the first unit after it.
+@pytest.mark.parametrize(
+    ("name", "cuts", "sizes"),
+    [
+        pytest.param("6B-like", (), {"tensor": 2}, id="tp2"),
+        pytest.param("300M-like", (), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp"),
+        pytest.param("300M-like", (2,), {"tensor": 2}, id="tp2-pp2"),
+        pytest.param(
+            "6B-like", (5,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2-embed-cut"
+        ),
+        pytest.param(
+            "without-qk-norm", (7,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2-head"
+        ),
+        pytest.param("6B-like", (), {"tensor": 2, "data": 2}, id="tp2-dp2"),
+        pytest.param("300M-like", (3,), {"data": 2}, id="pp2-dp2"),
+        pytest.param("for-four", (), {"tensor": 4, "sequence_parallel": True}, id="tp4-sp"),
+    ],
+)
+def test_tensor_parallel_equals_one_process(name, cuts, sizes):
+    """Prevents: weights drawn by shard, padding that counts, gradients summed twice or never."""
+    model = MODELS[name]
+    plan = toy_plan(model, stages_of(model, *cuts), **sizes)
+    assert_same_training(run(plan, STEPS), plan.parallel.tensor, single_process(name))
+
+
+@pytest.mark.parametrize(
+    "frozen", [(Part.LANGUAGE, Part.PROJECTOR), (Part.VISION,)], ids=["vision", "rest"]
+)
+def test_part_trained_alone_equals_one_process(frozen):
+    """Prevents: frozen layers that lose gradients between ranks, and errors in the vision encoder's
+    gradients that those of the language model would hide in the norm."""
+    model = MODELS["6B-like"]
+    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
+    ranks = run(plan.model_copy(update={"frozen": frozen}), STEPS)
+    assert_same_training(ranks, 2, single_process("6B-like", frozen))
+
+
+def gradients_in_norm(links, plan):
+    """How many gradients the optimizer takes on this rank, and the rank's parameters by name."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
+    batches = list(batches_of(plan.model, 0, STEPS[0]))
+    train_step(trainer, iter(batches), counts_of(batches))
+    optimizers = trainer.optimizer.chained_optimizers
+    taken = [grad for each in optimizers for grad in each.get_main_grads_for_grad_norm()]
+    return sum(map(torch.numel, taken)), by_name(trainer.stage, lambda parameter: parameter)
+
+
+@pytest.mark.parametrize("name", ["300M-like", "6B-like"])
+def test_every_gradient_counts_once_in_the_norm(name):
+    """Prevents: shards left out, or replicas counted twice, where too small to show in the norm."""
+    model = MODELS[name]
+    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
+    ranks = run_ranks(plan.parallel, gradients_in_norm, plan)
+    wholes = [whole(name, [own[name] for _, own in ranks]) for name in ranks[0][1]]
+    assert sum(taken for taken, _ in ranks) == sum(map(torch.numel, wholes))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+def test_recomputed_equals_one_process(sequence_parallel):
+    """Prevents: recomputation that repeats the exchange between ranks in another order."""
+    model = MODELS["6B-like"]
+    stages = stages_of(model, 6, vision=(0, 1), language=(0, 1))
+    plan = toy_plan(model, stages, tensor=2, sequence_parallel=sequence_parallel)
+    assert_same_training(run(plan, STEPS), 2, single_process("6B-like"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(((), 1, False), ((), 2, True), id="tp1-to-tp2"),
+        pytest.param(((), 2, False), ((), 1, False), id="tp2-to-tp1"),
+        pytest.param(((), 2, True), ((4,), 1, False), id="tp2-to-pp2"),
+    ],
+)
+def test_resumes_under_another_tensor_size(tmp_path, before, after):
+    """Prevents: checkpoints whose weights or moments fit one tensor size, or garbage in padding."""
+    model = MODELS["6B-like"]
+    steps = STEPS[:2] if before[1] == 1 else STEPS[:1]
+    results, gradients, weights = single_process("6B-like")
+    for (cuts, tensor, sequence_parallel), part, options in (
+        (before, steps, {"save": tmp_path}),
+        (after, STEPS[len(steps) :], {"load": tmp_path, "first": len(steps)}),
+    ):
+        stages = stages_of(model, *cuts)
+        plan = toy_plan(model, stages, tensor=tensor, sequence_parallel=sequence_parallel)
+        ranks = run(plan, part, **options)
+    done = len(steps)
+    rest = (results[done:], gradients[done:], weights)
+    assert_same_training(ranks, after[1], rest)
+
+
+def answers(links, plan):
+    """Likeliest next tokens, and the loss, with padded words of every kind."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
+    stage, found = trainer.stage.eval(), []
+    batch = toy_batch(plan.model, [(2, 9), (0, 7), (1, 5)], seed=0)
+    asked = replace(batch, labels_L=None, answer_positions_A=torch.arange(batch.tokens))
+    for padding in (100.0, -100.0):
+        with torch.no_grad():
+            if stage.padded_words:
+                stage.head.weight[-stage.padded_words :] = padding
+            stage.set_input_tensor(None)
+            found.append((stage(asked).tolist(), stage(batch).item()))
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+def test_every_rank_gives_the_whole_vocabularys_likeliest_word(sequence_parallel):
+    """Prevents: answers from a rank's own words, or words that do not exist."""
+    model = MODELS["6B-like"]
+    [expected] = run_ranks(
+        toy_plan(model, stages_of(model)).parallel, answers, toy_plan(model, stages_of(model))
+    )
+    assert len(set(expected[0][0])) > 5
+    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=sequence_parallel)
+    for rank in run_ranks(plan.parallel, answers, plan):
+        for (words, loss), (expected_words, expected_loss) in zip(rank, expected, strict=True):
+            assert words == expected_words
+            assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+def test_bf16_equals_one_process_as_far_as_it_can():
+    """Prevents: the exchange of q and k norms from giving another type, or a sum in bf16."""
+    model = MODELS["6B-like"]
+    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
+    ranks = run(plan.model_copy(update={"precision": "bf16"}), STEPS)
+    expected = [loss for loss, _, _ in single_process("6B-like")[0]]
+    for results, _, weights in ranks:
+        assert [loss for loss, _, _ in results] == pytest.approx(expected, rel=5e-3)
+        assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
