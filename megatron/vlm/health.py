@@ -1,9 +1,10 @@
 """What a user wants to be told about while a run trains: skipped steps and spikes of the loss."""
 
 import math
-import statistics
 from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
 
 from omnibal.errors import UserError
 
@@ -71,7 +72,7 @@ class RunHealth:
         """Mean and standard deviation of recent losses; infinite while there are too few."""
         if len(self._recent) < _ENOUGH:
             return math.inf, 0.0
-        return statistics.fmean(self._recent), statistics.pstdev(self._recent)
+        return float(np.mean(self._recent)), float(np.std(self._recent))
 
     def _count_skipped(self, step: int, loss: float) -> str:
         self._in_a_row += 1

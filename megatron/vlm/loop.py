@@ -153,7 +153,8 @@ class TrainingLoop:
         for message in result.unreadable:
             print(f"passed over: {message}", file=sys.stderr, flush=True)
         scheduled, rows = self._data.scheduled, self._rows(step)
-        samples = int(np.diff(scheduled.packs.offsets)[rows].sum())
+        offsets = scheduled.packs.offsets
+        samples = int(offsets[rows[-1] + 1] - offsets[rows[0]])
         replaced_share = result.replaced_samples / samples
         health = self._health.judge(step, result.loss, result.skipped, replaced_share)
         if health.message is not None:
@@ -244,19 +245,20 @@ def _gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
     """Per stage: phase times, mean over its ranks, and peak memory, their maximum."""
-    times_ms = torch.zeros(links.size, len(Phase), dtype=torch.float64, device=current_device())
-    times_ms[links.rank] = torch.tensor([phases_ms[phase] for phase in Phase])
-    peaks_gib = torch.zeros(links.size, dtype=torch.float64, device=current_device())
-    peaks_gib[links.rank] = _peak_gib()
-    dist.all_reduce(times_ms)
-    dist.all_reduce(peaks_gib, op=dist.ReduceOp.MAX)
-    times_ms /= dist.get_world_size() / links.size
+    own = [*(phases_ms[phase] for phase in Phase), _peak_gib()]
+    everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
+    dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
+    # Megatron numbers ranks stage by stage.
+    by_stage = everyone.view(links.size, -1, len(own)).cpu()
     return tuple(
         StageRecord(
-            **{f"{phase}_ms": value for phase, value in zip(Phase, row, strict=True)},
-            peak_gib=peak_gib,
+            **{
+                f"{phase}_ms": ms
+                for phase, ms in zip(Phase, ranks.mean(0).tolist()[:-1], strict=True)
+            },
+            peak_gib=float(ranks[:, -1].max()),
         )
-        for row, peak_gib in zip(times_ms.tolist(), peaks_gib.tolist(), strict=True)
+        for ranks in by_stage
     )
 
 
