@@ -281,6 +281,8 @@ def run_table(plan: Plan, run: "RunSummary", evaluation: Evaluation | None) -> T
     for stage, measured in enumerate(run.wait_fractions):
         waits = f"{predicted.stages[stage].wait_fraction:.1%}" if predicted else ""
         table.add_row(f"stage {stage} waits", waits, f"{measured:.1%}")
+    for name, count in run.incidents().items():
+        table.add_row(name, "", f"{count:,}")
     if evaluation is not None:
         table.add_section()
         table.add_row("held-out answers, exact", "chance", "")

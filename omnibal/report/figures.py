@@ -216,10 +216,12 @@ def curve_figure(
     y_title: str,
     *,
     predicted: float | None = None,
+    held_out: Sequence[tuple[int, float]] = (),
     smooth: bool = True,
     from_zero: bool = False,
 ) -> str:
-    """One value over the steps: raw points faint, moving mean bold, `predicted` dashed.
+    """One value over the steps: raw points faint, moving mean bold, `predicted` dashed, and the
+    same on held-out data, (last step before, value), as a line of its own.
 
     Values that are not finite cannot be drawn, and an axis from zero ends at 1.5 times the 95th
     percentile, so that one slow step flattens nothing; the caption counts what is left out.
@@ -233,7 +235,9 @@ def curve_figure(
     steps, series = steps[finite], series[finite]
     if not len(series):
         return figure(title, "", " ".join(notes))
-    low, high = padded(series if predicted is None else np.append(series, predicted))
+    validated = np.array([one for one in held_out if np.isfinite(one[1])]).reshape(-1, 2)
+    others = [] if predicted is None else [predicted]
+    low, high = padded(np.concatenate([series, others, validated[:, 1]]))
     low = 0.0 if from_zero or low < 0 <= series.min() else low
     if from_zero:
         limit = 1.5 * max(float(np.percentile(series, 95)), predicted or 0.0)
@@ -246,6 +250,10 @@ def curve_figure(
     if predicted is not None:
         at = plot.y(predicted)
         parts.append(line(plot.x.start, at, plot.x.end, at, "predicted"))
+    if len(validated):
+        xs, ys = plot.x(validated[:, 0]), plot.y(validated[:, 1])
+        parts += [polyline(xs, ys, "held-out"), dots(xs, ys, "dots held-out")]
+        notes.append(f"Second line: held-out data, {number(validated[-1, 1])} at the end.")
     label = f"{title}: {number(series[0])} at the first step, {number(series[-1])} at the last"
     return figure(title, drawing(plot.width, plot.height, label, parts), " ".join(notes))
 

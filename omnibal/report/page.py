@@ -39,9 +39,11 @@ from omnibal.runlog import (
     RUN_FILE,
     Evaluation,
     StepRecord,
+    ValidationRecord,
     read_evaluation,
     read_run,
     read_run_info,
+    read_validations,
 )
 
 # The page can neither load nor run anything, whatever text the data holds.
@@ -57,6 +59,7 @@ class ReportInput:
     data: tuple[ScheduledPacks, Lengths] | None
     """Made up at the caps for a plan of shapes only; None for a plan without either."""
     records: list[StepRecord]
+    validations: list[ValidationRecord]
     """Empty without a run."""
     run: RunSummary | None
     evaluation: Evaluation | None
@@ -94,6 +97,7 @@ def _read(plan_directory: Path, run_directory: Path | None) -> ReportInput:
         cost=cost_of_plan(plan, plan_directory),
         data=data_of_plan(plan, plan_directory),
         records=records,
+        validations=[] if run_directory is None else read_validations(run_directory),
         run=summarise_run(records, plan.parallel.world_size) if records else None,
         evaluation=None if run_directory is None else read_evaluation(run_directory),
     )
@@ -194,12 +198,20 @@ def _memory(report: ReportInput) -> str:
 
 def _training(report: ReportInput) -> str:
     records, prediction = report.records, report.plan.prediction
-    if not records:
+    if report.run is None:
         return ""
+    incidents = ", ".join(f"{name}: {count:,}" for name, count in report.run.incidents().items())
     return _section(
         "Training",
+        f'<p class="note">{escape(incidents)}.</p>' if incidents else "",
         _grid(
-            curve_figure("Loss", records, [r.loss for r in records], "loss per token"),
+            curve_figure(
+                "Loss",
+                records,
+                [r.loss for r in records],
+                "loss per token",
+                held_out=[(one.step - 1, one.loss) for one in report.validations],
+            ),
             curve_figure(
                 "Step time",
                 records,

@@ -34,13 +34,27 @@ class RunSummary:
     bubble_fraction: float
     """Share of the step spent waiting for other stages, mean over stages."""
     samples_per_second_per_gpu: float
-    """Of the whole run, slow steps included."""
+    """Of the whole run, slow steps and what lies between steps included."""
+    mfu: float
+    """Median model FLOPs utilization."""
     first_loss: float
     last_loss: float
+    skipped_steps: int
+    spikes: int
+    replaced_samples: int
     stages: tuple[StageTime, ...]
     wait_fractions: tuple[float, ...]
     peak_gib: tuple[float, ...]
     """[stages]."""
+
+    def incidents(self) -> dict[str, int]:
+        """What went wrong at all, by its name in words."""
+        counts = {
+            "skipped steps": self.skipped_steps,
+            "spikes of the loss": self.spikes,
+            "unreadable samples passed over": self.replaced_samples,
+        }
+        return {name: count for name, count in counts.items() if count}
 
 
 def summarise_run(records: Sequence[StepRecord], world_size: int) -> RunSummary:
@@ -49,14 +63,18 @@ def summarise_run(records: Sequence[StepRecord], world_size: int) -> RunSummary:
     stages = range(len(records[0].stages))
     wait_ms = np.array([[stage.wait_ms for stage in record.stages] for record in records])
     waits = wait_ms / np.maximum(step_ms, 1e-9)[:, None]
-    seconds = step_ms.sum() / 1000
+    seconds = (step_ms.sum() + sum(record.between_ms for record in records)) / 1000
     samples = sum(record.samples for record in records)
     return RunSummary(
         step_ms=float(np.median(step_ms)),
         bubble_fraction=float(np.median(waits.mean(axis=1))),
         samples_per_second_per_gpu=samples / seconds / world_size if seconds else 0.0,
+        mfu=float(np.median([record.mfu for record in records])),
         first_loss=records[0].loss,
         last_loss=records[-1].loss,
+        skipped_steps=sum(record.skipped for record in records),
+        spikes=sum(record.spike for record in records),
+        replaced_samples=sum(record.replaced_samples for record in records),
         stages=tuple(_median_time(records, stage) for stage in stages),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
         peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from omnibal.config import ClusterConfig, load_cluster, load_model
-from omnibal.cost.analytic import analytic_cost
+from omnibal.config import ClusterConfig, Part, load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel, Unit
 from omnibal.pipeline.units import stage_units, stages_from_cuts, unit_sequence
 from omnibal.plan import Parallel, Stage
@@ -266,3 +266,34 @@ def test_uncut_model_is_one_stage():
         head=True,
     )
     assert stage_units(stage) == unit_sequence(MODEL)
+
+
+def test_model_operations_are_six_per_parameter_and_token():
+    """Prevents a utilization that counts recomputation, padding, or a tower twice.
+
+    Against 6 N D (Kaplan et al. 2020) for each tower's matrices, attention's 12 s h left out.
+    """
+    flops = model_flops(MODEL, CLUSTER, ())
+    _, tiles, tokens, squared, loss_tokens = flops
+    language_layers = 48 * (2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384)
+    assert tokens == pytest.approx(6 * language_layers, rel=1e-9)
+    assert loss_tokens == pytest.approx(6 * 92_553 * 6144, rel=1e-9)
+    assert squared == pytest.approx(48 * 3 * 2 * 6144, rel=1e-9)
+    vision_layers = 45 * (4 * 3200**2 + 2 * 3200 * 12800) * 1025
+    attention = 45 * 3 * 4 * 1025**2 * 3200
+    patches = 1024 * 588 * 3200
+    projector = 256 * (12800 * 6144 + 6144**2)
+    expected = 6 * (vision_layers + projector) + 4 * patches + attention
+    assert tiles == pytest.approx(expected, rel=1e-9)
+    assert flops[0] == 0
+
+
+def test_frozen_vision_needs_a_third_of_its_operations():
+    """Prevents a utilization above 1 for a run that trains little."""
+    free, frozen = (model_flops(MODEL, CLUSTER, parts) for parts in ((), (Part.VISION,)))
+    projector = 256 * (12800 * 6144 + 6144**2)
+    # Nothing before the projector is trained, but its norm is: it still needs both gradients.
+    assert frozen[1] - 6 * projector == pytest.approx(
+        (free[1] - 6 * projector - 4 * 1024 * 588 * 3200) / 3 + 2 * 1024 * 588 * 3200, rel=1e-9
+    )
+    np.testing.assert_array_equal(frozen[2:], free[2:])

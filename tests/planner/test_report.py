@@ -39,12 +39,15 @@ from omnibal.report import write_report
 from omnibal.report.timeline import representative_step
 from omnibal.runlog import (
     RUN_FILE,
+    VALIDATION_FILE,
     EvaluatedAnswer,
     Evaluation,
     KindAccuracy,
     RunInfo,
     StageRecord,
     StepRecord,
+    ValidationRecord,
+    append_record,
     write_evaluation,
     write_run_info,
 )
@@ -623,3 +626,27 @@ def test_run_of_another_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.json: no such file; pretrain_vlm\.py writes it"):
         write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
+
+
+def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
+    """Prevents: validations that cost time and are shown nowhere, and a run that looks clean."""
+    write_plan_directory(tmp_path / "plan")
+    records = write_run_directory(tmp_path / "run")
+    records[5] = records[5].model_copy(update={"skipped": True, "loss": float("nan")})
+    records[9] = records[9].model_copy(update={"spike": True, "replaced_samples": 3})
+    lines = [record.model_dump_json() for record in records]
+    (tmp_path / "run" / RUN_FILE).write_text("\n".join(lines) + "\n")
+    for step in (40, 80):
+        validation = ValidationRecord(step=step, loss=1.25, loss_tokens=10, seconds=1.0)
+        append_record(validation, tmp_path / "run" / VALIDATION_FILE)
+    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "report.html")
+    page = Page((tmp_path / "report.html").read_text())
+    [held_out] = [attrs for tag, attrs in page.tags if attrs.get("class") == "held-out"]
+    assert tag_points(held_out) == 2
+    words = " ".join(page.words)
+    assert "held-out data, 1.25 at the end" in words
+    assert "skipped steps: 1, spikes of the loss: 1, unreadable samples passed over: 3" in words
+
+
+def tag_points(attributes: dict[str, str | None]) -> int:
+    return len((attributes["points"] or "").split())
