@@ -8,6 +8,7 @@ touches none of them when there is one. Two repairs apply on every device: see `
 
 import contextlib
 import functools
+import importlib.util
 import queue
 from collections.abc import Callable, Iterator
 
@@ -23,6 +24,11 @@ _TENSOR_FACTORIES = (
 def has_cuda() -> bool:
     """Whether training runs on CUDA with NCCL, rather than on the CPU with gloo."""
     return torch.cuda.is_available()
+
+
+def has_fused_weight_gradients() -> bool:
+    """Whether Apex's kernel that adds weight gradients to fp32 buffers can be used."""
+    return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def current_device() -> torch.device:

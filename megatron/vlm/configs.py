@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.vlm.backend import has_cuda
+from megatron.vlm.backend import has_cuda, has_fused_weight_gradients
 from megatron.vlm.shards import padded_size
 from omnibal.config import ModelConfig, Precision
 from omnibal.plan import Parallel, Stage
@@ -94,7 +94,8 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
+        # Weight gradients go straight into core's fp32 buffers where Apex brings the kernel.
+        "gradient_accumulation_fusion": has_fused_weight_gradients(),
         # "full" routes training through PlannedBlock, which decides layer by layer.
         "recompute_granularity": "full",
         "recompute_method": "block",

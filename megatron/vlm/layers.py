@@ -195,8 +195,8 @@ class PackedCoreAttention(MegatronModule):
             context_BNSD = _attend(query_BNSD, key_BGSD, value_BGSD, self.causal)
             return context_BNSD.permute(2, 0, 1, 3).flatten(2)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            return _attend_flash(query, key, value, packed_seq_params, self.causal).flatten(1)
-        return _attend_by_segment(query, key, value, packed_seq_params, self.causal).flatten(1)
+            return attend_flash(query, key, value, packed_seq_params, self.causal).flatten(1)
+        return attend_by_segment(query, key, value, packed_seq_params, self.causal).flatten(1)
 
 
 def _attend(query_BNSD, key_BGSD, value_BGSD, causal: bool) -> torch.Tensor:
@@ -206,7 +206,7 @@ def _attend(query_BNSD, key_BGSD, value_BGSD, causal: bool) -> torch.Tensor:
     )
 
 
-def _attend_by_segment(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal: bool):
+def attend_by_segment(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal: bool):
     """One kernel call a sample: linear in the pack, and works on every device and type."""
     segments = packed.cu_seqlens_q_padded.diff().tolist()
     contexts = [
@@ -216,7 +216,8 @@ def _attend_by_segment(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, c
     return torch.cat(contexts)
 
 
-def _attend_flash(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal: bool):
+def attend_flash(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal: bool):
+    """One kernel call for the whole pack; CUDA and 16 bit only."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(

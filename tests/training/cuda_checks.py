@@ -1,0 +1,135 @@
+"""Checks on one CUDA device, one a call: PYTHONPATH=. python tests/training/cuda_checks.py NAME FOLDER.
+
+Shapes: T packed tokens, N heads, G key/value heads, D head size.
+"""
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint
+from megatron.vlm.launch import Launch, initialize_distributed
+from megatron.vlm.layers import attend_by_segment, attend_flash
+from megatron.vlm.profiler import random_batch
+from megatron.vlm.schedule import PipelineLinks
+from megatron.vlm.train import Trainer, build_trainer, train_step
+from omnibal.config import load_cluster, load_model
+from omnibal.plan import Parallel, Plan, Stage
+
+PACKS = [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)]]
+
+
+def join() -> PipelineLinks:
+    """This process alone, on the first device."""
+    return initialize_distributed(
+        Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0
+    )
+
+
+def varlen_attention(folder: Path) -> None:
+    """The packed kernel gives what one call a sample gives, forward and backward."""
+    segments = [5, 300, 1, 128]
+    borders = torch.tensor([0, *segments]).cumsum(0).to(torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=borders.cuda(), cu_seqlens_kv=borders.cuda(),
+        cu_seqlens_q_padded=borders, cu_seqlens_kv_padded=borders,
+        max_seqlen_q=max(segments), max_seqlen_kv=max(segments),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokens = sum(segments)
+    shapes = ((tokens, 8, 64), (tokens, 2, 64), (tokens, 2, 64))
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    results = []
+    for attend in (attend_by_segment, attend_flash):
+        own = [tensor.clone().requires_grad_() for tensor in inputs]
+        output_TND = attend(*own, packed, True)
+        output_TND.float().square().sum().backward()
+        results.append([output_TND, *(tensor.grad for tensor in own)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+def _steps(trainer: Trainer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        model = trainer.plan.model
+        packs = [toy_batch(model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
+        own = [pack.to(current_device()) for pack in packs]
+        losses.append(train_step(trainer, iter(own), counts_of(own)).loss)
+    return losses
+
+
+def precisions_agree(folder: Path) -> None:
+    """The toy model learns on the device, and alike in fp32 and bf16, whose kernels differ."""
+    links = join()
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model))
+    trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
+    losses = _steps(trainer, 0, 20)
+    assert losses[-1] < losses[0]
+    bf16 = build_trainer(
+        plan.model_copy(update={"precision": "bf16"}), links, OPTIONS, steps=20, seed=3
+    )
+    for one, other in zip(losses, _steps(bf16, 0, 20), strict=True):
+        assert abs(one - other) < 0.05 * one, (one, other)
+
+
+def real_size_stage(folder: Path) -> None:
+    """Two layers of InternViT-6B and two of InternLM2-20B train on a pack at the paper's caps."""
+    links = join()
+    model = load_model("internvl-chat-1.5-6b-20b")
+    layers = {"layers": 2}
+    small = model.model_copy(
+        update={
+            "vision": model.vision.model_copy(update=layers),
+            "language": model.language.model_copy(update=layers),
+        }
+    )
+    whole = Stage(
+        vision_embed=True, vision_layers=2, projector=True, language_embed=True,
+        language_layers=2, head=True, recompute_vision=(0,), recompute_language=(1,),
+    )  # fmt: skip
+    plan = Plan(
+        model=small, precision="bf16", parallel=Parallel(pipeline=1), stages=(whole,),
+        cluster=load_cluster("h200-141g"), data=None,
+    )  # fmt: skip
+    trainer = build_trainer(plan, links, replace(OPTIONS, lr=1e-5), steps=10, seed=0)
+    batch: MicroBatch = random_batch(small, 9, (1500, 1500, 1096), 400)
+    losses = [train_step(trainer, iter([batch]), counts_of([batch])).loss for _ in range(4)]
+    assert losses[-1] < losses[0], losses
+    print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, losses {losses}")
+
+
+def checkpoint(folder: Path) -> None:
+    """What is saved while training goes on brings back the same losses."""
+    links = join()
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model))
+    trainers = [build_trainer(plan, links, OPTIONS, steps=20, seed=3) for _ in range(2)]
+    options = asdict(OPTIONS)
+    first = trainers[0]
+    writer = CheckpointWriter(
+        folder, plan, first.stage, first.optimizer, first.scheduler, options,
+        keep_last=None, asynchronous=True,
+    )  # fmt: skip
+    _steps(first, 0, 3)
+    writer.save(3, {})
+    rest = _steps(first, 3, 6)
+    writer.finish()
+    second = trainers[1]
+    loaded = load_checkpoint(
+        folder, plan, second.stage, second.optimizer, second.scheduler, options
+    )
+    assert loaded.step == 3
+    torch.testing.assert_close(torch.tensor(_steps(second, 3, 6)), torch.tensor(rest))
+
+
+if __name__ == "__main__":
+    checks = (varlen_attention, precisions_agree, real_size_stage, checkpoint)
+    {check.__name__: check for check in checks}[sys.argv[1]](Path(sys.argv[2]))
