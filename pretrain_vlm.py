@@ -24,7 +24,8 @@ def main() -> None:
         arguments = parse_arguments()
         plan = load_plan(arguments.plan)
         if arguments.dry_run:
-            print_dry_run(plan, Console())
+            if launch.rank == 0:
+                print_dry_run(plan, Console())
             return
         job = load_job(arguments, plan, launch)
         store = open_store(launch)

@@ -1,4 +1,4 @@
-"""Checks on one CUDA device, one a call: PYTHONPATH=. python tests/training/cuda_checks.py NAME FOLDER.
+"""Checks on one CUDA device: PYTHONPATH=. python tests/training/cuda_checks.py NAME FOLDER.
 
 Shapes: T packed tokens, N heads, G key/value heads, D head size.
 """
