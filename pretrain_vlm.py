@@ -14,7 +14,6 @@ from megatron.vlm.arguments import parse_arguments
 from megatron.vlm.dry_run import print_dry_run
 from megatron.vlm.job import load_job, load_plan, run_job
 from megatron.vlm.launch import Launch, open_store
-from megatron.vlm.stop import StopSignal
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
 
@@ -34,8 +33,7 @@ def main() -> None:
         if launch.local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
-    with StopSignal() as stop:
-        run_job(job, arguments, store, stop)
+    run_job(job, arguments, store)
 
 
 if __name__ == "__main__":

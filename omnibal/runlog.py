@@ -3,6 +3,7 @@
 Training writes these types and the report reads them.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -11,7 +12,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
 from omnibal.config import Frozen
 from omnibal.errors import UserError
-from omnibal.files import parse_json_model, read_json_model, read_text, write_json_model
+from omnibal.files import atomic, parse_json_model, read_json_model, read_text, write_json_model
 
 RUN_FILE = "run.jsonl"
 RUN_INFO_FILE = "run.json"
@@ -185,6 +186,25 @@ def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
                 whole = path.read_bytes().rfind(b"\n") + 1
                 log.truncate(whole)
         log.write(record.model_dump_json().encode() + b"\n")
+
+
+def drop_records(path: Path, first_step: int) -> None:
+    """Leave out of a log what was recorded at `first_step` or later, and half lines.
+
+    A run that was killed has logged steps that its newest checkpoint does not hold; they will be
+    trained again, or never.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):
+            kept.append(line + b"\n")  # for whoever reads the log to complain about
+    with atomic(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
 
 
 def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:

@@ -12,16 +12,23 @@ fail() {
 
 # read_job USAGE ARGUMENTS...: fills `arguments`.
 read_job() {
-    local usage=$1 resume=()
+    local usage=$1 option options=()
     shift
     if [[ $# -lt 4 ]]; then
         echo "usage: $usage PLAN META.json TOKENIZER.model RUN [pretrain_vlm.py options]" >&2
         exit 2
     fi
-    [[ -e $4/latest_checkpointed_iteration.txt ]] && resume=(--load "$4")
     # shellcheck disable=SC2034  # the launcher's
-    arguments=(--plan "$1" --data "$2" --tokenizer-model "$3" --save "$4"
-        ${resume[@]+"${resume[@]}"} "${@:5}")
+    arguments=(--plan "$1" --data "$2" --tokenizer-model "$3" --save "$4")
+    if [[ ! -e $4/latest_checkpointed_iteration.txt ]]; then
+        arguments+=("${@:5}")
+        return
+    fi
+    # What started from another run's weights goes on from its own; the last --load counts.
+    for option in "${@:5}"; do
+        [[ $option == --finetune ]] || options+=("$option")
+    done
+    arguments+=(${options[@]+"${options[@]}"} --load "$4")
 }
 
 # Of the main process; the loader's workers have one thread each.

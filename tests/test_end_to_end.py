@@ -183,6 +183,11 @@ def test_plan_of_other_data_is_refused(single_plan, digits, tmp_path):
         (("--lr-warmup-fraction", "1.5"), "argument --lr-warmup-fraction"),
         (("--min-lr", "1"), "--min-lr 1.0 must be from 0 to --lr 0.001"),
         (("--no-such-option",), "unrecognized arguments: --no-such-option"),
+        (("--seed", "9" * 20), "'99999999999999999999' was given, and must be a whole number"),
+        (("--profile-steps", "3-"), "'3-' was given, and must be a step or the first and last"),
+        (("--profile-steps", "900"), "step 900 was given, and the run ends with step"),
+        (("--finetune",), "--finetune starts from the weights of a run: give --load"),
+        (("--eval-interval", "5"), "--eval-interval validates on held-out data: give --eval-data"),
     ],
 )
 def test_wrong_options_are_refused(single_plan, digits, tmp_path, option, complaint):
@@ -324,6 +329,9 @@ def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path
     assert 0 < stopped < len(records(whole))
     assert f"stopped as asked after step {stopped}" in outputs[0][0]
     assert f"--load {save}" in outputs[0][0]
+    stale = records(save)[-1] | {"step": stopped, "loss": 99.0}
+    with (save / "run.jsonl").open("a") as log:  # of a step that was trained and not saved
+        log.write(json.dumps(stale) + "\n")
     output = succeed(*TORCHRUN, *training(long_plan, digits, save, "--load", save))
     assert f"resuming {save} after step {stopped}" in output
     assert losses(save) == losses(whole)
@@ -371,6 +379,8 @@ def test_projector_is_trained_first_and_then_the_rest(lengths, single_plan, digi
     frozen = ("--freeze", "vision", "--freeze", "language", "--pp", "2")
     plan = plan_of(lengths, tmp_path / "plan", *frozen)
     succeed(*TORCHRUN, *training(plan, digits, first, "--train-iters", "2"))
+    message = refuse(*training(single_plan, digits, first, "--load", first, "--finetune"))
+    assert "holds a run of 2 steps" in message
     message = refuse(*training(single_plan, digits, tmp_path / "third", "--load", first))
     assert "frozen is ['vision', 'language'] there and [] given" in message
     whole = training(

@@ -151,18 +151,20 @@ def test_port_and_gpus_of_torchrun_can_be_set(bench):
 
 @pytest.mark.parametrize("script", ["8gpu", "nodes", "slurm"])
 def test_checkpoint_is_resumed(bench, script):
-    """Prevents: a second start that is refused, or that ignores a --load of the user's."""
+    """Prevents: a second start that is refused, or that starts over from other weights."""
     bench.leave_checkpoint()
     commands = {
         "8gpu": [ONE_NODE_SCRIPT],
         "nodes": [NODES_SCRIPT, 2, 0, "node-a"],
         "slurm": [SBATCH],
     }
-    result = bench.start(*commands[script], *bench.job, "--load", "other", **bench.slurm(1))
+    result = bench.start(
+        *commands[script], *bench.job, "--load", "other", "--finetune", **bench.slurm(1)
+    )
     assert result.returncode == 0, result.stderr
     arguments, _ = bench.started()[-1]
-    # The last one counts.
-    assert arguments[-4:] == ["--load", str(bench.run), "--load", "other"]
+    # Whatever it started from, it goes on from its own checkpoint: the last --load counts.
+    assert arguments[-4:] == ["--load", "other", "--load", str(bench.run)]
 
 
 @pytest.mark.parametrize(

@@ -36,18 +36,20 @@ def _number(
 
 _POSITIVE = _number(int, lambda value: value >= 1, "a whole number from 1 on")
 _NATURAL = _number(int, lambda value: value >= 0, "a whole number from 0 on")
+_SEED = _number(int, lambda value: 0 <= value < 2**63, "a whole number from 0 to below 2^63")
 _FRACTION = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 _NOT_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite number from 0 on")
 
 
 def _steps(text: str) -> range:
     """One step, or the first and the last of several: 5 or 5-7."""
-    first, _, last = text.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
         raise argparse.ArgumentTypeError(
             f"{text!r} was given, and must be a step or the first and last of several, such as 5-7"
         )
-    return range(int(first), int(last or first) + 1)
+    return range(int(first), int(last) + 1)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -117,7 +119,7 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--train-iters", type=_POSITIVE, help="stop after this many of the plan's steps"
     )
     job.add_argument(
-        "--seed", type=_NATURAL, default=42, help="of initial weights, augmentation and drop path"
+        "--seed", type=_SEED, default=42, help="of initial weights, augmentation and drop path"
     )
     job.add_argument(
         "--dry-run",

@@ -80,7 +80,7 @@ class MicroBatch:
         """
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
         borders = torch.tensor([0, *segments]).cumsum(0).to(torch.int32)
-        cu_seqlens = borders.to(device)
+        cu_seqlens = borders.to(device, non_blocking=True)  # else it would wait for the stream
         longest = max(segments)
         return PackedSeqParams(
             qkv_format="thd",

@@ -39,6 +39,11 @@ class RunHealth:
         self.skipped_steps = skipped_steps
         """Of the whole run, resumed parts included."""
 
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the last step was skipped: the weights may be what is wrong."""
+        return self._in_a_row > 0
+
     def judge(
         self, step: int, loss: float, skipped: bool = False, replaced_share: float = 0.0
     ) -> StepHealth:
@@ -81,8 +86,8 @@ class RunHealth:
         if self._in_a_row > self._max_skipped:
             raise UserError(
                 f"step {step}: {culprit}, and that makes {self._in_a_row} skipped steps in a row, "
-                f"of which there may be {self._max_skipped} (--max-skipped-steps); resume from the "
-                "last checkpoint with a lower --lr or --clip-grad, or in fp32"
+                f"of which there may be {self._max_skipped} (--max-skipped-steps); start from the "
+                "weights of the last checkpoint with --finetune, another --save and a lower --lr"
             )
         return (
             f"step {step}: {culprit}: skipped, the weights stay as they were "

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from omnibal.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
     RunInfo,
+    drop_records,
     write_evaluation,
     write_run_info,
 )
@@ -94,7 +96,8 @@ def load_job(arguments: argparse.Namespace, plan: Plan, launch: Launch) -> Job:
     if not arguments.skip_train:
         training_data = Annotations.open(arguments.data)
         _check_same(str(arguments.data), training_data.sha256, origin.data_sha256)
-        _check_no_other_run(arguments.save, arguments.load)
+        # Training from other weights is another run than the one that had them.
+        _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
     if arguments.eval_data is not None:
         heldout_data = Annotations.open(arguments.eval_data)
     return Job(
@@ -126,7 +129,7 @@ def _check_same(name: str, given: str, planned: str) -> None:
         )
 
 
-def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store, stop: StopSignal) -> None:
+def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store) -> None:
     """Join the processes, then train and evaluate; any rank's error ends the process.
 
     Args:
@@ -134,8 +137,6 @@ def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store, stop: St
     """
     with ending_together(job.launch, store):
         links = initialize_distributed(job.launch, job.plan.parallel, arguments.seed, store=store)
-        if job.launch.rank == 0:
-            arguments.save.mkdir(parents=True, exist_ok=True)
         trainer = build_trainer(
             job.plan,
             links,
@@ -146,7 +147,7 @@ def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store, stop: St
         if arguments.skip_train:
             outcome = RunOutcome(load_weights(arguments.load, job.plan, trainer.stage), False)
         else:
-            outcome = train_plan(job, trainer, arguments, stop)
+            outcome = train_plan(job, trainer, arguments)
         if outcome.stopped:
             job.say(
                 f"stopped as asked after step {outcome.steps}; to go on, give the same command "
@@ -157,34 +158,21 @@ def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store, stop: St
         shut_down_distributed()
 
 
-def train_plan(
-    job: Job, trainer: Trainer, arguments: argparse.Namespace, stop: StopSignal
-) -> RunOutcome:
+def train_plan(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> RunOutcome:
     """Train from the start or from --load to the end or to --train-iters."""
     options = asdict(trainer.options) | {
         "seed": arguments.seed,
         "augmented": list(job.training_data.augmented),
         "frozen": list(job.plan.frozen),
     }
-    first_step = skipped_steps = 0
-    if arguments.finetune:
-        steps = load_weights(arguments.load, job.plan, trainer.stage)
-        trainer.optimizer.reload_model_params()
-        job.say(f"starting from the weights of {arguments.load} after step {steps}")
-    elif arguments.load is not None:
-        loaded = load_checkpoint(
-            arguments.load, job.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options
-        )
-        first_step, skipped_steps = loaded.step, loaded.training_state["skipped_steps"]
-        job.say(f"resuming {arguments.load} after step {first_step}")
-    if first_step == 0 and job.launch.rank == 0:
-        # Steps of a run that never reached a checkpoint would mix with this one's.
-        for name in (RUN_FILE, VALIDATION_FILE):
-            (arguments.save / name).unlink(missing_ok=True)
-    if job.launch.rank == 0:
-        info = RunInfo(model=job.plan.model.name, packs_sha256=job.plan.data.packs_sha256)
-        write_run_info(info, arguments.save)
+    first_step, skipped_steps = _load(job, trainer, arguments, options)
     last_step = min(arguments.train_iters or job.packs.steps, job.packs.steps)
+    if first_step >= last_step:
+        job.say(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
+        return RunOutcome(first_step, False)
+    _check_traced_steps(arguments.profile_steps, last_step)
+    validation = _validation(job, trainer, arguments)
+    sinks = _open_run(job, arguments, first_step)
     writer = CheckpointWriter(
         arguments.save, job.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options,
         keep_last=arguments.keep_checkpoints, asynchronous=arguments.async_save,
@@ -197,8 +185,8 @@ def train_plan(
         job.plan.stages[trainer.links.rank],
         _data_options(arguments),
     )
-    sinks = _open_sinks(job, arguments)
-    with closing(load_batches(dataset, arguments.num_workers, current_device())) as batches:
+    batches = load_batches(dataset, arguments.num_workers, current_device())
+    with closing(batches), StopSignal() as stop:
         loop = TrainingLoop(
             trainer,
             RunData(
@@ -206,7 +194,7 @@ def train_plan(
                 batches=batches,
                 pack_flops=_pack_flops(job),
                 peak_flops_per_s=_peak_flops_per_s(job.plan),
-                validation=_validation(job, trainer, arguments),
+                validation=validation,
             ),
             RunOptions(
                 save=arguments.save,
@@ -220,10 +208,63 @@ def train_plan(
             RunOutputs(on_line=job.say, sinks=sinks),
             lambda: stop.requested,
         )
-        outcome = loop.run(first_step)
-    for sink in sinks:
-        sink.close()
-    return outcome
+        return loop.run(first_step)
+
+
+def _load(
+    job: Job, trainer: Trainer, arguments: argparse.Namespace, options: dict[str, Any]
+) -> tuple[int, int]:
+    """The steps done before, and how many of them were skipped."""
+    if arguments.load is None:
+        return 0, 0
+    if arguments.finetune:
+        steps = load_weights(arguments.load, job.plan, trainer.stage)
+        trainer.optimizer.reload_model_params()
+        job.say(f"starting from the weights of {arguments.load} after step {steps}")
+        return 0, 0
+    loaded = load_checkpoint(
+        arguments.load, job.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options
+    )
+    job.say(f"resuming {arguments.load} after step {loaded.step}")
+    return loaded.step, loaded.training_state["skipped_steps"]
+
+
+def _check_traced_steps(steps: range, last_step: int) -> None:
+    if steps and steps[-1] >= last_step:
+        raise UserError(
+            f"--profile-steps: step {steps[-1]} was given, and the run ends with step "
+            f"{last_step - 1}; steps count from 0"
+        )
+
+
+def _open_run(job: Job, arguments: argparse.Namespace, first_step: int) -> Sequence[MetricsSink]:
+    """On the writing rank, make the run's directory ready for its first step; what was logged of
+    steps that are not in the checkpoint goes."""
+    if job.launch.rank != 0:
+        return ()
+    _make_directory(arguments.save)
+    sinks: list[MetricsSink] = []
+    if arguments.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
+    if arguments.wandb_project is not None:
+        sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
+    same_run = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
+    first_logged = first_step if same_run else 0
+    drop_records(arguments.save / RUN_FILE, first_logged)
+    # A validation counts the steps before it.
+    drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
+    info = RunInfo(model=job.plan.model.name, packs_sha256=job.plan.data.packs_sha256)
+    write_run_info(info, arguments.save)
+    return sinks
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--save {path}: {error.strerror}; give a directory that can be written to"
+        ) from error
 
 
 def _optimization_options(arguments: argparse.Namespace) -> OptimizationOptions:
@@ -248,15 +289,6 @@ def _pack_flops(job: Job) -> np.ndarray:
 
 def _peak_flops_per_s(plan: Plan) -> float:
     return plan.cluster.peak_tflops[plan.precision] * 1e12 * plan.parallel.world_size
-
-
-def _open_sinks(job: Job, arguments: argparse.Namespace) -> Sequence[MetricsSink]:
-    sinks: list[MetricsSink] = []
-    if job.launch.rank == 0 and arguments.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(arguments.tensorboard_dir))
-    if job.launch.rank == 0 and arguments.wandb_project is not None:
-        sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
-    return sinks
 
 
 def _validation(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> Validation | None:
@@ -293,4 +325,5 @@ def evaluate_heldout(job: Job, trainer: Trainer, arguments: argparse.Namespace, 
             lambda done, total: progress.update(task, completed=done, total=total),
         )
     if job.launch.rank == 0:
+        _make_directory(arguments.save)
         job.say(f"wrote {write_evaluation(evaluation, arguments.save)}")

@@ -137,26 +137,20 @@ class LayerScaledAdd(torch.nn.Module):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.full((hidden_size,), init, dtype=dtype))
         self.tile_scale_B1: torch.Tensor | None = None
-        """Drop path of the tiles that come next, in training; the block that runs them sets it."""
+        """Drop path of the tiles that come next, set by the block that runs them, and good once."""
 
     def forward(self, training: bool, fused: bool):
-        return self._add_in_training if training else self._add
+        tile_scale_B1, self.tile_scale_B1 = self.tile_scale_B1, None
 
-    def _add(self, branch_with_bias, residual_SBH: torch.Tensor, dropout: float) -> torch.Tensor:
-        return torch.addcmul(residual_SBH, _biased(branch_with_bias), self.scale)
+        def add(branch_with_bias, residual_SBH: torch.Tensor, dropout: float) -> torch.Tensor:
+            branch_SBH, bias_H = branch_with_bias
+            if bias_H is not None:
+                branch_SBH = branch_SBH + bias_H
+            if tile_scale_B1 is not None:
+                branch_SBH = branch_SBH * tile_scale_B1
+            return torch.addcmul(residual_SBH, branch_SBH, self.scale)
 
-    def _add_in_training(
-        self, branch_with_bias, residual_SBH: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
-        branch_SBH = _biased(branch_with_bias)
-        if self.tile_scale_B1 is not None:
-            branch_SBH = branch_SBH * self.tile_scale_B1
-        return torch.addcmul(residual_SBH, branch_SBH, self.scale)
-
-
-def _biased(branch_with_bias) -> torch.Tensor:
-    branch_SBH, bias_H = branch_with_bias
-    return branch_SBH if bias_H is None else branch_SBH + bias_H
+        return add
 
 
 class PackedCoreAttention(MegatronModule):

@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron.vlm.schedule import PipelineLinks
 from megatron.vlm.train import StepResult, Trainer, train_step
 from megatron.vlm.validation import Validation, validate
 from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
 from omnibal.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
@@ -106,12 +107,13 @@ class TrainingLoop:
         self._writer, self._health, self._outputs = writer, health, outputs
         self._stop_requested = stop_requested
         self._is_writer = dist.get_rank() == 0
+        self._sinks = list(outputs.sinks)
         self._step_start = np.searchsorted(data.scheduled.step, np.arange(data.scheduled.steps + 1))
 
     def run(self, first_step: int) -> RunOutcome:
         """Train from `first_step` to `last_step`, or until any rank is asked to stop.
 
-        A checkpoint is saved at either end.
+        A checkpoint is saved at the end. The sinks are closed.
 
         Raises:
             UserError: a sample cannot be read, or too many steps in a row were skipped.
@@ -129,10 +131,12 @@ class TrainingLoop:
             step += 1
             stopped = result.stop_requested
             if self._is_writer:
-                self._write(record, _progress_line(record, first_step, options.last_step, started))
-            self._save_and_validate(step, last=stopped or step == options.last_step)
+                line = _progress_line(record, first_step, options.last_step, started)
+                self._write(record, RUN_FILE, step_values(record), line)
+            self._save_and_validate(step, stopped)
         tracer.close()
-        self._say(self._writer.finish())
+        for sink in self._sinks:
+            sink.close()
         return RunOutcome(step, stopped)
 
     def _train(self, step: int) -> StepResult:
@@ -156,7 +160,11 @@ class TrainingLoop:
         offsets = scheduled.packs.offsets
         samples = int(offsets[rows[-1] + 1] - offsets[rows[0]])
         replaced_share = result.replaced_samples / samples
-        health = self._health.judge(step, result.loss, result.skipped, replaced_share)
+        try:
+            health = self._health.judge(step, result.loss, result.skipped, replaced_share)
+        except UserError:
+            self._say(self._writer.finish())  # all ranks come here: the verdict is the same
+            raise
         if health.message is not None:
             self._say([health.message])
         flops = float(self._data.pack_flops[rows].sum())
@@ -179,32 +187,48 @@ class TrainingLoop:
             stages=stages,
         )
 
-    def _write(self, record: StepRecord, line: str) -> None:
-        append_record(record, self._options.save / RUN_FILE)
-        for sink in self._outputs.sinks:
-            sink.write(record.step, step_values(record))
-        self._outputs.on_line(line)
-
-    def _save_and_validate(self, step: int, last: bool) -> None:
-        options = self._options
-        if last or step % options.save_interval == 0:
+    def _save_and_validate(self, step: int, stopped: bool) -> None:
+        options, validation = self._options, self._data.validation
+        last = stopped or step == options.last_step
+        # In a row of skipped steps the weights may be what is wrong: the last checkpoint stays.
+        if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
-        self._say(self._writer.poll())
-        validation = self._data.validation
-        due = options.eval_interval is not None and step % options.eval_interval == 0
-        if validation is not None and due:
+        due = validation is not None and step % options.eval_interval == 0
+        # What follows may take long, or fail, and meanwhile nobody would complete a save.
+        self._say(self._writer.finish() if last or due else self._writer.poll())
+        if due and not stopped:
             record = validate(self._trainer, validation, step)
             if self._is_writer:
-                self._write_validation(record)
+                line = (
+                    f"validation after step {step}: loss {record.loss:.4f} over "
+                    f"{record.loss_tokens:,} tokens, {record.seconds:.1f} s"
+                )
+                self._write(record, VALIDATION_FILE, validation_values(record), line)
 
-    def _write_validation(self, record: ValidationRecord) -> None:
-        append_record(record, self._options.save / VALIDATION_FILE)
-        for sink in self._outputs.sinks:
-            sink.write(record.step, validation_values(record))
-        self._outputs.on_line(
-            f"validation after step {record.step}: loss {record.loss:.4f} over "
-            f"{record.loss_tokens:,} tokens, {record.seconds:.1f} s"
-        )
+    def _write(
+        self,
+        record: StepRecord | ValidationRecord,
+        file_name: str,
+        values: Mapping[str, float],
+        line: str,
+    ) -> None:
+        """Tell of a record everywhere; what cannot be told does not end the run."""
+        path = self._options.save / file_name
+        try:
+            append_record(record, path)
+        except OSError as error:
+            self._outputs.on_line(
+                f"{path}: {error.strerror}; step {record.step} is not logged, training goes on"
+            )
+        for sink in list(self._sinks):
+            try:
+                sink.write(record.step, values)
+            except Exception as error:  # of a library that only reports
+                self._sinks.remove(sink)
+                self._outputs.on_line(
+                    f"{type(sink).__name__} gets nothing from step {record.step} on: {error}"
+                )
+        self._outputs.on_line(line)
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._is_writer:

@@ -17,13 +17,13 @@ class MetricsSink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in `directory`.
+    """Event files in `directory`; curves of a resumed run go on from its first step.
 
     Raises:
-        UserError: TensorBoard is not installed.
+        UserError: TensorBoard is not installed, or cannot write there.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, first_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -31,7 +31,13 @@ class TensorBoardSink:
                 f"--tensorboard-dir {directory}: TensorBoard is not installed; "
                 "pip install tensorboard, or leave the option out"
             ) from error
-        self._writer = SummaryWriter(str(directory))
+        try:
+            self._writer = SummaryWriter(str(directory), purge_step=first_step, flush_secs=20)
+        except OSError as error:
+            raise UserError(
+                f"--tensorboard-dir {directory}: {error.strerror}; give a directory that can be "
+                "written to"
+            ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One event per value, under its name."""

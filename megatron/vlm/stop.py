@@ -8,9 +8,9 @@ from typing import Self
 class StopSignal:
     """Within it, SIGTERM and SIGINT (Ctrl-C) only set `requested`, for the training loop to read.
 
-    Schedulers and launchers send SIGTERM more than once; no number of them interrupts a save. A
-    second SIGINT ends the process at once. A process that is forked meanwhile (a checkpoint's
-    writer) is left in peace by both.
+    Schedulers and launchers send SIGTERM more than once: no number of them interrupts a save, nor
+    what the process still has to do afterwards. A second SIGINT ends the process, at once unless it
+    waits for other ranks inside a library.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,10 @@ class StopSignal:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.requested else handler)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            # Not a handler of ours: Python's run only between two of its own instructions, and the
-            # process may be waiting for others inside one.
+            # Not a handler of ours: Python's run only between two of its own instructions.
             signal.signal(signal.SIGINT, signal.SIG_DFL)

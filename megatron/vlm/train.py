@@ -13,7 +13,8 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.vlm.backend import current_device
@@ -57,7 +58,7 @@ class Trainer:
     options: OptimizationOptions
     stage: VLMStage
     model: DistributedDataParallel
-    optimizer: MegatronOptimizer
+    optimizer: ChainedOptimizer
     scheduler: OptimizerParamScheduler
 
 
@@ -177,11 +178,11 @@ def train_step(
     if math.isfinite(sums.loss):
         finalize_model_grads([trainer.model])
         trainer.model.scale_gradients(1 / sums.divisor)
-        _, grad_norm, _ = trainer.optimizer.step()
+        grad_norm = _update(trainer.optimizer, trainer.options.clip_grad)
     return StepResult(
         loss=sums.mean_loss,
         loss_tokens=int(sums.loss_tokens),
-        grad_norm=math.nan if grad_norm is None else float(grad_norm),
+        grad_norm=math.nan if grad_norm is None else grad_norm,
         learning_rate=learning_rate,
         skipped=grad_norm is None,
         replaced_samples=int(sums.replaced_samples),
@@ -189,6 +190,26 @@ def train_step(
         stop_requested=sums.stop_requests > 0,
         phases_ms=clock.stop(),
     )
+
+
+def _update(optimizer: ChainedOptimizer, clip_grad: float) -> float | None:
+    """Clip and step; returns the norm before clipping.
+
+    None where a gradient or the norm is not finite, and nothing was changed. Core's own `step`
+    looks at gradients alone: where their norm overflows, it clips all of them to zero and steps on
+    momentum.
+    """
+    if optimizer.prepare_grads():
+        return None
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return None
+    for one in optimizer.chained_optimizers:
+        parameters = [] if one.is_stub_optimizer else one.get_parameters()
+        if clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+    return grad_norm
 
 
 class SeenBatches:

@@ -1,5 +1,6 @@
 """The run's files: what training writes is what reports read, also while it is still writing."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from omnibal.errors import UserError
 from omnibal.runlog import (
     EVALUATION_FILE,
+    RUN_FILE,
     RUN_INFO_FILE,
     Evaluation,
     KindAccuracy,
@@ -15,6 +17,7 @@ from omnibal.runlog import (
     StageRecord,
     StepRecord,
     append_record,
+    drop_records,
     read_evaluation,
     read_run,
     read_run_info,
@@ -132,3 +135,21 @@ def test_steps_are_appended_after_a_kill_in_mid_line(tmp_path):
         log.write('{"step": 2, "lo')
     append_record(record(step=2, loss=9.0), path)
     assert [line.loss for line in read_run(path)] == [1.0, 2.0, 9.0]
+
+
+def test_steps_that_no_checkpoint_holds_are_dropped(tmp_path):
+    """Prevents: figures of a killed run's last steps beside those that were trained in their place.
+
+    A line that is no record stays, for whoever reads the log to complain about.
+    """
+    path = tmp_path / RUN_FILE
+    drop_records(path, 3)
+    assert not path.exists()
+    for step in (0, 1, 2, 3, 4, 2):
+        append_record(record(step=step), path)
+    with path.open("ab") as log:
+        log.write(b"odd\n" + b'{"step": 1')
+    drop_records(path, 3)
+    lines = path.read_text().split("\n")
+    assert [json.loads(line)["step"] for line in lines[:4]] == [0, 1, 2, 2]
+    assert lines[4:] == ["odd", ""]

@@ -43,7 +43,7 @@ def test_wandb_gets_every_value_with_its_step(monkeypatch, tmp_path):
     ("missing", "open_sink"),
     [
         ("wandb", lambda folder: WandbSink("project", "name", folder)),
-        ("torch.utils.tensorboard", TensorBoardSink),
+        ("torch.utils.tensorboard", lambda folder: TensorBoardSink(folder, 0)),
     ],
 )
 def test_missing_library_is_said(monkeypatch, tmp_path, missing, open_sink):

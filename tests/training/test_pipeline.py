@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -169,14 +170,14 @@ def train_on_poisoned_pixels(links, plan):
     return after.loss, after.skipped
 
 
-def poison_one_gradient(links, plan):
-    """An infinite gradient of one rank's one parameter, where the loss is finite."""
+def poison_one_gradient(links, plan, factor):
+    """One rank's one parameter has gradients so much larger, where the loss is finite."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batch = toy_batch(plan.model, [(1, 9)], seed=0)
     weight = next(trainer.stage.parameters())
     if links.rank == 1:
-        hook = weight.register_hook(lambda gradient: gradient * float("inf"))
+        hook = weight.register_hook(lambda gradient: gradient * factor)
     result = train_step(trainer, iter([batch]), counts_of([batch]))
     assert result.skipped and math.isfinite(result.loss)
     assert all(torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
@@ -186,7 +187,15 @@ def poison_one_gradient(links, plan):
     return after.loss, after.skipped
 
 
-@pytest.mark.parametrize("poison", [train_on_poisoned_pixels, poison_one_gradient])
+@pytest.mark.parametrize(
+    "poison",
+    [
+        pytest.param(train_on_poisoned_pixels, id="loss"),
+        pytest.param(partial(poison_one_gradient, factor=math.inf), id="gradient"),
+        # Each gradient is finite, and the sum of their squares is not.
+        pytest.param(partial(poison_one_gradient, factor=1e25), id="norm"),
+    ],
+)
 def test_step_that_is_not_finite_is_skipped_on_every_rank(poison):
     """Prevents: weights or moments spoilt by one batch, and ranks that disagree about the update.
 

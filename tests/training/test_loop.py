@@ -1,0 +1,154 @@
+"""The training loop on toy packs: what it saves, reports and survives."""
+
+import math
+from dataclasses import asdict, replace
+from functools import partial
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+
+from megatron.vlm.checkpoint import CheckpointWriter
+from megatron.vlm.checkpoint_files import latest_step
+from megatron.vlm.health import RunHealth
+from megatron.vlm.loop import RunData, RunOptions, RunOutputs, TrainingLoop
+from megatron.vlm.train import build_trainer
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.errors import UserError
+from omnibal.runlog import RUN_FILE, read_run
+
+STEPS = 8
+PACKS_PER_STEP = 2
+
+
+def scheduled_packs(batches):
+    numbers = np.arange(len(batches))
+    return ScheduledPacks(
+        packs=Packs.from_lists([[number] for number in numbers]),
+        step=numbers // PACKS_PER_STEP,
+        dp_rank=np.zeros(len(batches), np.int32),
+        slot=(numbers % PACKS_PER_STEP).astype(np.int32),
+        epoch=np.zeros(len(batches), np.int32),
+        tiles=np.array([batch.tiles for batch in batches], np.int32),
+        tokens=np.array([batch.tokens for batch in batches], np.int32),
+    )
+
+
+class BrokenSink:
+    """A reporting library whose server is gone."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def write(self, step, values):
+        self.calls += 1
+        raise ConnectionError("no route to host")
+
+    def close(self):
+        raise AssertionError("a dropped sink is not used again")
+
+
+def run_loop(links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_skipped=3):
+    """(outcome, lines told, error) of a run whose poisoned steps have pixels that are no number."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=STEPS, seed=3)
+    batches = [
+        toy_batch(plan.model, [(1, 9), (0, 6)], seed=i) for i in range(STEPS * PACKS_PER_STEP)
+    ]
+    for step in poisoned:
+        batch = batches[step * PACKS_PER_STEP]
+        batches[step * PACKS_PER_STEP] = replace(
+            batch, pixels_TCPP=batch.pixels_TCPP * float("nan")
+        )
+    lines, done = [], []
+    writer = CheckpointWriter(
+        folder, plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS),
+        keep_last=None, asynchronous=True,
+    )  # fmt: skip
+
+    def stop_requested():
+        done.append(True)
+        return len(done) == stop_after and links.rank == 1
+
+    data = RunData(
+        scheduled=scheduled_packs(batches),
+        batches=iter(batches),
+        pack_flops=np.full(len(batches), 1e6),
+        peak_flops_per_s=1e9,
+    )
+    options = RunOptions(save=folder, save_interval=2, last_step=STEPS)
+    outputs = RunOutputs(on_line=lines.append, sinks=sinks if links.rank == 0 else ())
+    loop = TrainingLoop(
+        trainer, data, options, writer, RunHealth(max_skipped), outputs, stop_requested
+    )
+    try:
+        outcome, error = loop.run(0), None
+    except UserError as failure:
+        outcome, error = None, str(failure)
+    return outcome, lines, error
+
+
+@pytest.fixture
+def plan():
+    model = toy_model()
+    return toy_plan(model, stages_of(model, 4))
+
+
+def test_run_is_logged_and_saved(plan, tmp_path):
+    """Prevents: steps without a record, or a last checkpoint that is never made."""
+    ranks = run_ranks(plan.parallel, run_loop, plan, tmp_path)
+    assert all(outcome.steps == STEPS and not outcome.stopped for outcome, _, _ in ranks)
+    records = read_run(tmp_path / RUN_FILE)
+    assert [record.step for record in records] == list(range(STEPS))
+    for record in records:
+        assert (record.samples, record.tiles) == (PACKS_PER_STEP, PACKS_PER_STEP)
+        assert record.mfu == pytest.approx(PACKS_PER_STEP * 1e6 / (record.step_ms * 1e6))
+    assert latest_step(tmp_path) == STEPS
+    told, untold = ranks[0][1], ranks[1][1]
+    assert [line for line in told if line.startswith("saved")] == [
+        f"saved {tmp_path / f'iter_{step:07d}'}" for step in (2, 4, 6, 8)
+    ]
+    assert sum(line.startswith("step ") for line in told) == STEPS and untold == []
+
+
+def test_one_rank_that_is_asked_stops_all_with_a_checkpoint(plan, tmp_path):
+    """Prevents: ranks that train on alone, or a stop that loses the steps since the last save."""
+    ranks = run_ranks(plan.parallel, partial(run_loop, stop_after=3), plan, tmp_path)
+    assert all(outcome.steps == 3 and outcome.stopped for outcome, _, _ in ranks)
+    assert latest_step(tmp_path) == 3
+
+
+def test_skipped_steps_are_told_and_no_checkpoint_is_made_of_them(plan, tmp_path):
+    """Prevents: poisoned weights that push the last good checkpoint out."""
+    ranks = run_ranks(plan.parallel, partial(run_loop, poisoned=(3, 5, 6)), plan, tmp_path)
+    _, lines, error = ranks[0]
+    assert error is None
+    told = [line for line in lines if "skipped, the weights stay" in line]
+    assert [line.split(":")[0] for line in told] == ["step 3", "step 5", "step 6"]
+    assert "(2 in a row, 3 in all)" in told[-1]
+    saved = [line for line in lines if line.startswith("saved")]
+    assert [line[-1] for line in saved] == ["2", "8"]  # not after steps 3 and 5
+    records = read_run(tmp_path / RUN_FILE)
+    assert [record.step for record in records if record.skipped] == [3, 5, 6]
+    assert all(math.isfinite(record.loss) for record in records if not record.skipped)
+
+
+def test_too_many_skipped_steps_end_every_rank_with_the_last_checkpoint_whole(plan, tmp_path):
+    """Prevents: a run that wastes days, and the save before the bad steps left unfinished."""
+    ranks = run_ranks(
+        plan.parallel, partial(run_loop, poisoned=(2, 3, 4, 5), max_skipped=0), plan, tmp_path
+    )
+    assert all("1 skipped steps in a row" in error for _, _, error in ranks)
+    assert latest_step(tmp_path) == 2
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_broken_reports_do_not_end_a_run(plan, tmp_path):
+    """Prevents: training that a metrics server, or a full disk under the log, brings down."""
+    (tmp_path / RUN_FILE).mkdir()  # no file can be written there
+    ranks = run_ranks(plan.parallel, partial(run_loop, sinks=(BrokenSink(),)), plan, tmp_path)
+    outcome, lines, _ = ranks[0]
+    assert outcome.steps == STEPS
+    assert sum("BrokenSink gets nothing from step 0 on" in line for line in lines) == 1
+    assert sum("is not logged, training goes on" in line for line in lines) == STEPS
+    assert latest_step(tmp_path) == STEPS
