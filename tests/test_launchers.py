@@ -14,7 +14,9 @@ NODES_SCRIPT = REPOSITORY / "scripts" / "train_nodes.sh"
 ONE_NODE_SCRIPT = REPOSITORY / "scripts" / "train_8gpu.sh"
 SBATCH = REPOSITORY / "scripts" / "slurm" / "train.sbatch"
 
-_RECORD = """#!{python}
+# Each program starts itself again under this Python, whose path may hold a space.
+_RECORD = """#!/bin/sh
+''''exec '{python}' "$0" "$@" # '''
 import json, os, sys
 kept = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_IB_HCA".split()
 with open("{log}", "a") as log:
@@ -22,7 +24,8 @@ with open("{log}", "a") as log:
     print(json.dumps([sys.argv[1:], environment]), file=log)
 sys.exit(int(os.environ.get("FAKE_EXIT", "0")))
 """
-_SRUN = """#!{python}
+_SRUN = """#!/bin/sh
+''''exec '{python}' "$0" "$@" # '''
 import json, os, subprocess, sys
 first = next(i for i, word in enumerate(sys.argv) if i and not word.startswith("-"))
 with open("{log}", "a") as log:
@@ -34,7 +37,8 @@ for rank in (0, tasks - 1):
     code = subprocess.run(sys.argv[first:], env=environment).returncode
 sys.exit(code)
 """
-_SCONTROL = """#!{python}
+_SCONTROL = """#!/bin/sh
+''''exec '{python}' "$0" "$@" # '''
 import os, sys
 assert sys.argv[1:] == ["show", "hostnames", "gpu[01-64]"], sys.argv
 for node in range(1, int(os.environ["FAKE_TASKS"]) // 8 + 1):
