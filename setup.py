@@ -7,11 +7,20 @@ from setuptools import find_namespace_packages, setup
 
 VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_text()).group(1)
 
-PLANNER = ["numpy", "pillow", "pyarrow", "pydantic>=2", "rich", "scipy", "sentencepiece", "typer"]
-# megatron-core is pinned: the trainer extends its block and repairs two of its functions. Its
-# checkpoints need psutil, which it does not say.
-TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "torch>=2.13"]
-DEVELOPMENT = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "scikit-learn", "tensorboard"]
+PLANNER = [
+    *("numpy", "pillow", "pyarrow", "pydantic>=2", "rich", "scipy", "sentencepiece", "tokenizers"),
+    "typer",
+]
+# megatron-core is pinned: the trainer extends its block and repairs three of its functions. Its
+# checkpoints need psutil, which it does not say. safetensors is what released checkpoints are in.
+TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2.13"]
+# Tar shards as input. Energon brings webdataset; both are pinned since their parts are called.
+WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
+# transformers is what tests compare with: other implementations of models and tokenizers.
+DEVELOPMENT = [
+    *("hypothesis", "mypy", "pre-commit", "pytest", "ruff", "scikit-learn", "tensorboard"),
+    *("transformers", *WEBDATASET),
+]
 
 setup(
     name="omnibal",
@@ -28,6 +37,8 @@ setup(
     extras_require={
         "train": TRAINER,
         "cuda": [*TRAINER, "transformer-engine[pytorch]"],
+        "webdataset": WEBDATASET,
+        "energon": ENERGON,
         "dev": DEVELOPMENT,
     },
     entry_points={"console_scripts": ["omnibal = omnibal.cli:main"]},

@@ -43,7 +43,7 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs
 from omnibal.data.scan import scan_lengths
 from omnibal.data.steps import Steps, deal_steps, size_load, steps_of
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.data.tokenizer import open_tokenizer
 from omnibal.files import atomic, read_json_model, write_json_model
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Caps, Parallel, read_plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan, save_plan
@@ -158,7 +158,7 @@ class Result(Frozen):
 def digits_lengths(digits: Path) -> Lengths:
     """Of the training samples."""
     annotations = Annotations.open(digits / "train" / "meta.json")
-    tokenizer = Tokenizer(digits / "tokenizer.model")
+    tokenizer = open_tokenizer(digits / "tokenizer.model")
     return scan_lengths(annotations, load_model(MODEL), tokenizer, lambda done: None).lengths
 
 
@@ -292,7 +292,7 @@ def train_and_evaluate(
     trainer: Trainer, packs: ScheduledPacks, planned: Path, digits: Path
 ) -> Iterator[Point]:
     """The points of a run, as it gets there."""
-    tokenizer = Tokenizer(digits / "tokenizer.model")
+    tokenizer = open_tokenizer(digits / "tokenizer.model")
     training, heldout = (
         SampleReader(Annotations.open(digits / split / "meta.json"), tokenizer, trainer.plan.model)
         for split in ("train", "heldout")

@@ -56,7 +56,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.scan import scan_lengths
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.data.tokenizer import open_tokenizer
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Caps, Parallel, Plan
 
@@ -338,7 +338,7 @@ def digits_lengths() -> Lengths:
         digits = Path(folder) / "digits"
         make_dataset(digits, SAMPLES, heldout_samples=10, seed=0)
         annotations = Annotations.open(digits / "train" / "meta.json")
-        tokenizer = Tokenizer(digits / "tokenizer.model")
+        tokenizer = open_tokenizer(digits / "tokenizer.model")
         model = load_model("internvl-digits")
         return scan_lengths(annotations, model, tokenizer, lambda done: None).lengths
 

@@ -199,7 +199,13 @@ def root(
 def lengths(
     meta: Annotated[Path, typer.Argument(help="InternVL meta JSON that names the annotations")],
     model: ModelOption,
-    tokenizer_model: Annotated[Path, typer.Option(help="SentencePiece tokenizer.model")],
+    tokenizer_model: Annotated[
+        Path,
+        typer.Option(
+            help="SentencePiece tokenizer.model, Hugging Face tokenizer.json, or a folder: there "
+            "tokenizer.json if it exists, else tokenizer.model"
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     max_dynamic_patch: Annotated[
         int | None, typer.Option(min=1, help="tiles of one image, in place of the model's")
@@ -218,12 +224,12 @@ def lengths(
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
     from omnibal.data.scan_pool import usable_cores
-    from omnibal.data.tokenizer import Tokenizer
+    from omnibal.data.tokenizer import open_tokenizer
 
     start = time.perf_counter()
     _check_output(output)
     config = _with_max_dynamic_patch(load_model(model), max_dynamic_patch)
-    tokenizer = Tokenizer(tokenizer_model)
+    tokenizer = open_tokenizer(tokenizer_model)
     annotations = Annotations.open(meta)
     output.parent.mkdir(parents=True, exist_ok=True)
     key = scan_key(annotations, config, tokenizer)

@@ -4,6 +4,7 @@ Sizes follow the published models' own config files; every derived number (token
 parameters) is computed here once.
 """
 
+import json
 import math
 from difflib import get_close_matches
 from enum import StrEnum
@@ -16,6 +17,8 @@ from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 
 Precision = Literal["fp32", "bf16"]
+ChatTemplate = Literal["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
+"""InternVL's names, as `template` of the released configs gives them."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -35,7 +38,7 @@ class Frozen(BaseModel):
 
 
 class VisionConfig(Frozen):
-    """InternViT: pre-norm layers with layer scale over `image_size`-pixel square tiles."""
+    """InternViT or EVA-CLIP: pre-norm layers over `image_size`-pixel square tiles."""
 
     layers: PositiveInt
     hidden_size: PositiveInt
@@ -47,7 +50,9 @@ class VisionConfig(Frozen):
     norm_eps: PositiveFloat = 1e-6
     qkv_bias: bool
     qk_norm: bool
-    layer_scale_init: PositiveFloat = 0.1
+    layer_scale_init: PositiveFloat | None = Field(
+        default=None, description="of the scale that ends each branch; left out: there is none"
+    )
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "VisionConfig":
@@ -72,7 +77,7 @@ class VisionConfig(Frozen):
 
 
 class LanguageConfig(Frozen):
-    """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU, untied head."""
+    """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU."""
 
     layers: PositiveInt
     hidden_size: PositiveInt
@@ -83,6 +88,9 @@ class LanguageConfig(Frozen):
     qkv_bias: bool = False
     norm_eps: PositiveFloat = 1e-5
     rope_base: PositiveInt = 1_000_000
+    tied_head: bool = Field(
+        default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
+    )
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "LanguageConfig":
@@ -100,6 +108,7 @@ class TilingConfig(Frozen):
     min_dynamic_patch: PositiveInt = 1
     max_dynamic_patch: PositiveInt = 12
     use_thumbnail: bool = True
+    max_frames_per_video: PositiveInt = 32
 
     @model_validator(mode="after")
     def _ordered(self) -> "TilingConfig":
@@ -119,6 +128,11 @@ class ModelConfig(Frozen):
     vision: VisionConfig
     language: LanguageConfig
     tiling: TilingConfig = TilingConfig()
+    chat_template: ChatTemplate = "internlm2-chat"
+    system_message: str | None = Field(
+        default=None,
+        description="of conversations without their own; empty: none, left out: the template's",
+    )
 
     @model_validator(mode="after")
     def _pixel_shuffle_divides(self) -> "ModelConfig":
@@ -177,6 +191,21 @@ class ClusterConfig(Frozen):
 def load_model(name_or_path: str) -> ModelConfig:
     """The model preset of that name, or the TOML file at that path."""
     return _load("models", name_or_path, ModelConfig)
+
+
+def model_toml(model: ModelConfig) -> str:
+    """The TOML text that `load_model` reads as this model."""
+    fields = model.model_dump(mode="json", exclude_none=True)
+    tables = {name: value for name, value in fields.items() if isinstance(value, dict)}
+    lines = [_toml_line(name, fields[name]) for name in fields if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(_toml_line(*entry) for entry in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_line(name: str, value: str | int | float | bool) -> str:
+    # JSON writes text, numbers and truth values as TOML does.
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}"
 
 
 def load_cluster(name_or_path: str) -> ClusterConfig:

@@ -1,6 +1,7 @@
 """Files in and out: writes that are never half done, and reads that fail with one clear line."""
 
 import json
+import shutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,25 @@ def atomic(path: Path) -> Iterator[Path]:
         if temporary.is_file():
             temporary.unlink()
         raise
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A new folder that gets the name `path` when all in it is written, or is removed on any error.
+
+    Raises:
+        UserError: `path` exists.
+    """
+    if path.exists():
+        raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
+    part = path.with_name(path.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_json_model(model: BaseModel, path: Path) -> None:

@@ -343,7 +343,8 @@ def model_of_origin(model: ModelConfig, origin: LengthsOrigin | None) -> ModelCo
     """The model with the tiling that the lengths were scanned with, as training must tile alike.
 
     Raises:
-        UserError: the lengths were scanned for tiles of other sizes than the model's.
+        UserError: the lengths were scanned for tiles of other sizes, another chat template or
+            another system message than the model's.
     """
     if origin is None:
         return model
@@ -354,6 +355,13 @@ def model_of_origin(model: ModelConfig, origin: LengthsOrigin | None) -> ModelCo
             f"the lengths were scanned for tiles of {given[0]} pixels and {given[1]} tokens, but "
             f"{model.name} has {needed[0]} pixels and {needed[1]} tokens; scan them for this model "
             "with `omnibal lengths`"
+        )
+    if (origin.chat_template, origin.system_message) != (model.chat_template, model.system_message):
+        raise UserError(
+            f"the lengths were scanned with chat_template {origin.chat_template!r} and "
+            f"system_message {origin.system_message!r}, but {model.name} has "
+            f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
+            "`omnibal lengths`"
         )
     return model.model_copy(update={"tiling": origin.tiling})
 

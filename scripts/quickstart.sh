@@ -16,7 +16,13 @@ export CUDA_VISIBLE_DEVICES=
 # Two processes share two cores: one thread each, and no loader processes beside them.
 export OMP_NUM_THREADS=1
 
-# Print a command, and run it unless what it makes is there.
+# Print a command and run it.
+show() {
+    printf '\n$ %s\n' "$*"
+    "$@"
+}
+
+# The same, unless what it makes is there.
 make() {
     local product=$1
     shift
@@ -24,8 +30,7 @@ make() {
         printf '\n# %s is there already\n' "$product"
         return
     fi
-    printf '\n$ %s\n' "$*"
-    "$@"
+    show "$@"
 }
 
 make "$data" python tools/make_digits_dataset.py --output "$data"
@@ -42,8 +47,7 @@ make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --
     --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
     --micro-batches 3 --epochs 3 -o "$plan"
 
-printf '\n$ omnibal check %s\n' "$plan"
-omnibal check "$plan"
+show omnibal check "$plan"
 
 resume=()
 [[ -e $run/latest_checkpointed_iteration.txt ]] && resume=(--load "$run")
@@ -56,5 +60,10 @@ touch "$run/trained"
 make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \
     --eval-data "$data/heldout/meta.json" --max-new-tokens 16
 
-printf '\n$ omnibal report %s --run %s -o %s\n' "$plan" "$run" $work/report.html
-omnibal report "$plan" --run "$run" -o $work/report.html
+make $work/exported python tools/convert.py export "$run" --layout transformers \
+    --tokenizer-model "$tokenizer" -o $work/exported
+
+show python tools/chat.py --load "$run" --tokenizer-model "$tokenizer" --precision fp32 \
+    --image "$data/heldout/images/digits_single-00000-0.png" --prompt "Which digit is this?"
+
+show omnibal report "$plan" --run "$run" -o $work/report.html

@@ -8,7 +8,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from tools.make_digits_dataset import make_dataset
 
 
@@ -22,4 +22,4 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(digits: Path) -> Tokenizer:
-    return Tokenizer(digits / "tokenizer.model")
+    return open_tokenizer(digits / "tokenizer.model")

@@ -6,3 +6,5 @@ import warnings
 # are optional here, and calls functions of torch.distributed by names that torch has renamed.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
+# Conversion reads and writes checkpoints in one process, on purpose.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")

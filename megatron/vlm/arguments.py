@@ -107,7 +107,11 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--data", type=Path, help="meta JSON that the plan's lengths were scanned from"
     )
-    job.add_argument("--tokenizer-model", type=Path, help="SentencePiece model")
+    job.add_argument(
+        "--tokenizer-model",
+        type=Path,
+        help="tokenizer.model, tokenizer.json or folder that the lengths were scanned with",
+    )
     job.add_argument("--save", type=Path, help="directory of the run")
     job.add_argument("--load", type=Path, help="directory of a run to resume")
     job.add_argument(

@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.vlm.checkpoint_files import (
-    TRACKER_FILE,
     begin_checkpoint,
     checkpoint_path,
     force_to_disk,
@@ -48,7 +47,18 @@ from megatron.vlm.checkpoint_files import (
     publish_checkpoint,
     remove_checkpoint,
 )
+from megatron.vlm.checkpoint_identity import (
+    CHECKPOINT_BACKEND,
+    CheckpointIdentity,
+    architecture_differences,
+    differences,
+    identity_state,
+    one_error,
+    open_newest,
+    reason,
+)
 from megatron.vlm.stage import VLMStage
+from omnibal.config import ModelConfig
 from omnibal.errors import UserError
 from omnibal.plan import Plan
 
@@ -60,7 +70,6 @@ _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
-_BACKEND = ("torch_dist", 1)
 _FILES_PER_RANK = 2
 _TENSOR_OVERHEAD_BYTES = 4096
 """Room for what surrounds one tensor in its file and in the metadata."""
@@ -100,7 +109,7 @@ class CheckpointWriter:
         self._stage = stage
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._identity = _identity(plan) | {"options": _plain(options)}
+        self._identity = identity_state(plan.model, _steps_sha256(plan), _plain(options))
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         # Of its own, over the host: asking whether all are done must not wait for the devices.
@@ -157,7 +166,7 @@ class CheckpointWriter:
         if self._removal is not None:
             error, self._removal = self._removal.exception(), None
             if error is not None:
-                self._untold.append(f"old checkpoints are not removed: {_reason(error)}")
+                self._untold.append(f"old checkpoints are not removed: {reason(error)}")
 
     def _find_newest_step(self) -> int | None:
         try:
@@ -182,7 +191,9 @@ class CheckpointWriter:
         self._is_validated = True  # what is checked does not change between saves
         # Core stores rank 0's settings for all, but a stage that is frozen whole has none.
         common["optimizer"] = next(filter(None, _gather(common.get("optimizer"), self._group)), {})
-        layout = _Layouts(*_BACKEND, thread_count=_FILES_PER_RANK).async_save(sharded, str(path))
+        layout = _Layouts(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK).async_save(
+            sharded, str(path)
+        )
         self._check_space(layout)
         writes = _agree(lambda: self._copied_writes(layout, path, common), self._group)
         return _PendingSave(
@@ -254,7 +265,7 @@ class CheckpointWriter:
     def _publish(self, save: "_PendingSave", written: list[list[WriteResult]]) -> None:
         path = part_path(self._directory, save.step)
         save.layout.writer.finish(save.layout.metadata, written)
-        save_config(CheckpointingConfig(*_BACKEND), str(path))
+        save_config(CheckpointingConfig(*CHECKPOINT_BACKEND), str(path))
         force_to_disk(path / CONFIG_FNAME)
         publish_checkpoint(self._directory, save.step)
 
@@ -268,7 +279,7 @@ class CheckpointWriter:
         try:
             _on_first_rank(remove_checkpoint, self._directory, step)
         except (OSError, UserError) as rest:
-            line += f"; what was written stays: {_reason(rest)}"
+            line += f"; what was written stays: {reason(rest)}"
         self._untold.append(line)
 
 
@@ -330,7 +341,7 @@ def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     try:
         result = work()
     except (Exception, CheckpointException) as error:
-        failure = _reason(error)
+        failure = reason(error)
     for rank, other in enumerate(_gather(failure, group)):
         if other is not None:
             raise _RankError(rank, other)
@@ -346,21 +357,6 @@ def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 def _on_first_rank(work: Callable[..., Any], *arguments: Any) -> None:
     if dist.get_rank() == 0:
         work(*arguments)
-
-
-def _reason(error: BaseException) -> str:
-    """The cause that a user can do something about, in one line."""
-    if isinstance(error, CheckpointException):  # torch's collection of what failed on which rank
-        error = next(iter(error.failures.values()))[0]
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError | UserError):
-        cause = cause.__context__
-    if isinstance(cause, UserError):
-        return str(cause)
-    if cause is not None and cause.strerror is not None:
-        return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def _check_shared(path: Path) -> None:
@@ -451,20 +447,25 @@ def load_checkpoint(
             data, or was trained with other settings of the optimizer, which its state would
             overrule; the same on every rank.
     """
-    path, identity = _open(directory, plan)
-    different = _differences(identity["options"], dict(options), "given")
+    found = _open(directory, plan)
+    path = found.path
+    if found.options is None:
+        raise UserError(
+            f"{path}: holds weights alone, as an import does; start from them with --finetune"
+        )
+    different = differences(found.options, options, "given")
     if different:
         raise UserError(
             f"{path}: was trained with other settings: {'; '.join(different)}; resume with the same"
         )
-    if plan.data is not None and identity["steps_sha256"] != plan.data.steps_sha256:
+    if plan.data is not None and found.steps_sha256 != plan.data.steps_sha256:
         raise UserError(
             f"{path}: was trained on other steps than the plan's, so its step count does not say "
             "which samples were seen; resume with the plan it was trained with or with one made "
             "by `omnibal plan --steps-of` it, or start anew without --load"
         )
     state = _state(stage, optimizer, is_loading=True)
-    with _reading(path):
+    with one_error(path):
         loaded = dist_checkpointing.load(state, str(path))
     stage.load_state_dict(loaded["model"])
     if _is_trained(stage):
@@ -480,8 +481,8 @@ def load_weights(directory: Path, plan: Plan, stage: VLMStage) -> int:
         UserError: there is no checkpoint, it is broken, or of another model; the same on every
             rank.
     """
-    path, _ = _open(directory, plan)
-    with _reading(path):
+    path = _open(directory, plan).path
+    with one_error(path):
         loaded = dist_checkpointing.load(_model_state(stage), str(path))
     stage.load_state_dict(loaded["model"])
     return loaded["step"]
@@ -512,78 +513,27 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(dict(settings)))
 
 
-def _identity(plan: Plan) -> dict[str, Any]:
-    return {
-        "model": plan.model.model_dump(mode="json"),
-        "steps_sha256": plan.data.steps_sha256 if plan.data is not None else None,
-    }
-
-
-def _open(directory: Path, plan: Plan) -> tuple[Path, dict[str, Any]]:
-    """Folder and identity of the newest checkpoint; collective."""
+def _open(directory: Path, plan: Plan) -> CheckpointIdentity:
+    """What the newest checkpoint is, which is of the plan's model; collective."""
     try:
-        return _agree(lambda: _open_alone(directory, plan))
+        return _agree(lambda: _open_alone(directory, plan.model))
     except _RankError as error:
         raise UserError(error.reason) from error
 
 
-def _open_alone(directory: Path, plan: Plan) -> tuple[Path, dict[str, Any]]:
-    step = latest_step(directory)
-    if step is None:
-        raise UserError(
-            f"{directory}: holds no checkpoint ({TRACKER_FILE} is missing); --load takes the "
-            "directory that an earlier run was given as --save"
-        )
-    path = checkpoint_path(directory, step)
-    with _reading(path):
-        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-            raise UserError(f"{path}: is not a whole checkpoint; {_remedy(path)}")
-        # Core stumbles over its own report that this file is missing.
-        (path / COMMON_STATE_FNAME).stat()
-        common = dist_checkpointing.load_common_state_dict(str(path))
-    if not {"omnibal", "training_state"} <= common.keys():
-        raise UserError(f"{path}: is a checkpoint of another program; load one that this one saved")
-    identity = common["omnibal"]
-    different = _differences(identity["model"], _identity(plan)["model"], "in the plan")
+def _open_alone(directory: Path, model: ModelConfig) -> CheckpointIdentity:
+    found = open_newest(directory)
+    different = architecture_differences(found.model, model)
     if different:
         raise UserError(
-            f"{path}: is a checkpoint of another model: {'; '.join(different)}; load one of "
-            f"{plan.model.name}, or plan for the model of the checkpoint"
+            f"{found.path}: is a checkpoint of another model: {'; '.join(different)}; load one of "
+            f"{model.name}, or plan for the model of the checkpoint"
         )
-    return path, identity
+    return found
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Whatever core raises over a broken checkpoint is one error of the user's."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, CheckpointException) as error:
-        raise UserError(f"{path}: cannot be read: {_reason(error)}; {_remedy(path)}") from error
-
-
-def _remedy(path: Path) -> str:
-    return f"put a whole copy back, or name an earlier checkpoint in {path.parent / TRACKER_FILE}"
-
-
-def _differences(there: dict[str, Any], here: dict[str, Any], place: str) -> list[str]:
-    """What two settings disagree on, nested ones included; a model's name is not its nature."""
-    there, here = _flat(there), _flat(here)
-    return [
-        f"{name} is {there.get(name)} there and {here.get(name)} {place}"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name) and name != "name"
-    ]
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in settings.items():
-        nested = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else None
-        flat.update(nested if nested is not None else {prefix + name: value})
-    return flat
+def _steps_sha256(plan: Plan) -> str | None:
+    return plan.data.steps_sha256 if plan.data is not None else None
 
 
 def _fill_empty_optimizer_state(optimizer: MegatronOptimizer) -> None:

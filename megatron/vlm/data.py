@@ -7,7 +7,6 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,11 +16,13 @@ from PIL import Image
 from megatron.vlm.augment import Purpose, degraded, jpeg_qualities, tile_keys
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.read_ahead import read_ahead
-from omnibal.config import ModelConfig
-from omnibal.data.annotations import Annotations, Sample
-from omnibal.data.chat import EncodedSample, encode_sample
+from omnibal.config import ModelConfig, TilingConfig
+from omnibal.data.annotations import Annotations
+from omnibal.data.chat import EncodedSample, answer_end, encode_sample
+from omnibal.data.image_files import ImageFile, why_unreadable
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
+from omnibal.data.sample import Sample
 from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.errors import UserError
@@ -77,39 +78,56 @@ class SampleReader:
     tokenizer: Tokenizer
     model: ModelConfig
 
+    @property
+    def answer_end(self) -> int:
+        """The token that closes an answer."""
+        return answer_end(self.model, self.tokenizer)
+
     def tiles_per_image(self, sample: Sample) -> list[int]:
-        """Tile counts of the sample's images, from their headers."""
-        return [
-            tile_count(*_image_size(path, sample), self.model.tiling, self.model.vision.image_size)
-            for path in sample.images
-        ]
+        """Tile counts of the images that the model is shown, from their headers."""
+        sample = sample.shown(self.model.tiling)
+        if sample.video:
+            return [1] * len(sample.images)
+        tiling, size = sample.tiling(self.model.tiling), self.model.vision.image_size
+        return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
 
     def encode(self, sample: Sample, tiles: int) -> EncodedSample:
         """Token ids and loss mask of the whole conversation, whose images make so many tiles."""
-        # Only where several images share the tiles must their files be looked at.
-        several = len(sample.images) > 1
-        per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
-        return encode_sample(sample, per_image, self.model.tokens_per_tile, self.tokenizer)
+        if sample.video:
+            # Of as many frames as were planned, also where some are gone: whoever reads them
+            # finds that out.
+            sample = sample.with_frames(sample.images[:1] * tiles)
+            per_image = [1] * tiles
+        else:
+            # Only where several images share the tiles must their files be looked at.
+            several = len(sample.images) > 1
+            per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
+        return encode_sample(sample, per_image, self.model, self.tokenizer)
 
-    def check_images(self, sample: Sample) -> None:
-        """Decode the sample's images.
+    def check_images(self, sample: Sample, tiles: int) -> None:
+        """Decode the images that the model is shown.
 
         Raises:
-            UnreadableImage: one of them is missing or broken.
+            UnreadableImage: one of them is missing or broken, or of a video there are not as many
+                frames as make so many tiles.
         """
-        for path in sample.images:
-            _read_image(path, sample)
+        sample = sample.shown(self.model.tiling)
+        _check_frames(sample, tiles)
+        for image in sample.images:
+            _read_image(image, sample)
 
     def tiles(self, sample: Sample) -> list[np.ndarray]:
-        """All tiles of the sample's images in order, uint8 [P, P, C].
+        """All tiles of the images that the model is shown in order, uint8 [P, P, C].
 
         Raises:
             UnreadableImage: one of them is missing or broken.
         """
+        sample = sample.shown(self.model.tiling)
+        tiling, size = sample.tiling(self.model.tiling), self.model.vision.image_size
         return [
             tile
-            for path in sample.images
-            for tile in _image_tiles(_read_image(path, sample), self.model)
+            for image in sample.images
+            for tile in _image_tiles(_read_image(image, sample), tiling, size)
         ]
 
     def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
@@ -128,36 +146,44 @@ def _normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
     return pixels_TCPP
 
 
-def _image_size(path: Path, sample: Sample) -> tuple[int, int]:
+def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
     try:
-        with Image.open(path) as image:
-            return image.size
+        with image.open() as file, Image.open(file) as header:
+            return header.size
     except Exception as error:  # what Pillow raises for a broken file has no common type
-        raise _bad_image(path, sample, error) from error
+        raise _bad_image(image, sample, error) from error
 
 
-def _read_image(path: Path, sample: Sample) -> Image.Image:
+def _read_image(image: ImageFile, sample: Sample) -> Image.Image:
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        with image.open() as file, Image.open(file) as pixels:
+            return pixels.convert("RGB")
     except Exception as error:
-        raise _bad_image(path, sample, error) from error
+        raise _bad_image(image, sample, error) from error
 
 
-def _bad_image(path: Path, sample: Sample, error: Exception) -> UnreadableImage:
+def _bad_image(image: ImageFile, sample: Sample, error: Exception) -> UnreadableImage:
     return UnreadableImage(
-        f"{path}: cannot read this image ({error}); it is an image of {sample.where}; "
-        "restore the file, or take the sample out and plan anew"
+        f"{image}: cannot read this image ({why_unreadable(error)}); it is an image of "
+        f"{sample.where}; restore the file, or take the sample out and plan anew"
     )
 
 
-def _image_tiles(image: Image.Image, model: ModelConfig) -> list[np.ndarray]:
+def _check_frames(sample: Sample, planned: int) -> None:
+    if sample.video and len(sample.images) != planned:
+        raise UnreadableImage(
+            f"{sample.images[0].path}: {len(sample.images)} frame(s) where the plan counted "
+            f"{planned}; they are frames of {sample.where}; restore them, or take the sample out "
+            "and plan anew"
+        )
+
+
+def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np.ndarray]:
     """InternVL's dynamic tiling: uint8 [P, P, C] tiles row by row, then the thumbnail."""
-    size = model.vision.image_size
-    columns, rows = tile_grid(*image.size, model.tiling, size)
+    columns, rows = tile_grid(*image.size, tiling, size)
     resized = np.asarray(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
     tiles = list(rearrange(resized, "(row p1) (col p2) c -> (row col) p1 p2 c", p1=size, p2=size))
-    if model.tiling.use_thumbnail and len(tiles) > 1:
+    if tiling.use_thumbnail and len(tiles) > 1:
         tiles.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
     return tiles
 
@@ -247,15 +273,17 @@ class PackDataset(torch.utils.data.Dataset):
         """Read one sample of the annotations; its images too, where pixels or a verdict are due."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
+        tiles = int(self.lengths.tiles[index])
         found: list[np.ndarray] = []
         unreadable = None
         try:
             if self.stage.vision_embed:
                 found = self.reader.tiles(sample)
+                _check_frames(sample.shown(self.reader.model.tiling), tiles)
             elif self.stage.head and self._skips:
                 # The head leaves out the loss of the samples that the vision embed blanks. Nothing
                 # tells it which: it comes to the same verdict by decoding the same files.
-                self.reader.check_images(sample)
+                self.reader.check_images(sample, tiles)
         except UnreadableImage as error:
             if not self._skips:
                 raise UserError(f"{error}, or go on without it: --on-bad-sample skip") from error
@@ -263,7 +291,7 @@ class PackDataset(torch.utils.data.Dataset):
         return _Draft(
             sample=sample,
             place=place,
-            tiles=int(self.lengths.tiles[index]),
+            tiles=tiles,
             tokens=int(self.lengths.tokens[index]),
             found=found,
             unreadable=unreadable,
@@ -326,7 +354,7 @@ class PackDataset(torch.utils.data.Dataset):
         return encode_sample(
             draft.sample,
             [draft.tiles] + [0] * (len(draft.sample.images) - 1),
-            self.reader.model.tokens_per_tile,
+            self.reader.model,
             self.reader.tokenizer,
         )
 

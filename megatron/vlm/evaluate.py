@@ -20,8 +20,8 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.data import SampleReader
 from megatron.vlm.schedule import PipelineLinks, run_forward
-from omnibal.data.annotations import Sample
-from omnibal.data.chat import encode_prompt
+from omnibal.data.chat import as_written, encode_prompt
+from omnibal.data.sample import Sample
 from omnibal.plan import Caps, Plan
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
 
@@ -86,12 +86,10 @@ def evaluate(
 def _questions(reader: SampleReader, samples: int) -> Iterator[_Question]:
     total = len(reader.annotations)
     for index in np.linspace(0, total - 1, min(samples, total)).round().astype(int):
-        sample = reader.annotations[int(index)]
+        sample = reader.annotations[int(index)].shown(reader.model.tiling)
         tiles = reader.tiles_per_image(sample)
         for turn in range(len(sample.turns)):
-            prompt_ids = encode_prompt(
-                sample, turn, tiles, reader.model.tokens_per_tile, reader.tokenizer
-            )
+            prompt_ids = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
             yield _Question(sample=sample, turn=turn, tiles=sum(tiles), prompt_ids=prompt_ids)
 
 
@@ -127,10 +125,10 @@ def _answer(
     max_new_tokens: int,
 ) -> None:
     """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
-    pixels: dict[str, torch.Tensor] = {}
+    pixels: dict[Sample, torch.Tensor] = {}
     if links.is_first:
-        samples = {question.sample.where: question.sample for group in wave for question in group}
-        pixels = {where: reader.pixels([sample]) for where, sample in samples.items()}
+        samples = {question.sample for group in wave for question in group}
+        pixels = {sample: reader.pixels([sample]) for sample in samples}
     active = wave
     for _ in range(max_new_tokens):
         counts = [(sum(q.tiles for q in group), sum(q.tokens for q in group)) for group in active]
@@ -140,7 +138,7 @@ def _answer(
         next_ids = _broadcast_from_last(links, outputs, len(asked))
         for question, next_id in zip(asked, next_ids, strict=True):
             question.answer_ids.append(next_id)
-        end = reader.tokenizer.turn_end
+        end = reader.answer_end
         active = [[q for q in group if q.answer_ids[-1] != end] for group in active]
         active = [group for group in active if group]
         if not active:
@@ -148,7 +146,7 @@ def _answer(
 
 
 def _micro_batch(
-    group: list[_Question], pixels: dict[str, torch.Tensor], reader: SampleReader
+    group: list[_Question], pixels: dict[Sample, torch.Tensor], reader: SampleReader
 ) -> MicroBatch:
     ids = [np.concatenate([q.prompt_ids, np.array(q.answer_ids, np.int64)]) for q in group]
     token_ids = np.concatenate(ids)
@@ -157,7 +155,7 @@ def _micro_batch(
         tiles=sum(question.tiles for question in group),
         tokens=len(token_ids),
         segment_tokens=segment_tokens,
-        pixels_TCPP=torch.cat([pixels[q.sample.where] for q in group]) if pixels else None,
+        pixels_TCPP=torch.cat([pixels[q.sample] for q in group]) if pixels else None,
         token_ids_S=torch.from_numpy(token_ids),
         image_positions_M=torch.from_numpy(
             np.flatnonzero(token_ids == reader.tokenizer.image_context)
@@ -180,7 +178,7 @@ def _broadcast_from_last(
 
 def _compared(question: _Question, reader: SampleReader) -> EvaluatedAnswer:
     turn = question.sample.turns[question.turn]
-    end = reader.tokenizer.turn_end
+    end = reader.answer_end
     words = (
         question.answer_ids[: question.answer_ids.index(end)]
         if (end in question.answer_ids)
@@ -189,7 +187,7 @@ def _compared(question: _Question, reader: SampleReader) -> EvaluatedAnswer:
     return EvaluatedAnswer(
         sample=question.sample.identity,
         question=turn.question,
-        expected=turn.answer,
+        expected=as_written(turn.answer, reader.model),
         answered=reader.tokenizer.decode(words),
         kind=turn.kind or _KIND_OF_PLAIN_DATA,
     )

@@ -10,14 +10,19 @@ import re
 import torch
 
 from megatron.vlm.shards import own_shard, unpadded_size, whole_shape
-from megatron.vlm.stage import VLMStage
+from megatron.vlm.stage import TIED_NAME, VLMStage
 
 _LAYER_NAME = re.compile(r"^(vision|language)\.layers\.(\d+)\.(.*)$")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def global_parameter_name(stage: VLMStage, name: str) -> str:
-    """The parameter's name in the whole model: layers numbered over all stages, from 0."""
+    """The parameter's name in the whole model: layers numbered over all stages, from 0.
+
+    A head that is tied to the token embedding has its name.
+    """
+    if name == "head.weight" and stage.share_embeddings_and_output_weights:
+        return TIED_NAME
     match = _LAYER_NAME.match(name)
     if match is None:
         return name

@@ -33,7 +33,7 @@ from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packs import ScheduledPacks, read_packs
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Plan, read_plan
 from omnibal.runlog import (
@@ -89,7 +89,7 @@ def load_job(arguments: argparse.Namespace, plan: Plan, launch: Launch) -> Job:
         UserError: the launch, the data, the tokenizer or the run's directory do not fit the plan.
     """
     launch.check_against(plan.parallel)
-    tokenizer = Tokenizer(arguments.tokenizer_model)
+    tokenizer = open_tokenizer(arguments.tokenizer_model)
     origin = plan.data.origin
     _check_same("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
     training_data = heldout_data = None

@@ -131,11 +131,16 @@ class LayerScaledAdd(torch.nn.Module):
     """Residual add with layer scale, `residual + scale * (x + bias)`: InternViT's `ls1` and `ls2`.
 
     It takes the place of core's bias-dropout-add, which is asked for a function and then called.
+
+    Args:
+        init: of the scale; None leaves it out, as in EVA-CLIP.
     """
 
-    def __init__(self, hidden_size: int, init: float, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, init: float | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.full((hidden_size,), init, dtype=dtype))
+        self.scale = None
+        if init is not None:
+            self.scale = torch.nn.Parameter(torch.full((hidden_size,), init, dtype=dtype))
         self.tile_scale_B1: torch.Tensor | None = None
         """Drop path of the tiles that come next, set by the block that runs them, and good once."""
 
@@ -148,6 +153,8 @@ class LayerScaledAdd(torch.nn.Module):
                 branch_SBH = branch_SBH + bias_H
             if tile_scale_B1 is not None:
                 branch_SBH = branch_SBH * tile_scale_B1
+            if self.scale is None:
+                return residual_SBH + branch_SBH
             return torch.addcmul(residual_SBH, branch_SBH, self.scale)
 
         return add
@@ -228,7 +235,7 @@ def attend_flash(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal:
 
 
 def vision_layer_spec(config: TransformerConfig, vision: VisionConfig) -> ModuleSpec:
-    """An InternViT layer: full attention within a tile, layer scale after each branch."""
+    """An InternViT layer: full attention within a tile, layer scale (if any) after each branch."""
     scaled_add = ModuleSpec(
         module=LayerScaledAdd,
         params={

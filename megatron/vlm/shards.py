@@ -51,7 +51,8 @@ def describe_partitions(stage: torch.nn.Module) -> None:
     """
     for module in stage.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            set_tensor_model_parallel_attributes(module.weight, True, dim=0, stride=1)
+            if module.weight is not None:  # the head of a stage may use the embedding's
+                set_tensor_model_parallel_attributes(module.weight, True, dim=0, stride=1)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, dim=1, stride=1)
     for module in stage.modules():

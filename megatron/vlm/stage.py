@@ -30,6 +30,8 @@ from omnibal.config import ModelConfig, Part
 from omnibal.plan import Plan, Stage
 
 IMAGE_CHANNELS = 3
+TIED_NAME = "embedding.word_embeddings.weight"
+"""Of the one matrix of a model whose head is tied to its token embedding."""
 
 
 class VisionEmbedding(torch.nn.Module):
@@ -105,8 +107,9 @@ class VLMStage(MegatronModule):
         super().__init__(config=language_config)
         self.model_config = model
         self.drop_path_rate = drop_path_rate
-        # Core asks these of every model when it reduces gradients of shared embeddings.
-        self.share_embeddings_and_output_weights = False
+        # Core asks these of every model when it reduces gradients of shared embeddings, which is
+        # of copies in two stages only.
+        self.share_embeddings_and_output_weights = _holds_tied_copy(model, stage)
         self.pre_process, self.post_process = stage.vision_embed, stage.head
         dtype = language_config.params_dtype
         language = model.language
@@ -159,12 +162,33 @@ class VLMStage(MegatronModule):
                 config=head_config,
                 init_method=head_config.init_method,
                 bias=False,
+                skip_weight_param_allocation=language.tied_head and stage.language_embed,
             )
             own_words = vocabulary // tensor
             start = parallel_state.get_tensor_model_parallel_rank() * own_words
             self.padded_words = min(max(start + own_words - language.vocab_size, 0), own_words)
         describe_partitions(self)
+        if language.tied_head:
+            self._describe_tied_weight()
         self._input: torch.Tensor | None = None
+
+    def _describe_tied_weight(self) -> None:
+        """Give the matrix that is embedding and head core's attributes of how it is shared."""
+        weight = self.shared_embedding_or_output_weight()
+        if self.share_embeddings_and_output_weights:
+            # A bucket of its own: data-parallel ranks then divide both copies alike.
+            weight.shared_embedding = True
+            # The gradient's norm counts the embedding's copy only.
+            weight.shared = self.embedding is None
+        elif weight is not None:
+            # The head may add its gradient to core's buffer itself, beside the embedding's.
+            weight.zero_out_wgrad = True
+
+    def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
+        """Core's name for the stage's own of the tied matrix; None where it has no use for it."""
+        if self.embedding is not None:
+            return self.embedding.word_embeddings.weight
+        return self.head.weight if self.head is not None else None
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
         """The previous stage's output, used by the next `forward`; core's name for it."""
@@ -172,13 +196,25 @@ class VLMStage(MegatronModule):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """What the next stage receives; the head gives the summed loss, or answers' next tokens."""
-        hidden = self._input
+        hidden = self.read_text(batch, self.encode_images(batch, self._input))
+        if self.head is not None:
+            return self.head_output(batch, hidden)
+        return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+
+    def encode_images(
+        self, batch: MicroBatch, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Image features [K, E], or what the stage's part of the vision units makes of `hidden`."""
         if self.vision_embedding is not None:
             hidden = self.vision_embedding(batch.pixels_TCPP)
         if self.vision is not None:
             hidden = self.vision(hidden, None, branch_scales_L2B=self._branch_scales(batch))
         if self.projector is not None:
             hidden = self.projector(hidden)
+        return hidden
+
+    def read_text(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """What the stage's language units make of image features, or of what came after them."""
         if self.embedding is not None:
             hidden = self.embed_tokens(batch, hidden)
         if self.language is not None:
@@ -189,9 +225,7 @@ class VLMStage(MegatronModule):
                 rotary_pos_emb=self.rotary(max(*batch.segment_tokens, padding)),
                 packed_seq_params=batch.packed_seq_params(current_device(), padding),
             )
-        if self.head is not None:
-            return self.head_output(batch, hidden)
-        return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+        return hidden
 
     def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
         if batch.drop_path_keys_T is None:
@@ -226,7 +260,10 @@ class VLMStage(MegatronModule):
             )
         # Only positions that are asked for reach the vocabulary: in image-heavy packs, few do.
         wanted = batch.loss_positions_L if batch.labels_L is not None else batch.answer_positions_A
-        logits_L1W, _ = self.head(hidden_S1E.index_select(0, wanted))
+        weight_WE = self.head.weight
+        if weight_WE is None:
+            weight_WE = self.shared_embedding_or_output_weight()
+        logits_L1W, _ = self.head(hidden_S1E.index_select(0, wanted), weight_WE)
         logits_LW = logits_L1W.squeeze(1)
         if self.padded_words:
             real_LW = logits_LW[:, : -self.padded_words]
@@ -244,6 +281,11 @@ class VLMStage(MegatronModule):
         for name, tensor in state.items():
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
                 tensor.allow_shape_mismatch = True
+        if self.share_embeddings_and_output_weights and self.head is not None:
+            # One more replica of the embedding, which the embedding's stage saves.
+            copy_of_embedding = state[f"{prefix}head.weight"]
+            copy_of_embedding.key = f"{prefix}{TIED_NAME}"
+            copy_of_embedding.replica_id = (1, *copy_of_embedding.replica_id[1:])
         return state
 
 
@@ -269,6 +311,16 @@ def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> 
     )
     _freeze(stage, plan.frozen)
     return stage.to(current_device())
+
+
+def tied_copies(plan: Plan) -> tuple[int, ...]:
+    """The two stages that each hold a copy of the tied matrix; empty where no copies are needed."""
+    stages = enumerate(plan.stages)
+    return tuple(index for index, stage in stages if _holds_tied_copy(plan.model, stage))
+
+
+def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
+    return model.language.tied_head and stage.language_embed != stage.head
 
 
 def _freeze(stage: VLMStage, parts: Collection[Part]) -> None:

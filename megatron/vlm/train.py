@@ -16,6 +16,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.batch import MicroBatch
@@ -24,7 +25,7 @@ from megatron.vlm.configs import parameter_dtype
 from megatron.vlm.data import LossWeighting
 from megatron.vlm.initialize import initialize_parameters
 from megatron.vlm.schedule import PipelineLinks, run_forward_backward
-from megatron.vlm.stage import VLMStage, build_stage
+from megatron.vlm.stage import VLMStage, build_stage, tied_copies
 from omnibal.plan import Plan
 
 _SMALLEST_WEIGHT = 1e-12
@@ -60,6 +61,9 @@ class Trainer:
     model: DistributedDataParallel
     optimizer: ChainedOptimizer
     scheduler: OptimizerParamScheduler
+    tied_groups: ProcessGroupCollection | None
+    """Those that gradients are reduced in, if this stage holds one of two copies of a tied
+    matrix."""
 
 
 def build_trainer(
@@ -117,6 +121,30 @@ def build_trainer(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
+        tied_groups=_tied_groups(tied_copies(plan)),
+    )
+
+
+def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:
+    """Core's groups for reducing gradients, with one of the two stages that hold a tied matrix.
+
+    Core's own group of embeddings joins the first and the last stage, wherever the embedding is.
+    """
+    if not copies:
+        return None
+    own_pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pipelines: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(pipelines, own_pipeline)
+    holders = sorted({tuple(ranks[stage] for stage in copies) for ranks in pipelines})
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in holders])
+    if own is None:
+        return None
+    return ProcessGroupCollection(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        embd=own,
+        pos_embd=None,
     )
 
 
@@ -176,7 +204,7 @@ def train_step(
     learning_rate = trainer.optimizer.param_groups[0]["lr"]
     grad_norm = None
     if math.isfinite(sums.loss):
-        finalize_model_grads([trainer.model])
+        finalize_model_grads([trainer.model], pg_collection=trainer.tied_groups)
         trainer.model.scale_gradients(1 / sums.divisor)
         grad_norm = _update(trainer.optimizer, trainer.options.clip_grad)
     return StepResult(

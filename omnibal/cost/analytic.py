@@ -127,8 +127,11 @@ def analytic_cost(
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
     device = _device(cluster, parallel, precision)
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
+    units = _unit_costs(model, device, frozen)
+    tied = model.language.tied_head
     return CostModel(
-        units=_unit_costs(model, device, frozen),
+        units=units,
+        tied_parameters=units[Unit.LANGUAGE_EMBED].parameters if tied else 0,
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
@@ -327,14 +330,16 @@ def _vision_layer(model: ModelConfig, device: _Device, *, padded: bool = True) -
     # Whole: input, both norms' outputs, the middle residual, both outputs that layer scale scales.
     # Divided: q, k, v, attention's output, and the feed-forward before and after GELU.
     normed = 2 * a if vision.qk_norm else 0
-    kept = 6 * h + (4 * a + 2 * f + normed) / t
+    scaled = 0 if vision.layer_scale_init is None else 2 * h
+    kept = 4 * h + scaled + (4 * a + 2 * f + normed) / t
     norm = h if vision.normalization == "RMSNorm" else 2 * h
-    whole = 2 * norm + 2 * h + 2 * h  # norms, layer scales, biases of both row-parallel linears
+    whole = 2 * norm + scaled + 2 * h  # norms, layer scales, biases of both row-parallel linears
     divided = 4 * h * a + 2 * h * f + f
     divided += (3 * a if vision.qkv_bias else 0) + normed
     # Read and written, whole: 2 norms, and after each branch a bias, a scale and a residual.
     # Divided: q, k, v into their own places, attention's reads and write, q and k norms, GELU.
-    moved = 2 * 2 * h + 2 * (2 + 2 + 3) * h + (6 * a + 4 * a + 2 * normed + 2 * f) / t
+    whole_passes = 2 * 2 * h + 2 * (2 + 3) * h + 2 * scaled
+    moved = whole_passes + (6 * a + 4 * a + 2 * normed + 2 * f) / t
     log_sum_exp_bytes = _FP32_BYTES * (a * vision.heads / h) / t
     output_bytes = rows * h * size
     return _Counts(

@@ -78,6 +78,26 @@ class CostModel:
     gradient_reduction_ms_per_parameter: float
     """Once a step; 0 when the data-parallel size is 1."""
     source: str
+    tied_parameters: int = 0
+    """On this device, of the matrix that is both language embed and head, and counted in both: a
+    stage that holds both units has it once."""
+
+    @property
+    def tied_trained_parameters(self) -> int:
+        """All of the tied ones, or 0 where they are frozen."""
+        return self.tied_parameters if self.units[Unit.HEAD].trained_parameters else 0
+
+    @property
+    def tied_exchange_ms(self) -> float:
+        """Once a step, of a stage that holds the tied matrix's language embed or head alone.
+
+        Two stages all-reduce its gradient: each sends and receives it in two halves. Both wait for
+        each other, so that it prolongs the later one's gradient reduction.
+        """
+        if not self.tied_trained_parameters:
+            return 0.0
+        gradient_bytes = self.gradient_bytes_per_parameter * self.tied_trained_parameters
+        return 2 * self.link_latency_ms + self.link_ms_per_byte * gradient_bytes
 
 
 def pack_features(packs: Packs, lengths: Lengths) -> np.ndarray:

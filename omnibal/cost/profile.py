@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -99,15 +99,18 @@ class FitResidual:
 
 def model_sha256(model: ModelConfig) -> str:
     """Hash of what the cost of a unit depends on: not how many there are, nor constants in them."""
-    sizes = model.model_dump(
+    sizes: dict[str, Any] = model.model_dump(
         mode="json",
         exclude={
             "name": True,
             "tiling": True,
+            "chat_template": True,
+            "system_message": True,
             "vision": {"layers", "norm_eps", "layer_scale_init"},
-            "language": {"layers", "norm_eps", "rope_base"},
+            "language": {"layers", "norm_eps", "rope_base", "tied_head"},
         },
     )
+    sizes["vision"]["layer_scale"] = model.vision.layer_scale_init is not None
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,74 +1,154 @@
-"""InternVL's training data, a meta JSON that names JSONL files, as a lazy sequence of samples.
+"""InternVL's training data, a meta JSON that names annotation files, as a lazy sequence of samples.
 
     {source: {"root": image folder, "annotation": file.jsonl, "repeat_time": 1, ...}}
+    {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records
+    {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
+    {source: {"energon": folder, "split": "train"}}
 
-Relative paths in the meta start at its folder. Only the byte offsets of the lines stay in memory;
-a sample's line is read and parsed each time it is asked for.
+Relative paths in the meta start at its folder. Only the places of the records stay in memory; a
+sample's record is read and parsed each time it is asked for.
 """
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from omnibal.config import Frozen
-from omnibal.data.tokenizer import IMAGE_CONTEXT, IMAGE_END, IMAGE_START, TURN_END, TURN_START
+from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile, natural_order
+from omnibal.data.record_files import RecordIndex, index_array, index_lines, is_array
+from omnibal.data.records import (
+    InvalidRecordError,
+    Pictures,
+    read_conversation,
+    read_media,
+    video_file,
+)
+from omnibal.data.sample import Sample
+from omnibal.data.shards import (
+    Shard,
+    energon_shards,
+    index_shards,
+    read_shard_sample,
+    webdataset_shards,
+)
 from omnibal.errors import UserError
 from omnibal.files import read_json_model
 
-IMAGE = "<image>"
-_RESERVED = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END, TURN_START, TURN_END)
-_CHUNK_BYTES = 1 << 24
-_NEWLINE = ord("\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A question, in which each `<image>` stands for one image, and its reference answer."""
-
-    question: str
-    answer: str
-    kind: str | None
-    """What accuracy is reported by; from the line's optional "kinds"."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """One conversation about any number of images."""
-
-    identity: str
-    """Source name and the line's "id" (its line number where it has none)."""
-    source: str
-    where: str
-    """Annotation file and line, for error messages."""
-    images: tuple[Path, ...]
-    turns: tuple[Turn, ...]
-    augment: bool = False
-    """The meta's `data_augment`: in training, its tiles are degraded at random."""
-
 
 class _SourceMeta(Frozen):
-    root: str
-    annotation: str
+    annotation: str | None = None
+    shards: str | None = None
+    energon: str | None = None
+    root: str | None = None
+    split: str | None = None
     data_augment: bool = False
+    max_dynamic_patch: PositiveInt | None = None
     repeat_time: PositiveFloat = 1
     length: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "_SourceMeta":
+        given = (self.annotation, self.shards, self.energon)
+        if sum(place is not None for place in given) != 1:
+            raise ValueError('one of "annotation", "shards" and "energon" must be given')
+        if (self.root is None) != (self.annotation is None):
+            raise ValueError('"root", the folder of the images, goes with "annotation" alone')
+        if self.split is not None and self.energon is None:
+            raise ValueError('"split" goes with "energon" alone')
+        return self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
     name: str
     root: Path
-    annotation: Path
+    unit: str
+    """What the records of a file are counted as, in messages."""
+    in_shards: bool
     augment: bool
+    max_dynamic_patch: int | None
 
 
-class _Invalid(ValueError):
-    """What a line lacks; the caller adds file and line number."""
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """Images and frames that are files of their own."""
+
+    root: Path
+
+    def image(self, name: str) -> ImageFile:
+        return ImageFile(self.root / name)
+
+    def frames(self, name: str) -> tuple[ImageFile, ...]:
+        folder = self.root / name
+        if folder.is_file():
+            raise video_file(name)
+        found = folder.iterdir() if folder.is_dir() else ()
+        frames = [path for path in found if path.suffix.lower() in IMAGE_SUFFIXES]
+        # A video without frames is a sample with a bad image: named, or left out, like any other.
+        frames.sort(key=lambda path: natural_order(path.name))
+        return tuple(map(ImageFile, frames)) or (ImageFile(folder),)
+
+    def unnamed(self) -> tuple[ImageFile, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where the records of samples are; arrays are [samples]."""
+
+    files: tuple[Path, ...]
+    file: np.ndarray
+    """int32 index into `files`."""
+    number: np.ndarray
+    """int64, of the record in its file."""
+    start: np.ndarray
+    """int64, its first byte."""
+    size: np.ndarray
+    """int64, in bytes."""
+
+    @classmethod
+    def of(cls, indexes: Sequence[RecordIndex]) -> "_Places":
+        """All records of these files."""
+        lengths = [len(index) for index in indexes]
+        return cls(
+            files=tuple(index.path for index in indexes),
+            file=np.repeat(np.arange(len(indexes), dtype=np.int32), lengths),
+            number=np.concatenate([np.arange(length) for length in lengths]),
+            start=np.concatenate([index.start for index in indexes]),
+            size=np.concatenate([index.size for index in indexes]),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["_Places"]) -> "_Places":
+        """The samples of all parts in order."""
+        first = np.cumsum([0, *(len(part.files) for part in parts[:-1])], dtype=np.int32)
+        files = [part.file + offset for part, offset in zip(parts, first, strict=True)]
+        return cls(
+            files=tuple(path for part in parts for path in part.files),
+            file=np.concatenate(files),
+            number=np.concatenate([part.number for part in parts]),
+            start=np.concatenate([part.start for part in parts]),
+            size=np.concatenate([part.size for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def take(self, indices: np.ndarray) -> "_Places":
+        """Of these samples alone, and the files that hold them."""
+        used, file = np.unique(self.file[indices], return_inverse=True)
+        return _Places(
+            files=tuple(self.files[index] for index in used),
+            file=file.astype(np.int32),
+            number=self.number[indices],
+            start=self.start[indices],
+            size=self.size[indices],
+        )
 
 
 class Annotations:
@@ -78,103 +158,111 @@ class Annotations:
     """
 
     def __init__(
-        self,
-        sources: list[_Source],
-        source: np.ndarray,
-        line: np.ndarray,
-        line_start: np.ndarray,
-        sha256: str,
+        self, sources: Sequence[_Source], source: np.ndarray, places: _Places, sha256: str
     ) -> None:
         self._sources = sources
-        self._line = line
-        self._line_start = line_start
+        self._places = places
         self.source = source
         """int32 index into `sources` of every sample."""
         self.sources = tuple(entry.name for entry in sources)
         self.sha256 = sha256
-        """Covers source names, repeats and annotation bytes; neither folders, pixels nor
-        `data_augment`."""
+        """Covers source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes
+        of a shard's members; neither folders, pixels nor `data_augment`."""
         self.roots = tuple(entry.root for entry in sources)
-        """Image folder of every source."""
+        """Folder of the images, or of the shards, of every source."""
         self.augmented = tuple(entry.name for entry in sources if entry.augment)
         """Sources whose tiles are augmented in training."""
 
     @classmethod
     def open(cls, meta_path: Path) -> "Annotations":
-        """Index every annotation file of the meta; lines are checked when they are asked for.
+        """Index every annotation file of the meta; records are checked when they are asked for.
 
         Raises:
-            UserError: the meta is missing, malformed or leaves no sample, or an annotation file
-                is missing, empty, or not of the length that the meta states.
+            UserError: the meta is missing, malformed or leaves no sample, or an annotation file or
+                shard is missing, empty, or not of the length that the meta states.
         """
         entries = _read_meta(meta_path)
         digest = hashlib.sha256()
-        sources, lines, line_starts = [], [], []
+        sources, parts = [], []
         for name, entry in entries.items():
-            annotation = meta_path.parent / entry.annotation
-            starts, file_sha256 = _index_lines(annotation)
-            if entry.length not in (None, len(starts)):
+            source, indexes, sha256 = _open_source(name, entry, meta_path.parent)
+            places = _Places.of(indexes)
+            if entry.length not in (None, len(places)):
                 raise UserError(
-                    f"{annotation}: holds {len(starts)} lines, but {meta_path} states length "
-                    f"{entry.length} for {name!r}; complete the file or correct the length"
+                    f"{_named(indexes)}: holds {len(places)} {source.unit}s, but {meta_path} "
+                    f"states length {entry.length} for {name!r}; complete the data or correct the "
+                    "length"
                 )
-            root = meta_path.parent / entry.root
-            sources.append(_Source(name, root, annotation, entry.data_augment))
-            lines.append(_repeated(len(starts), entry.repeat_time))
-            line_starts.append(starts[lines[-1]])
+            sources.append(source)
+            parts.append(places.take(_repeated(len(places), entry.repeat_time)))
             # Without data_augment: it changes no length, so lengths and plans stay good when it is
             # switched. That a resumed run keeps it is for the trainer to see to, by `augmented`.
-            digest.update(json.dumps([name, entry.repeat_time, file_sha256]).encode())
-        source = np.repeat(np.arange(len(sources), dtype=np.int32), [len(part) for part in lines])
-        if not len(source):
+            limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
+            digest.update(json.dumps([name, entry.repeat_time, sha256, *limit]).encode())
+        places = _Places.joined(parts)
+        if not len(places):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
-        line, line_start = np.concatenate(lines), np.concatenate(line_starts)
-        return cls(sources, source, line, line_start, digest.hexdigest())
+        lengths = [len(part) for part in parts]
+        indices = np.repeat(np.arange(len(sources), dtype=np.int32), lengths)
+        return cls(sources, indices, places, digest.hexdigest())
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._places)
 
     def take(self, indices: np.ndarray) -> "Annotations":
         """The samples at `indices` alone, in that order: little to hand to another process."""
-        return Annotations(
-            self._sources,
-            self.source[indices],
-            self._line[indices],
-            self._line_start[indices],
-            self.sha256,
-        )
+        places = self._places.take(indices)
+        return Annotations(self._sources, self.source[indices], places, self.sha256)
 
     def where(self, index: int) -> str:
-        """Annotation file and line of a sample, with which each of its errors begins."""
-        return f"{self._sources[self.source[index]].annotation}: line {self._line[index] + 1}"
+        """File and number of a sample's record, with which each of its errors begins."""
+        places, unit = self._places, self._sources[self.source[index]].unit
+        return f"{places.files[places.file[index]]}: {unit} {places.number[index] + 1}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Read, parse and check one line.
+        """Read, parse and check one record.
 
         Raises:
-            UserError: the line is not a well-formed sample; names its file and number.
+            UserError: it is not a well-formed sample; names its file and number.
         """
-        source, where = self._sources[self.source[index]], self.where(index)
-        with source.annotation.open("rb") as file:
-            file.seek(int(self._line_start[index]))
-            content = file.readline()
+        source = self._sources[self.source[index]]
+        where = self.where(index)
         try:
+            content, pictures, name = self._content(index)
             record = json.loads(content)
             if not isinstance(record, dict):
-                raise _Invalid(f"is a JSON {type(record).__name__}; it must be an object")
-            images = _images(record)
-            return Sample(
-                identity=f"{source.name}/{record.get('id', self._line[index] + 1)}",
-                source=source.name,
-                where=where,
-                images=tuple(source.root / image for image in images),
-                turns=_turns(record, len(images)),
-                augment=source.augment,
-            )
-        except _Invalid as error:
+                raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
+            images, video = read_media(record, pictures)
+            system, turns = read_conversation(record, len(images), video)
+        except UserError:
+            raise
+        except InvalidRecordError as error:
             raise UserError(f"{where} {error}") from None
         except (ValueError, RecursionError) as error:  # also too long a number, too deep a nesting
-            raise UserError(f"{where} is not JSON ({error}); mend or remove the line") from error
+            raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
+        return Sample(
+            identity=f"{source.name}/{record.get('id', name)}",
+            source=source.name,
+            where=where,
+            images=images,
+            turns=turns,
+            system=system,
+            video=video,
+            augment=source.augment,
+            max_dynamic_patch=source.max_dynamic_patch,
+        )
+
+    def _content(self, index: int) -> tuple[bytes, Pictures, str]:
+        """A record's JSON, what it may show, and its key or number."""
+        places, source = self._places, self._sources[self.source[index]]
+        path = places.files[places.file[index]]
+        start, size = int(places.start[index]), int(places.size[index])
+        if source.in_shards:
+            sample = read_shard_sample(path, start, size)
+            return sample.record(), sample, sample.key
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(size), _Folder(source.root), str(places.number[index] + 1)
 
 
 def _read_meta(path: Path) -> dict[str, _SourceMeta]:
@@ -184,101 +272,56 @@ def _read_meta(path: Path) -> dict[str, _SourceMeta]:
         dict[str, _SourceMeta],
         path,
         "a meta maps each source name to "
-        '{"root", "annotation", "data_augment": false, "repeat_time", "length"}',
+        '{"root", "annotation"}, {"shards"} or {"energon", "split": "train"}, and may add '
+        '"data_augment", "max_dynamic_patch", "repeat_time" and "length"',
     )
     if not entries:
         raise UserError(f"{path}: names no source; at least one must be given")
     return entries
 
 
-def _index_lines(path: Path) -> tuple[np.ndarray, str]:
-    """Byte offset of every line (int64), and the SHA-256 of the file, in one pass."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such annotation file; correct the meta's annotation path")
-    digest = hashlib.sha256()
-    starts = [np.zeros(1, np.int64)]
-    size = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
-            starts.append(newlines.astype(np.int64) + size + 1)
-            size += len(chunk)
-    if not size:
-        raise UserError(f"{path}: is empty; an annotation file holds one JSON sample a line")
-    joined = np.concatenate(starts)
-    return joined[joined < size], digest.hexdigest()
+def _open_source(
+    name: str, entry: _SourceMeta, folder: Path
+) -> tuple[_Source, list[RecordIndex], str]:
+    """The source, where its records are, and the SHA-256 of what they say."""
+    if entry.annotation is not None:
+        annotation = folder / entry.annotation
+        array = is_array(annotation)
+        index, sha256 = index_array(annotation) if array else index_lines(annotation)
+        root, indexes = folder / (entry.root or ""), [index]
+        unit = "sample" if array else "line"
+    else:
+        shards = _shards(entry, folder)
+        indexes, sha256 = index_shards(shards)
+        root, unit = shards[0].path.parent, "sample"
+    source = _Source(
+        name=name,
+        root=root,
+        unit=unit,
+        in_shards=entry.annotation is None,
+        augment=entry.data_augment,
+        max_dynamic_patch=entry.max_dynamic_patch,
+    )
+    return source, indexes, sha256
 
 
-def _repeated(lines: int, repeat_time: float) -> np.ndarray:
-    """Line indices: all of them as often as the whole part says, then the first of them for the
-    rest; int64.
+def _shards(entry: _SourceMeta, folder: Path) -> list[Shard]:
+    if entry.energon is not None:
+        return energon_shards(folder / entry.energon, entry.split or "train")
+    return webdataset_shards(entry.shards or "", folder)
+
+
+def _repeated(records: int, repeat_time: float) -> np.ndarray:
+    """Indices of records: all of them as often as the whole part says, then the first of them for
+    the rest; int64. Below 1 and for whole numbers as InternVL does, which refuses other fractions.
 
     Example:
         >>> _repeated(4, 1.5).tolist()
         [0, 1, 2, 3, 0, 1]
     """
-    whole, rest = divmod(repeat_time, 1)
-    return np.concatenate([np.tile(np.arange(lines), int(whole)), np.arange(round(rest * lines))])
+    return np.arange(int(records * repeat_time)) % records
 
 
-def _images(record: dict[str, Any]) -> list[str]:
-    if "video" in record:
-        raise _Invalid('has a "video"; only images and text can be trained on: remove the line')
-    images = record.get("image") or []
-    images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise _Invalid('has an odd "image"; it must be a path, a list of paths, or absent')
-    return images
-
-
-def _turns(record: dict[str, Any], images: int) -> tuple[Turn, ...]:
-    values = _conversation_values(record)
-    questions, answers = values[::2], values[1::2]
-    if any(IMAGE in answer for answer in answers):
-        raise _Invalid(f"has {IMAGE} in an answer; it may stand only in a question")
-    placeholders = sum(question.count(IMAGE) for question in questions)
-    if images == 1 and placeholders == 0:
-        questions[0] = f"{IMAGE}\n{questions[0]}"
-        placeholders = 1
-    if placeholders != images:
-        raise _Invalid(
-            f"has {placeholders} {IMAGE} for {images} image(s); write one {IMAGE} for each image"
-        )
-    kinds = record.get("kinds", [None] * len(questions))
-    named = isinstance(kinds, list) and all(isinstance(kind, str | None) for kind in kinds)
-    if not named or len(kinds) != len(questions):
-        raise _Invalid(f'must have in "kinds" one name for each of its {len(questions)} turn(s)')
-    return tuple(Turn(*fields) for fields in zip(questions, answers, kinds, strict=True))
-
-
-def _conversation_values(record: dict[str, Any]) -> list[str]:
-    """The texts of the conversation: question, answer, question, answer, ..."""
-    messages = record.get("conversations")
-    well_formed = (
-        isinstance(messages, list)
-        and all(isinstance(message, dict) for message in messages)
-        and all(isinstance(message.get("value"), str) for message in messages)
-    )
-    if not messages or not well_formed:
-        raise _Invalid('must have "conversations": a list of {"from", "value"}')
-    speakers = [message.get("from") for message in messages]
-    if speakers != ["human", "gpt"] * (len(messages) // 2):
-        raise _Invalid(
-            f'has "conversations" from {", ".join(map(str, speakers))}; human and gpt must '
-            "alternate, human first and gpt last"
-        )
-    values = [message["value"] for message in messages]
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError as error:
-        raise _Invalid(
-            f"has text that is not Unicode ({error.reason}); mend its \\u escapes"
-        ) from error
-    for piece in _RESERVED:
-        if any(piece in value for value in values):
-            raise _Invalid(
-                f"has {piece!r} in its text, which only the chat template may write; mark an image "
-                f"with {IMAGE}, and spell or remove any other use"
-            )
-    return values
+def _named(indexes: Sequence[RecordIndex]) -> str:
+    first = str(indexes[0].path)
+    return first if len(indexes) == 1 else f"{first} and {len(indexes) - 1} more shard(s)"

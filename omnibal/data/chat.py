@@ -1,21 +1,45 @@
-"""A conversation to token ids and the mask of what is learned: InternVL's `internlm2-chat`.
+"""A conversation to token ids and the mask of what is learned, by InternVL's own templates.
 
-    <s><|im_start|>user\\n{question}<|im_end|>\\n<|im_start|>assistant\\n{answer}<|im_end|>\\n ...
+    internlm2-chat, Hermes-2   <|im_start|>user\\n{question}<|im_end|><|im_start|>assistant\\n...
+    phi3-chat                  <|user|>\\n{question}<|end|><|assistant|>\\n{answer}<|end|>...
+    internvl2_5                as the first, with a line end after each <|im_end|>
 
-There is no system message. Loss falls on each answer and the `<|im_end|>` that closes it. Every
-piece of text is encoded on its own, so no token straddles the border of the mask.
+A system message goes before, in the same way. Loss falls on each answer and the piece that closes
+it.
+
+In the first three the conversation is tokenized as one string: between two pieces of the template
+it is one run of text, so `assistant\\n` and the answer share one. The mask begins after as many
+tokens as `assistant\\n` makes alone. Where a token straddles that border, as Qwen's for two line
+ends does in front of an answer that begins with one, the mask still begins there; InternVL's code
+would then, in some of the templates, drop the loss of the whole sample. In internvl2_5 each message
+is tokenized alone, with the line end that closes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from omnibal.data.annotations import IMAGE, Sample
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.config import ChatTemplate, ModelConfig
+from omnibal.data.sample import IMAGE, Sample
+from omnibal.data.tokenizer import (
+    IMAGE_CONTEXT,
+    IMAGE_END,
+    IMAGE_START,
+    PHI_ASSISTANT,
+    PHI_END,
+    PHI_SYSTEM,
+    PHI_USER,
+    TURN_END,
+    TURN_START,
+    Tokenizer,
+    lacking,
+)
+from omnibal.errors import UserError
 
-_SEGMENTS_PER_TURN = 3
+# InternVL's own words, with full-width commas, so that released models meet what they know.
+_SYSTEM_MESSAGE = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"  # noqa: E501, RUF001
+_SYSTEM_MESSAGE_2_5 = "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"  # noqa: E501, RUF001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,16 +52,103 @@ class EncodedSample:
     """bool: the token is to be predicted (not shifted)."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Template:
+    system_message: str = _SYSTEM_MESSAGE
+    system: str = f"{TURN_START}system\n"
+    user: str = f"{TURN_START}user\n"
+    assistant: str = f"{TURN_START}assistant\n"
+    end: str = TURN_END
+    after_end: str = ""
+    pieces: tuple[str, ...] = (TURN_START, TURN_END)
+    """Control pieces of the above."""
+    bos: bool | None
+    """Whether a begin token comes first; None: where the tokenizer's settings add one."""
+    strips: bool = False
+    """Whether outer whitespace of questions and answers goes."""
+    message_by_message: bool = False
+    never_learned: str | None = None
+    """A piece that carries no loss even in an answer."""
+
+
+_TEMPLATES: dict[ChatTemplate, _Template] = {
+    "internlm2-chat": _Template(bos=True, strips=True),
+    "Hermes-2": _Template(bos=False),
+    "phi3-chat": _Template(
+        system=f"{PHI_SYSTEM}\n",
+        user=f"{PHI_USER}\n",
+        assistant=f"{PHI_ASSISTANT}\n",
+        end=PHI_END,
+        pieces=(PHI_SYSTEM, PHI_USER, PHI_ASSISTANT, PHI_END),
+        bos=True,
+        never_learned="<|endoftext|>",
+    ),
+    "internvl2_5": _Template(
+        system_message=_SYSTEM_MESSAGE_2_5, after_end="\n", bos=None, message_by_message=True
+    ),
+}
+
+
+def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Whether the tokenizer has what the model's template writes, and fits into its vocabulary.
+
+    Raises:
+        UserError: it lacks pieces, all of which are named, or is larger than the vocabulary.
+    """
+    template = _TEMPLATES[model.chat_template]
+    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
+    needed = [*bos, IMAGE_START, IMAGE_CONTEXT, IMAGE_END, *template.pieces]
+    missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
+    if missing:
+        raise UserError(
+            f"{tokenizer.path}, for chat_template {model.chat_template!r} of {model.name}: "
+            f"{lacking(missing)}"
+        )
+    if tokenizer.vocab_size > model.language.vocab_size:
+        raise UserError(
+            f"{tokenizer.path} has {tokenizer.vocab_size} pieces, but {model.name} embeds "
+            f"{model.language.vocab_size}; pass the model's own tokenizer or raise vocab_size"
+        )
+
+
+def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    """The id that closes an answer, at which generation stops."""
+    return tokenizer.required(_TEMPLATES[model.chat_template].end)
+
+
+def as_written(text: str, model: ModelConfig) -> str:
+    """A question or an answer as the model's template writes it."""
+    return text.strip() if _TEMPLATES[model.chat_template].strips else text
+
+
 def encode_sample(
-    sample: Sample, tiles_per_image: Sequence[int], tokens_per_tile: int, tokenizer: Tokenizer
+    sample: Sample, tiles_per_image: Sequence[int], model: ModelConfig, tokenizer: Tokenizer
 ) -> EncodedSample:
-    """The whole conversation; image i takes `tiles_per_image[i] * tokens_per_tile` tokens."""
-    segments = list(_segments(sample, tiles_per_image, tokens_per_tile, tokenizer))
+    """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile.
+
+    Raises:
+        UserError: the text turns into control tokens, or the tokenizer lacks a piece.
+    """
+    if len(tiles_per_image) != len(sample.images):
+        raise ValueError(
+            f"{sample.where}: tiles of {len(tiles_per_image)} image(s) were given for "
+            f"{len(sample.images)}"
+        )
+    template = _TEMPLATES[model.chat_template]
+    messages = _messages(sample, model)
+    answers = range(len(messages) - 2 * len(sample.turns) + 1, len(messages), 2)
+    encode = _encode_apart if template.message_by_message else _encode_together
+    token_ids, loss_mask = encode(messages, answers, template, tokenizer, sample)
+    if template.never_learned is not None:
+        unlearned = tokenizer.id_of(template.never_learned)
+        loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
+    before, context = _image_tokens(token_ids, tiles_per_image, model, tokenizer, sample)
+    token_ids = np.insert(token_ids, before, context)
+    loss_mask = np.insert(loss_mask, before, False)
+    bos = _bos(template, tokenizer)
     return EncodedSample(
-        token_ids=np.concatenate([np.array(ids, np.int64) for ids, _ in segments]),
-        loss_mask=np.repeat(
-            [learned for _, learned in segments], [len(ids) for ids, _ in segments]
-        ),
+        token_ids=np.concatenate([bos, token_ids]),
+        loss_mask=np.concatenate([np.zeros(len(bos), bool), loss_mask]),
     )
 
 
@@ -45,37 +156,108 @@ def encode_prompt(
     sample: Sample,
     turn: int,
     tiles_per_image: Sequence[int],
-    tokens_per_tile: int,
+    model: ModelConfig,
     tokenizer: Tokenizer,
 ) -> np.ndarray:
-    """What precedes the answer of `turn`, reference answers of earlier turns included. int64"""
-    segments = _segments(sample, tiles_per_image, tokens_per_tile, tokenizer)
-    asked = islice(segments, _SEGMENTS_PER_TURN * turn + 1)
-    return np.concatenate([np.array(ids, np.int64) for ids, _ in asked])
+    """What precedes the answer of `turn`, reference answers of earlier turns included. int64
+
+    It is how the whole conversation begins, unless a token of that straddles the end of this.
+    """
+    template = _TEMPLATES[model.chat_template]
+    messages = _messages(sample, model)
+    asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
+    texts = [*asked, template.assistant]
+    if not template.message_by_message:
+        texts = ["".join(texts)]
+    token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
+    images = sum(one.question.count(IMAGE) for one in sample.turns[: turn + 1])
+    tiles = tiles_per_image[:images]
+    before, context = _image_tokens(token_ids, tiles, model, tokenizer, sample)
+    return np.concatenate([_bos(template, tokenizer), np.insert(token_ids, before, context)])
 
 
-def _segments(
-    sample: Sample, tiles_per_image: Sequence[int], tokens_per_tile: int, tokenizer: Tokenizer
-) -> Iterator[tuple[list[int], bool]]:
-    """(token ids, carries loss) of each turn's question, answer and line end, in that order."""
-    if len(tiles_per_image) != len(sample.images):
-        raise ValueError(
-            f"{sample.where}: tiles of {len(tiles_per_image)} image(s) were given for "
-            f"{len(sample.images)}"
-        )
-    tiles = iter(tiles_per_image)
-    line_end = tokenizer.encode("\n")
-    assistant = [tokenizer.turn_start, *tokenizer.encode("assistant\n")]
-    opening = [tokenizer.bos]
+def _messages(sample: Sample, model: ModelConfig) -> list[str]:
+    """The system message if there is one, then questions and answers in turn."""
+    template = _TEMPLATES[model.chat_template]
+    close = template.end + template.after_end
+    default = template.system_message if model.system_message is None else model.system_message
+    system = default if sample.system is None else sample.system
+    messages = [f"{template.system}{system}{close}"] if system else []
     for turn in sample.turns:
-        question = [*opening, tokenizer.turn_start, *tokenizer.encode("user\n")]
-        first, *others = turn.question.split(IMAGE)
-        question += tokenizer.encode(first)
-        for text in others:
-            image_tokens = [tokenizer.image_context] * (next(tiles) * tokens_per_tile)
-            question += [tokenizer.image_start, *image_tokens, tokenizer.image_end]
-            question += tokenizer.encode(text)
-        yield [*question, tokenizer.turn_end, *line_end, *assistant], False
-        yield [*tokenizer.encode(turn.answer), tokenizer.turn_end], True
-        yield line_end, False
-        opening = []
+        question = as_written(turn.question, model).replace(IMAGE, IMAGE_START + IMAGE_END)
+        messages.append(f"{template.user}{question}{close}")
+        messages.append(f"{template.assistant}{as_written(turn.answer, model)}{close}")
+    return messages
+
+
+def _encode_together(
+    messages: list[str],
+    answers: Sequence[int],
+    template: _Template,
+    tokenizer: Tokenizer,
+    sample: Sample,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask of the messages as one string; those at `answers` are learned."""
+    end = tokenizer.required(template.end)
+    token_ids = np.array(tokenizer.encode("".join(messages)), np.int64)
+    ends = np.flatnonzero(token_ids == end)
+    if len(ends) != len(messages):
+        raise _control_tokens(sample)
+    # Behind another message, as all answers are: some tokenizers begin a text in a way of its own.
+    opening = tokenizer.encode(template.end + template.assistant)
+    header = len(opening) - opening.index(end) - 1
+    loss_mask = np.zeros(len(token_ids), bool)
+    for answer in answers:
+        loss_mask[ends[answer - 1] + 1 + header : ends[answer] + 1] = True
+    return token_ids, loss_mask
+
+
+def _encode_apart(
+    messages: list[str],
+    answers: Sequence[int],
+    template: _Template,
+    tokenizer: Tokenizer,
+    sample: Sample,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask of messages that are tokenized one by one."""
+    header = len(tokenizer.encode(template.assistant))
+    encoded = list(map(tokenizer.encode, messages))
+    masks = [np.zeros(len(ids), bool) for ids in encoded]
+    for answer in answers:
+        masks[answer][header:-1] = True  # all but the line end
+    token_ids = np.array([number for ids in encoded for number in ids], np.int64)
+    if np.count_nonzero(token_ids == tokenizer.required(template.end)) != len(messages):
+        raise _control_tokens(sample)
+    return token_ids, np.concatenate(masks)
+
+
+def _image_tokens(
+    token_ids: np.ndarray,
+    tiles_per_image: Sequence[int],
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    sample: Sample,
+) -> tuple[np.ndarray, int]:
+    """Of each image token that is still to come, the position it goes before; and its id."""
+    context = tokenizer.image_context
+    starts = np.flatnonzero(token_ids == tokenizer.required(IMAGE_START))
+    if len(starts) != len(tiles_per_image) or (token_ids == context).any():
+        raise _control_tokens(sample)
+    counts = np.array(tiles_per_image, np.int64) * model.tokens_per_tile
+    return np.repeat(starts + 1, counts), context
+
+
+def _control_tokens(sample: Sample) -> UserError:
+    return UserError(
+        f"{sample.where}: the tokenizer makes control tokens of the chat template from its text; "
+        "spell or remove what looks like <|im_end|>, <|end|>, <img> or <IMG_CONTEXT>"
+    )
+
+
+def _begins(template: _Template, tokenizer: Tokenizer) -> bool:
+    return tokenizer.add_bos if template.bos is None else template.bos
+
+
+def _bos(template: _Template, tokenizer: Tokenizer) -> np.ndarray:
+    pieces = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
+    return np.array([tokenizer.required(piece) for piece in pieces], np.int64)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, Strict
 
-from omnibal.config import Frozen, TilingConfig
+from omnibal.config import ChatTemplate, Frozen, TilingConfig
 from omnibal.data.columns import Columns
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_text
@@ -50,6 +50,8 @@ class LengthsOrigin(Frozen):
     image_size: int
     tokens_per_tile: int
     tiling: TilingConfig
+    chat_template: ChatTemplate
+    system_message: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
 
 from omnibal import __version__
 from omnibal.config import ModelConfig
-from omnibal.data.annotations import Annotations, Sample
-from omnibal.data.chat import encode_sample
+from omnibal.data.annotations import Annotations
+from omnibal.data.chat import check_tokenizer, encode_sample
+from omnibal.data.image_files import ImageFile, why_unreadable
 from omnibal.data.lengths import Lengths, LengthsOrigin
+from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
 from omnibal.data.scan_pool import map_unordered
 from omnibal.data.tiling import tile_count
@@ -82,14 +84,11 @@ def scan_lengths(
 
     Raises:
         UserError: malformed lines or missing, unreadable or truncated images, of which the first
-            five are named (to skip: only where nothing else is left), a tokenizer that is larger
-            than the model's vocabulary, or a process that was ended from outside.
+            five are named (to skip: only where nothing else is left), a tokenizer that lacks what
+            the model's chat template writes or is larger than its vocabulary, or a process that was
+            ended from outside.
     """
-    if tokenizer.vocab_size > model.language.vocab_size:
-        raise UserError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} pieces, but {model.name} embeds "
-            f"{model.language.vocab_size}; pass the model's own tokenizer or raise vocab_size"
-        )
+    check_tokenizer(model, tokenizer)
     parts = [journal.finished if journal is not None else np.empty(0, COUNTED)]
     bad: list[BadSample] = []
     left = np.setdiff1d(np.arange(len(annotations)), parts[0]["index"], assume_unique=True)
@@ -172,8 +171,8 @@ class _Scanner:
 
     model: ModelConfig
     tokenizer: Tokenizer
-    tiles_of: dict[Path, int | str] = field(default_factory=dict)
-    """Tiles of an image, or what is wrong with it."""
+    size_of: dict[ImageFile, tuple[int, int] | str] = field(default_factory=dict)
+    """Width and height of an image in pixels, or what is wrong with it."""
 
     def __call__(self, task: _Task) -> _Scanned:
         rows, bad = [], []
@@ -188,21 +187,22 @@ class _Scanner:
 
     def _counts(self, sample: Sample) -> tuple[int, int, int]:
         """Tiles, tokens and loss tokens."""
-        tiles = sum(self._image_tiles(image, sample) for image in sample.images)
+        sample = sample.shown(self.model.tiling)
+        tiling, image_size = sample.tiling(self.model.tiling), self.model.vision.image_size
+        sizes = [self._image_size(image, sample) for image in sample.images]
+        tiles = sum(tile_count(*size, tiling, image_size) for size in sizes)
         tokens_per_tile = self.model.tokens_per_tile
-        text = encode_sample(sample, [0] * len(sample.images), tokens_per_tile, self.tokenizer)
+        text = encode_sample(sample, [0] * len(sample.images), self.model, self.tokenizer)
         tokens = len(text.token_ids) + tiles * tokens_per_tile
         return tiles, tokens, int(text.loss_mask.sum())
 
-    def _image_tiles(self, path: Path, sample: Sample) -> int:
-        if path not in self.tiles_of:
+    def _image_size(self, image: ImageFile, sample: Sample) -> tuple[int, int]:
+        if image not in self.size_of:
             try:
-                size = _image_size(path)
-                tiles = tile_count(*size, self.model.tiling, self.model.vision.image_size)
-                self.tiles_of[path] = tiles
+                self.size_of[image] = _image_size(image)
             except _BadImage as error:
-                self.tiles_of[path] = str(error)
-        found = self.tiles_of[path]
+                self.size_of[image] = str(error)
+        found = self.size_of[image]
         if isinstance(found, str):
             raise UserError(f"{sample.where}: {found}")
         return found
@@ -230,6 +230,8 @@ def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) 
         image_size=model.vision.image_size,
         tokens_per_tile=model.tokens_per_tile,
         tiling=model.tiling,
+        chat_template=model.chat_template,
+        system_message=model.system_message,
     )
 
 
@@ -253,41 +255,45 @@ class _BadImage(ValueError):
     """What is wrong with an image and what to do; the caller adds whose image it is."""
 
 
-def _image_size(path: Path) -> tuple[int, int]:
-    """Width and height in pixels, of a file that is whole."""
+def _image_size(image: ImageFile) -> tuple[int, int]:
+    """Width and height in pixels, of an image that is whole."""
     try:
-        with Image.open(path) as image:
-            size, image_format = image.size, image.format
-        truncated = _is_truncated(path, _END_MARKERS.get(image_format or "", b""))
+        with image.open() as file:
+            with Image.open(file) as header:
+                size, image_format = header.size, header.format
+            truncated = _is_truncated(file, _END_MARKERS.get(image_format or "", b""))
     except FileNotFoundError as error:
         raise _BadImage(
-            f"image {path} does not exist; correct the path, or root in the meta"
+            f"image {image} does not exist; correct the path, or root in the meta"
         ) from error
+    except IsADirectoryError as error:
+        raise _BadImage(f"folder {image} holds no frames; fill it or remove the sample") from error
     except Exception as error:  # what Pillow raises for a broken file has no common type
         raise _BadImage(
-            f"image {path} cannot be read ({error}); replace the file or remove the line"
+            f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
+            "the sample"
         ) from error
     if truncated:
-        raise _BadImage(f"image {path} is truncated; fetch the file again or remove the line")
+        raise _BadImage(f"image {image} is truncated; fetch the file again or remove the sample")
     return size
 
 
-def _is_truncated(path: Path, end_marker: bytes) -> bool:
-    """Whether a file ends before its format's end marker (formats without one: never).
+def _is_truncated(file: BinaryIO, end_marker: bytes) -> bool:
+    """Whether an image ends before its format's end marker (formats without one: never).
 
     Some writers append bytes of their own; where the marker is only found further in, it may also
-    belong to an embedded preview, so that file is decoded.
+    belong to an embedded preview, so that image is decoded.
     """
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _TAIL_BYTES))
-        if end_marker in file.read():
-            return False
-        file.seek(0)
-        if end_marker not in file.read():
-            return True
+    size = file.seek(0, 2)
+    file.seek(max(0, size - _TAIL_BYTES))
+    if end_marker in file.read():
+        return False
+    file.seek(0)
+    if end_marker not in file.read():
+        return True
+    file.seek(0)
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             image.load()
     except Exception:
         return True

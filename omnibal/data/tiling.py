@@ -35,10 +35,17 @@ def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -
 
 @lru_cache
 def _candidate_grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """Every (columns, rows) of `min_tiles` to `max_tiles` tiles, fewest tiles first."""
-    return tuple(
-        (columns, tiles // columns)
-        for tiles in range(min_tiles, max_tiles + 1)
-        for columns in range(1, tiles + 1)
-        if tiles % columns == 0
-    )
+    """Every (columns, rows) of `min_tiles` to `max_tiles` tiles, fewest tiles first.
+
+    InternVL sorts a set by the number of tiles alone, so grids of equally many stay in the order
+    in which Python walks that set, and this order decides ties: cut into just 4 tiles, an image of
+    ratio 5:2 is as near to (2, 2) as to (4, 1). Hence the same set here, filled in the same order.
+    """
+    grids = {
+        (columns, rows)
+        for most in range(min_tiles, max_tiles + 1)
+        for columns in range(1, most + 1)
+        for rows in range(1, min(most, max_tiles // columns) + 1)
+        if columns * rows >= min_tiles
+    }
+    return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))

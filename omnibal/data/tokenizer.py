@@ -1,60 +1,350 @@
-"""Text to token ids: a SentencePiece model with the chat and image pieces of InternVL."""
+"""Text to token ids, by the tokenizer files that a language model or a checkpoint comes with.
+
+Two kinds give the same interface: a SentencePiece `tokenizer.model`, split at added tokens as the
+slow tokenizers of Hugging Face do, with which InternVL trains, and a fast `tokenizer.json`.
+"""
 
 import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
+from pydantic import BaseModel, Field
 from sentencepiece import SentencePieceProcessor, SetMinLogLevel
+from tokenizers import AddedToken as FastAddedToken
+from tokenizers import Tokenizer as FastModel
 
 from omnibal.errors import UserError
+from omnibal.files import read_json_model
 
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-_BOS = "<s>"
+PHI_SYSTEM, PHI_USER, PHI_ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+PHI_END = "<|end|>"
+CONTROL_PIECES = (
+    *(IMAGE_START, IMAGE_CONTEXT, IMAGE_END, TURN_START, TURN_END),
+    *(PHI_SYSTEM, PHI_USER, PHI_ASSISTANT, PHI_END),
+)
+"""What only chat templates may write, and no text of a sample."""
+
+_FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
+_CONFIG_FILE, _ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
+_BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+# `normalizer_spec.add_dummy_prefix = false`: of a field that a message holds twice, the last wins.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+_NEVER = "(?!)"  # a pattern that matches nowhere
 _FATAL = 3
 
 
-class Tokenizer:
-    """A SentencePiece model file, and the ids of the pieces that only the chat template writes.
+class Tokenizer(ABC):
+    """Text to ids and back; can be pickled."""
+
+    path: Path
+    """The file of the model."""
+    sha256: str
+    """Of all that decides ids: the model, and the added tokens and settings beside it."""
+    vocab_size: int
+    """Highest id, plus one."""
+    add_bos: bool
+    """Whether the tokenizer's own settings have texts begin with `bos_piece`."""
+    bos_piece: str
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, in which added tokens are found; no begin or end token is added."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; those of no piece are passed over."""
+
+    @abstractmethod
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece that is one token, if there is such."""
+
+    def required(self, piece: str) -> int:
+        """The id of a piece.
+
+        Raises:
+            UserError: there is none.
+        """
+        found = self.id_of(piece)
+        if found is None:
+            raise UserError(f"{self.path}: {lacking([piece])}")
+        return found
+
+    @property
+    def image_context(self) -> int:
+        """The id whose embeddings the vision tower replaces."""
+        return self.required(IMAGE_CONTEXT)
+
+
+def lacking(pieces: Sequence[str]) -> str:
+    """What is wrong with a tokenizer without these pieces, and what to do."""
+    return (
+        f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "
+        "the tokenizer of a released InternVL checkpoint, with its tokenizer_config.json or "
+        "added_tokens.json beside it, add them to it, or choose another chat_template"
+    )
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a file, or in the folder of a checkpoint.
+
+    Args:
+        path: a SentencePiece tokenizer.model, a Hugging Face tokenizer.json, or a folder: there
+            tokenizer.json is taken if it exists, else tokenizer.model. What stands beside the file
+            in tokenizer_config.json, and for tokenizer.model in added_tokens.json, is followed.
 
     Raises:
-        UserError: the file is missing, is no SentencePiece model, or lacks one of the pieces.
+        UserError: there is no such file, or it or what stands beside it is not what it should be.
+    """
+    if path.is_dir():
+        path = _file_in(path)
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no such tokenizer; pass a SentencePiece {_SENTENCEPIECE_FILE}, a "
+            f"{_FAST_FILE}, or the folder of a checkpoint with one of them"
+        )
+    content, settings = path.read_bytes(), _read_settings(path)
+    if path.suffix == ".json":
+        return _Fast(path, content, settings or _Settings())
+    return _SentencePiece(path, content, settings)
+
+
+def _file_in(folder: Path) -> Path:
+    for name in (_FAST_FILE, _SENTENCEPIECE_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(
+        f"{folder}: holds neither {_FAST_FILE} nor {_SENTENCEPIECE_FILE}; pass a folder with one, "
+        f"or save the tokenizer as {_FAST_FILE} (save_pretrained of a fast tokenizer does)"
+    )
+
+
+class _AddedToken(BaseModel):
+    """An added token, as the Hugging Face files write it."""
+
+    content: str = Field(min_length=1)
+    lstrip: bool = False
+    """It takes away the spaces before it."""
+    rstrip: bool = False
+    """It takes away the spaces after it."""
+    normalized: bool = False
+    special: bool = False
+    single_word: Literal[False] = False
+
+
+_Named = str | _AddedToken | None
+
+
+class _Settings(BaseModel):
+    """What is read of tokenizer_config.json, which says more."""
+
+    added_tokens_decoder: dict[int, _AddedToken] | None = None
+    additional_special_tokens: list[str | _AddedToken] | None = None
+    bos_token: _Named = None
+    eos_token: _Named = None
+    unk_token: _Named = None
+    pad_token: _Named = None
+    add_bos_token: bool | None = None
+    tokenizer_class: str | None = None
+    legacy: bool | None = None
+    add_prefix_space: bool | None = None
+
+    @property
+    def bos_piece(self) -> str:
+        return _name(self.bos_token) or _BOS
+
+    @property
+    def unknown_piece(self) -> str:
+        return _name(self.unk_token) or _UNKNOWN
+
+    @property
+    def special_pieces(self) -> list[str]:
+        """Those with a role, and those named beside them."""
+        named = (_name(self.eos_token) or _EOS, _name(self.pad_token))
+        others = [_name(token) for token in self.additional_special_tokens or []]
+        pieces = [self.bos_piece, self.unknown_piece, *named, *others]
+        return [piece for piece in pieces if piece is not None]
+
+    @property
+    def keeps_first_space(self) -> bool:
+        """Whether text begins with a space as `legacy: false` of Llama's tokenizer has it: once,
+        before the first piece even if that is an added token, and never after an added token."""
+        llama = self.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
+        return llama and self.legacy is False
+
+
+def _name(token: _Named) -> str | None:
+    return token.content if isinstance(token, _AddedToken) else token
+
+
+def _read_settings(path: Path) -> _Settings | None:
+    """Of what stands beside the model; None where nothing does."""
+    config, added = path.with_name(_CONFIG_FILE), path.with_name(_ADDED_FILE)
+    settings = None
+    if config.is_file():
+        remedy = f"restore the checkpoint's own {_CONFIG_FILE}"
+        settings = read_json_model(_Settings, config, remedy)
+    told = settings is not None and settings.added_tokens_decoder is not None
+    if path.suffix == ".json" or told or not added.is_file():
+        return settings
+    ids = read_json_model(dict[str, int], added, f"restore the checkpoint's own {_ADDED_FILE}")
+    tokens = {number: _AddedToken(content=content) for content, number in ids.items()}
+    return (settings or _Settings()).model_copy(update={"added_tokens_decoder": tokens})
+
+
+class _SentencePiece(Tokenizer):
+    """A SentencePiece model, and the tokens that a checkpoint added to it.
+
+    Bare, without files beside it, it encodes a text as a whole. With added tokens, whose ids go
+    before the model's own, text is split at them and each run between two is encoded alone.
     """
 
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise UserError(f"{path}: no such tokenizer; pass a SentencePiece tokenizer.model")
-        content = path.read_bytes()
-        SetMinLogLevel(_FATAL)  # the library would log what is raised here as one error
-        self._model = SentencePieceProcessor()
-        try:
-            self._model.LoadFromSerializedProto(content)
-        except RuntimeError as error:
-            raise UserError(
-                f"{path}: not a SentencePiece model; pass the tokenizer.model of the language model"
-            ) from error
-        special = (_BOS, IMAGE_START, IMAGE_CONTEXT, IMAGE_END, TURN_START, TURN_END)
-        missing = [piece for piece in special if self._model.IdToPiece(self._id(piece)) != piece]
-        if missing:
-            raise UserError(
-                f"{path}: lacks the piece(s) {' '.join(missing)}; the chat template needs each as "
-                "one token, so add them as user-defined symbols"
-            )
+    def __init__(self, path: Path, content: bytes, settings: _Settings | None) -> None:
         self.path = path
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        self.vocab_size: int = self._model.GetPieceSize()
-        self.bos = self._id(_BOS)
-        self.image_start = self._id(IMAGE_START)
-        self.image_context = self._id(IMAGE_CONTEXT)
-        self.image_end = self._id(IMAGE_END)
-        self.turn_start = self._id(TURN_START)
-        self.turn_end = self._id(TURN_END)
+        self.sha256 = _sha256(content, settings)
+        self._settings = settings or _Settings()
+        self._keeps_first_space = self._settings.keeps_first_space
+        self._model = _load(path, content + _NO_DUMMY_PREFIX * self._keeps_first_space)
+        self._pieces: int = self._model.GetPieceSize()
+        self._added = {} if settings is None else self._added_tokens()
+        self._content_of = {number: piece for piece, (number, _) in self._added.items()}
+        longest_first = sorted(map(re.escape, self._added), key=len, reverse=True)
+        self._borders = re.compile(f"({'|'.join(longest_first) or _NEVER})")
+        self.vocab_size = max([self._pieces - 1, *self._content_of]) + 1
+        self.bos_piece = self._settings.bos_piece
+        self.add_bos = self._settings.add_bos_token is not False
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone: no begin or end token is added."""
-        return self._model.EncodeAsIds(text)
+        if not (self._added or self._keeps_first_space):
+            return self._model.EncodeAsIds(text)
+        first_space = self._keeps_first_space and text != ""
+        if first_space:
+            text = text.replace(_SPACE, " ")
+            text = text if self._settings.add_prefix_space is False else _SPACE + text
+        parts = self._parts(text)
+        encoded = [
+            [self._added[part][0]] if part in self._added else self._run(part) for part in parts
+        ]
+        if first_space and parts[1:] and parts[1] in self._settings.special_pieces:
+            # Llama's tokenizer takes that space away again, but only before these.
+            if encoded[0] == [self._model.PieceToId(_SPACE)]:
+                del encoded[0]
+        return [number for ids in encoded for number in ids]
 
-    def decode(self, ids: list[int]) -> str:
-        return self._model.DecodeIds(ids)
+    def decode(self, ids: Sequence[int]) -> str:
+        texts = []
+        for added, run in groupby(ids, self._content_of.__contains__):
+            if added:
+                texts += [self._content_of[number] for number in run]
+            else:
+                texts.append(self._model.DecodeIds([n for n in run if n < self._pieces]))
+        return "".join(texts)
 
-    def _id(self, piece: str) -> int:
-        return self._model.PieceToId(piece)
+    def id_of(self, piece: str) -> int | None:
+        if piece in self._added:
+            return self._added[piece][0]
+        number = self._model.PieceToId(piece)
+        return number if self._model.IdToPiece(number) == piece else None
+
+    def _added_tokens(self) -> dict[str, tuple[int, _AddedToken]]:
+        """Id and flags by content: those given, and the special ones that the model has itself."""
+        own = {piece: self._model.PieceToId(piece) for piece in self._settings.special_pieces}
+        added = {
+            piece: (number, _AddedToken(content=piece, special=True))
+            for piece, number in own.items()
+            if self._model.IdToPiece(number) == piece
+        }
+        given = self._settings.added_tokens_decoder or {}
+        return added | {token.content: (number, token) for number, token in given.items()}
+
+    def _parts(self, text: str) -> list[str]:
+        """Added tokens, and the runs of text between them."""
+        parts = list(filter(None, self._borders.split(text)))
+        for place, part in enumerate(parts):
+            if part not in self._added:
+                continue
+            token = self._added[part][1]
+            if token.rstrip and place + 1 < len(parts):
+                parts[place + 1] = parts[place + 1].lstrip()
+            if token.lstrip and place > 0:
+                parts[place - 1] = parts[place - 1].rstrip()
+        return parts
+
+    def _run(self, text: str) -> list[int]:
+        if not (self._keeps_first_space and text.startswith((_SPACE, " "))):
+            return self._model.EncodeAsIds(text)
+        # The model would strip leading spaces, but not those behind a piece.
+        unknown = self._settings.unknown_piece
+        return self._model.EncodeAsIds(unknown + text)[len(self._model.EncodeAsIds(unknown)) :]
+
+
+def _load(path: Path, content: bytes) -> SentencePieceProcessor:
+    SetMinLogLevel(_FATAL)  # the library would log what is raised here as one error
+    model = SentencePieceProcessor()
+    try:
+        model.LoadFromSerializedProto(content)
+    except RuntimeError as error:
+        raise UserError(
+            f"{path}: not a SentencePiece model; pass the {_SENTENCEPIECE_FILE} of the language "
+            f"model, or a {_FAST_FILE}"
+        ) from error
+    return model
+
+
+class _Fast(Tokenizer):
+    """A Hugging Face tokenizer.json, and the tokens that only tokenizer_config.json has."""
+
+    def __init__(self, path: Path, content: bytes, settings: _Settings) -> None:
+        self.path = path
+        self.sha256 = _sha256(content, settings)
+        try:
+            self._model = FastModel.from_str(content.decode())
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(
+                f"{path}: not a Hugging Face tokenizer ({error}); pass the {_FAST_FILE} of the "
+                f"language model, or a SentencePiece {_SENTENCEPIECE_FILE}"
+            ) from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._add(settings.added_tokens_decoder or {})
+        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+        self.bos_piece = settings.bos_piece
+        self.add_bos = settings.add_bos_token is True
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode(list(ids), skip_special_tokens=False)
+
+    def id_of(self, piece: str) -> int | None:
+        return self._model.token_to_id(piece)
+
+    def _add(self, tokens: dict[int, _AddedToken]) -> None:
+        present = {token.content for token in self._model.get_added_tokens_decoder().values()}
+        for number, token in sorted(tokens.items()):
+            if token.content not in present:
+                flags = token.model_dump(exclude={"content"})
+                add: Callable = (
+                    self._model.add_special_tokens if token.special else self._model.add_tokens
+                )
+                add([FastAddedToken(token.content, **flags)])
+            found = self._model.token_to_id(token.content)
+            if found != number:
+                raise UserError(
+                    f"{self.path}: has {token.content} as token {found}, but {_CONFIG_FILE} beside "
+                    f"it as {number}; both must be of one checkpoint: restore them"
+                )
+
+
+def _sha256(content: bytes, settings: _Settings | None) -> str:
+    digest = hashlib.sha256(content)
+    if settings is not None:
+        digest.update(settings.model_dump_json(exclude_unset=True).encode())
+    return digest.hexdigest()

@@ -121,7 +121,10 @@ def baseline_stages(
 def unit_weights(
     method: PartitionMethod, cost: CostModel, model: ModelConfig, mean_features: np.ndarray
 ) -> np.ndarray:
-    """What the method balances, of every unit: parameters, layers or forward ms. [units]"""
+    """What the method balances, of every unit: parameters, layers or forward ms. [units]
+
+    A matrix that is both language embed and head counts in both, as in a split between them.
+    """
     units = [cost.units[unit] for unit in unit_sequence(model)]
     match method:
         case PartitionMethod.PARAMETER:

@@ -29,7 +29,14 @@ from omnibal.pipeline.critical_path import (
     SampledSteps,
 )
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.units import LANGUAGE_LAYER, UNITS, VISION_LAYER, unit_sequence
+from omnibal.pipeline.units import (
+    LANGUAGE_LAYER,
+    UNITS,
+    VISION_LAYER,
+    holds_both_ends,
+    holds_one_end,
+    unit_sequence,
+)
 from omnibal.pipeline.workload import Workload
 
 _COMPUTE = slice(FORWARD.start, BACKWARD.stop)
@@ -182,6 +189,10 @@ def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
     for link in (SEND, RECEIVE):
         terms[:, link] = np.where((end < len(sequence))[:, None], unit_terms[last, link], 0.0)
     terms[:, OPTIMIZER] += cost.optimizer_ms_fixed
+    once = cost.tied_trained_parameters * holds_both_ends(counts)
+    terms[:, REDUCTION] -= cost.gradient_reduction_ms_per_parameter * once
+    terms[:, REDUCTION] += cost.tied_exchange_ms * holds_one_end(counts)
+    terms[:, OPTIMIZER] -= cost.optimizer_ms_per_parameter * once
     prefix = before @ unit_terms
     cut = np.zeros_like(prefix)
     cut[1:-1] = unit_terms[[UNITS.index(unit) for unit in sequence[:-1]]]

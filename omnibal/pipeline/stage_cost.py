@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import FEATURES, CostModel, Unit
+from omnibal.cost.model import FEATURES, CostModel
 from omnibal.pipeline.units import (
     UNITS,
+    holds_both_ends,
+    holds_one_end,
     recomputed_counts,
     stage_units,
     unit_counts,
@@ -77,13 +79,16 @@ def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.nd
 def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
     """Parameters of one device of every stage that are updated. [stages]"""
     per_unit = np.array([cost.units[unit].trained_parameters for unit in UNITS], np.float64)
-    return np.stack([unit_counts(stage) for stage in stages]) @ per_unit
+    counts = np.stack([unit_counts(stage) for stage in stages])
+    return counts @ per_unit - cost.tied_trained_parameters * holds_both_ends(counts)
 
 
 def once_a_step_ms(cost: CostModel, stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:
     """Gradient reduction and weight update of every stage. Both [stages]"""
     parameters = trained_parameters(cost, stages)
     reduction_ms = cost.gradient_reduction_ms_per_parameter * parameters
+    counts = np.stack([unit_counts(stage) for stage in stages])
+    reduction_ms += cost.tied_exchange_ms * holds_one_end(counts)
     return reduction_ms, cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters
 
 
@@ -146,6 +151,7 @@ def _memory(cost: CostModel, stage: Stage, table: "MemoryTable") -> StageMemory:
     parameters = sum(
         int(n) * cost.units[unit].parameters for unit, n in zip(UNITS, counts, strict=True)
     )
+    parameters -= cost.tied_parameters * int(holds_both_ends(counts))
     trained = float(trained_parameters(cost, [stage])[0])
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
@@ -162,6 +168,8 @@ class MemoryTable:
 
     state_bytes: np.ndarray
     """[kinds]; weights, gradients and optimizer."""
+    tied_bytes: float
+    """Of these, what a stage with both language embed and head has once and not twice."""
     kept_bytes: np.ndarray
     """[sets, kinds]; activations of micro-batches held at the same time."""
     input_bytes: np.ndarray
@@ -183,16 +191,14 @@ class MemoryTable:
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Everything together. [...]"""
-        state = counts @ self.state_bytes
+        state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(counts)
         activations = self.activation_bytes(counts, recomputed)
         return state + activations + self.transient_bytes(counts, recomputed)
 
 
-def _state_bytes(cost: CostModel, unit: Unit) -> float:
+def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
     trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
-    unit_cost = cost.units[unit]
-    weights = unit_cost.parameters * cost.weight_bytes_per_parameter
-    return weights + unit_cost.trained_parameters * trained_bytes
+    return parameters * cost.weight_bytes_per_parameter + trained * trained_bytes
 
 
 def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarray) -> MemoryTable:
@@ -228,14 +234,16 @@ def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -
     boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
     working = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
     kept = _kept_features(cost)
-    state_bytes = np.array([_state_bytes(cost, unit) for unit in UNITS])
+    units = [cost.units[unit] for unit in UNITS]
+    state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     working_bytes = (features @ working.T).max(axis=0)
     recompute_working_bytes = (features @ (working + activation - boundary).T).max(axis=0)
     # Coefficients are never negative, so only sets that no other set dominates can be the largest.
     largest = (undominated(sets.T) for sets in held)
     return [
         MemoryTable(
-            state_bytes=state_bytes,
+            state_bytes=np.array(state_bytes),
+            tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
             kept_bytes=rows @ activation[:, kept].T,
             input_bytes=rows @ boundary[:, kept].T,
             working_bytes=working_bytes,

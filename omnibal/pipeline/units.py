@@ -18,7 +18,9 @@ from omnibal.plan import Stage
 
 UNITS = tuple(Unit)
 VISION_LAYER = UNITS.index(Unit.VISION_LAYER)
+LANGUAGE_EMBED = UNITS.index(Unit.LANGUAGE_EMBED)
 LANGUAGE_LAYER = UNITS.index(Unit.LANGUAGE_LAYER)
+HEAD = UNITS.index(Unit.HEAD)
 
 
 def unit_sequence(model: ModelConfig) -> tuple[Unit, ...]:
@@ -40,6 +42,16 @@ def unit_counts(stage: Stage) -> np.ndarray:
         ],
         np.int64,
     )
+
+
+def holds_both_ends(counts: np.ndarray) -> np.ndarray:
+    """Whether stages of unit counts [..., kinds] hold both language embed and head. [...]"""
+    return (counts[..., LANGUAGE_EMBED] > 0) & (counts[..., HEAD] > 0)
+
+
+def holds_one_end(counts: np.ndarray) -> np.ndarray:
+    """Whether stages of unit counts [..., kinds] hold one of language embed and head. [...]"""
+    return (counts[..., LANGUAGE_EMBED] > 0) != (counts[..., HEAD] > 0)
 
 
 def recomputed_counts(stage: Stage) -> np.ndarray:

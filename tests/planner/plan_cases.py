@@ -21,6 +21,8 @@ def origin_of(model: ModelConfig, **changes) -> LengthsOrigin:
             "image_size": model.vision.image_size,
             "tokens_per_tile": model.tokens_per_tile,
             "tiling": model.tiling,
+            "chat_template": model.chat_template,
+            "system_message": model.system_message,
         }
         | changes
     )

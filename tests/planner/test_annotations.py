@@ -5,12 +5,19 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from omnibal.config import TilingConfig
 from omnibal.data.annotations import Annotations
+from omnibal.data.image_files import ImageFile, natural_order
+from omnibal.data.record_files import index_array, is_array
+from omnibal.data.sample import middle_frames
 from omnibal.errors import UserError
 
 
@@ -29,6 +36,7 @@ def open_lines(folder: Path, *lines: str, **meta) -> Annotations:
 
 def test_sample_as_written(tmp_path):
     """Prevents a field of the line from being lost or swapped."""
+    image_names = ["x.png", "y.png"]
     messages = [
         {"from": speaker, "value": value}
         for speaker, value in zip(
@@ -36,7 +44,7 @@ def test_sample_as_written(tmp_path):
         )
     ]
     text = json.dumps(
-        {"id": 5, "image": ["x.png", "y.png"], "conversations": messages, "kinds": ["k", "l"]},
+        {"id": 5, "image": image_names, "conversations": messages, "kinds": ["k", "l"]},
         ensure_ascii=False,
     )
     annotations = open_lines(tmp_path, line(), text)
@@ -45,7 +53,7 @@ def test_sample_as_written(tmp_path):
     assert annotations.sources == ("a",)
     assert sample.identity == "a/5"
     assert sample.where == f"{tmp_path / 'a.jsonl'}: line 2"
-    assert sample.images == (tmp_path / "pictures/x.png", tmp_path / "pictures/y.png")
+    assert sample.images == tuple(ImageFile(tmp_path / "pictures" / name) for name in image_names)
     assert [(t.question, t.answer, t.kind) for t in sample.turns] == [
         ("<image>é<image>", "1", "k"),
         ("q", "2", "l"),
@@ -80,7 +88,11 @@ def test_last_line_with_and_without_newline(tmp_path, ending):
 
 @pytest.mark.parametrize(
     ("repeat_time", "expected"),
-    [(1, "0123"), (2, "01230123"), (0.5, "01"), (1.25, "01230"), (0.3, "0")],
+    [
+        *[(1, "0123"), (2, "01230123"), (0.5, "01"), (1.25, "01230"), (0.3, "0")],
+        # Below 1 the rest of a line is dropped; 0.95 * 4 and 2.9 * 4 are no whole numbers.
+        *[(0.95, "012"), (2.9, "01230123012")],
+    ],
 )
 def test_repeat_time(tmp_path, repeat_time, expected):
     """Prevents a mixture other than the one asked for."""
@@ -139,6 +151,10 @@ def test_augmentation_is_known_and_changes_no_hash(tmp_path):
     content = hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()
     spelled_out = json.dumps(["a", 1, content]).encode()
     assert reference.sha256 == hashlib.sha256(spelled_out).hexdigest()
+    # Which tiles do depend on.
+    limited = open_lines(tmp_path, line(), max_dynamic_patch=6)
+    assert len({limited.sha256, open_lines(tmp_path, line(), max_dynamic_patch=7).sha256}) == 2
+    assert limited.sha256 != reference.sha256
 
 
 def test_readable_after_fork(tmp_path):
@@ -151,6 +167,31 @@ def test_readable_after_fork(tmp_path):
         os._exit(wrong)
     assert not wrong
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def talk(*speakers: str, system: str = "s", **extra) -> str:
+    """A line of these speakers' messages, of which each question and answer is its number."""
+    messages = [
+        {"from": speaker, "value": system if speaker == "system" else str(number)}
+        for number, speaker in enumerate(speakers)
+    ]
+    return json.dumps({"conversations": messages, **extra})
+
+
+@pytest.mark.parametrize(
+    ("speakers", "system", "texts"),
+    [
+        (["human", "gpt"], None, [("0", "1")]),
+        (["system", "human", "gpt"], "s", [("1", "2")]),
+        (["gpt", "human", "gpt"], None, [("1", "2")]),
+        (["system", "gpt", "human", "gpt", "human", "gpt"], "s", [("2", "3"), ("4", "5")]),
+    ],
+)
+def test_system_message_and_greeting(tmp_path, speakers, system, texts):
+    """Prevents a system message from being asked, and a greeting from being taken for an answer."""
+    sample = open_lines(tmp_path, talk(*speakers))[0]
+    assert sample.system == system
+    assert [(turn.question, turn.answer) for turn in sample.turns] == texts
 
 
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
@@ -179,7 +220,21 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         (line("q", "<image>", image="x.png"), "<image> in an answer"),
         (line(image=7), 'odd "image"'),
         (line(image=[7]), 'odd "image"'),
-        (line(video="x.mp4"), 'has a "video"'),
+        (line(video="x.mp4"), "has the video file x.mp4 .* `mkdir -p x && ffmpeg -i x.mp4 "),
+        (line(video=["a.jpg", "x.MKV"]), "has the video file x.MKV"),
+        (line(video=7), 'odd "video"'),
+        (line(video=["f.jpg"], image="x.png"), 'has an "image" and a "video"'),
+        (line("<image>", video=["f.jpg"]), "is about a video"),
+        (line("<video>", video=["f.jpg"]), "is about a video"),
+        (line("<video>\n<video>\n", video=["f.jpg"]), "is about a video"),
+        (talk("system", "human", "human"), "from system, human, human; human and gpt"),
+        (talk("system"), "from system; human and gpt"),
+        (talk("human", "system", "gpt"), "must alternate"),
+        (talk("gpt"), "from gpt; human"),
+        (talk("gpt", "gpt", "human", "gpt"), "must alternate"),
+        (talk("user", "assistant"), "from user, assistant"),
+        (talk("system", "human", "gpt", system="<image>"), "<image> in an answer or system"),
+        (talk("system", "human", "gpt", system="<img>"), "has '<img>' in its text"),
         (line("<IMG_CONTEXT>"), "has '<IMG_CONTEXT>' in its text"),
         (line("q", "<img>"), "has '<img>' in its text"),
         (line("</img>"), "has '</img>' in its text"),
@@ -203,7 +258,13 @@ def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
         ("[]", "maps each source name"),
         ("{", "maps each source name"),
         ("{}", "names no source"),
-        ('{"a": {"root": ""}}', "a: annotation: Field required"),
+        ('{"a": {"root": ""}}', 'a: Value error, one of "annotation", "shards" and "energon" must'),
+        ('{"a": {"annotation": "a.jsonl", "shards": "a.tar"}}', 'one of "annotation"'),
+        ('{"a": {"annotation": "a.jsonl"}}', '"root", the folder of the images, goes with'),
+        ('{"a": {"shards": "a.tar", "root": ""}}', '"root", the folder of the images, goes with'),
+        ('{"a": {"shards": "a.tar", "split": "train"}}', '"split" goes with "energon" alone'),
+        ('{"a": {"root": "", "annotation": "a.jsonl", "conv_style": "x"}}', "conv_style: Extra"),
+        ('{"a": {"root": "", "annotation": "a.jsonl", "max_dynamic_patch": 0}}', "max_dynamic_pat"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "weight": 2}}', "a: weight: Extra"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "data_augment": 7}}', "a: data_augment"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "repeat_time": 0}}', "a: repeat_time"),
@@ -226,3 +287,179 @@ def test_missing_meta(tmp_path):
     """Prevents a traceback for a wrong path."""
     with pytest.raises(UserError, match="no such meta file"):
         Annotations.open(tmp_path / "meta.json")
+
+
+TILING = TilingConfig(min_dynamic_patch=2, max_dynamic_patch=12)
+
+
+@pytest.mark.parametrize(
+    ("images", "limit", "most"),
+    [
+        *[(0, None, 12), (1, None, 12), (2, None, 6), (5, None, 2), (7, None, 1), (40, None, 1)],
+        *[(1, 24, 24), (2, 24, 12), (1, 3, 3), (2, 3, 1)],
+    ],
+)
+def test_images_share_the_most_tiles(tmp_path, images, limit, most):
+    """Prevents other tiles than the released models were trained with, or an empty range of them.
+
+    InternVL: `max_num=max(1, max_dynamic_patch // number of images)`.
+    """
+    names = [f"{k}.png" for k in range(images)]
+    meta = {} if limit is None else {"max_dynamic_patch": limit}
+    sample = open_lines(tmp_path, line("<image>" * images, image=names), **meta)[0]
+    found = sample.tiling(TILING)
+    assert (found.max_dynamic_patch, found.min_dynamic_patch) == (most, min(2, most))
+    assert found.use_thumbnail and sample.shown(TILING) == sample
+
+
+def middles_spelled_out(frames: int, most: int) -> list[int]:
+    """InternVL's frames, from the definition: the middle of each of `most` equal intervals."""
+    chosen, parts = [], min(frames, most)
+    for part in range(parts):
+        start, end = frames * part // parts, frames * (part + 1) // parts - 1
+        chosen.append(start + (end - start) // 2)
+    return chosen
+
+
+def test_middle_frames():
+    """Prevents frames that InternVL would not show, or one of them twice."""
+    for most in (1, 2, 3, 8, 32):
+        for frames in [*range(1, 100), 1000, 1001, 54321]:
+            chosen = middle_frames(frames, most)
+            assert chosen == sorted(set(chosen))
+            if frames <= most:
+                assert chosen == list(range(frames))
+            # Where floating point meets a border from below, as NumPy's linspace does.
+            wrong = np.abs(np.subtract(chosen, middles_spelled_out(frames, most)))
+            assert wrong.max() <= 1 and wrong.mean() <= 0.1
+    assert middle_frames(100, 4) == [12, 37, 62, 87]
+
+
+@pytest.mark.parametrize(
+    ("question", "shown"),
+    [
+        ("What?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
+        ("<video>\nWhat?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
+        ("Look: <video>\n", "Look: Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\n"),
+    ],
+)
+def test_video_frames(tmp_path, question, shown):
+    """Prevents frames in another order or number than the question says, or cut into tiles."""
+    folder = tmp_path / "pictures/clip"
+    folder.mkdir(parents=True)
+    for name in ("frame10.jpg", "frame2.JPG", "frame1.jpg", "notes.txt", "frame9.png"):
+        (folder / name).touch()
+    with pytest.raises(UserError, match=r"has the video file clip/notes\.txt"):
+        _ = open_lines(tmp_path, line(video="clip/notes.txt"))[0]
+    names = ["frame1.jpg", "frame2.JPG", "frame9.png", "frame10.jpg"]
+    tiling = TILING.model_copy(update={"max_frames_per_video": 3})
+    listed = [f"clip/{name}" for name in names]
+    for video in ("clip", listed):
+        sample = open_lines(tmp_path, line(question, video=video))[0]
+        assert sample.video
+        assert [image.path for image in sample.images] == [folder / name for name in names]
+        few = sample.shown(tiling)
+        chosen = [names[k] for k in middles_spelled_out(4, 3)]
+        assert [image.path.name for image in few.images] == chosen
+        assert few.turns[0].question == shown
+        assert few.shown(tiling) == few
+        assert few.tiling(tiling).max_dynamic_patch == few.tiling(tiling).min_dynamic_patch == 1
+        assert sample.shown(TILING).turns[0].question.count("<image>") == 4
+
+
+@given(st.lists(st.text(), min_size=1))
+def test_natural_order(names):
+    """Prevents a crash on names that mix digits and letters, or an order by chance."""
+    shuffled = names[::-1]
+    ordered = sorted(names, key=natural_order)
+    assert ordered == sorted(shuffled, key=natural_order)
+    numbered = [f"{names[0]}x{k}" for k in (1, 2, 9, 10, 11, 100)]
+    assert sorted(numbered, key=natural_order) == numbered
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    array=st.lists(JSON, min_size=1),
+    ensure_ascii=st.booleans(),
+    indent=st.sampled_from([None, 0, 3]),
+    mark=st.sampled_from(["", "\ufeff"]),
+)
+def test_array_elements_are_those_of_the_whole(tmp_path, array, ensure_ascii, indent, mark):
+    """Prevents an element from being cut at a bracket or quote in a string, or between bytes."""
+    text = mark + json.dumps(array, ensure_ascii=ensure_ascii, indent=indent)
+    path = tmp_path / "a.json"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError:
+        return
+    assert is_array(path)
+    index, sha256 = index_array(path)
+    content = path.read_bytes()
+    elements = [
+        json.loads(content[start : start + size])
+        for start, size in zip(index.start, index.size, strict=True)
+    ]
+    assert elements == array
+    assert sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_samples_of_an_array(tmp_path):
+    """Prevents LLaVA's files from being refused, or read otherwise than the same lines."""
+    messages = [{"from": "human", "value": "Was ist das? 「[é]」\n<image>"}, GPT]
+    records = [
+        {"id": "x", "image": "x.png", "conversations": messages},
+        json.loads(line("2")),
+        {"conversations": [HUMAN]},
+    ]
+    entry = {"root": "pictures", "annotation": "a.json", "repeat_time": 2}
+    (tmp_path / "meta.json").write_text(json.dumps({"a": entry}))
+    (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1), "utf-8")
+    array = Annotations.open(tmp_path / "meta.json")
+    lines = open_lines(tmp_path, *map(json.dumps, records), repeat_time=2)
+    assert array[0].turns[0].question == messages[0]["value"]
+    assert array[0].identity == "a/x"
+    assert len(array) == len(lines) == 6
+    for k in (0, 1, 3, 4):
+        assert replace(array[k], where="") == replace(lines[k], where="")
+        assert array[k].where == f"{tmp_path / 'a.json'}: sample {k % 3 + 1}"
+    with pytest.raises(UserError, match=r"a\.json: sample 3 has \"conversations\" from human"):
+        _ = array[5]
+    # Some .json files hold lines.
+    (tmp_path / "a.json").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    named = json.dumps({"a": entry})
+    (tmp_path / "meta.json").write_text(named)
+    assert [Annotations.open(tmp_path / "meta.json")[k].images for k in range(2)] == [
+        lines[k].images for k in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "is an empty array"),
+        (" [ ] x", "extra data at byte 5, line 1"),
+        ("[1", "expecting ',' or ']' at byte 2"),
+        ("[1,\n2 3]", "expecting ',' or ']' at byte 6, line 2"),
+        ('["é", x]', "Expecting value at byte 7, line 1"),
+        ("[1,]", "Expecting value at byte 3"),
+        ("[1,", "Expecting value at byte 3"),
+        ('[{"a": "b]', "Unterminated string starting at at byte 7"),
+        ("[1] ]", "extra data at byte 4"),
+        ("[" * 100_000, "recursion"),
+        ("[" + "9" * 5000 + "]", "Exceeds the limit"),
+    ],
+)
+def test_malformed_arrays(tmp_path, content, message):
+    """Prevents half of a file from being trained on, or a mistake without its place."""
+    (tmp_path / "a.json").write_text(content, "utf-8")
+    (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.json"}}')
+    with pytest.raises(UserError, match=message) as error:
+        Annotations.open(tmp_path / "meta.json")
+    assert str(error.value).startswith(f"{tmp_path / 'a.json'}: ")

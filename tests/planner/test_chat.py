@@ -1,25 +1,315 @@
-"""The chat template: its words, its mask, its prompts; and what a tokenizer must have."""
+"""Chat templates against InternVL's algorithm, stated anew over transformers' tokenizers.
 
-import io
+The statement builds the conversation's string with all its image tokens, cuts it at separators and
+masks by the lengths of separately tokenized parts, as InternVL does. Where a part is not as long
+alone as in its place, InternVL drops the sample's loss or shifts its mask; there only the ids are
+compared.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from sentencepiece import SentencePieceTrainer, SetMinLogLevel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_cases import (
+    WORDS,
+    LlamaNotLegacy,
+    fast_of,
+    ids_by,
+    slow_of,
+    write_fast,
+    write_sentencepiece,
+)
 
-from omnibal.data.annotations import Annotations, Sample, Turn
-from omnibal.data.chat import encode_prompt, encode_sample
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.config import ModelConfig, load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.chat import answer_end, as_written, encode_prompt, encode_sample
+from omnibal.data.sample import Sample, Turn
+from omnibal.data.tokenizer import CONTROL_PIECES, Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 
+DIGITS = load_model("internvl-digits")
+SYSTEM = (
+    "\u4f60\u662f\u7531\u4e0a\u6d77\u4eba\u5de5\u667a\u80fd\u5b9e\u9a8c\u5ba4\u8054\u5408\u5546"
+    "\u6c64\u79d1\u6280\u5f00\u53d1\u7684\u4e66\u751f\u591a\u6a21\u6001\u5927\u6a21\u578b\uff0c"
+    "\u82f1\u6587\u540d\u53ebInternVL, \u662f\u4e00\u4e2a\u6709\u7528\u65e0\u5bb3\u7684\u4eba\u5de5"
+    "\u667a\u80fd\u52a9\u624b\u3002"
+)
+SYSTEM_2_5 = (
+    "\u4f60\u662f\u4e66\u751f\u00b7\u4e07\u8c61\uff0c\u82f1\u6587\u540d\u662fInternVL\uff0c"
+    "\u662f\u7531\u4e0a\u6d77\u4eba\u5de5\u667a\u80fd\u5b9e\u9a8c\u5ba4\u3001\u6e05\u534e\u5927\u5b66"
+    "\u53ca\u591a\u5bb6\u5408\u4f5c\u5355\u4f4d\u8054\u5408\u5f00\u53d1\u7684\u591a\u6a21\u6001\u5927"
+    "\u8bed\u8a00\u6a21\u578b\u3002"
+)
+TEMPLATES = ["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
 
-def sample_of(*turns: tuple[str, str], images: int = 0) -> Sample:
+
+def sample_of(*turns: tuple[str, str], system: str | None = None) -> Sample:
+    images = sum(question.count("<image>") for question, _ in turns)
     return Sample(
         identity="x",
         source="x",
         where="x.jsonl: line 1",
         images=tuple(f"{k}.png" for k in range(images)),
         turns=tuple(Turn(question, answer, None) for question, answer in turns),
+        system=system,
     )
+
+
+def model_of(template: str, system_message: str | None = None) -> ModelConfig:
+    changes = {"chat_template": template, "system_message": system_message}
+    return DIGITS.model_copy(update=changes)
+
+
+Ids = Callable[[str], list[int]]
+Expected = tuple[list[int], list[bool] | None]
+"""Ids and mask, or no mask where InternVL's own would be wrong."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """InternVL's preprocessing of one conversation; `ids` adds no begin token."""
+
+    ids: Ids
+    bos: int
+    add_bos: bool
+    first_space: bool
+    """Llama's tokenizer without `legacy` begins every text with a token for a space."""
+
+    def __call__(self, template: str, messages: list[str], system: str) -> Expected:
+        """Of a system message ("": none), then questions and answers, with image tokens."""
+        by_name = {
+            "internlm2-chat": self.internlm,
+            "Hermes-2": self.hermes,
+            "phi3-chat": self.phi,
+            "internvl2_5": self.internvl2_5,
+        }
+        return by_name[template](messages, system)
+
+    def internlm(self, messages: list[str], system: str) -> Expected:
+        user, assistant, end = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>"
+        text = f"<|im_start|>system\n{system}{end}" if system else ""
+        for asked, answered in zip(messages[::2], messages[1::2], strict=True):
+            text += f"{user}{asked.strip()}{end}{assistant}{answered.strip()}{end}"
+        ids = [self.bos, *self.ids(text)]
+        first, *middle, last = text.split(assistant)
+        mask = [False] * (1 + len(self.ids(first + assistant)))
+        sound = True
+        for part in [*middle, last]:
+            answer, *questions = part.split(user)
+            asked = "".join(user + question + assistant for question in questions)
+            for before, words, learned in ((assistant, answer, True), (end, asked, False)):
+                alone = len(self.ids(words))
+                sound = sound and alone == len(self.ids(before + words)) - len(self.ids(before))
+                mask += [learned] * alone
+        assert len(mask) == len(ids) or not sound
+        return ids, mask if sound else None
+
+    def turns_of(self, text: str, end: str, system: str) -> list[str]:
+        """System, question and answer; then questions and answers. Without the last end."""
+        parts = text.split(end)
+        assert parts.pop() == ""
+        first = 3 if system else 2
+        borders = [0, *range(first, len(parts) + 1, 2)]
+        return [end.join(parts[a:b]) for a, b in pairwise(borders)]
+
+    def hermes(self, messages: list[str], system: str) -> Expected:
+        user, assistant, end = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>"
+        text = f"<|im_start|>system\n{system}{end}" if system else ""
+        for asked, answered in zip(messages[::2], messages[1::2], strict=True):
+            text += f"{user}{asked}{end}{assistant}{answered}{end}"
+        ids = self.ids(text)
+        mask = [True] * len(ids)
+        start = 0
+        for turn in self.turns_of(text, end, system):
+            instruction = len(self.ids(turn.split(end + assistant)[0] + end + assistant))
+            mask[start : start + instruction] = [False] * instruction
+            start += len(self.ids(turn)) + 1
+        return ids, mask if start == len(ids) else None
+
+    def phi(self, messages: list[str], system: str) -> Expected:
+        user, assistant, end = "<|user|>\n", "<|assistant|>\n", "<|end|>"
+        text = f"<|system|>\n{system}{end}" if system else ""
+        for asked, answered in zip(messages[::2], messages[1::2], strict=True):
+            text += f"{user}{asked}{end}{assistant}{answered}{end}"
+        ids = [self.bos, *self.ids(text)]
+        mask = [True] * len(ids)
+        mask[0] = False
+        start = 1
+        for number, turn in enumerate(self.turns_of(text, end, system)):
+            again = 1 if number and self.first_space else 0
+            instruction = len(self.ids(turn.split(end + assistant)[0] + end + assistant)) - again
+            mask[start : start + instruction] = [False] * instruction
+            start += len(self.ids(turn)) - again + 1
+        unlearned = self.ids("<|endoftext|>")[-1]
+        mask = [learned and one != unlearned for one, learned in zip(ids, mask, strict=True)]
+        return ids, mask if start == len(ids) else None
+
+    def internvl2_5(self, messages: list[str], system: str) -> Expected:
+        ids: list[int] = [self.bos] if self.add_bos else []
+        mask = [False] * len(ids)
+        roles = ["user", "assistant"] * (len(messages) // 2)
+        if system:
+            roles, messages = ["system", *roles], [system, *messages]
+        for role, message in zip(roles, messages, strict=True):
+            own = self.ids(f"<|im_start|>{role}\n{message}<|im_end|>\n")
+            learned = [False] * len(own)
+            if role == "assistant":
+                learned = [True] * len(own)
+                header = len(self.ids("<|im_start|>assistant\n"))
+                learned[:header] = [False] * header
+                learned[-1] = False
+            ids += own
+            mask += learned
+        return ids, mask
+
+
+@dataclass(frozen=True)
+class Case:
+    tokenizer: Tokenizer
+    reference: Reference
+    name: str
+
+
+@pytest.fixture(scope="module", params=["legacy", "no dummy prefix", "not legacy", "fast"])
+def case(request, tmp_path_factory) -> Case:
+    folder, name = tmp_path_factory.mktemp("tokenizer"), request.param
+    if name == "fast":
+        path = write_fast(folder)
+        hugging_face = fast_of(path)
+    elif name == "not legacy":
+        llama = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+        path = write_sentencepiece(folder, rstrip=True, **llama)
+        hugging_face = slow_of(path, LlamaNotLegacy, legacy=False)
+    else:
+        path = write_sentencepiece(folder, dummy_prefix=name == "legacy")
+        hugging_face = slow_of(path)
+    reference = Reference(
+        ids=ids_by(hugging_face),
+        bos=hugging_face.bos_token_id,
+        add_bos=name != "fast",
+        first_space=name == "not legacy",
+    )
+    return Case(open_tokenizer(path), reference, name)
+
+
+def with_images(text: str, tiles: list[int]) -> str:
+    for count in tiles:
+        context = "<IMG_CONTEXT>" * (count * DIGITS.tokens_per_tile)
+        text = text.replace("<image>", f"<img>{context}</img>", 1)
+    return text
+
+
+def expected_of(case: Case, model: ModelConfig, sample: Sample, tiles: list[int]) -> Expected:
+    system = SYSTEM_2_5 if model.chat_template == "internvl2_5" else SYSTEM
+    system = system if model.system_message is None else model.system_message
+    system = system if sample.system is None else sample.system
+    left, messages = list(tiles), []
+    for turn in sample.turns:
+        images = turn.question.count("<image>")
+        messages += [with_images(turn.question, left[:images]), turn.answer]
+        left = left[images:]
+    return case.reference(model.chat_template, messages, system)
+
+
+def assert_as_internvl(case: Case, model: ModelConfig, sample: Sample, tiles: list[int]) -> bool:
+    """Whether there was a mask to compare."""
+    ids, mask = expected_of(case, model, sample, tiles)
+    encoded = encode_sample(sample, tiles, model, case.tokenizer)
+    assert encoded.token_ids.tolist() == ids
+    assert (encoded.token_ids.dtype, encoded.loss_mask.dtype) == (np.int64, np.bool_)
+    if mask is not None:
+        assert encoded.loss_mask.tolist() == mask
+    return mask is not None
+
+
+FRAMES = "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\n"
+SAMPLES = {
+    "text only": sample_of(("What is the sum of 1 and 2?", "The sum is 3.")),
+    "one image": sample_of(("<image>\nRead the line, please.", "1, 2, 3")),
+    "turns": sample_of(("<image>\nWhich?", " a tree "), ("And  here?\n", "user\n"), ("Why?", "7")),
+    "images": sample_of(("<image>\nWhat, and <image> ?", "a <box>1</box>"), ("<image>", "b")),
+    "video": sample_of((f"{FRAMES}What moves?", "a house<|endoftext|>")),
+    "own system": sample_of(("Who?", "assistant"), ("<image>\nHow?", "so"), system="Read. "),
+    "no system": sample_of(("Who?", "assistant"), ("<image>\nHow?", "so"), system=""),
+}
+
+
+# The space that these tokenizers put before a text is what InternVL's lengths forget there.
+FORGETFUL = {"legacy": ["internlm2-chat"], "not legacy": ["internlm2-chat", "Hermes-2"]}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_known_samples_are_as_internvl_has_them(case, template, name):
+    """Prevents any token of a template or its mask from being moved, dropped or doubled."""
+    sample = SAMPLES[name]
+    tiles = [1 + number % 3 for number in range(len(sample.images))]
+    compared = assert_as_internvl(case, model_of(template), sample, tiles)
+    assert compared or template in FORGETFUL.get(case.name, ())
+
+
+WORD = st.sampled_from([*WORDS, " ", "\n", "<s>", "<box>", "<quad>", "<|endoftext|>"])
+TEXT = (
+    st.lists(WORD | st.text(max_size=6), max_size=5)
+    .map("".join)
+    .filter(lambda text: not any(piece in text for piece in (*CONTROL_PIECES, "<image>")))
+)
+QUESTION = st.lists(TEXT, min_size=1, max_size=3).map("<image>\n".join)
+
+
+@settings(deadline=None)  # what is encoded first takes longer
+@given(
+    st.lists(st.tuples(QUESTION, TEXT), min_size=1, max_size=3),
+    st.sampled_from(TEMPLATES),
+    st.none() | st.sampled_from(["", "Read the line."]),
+    st.none() | st.sampled_from(["", "Answer.\n"]),
+    st.data(),
+)
+def test_any_sample_is_as_internvl_has_it(case, turns, template, message, system, data):
+    """Prevents what only odd texts show: spaces at borders, line ends, tokens across the border."""
+    sample = sample_of(*turns, system=system)
+    tiles = [data.draw(st.integers(0, 2)) for _ in sample.images]
+    assert_as_internvl(case, model_of(template, message), sample, tiles)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_prompt_is_what_precedes_the_answer(case, template, name):
+    """Prevents evaluation from asking in other words than training did."""
+    if (case.name, template) == ("not legacy", "internvl2_5"):
+        pytest.skip("its added tokens take away the line end that closes a message")
+    sample, model = SAMPLES[name], model_of(template)
+    tiles = [2] * len(sample.images)
+    encoded = encode_sample(sample, tiles, model, case.tokenizer)
+    end = answer_end(model, case.tokenizer)
+    previous = np.concatenate([[False], encoded.loss_mask[:-1]])
+    starts = np.flatnonzero(encoded.loss_mask & ~previous)
+    learned_ends = np.flatnonzero(encoded.loss_mask & (encoded.token_ids == end))
+    assert len(learned_ends) == len(sample.turns)
+    before = [0, *learned_ends]
+    for turn, after in enumerate(before[:-1]):
+        prompt = encode_prompt(sample, turn, tiles, model, case.tokenizer)
+        np.testing.assert_array_equal(prompt, encoded.token_ids[: starts[starts > after][0]])
+
+
+def test_mask_begins_behind_the_header_where_a_token_straddles(tmp_path):
+    """Prevents a lost sample, or a prompt that holds the first line end of the answer."""
+    tokenizer = open_tokenizer(write_fast(tmp_path))
+    header = tokenizer.encode("<|im_start|>assistant\n")
+    straddled = tokenizer.encode("<|im_start|>assistant\n\nTwo.")
+    assert straddled[: len(header)] != header
+    sample = sample_of(("Which?", "\nTwo."))
+    for template in ("Hermes-2", "internvl2_5"):
+        model = model_of(template)
+        encoded = encode_sample(sample, [], model, tokenizer)
+        learned = encoded.token_ids[encoded.loss_mask].tolist()
+        assert learned == [*straddled[len(header) :], tokenizer.id_of("<|im_end|>")]
+        prompt = encode_prompt(sample, 0, [], model, tokenizer)
+        assert prompt.tolist()[-len(header) :] == header
 
 
 def runs(ids: np.ndarray, mask: np.ndarray) -> list[list[int]]:
@@ -28,101 +318,61 @@ def runs(ids: np.ndarray, mask: np.ndarray) -> list[list[int]]:
     return [ids[start:end].tolist() for start, end in borders.reshape(-1, 2)]
 
 
-def test_template_spelled_out(tokenizer):
-    """Prevents any token of the template from being moved, dropped or doubled."""
-    sample = sample_of(
-        ("<image>\nWhich digit is <image> this?", "7"), ("Read the line.", "3 1"), images=2
-    )
-    encoded = encode_sample(sample, [1, 2], 3, tokenizer)
+def test_quickstarts_template_spelled_out(tokenizer):
+    """Prevents other ids than every piece gives alone: the quickstart's model knows those."""
+    sample = sample_of(("<image>\nWhich digit is <image> this?", "7"), ("Read the line.\n", "3 1 "))
+    encoded = encode_sample(sample, [1, 2], DIGITS, tokenizer)
+    text, piece = tokenizer.encode, tokenizer.id_of
+    start, end = piece("<|im_start|>"), piece("<|im_end|>")
 
-    def text(words):
-        return tokenizer.encode(words)
-
-    start, end = tokenizer.turn_start, tokenizer.turn_end
-
-    def image(count):
-        return [tokenizer.image_start, *[tokenizer.image_context] * count, tokenizer.image_end]
+    def image(tiles):
+        context = [piece("<IMG_CONTEXT>")] * (tiles * DIGITS.tokens_per_tile)
+        return [piece("<img>"), *context, piece("</img>")]
 
     expected = [
-        *[tokenizer.bos, start, *text("user\n"), *image(3), *text("\nWhich digit is "), *image(6)],
+        *[piece("<s>"), start, *text("user\n"), *image(1), *text("\nWhich digit is "), *image(2)],
         *[*text(" this?"), end, *text("\n"), start, *text("assistant\n"), *text("7"), end],
-        *[*text("\n"), start, *text("user\n"), *text("Read the line."), end, *text("\n")],
-        *[start, *text("assistant\n"), *text("3 1"), end, *text("\n")],
+        *[*text("\n"), start, *text("user\n"), *text("Read the line.\n"), end, *text("\n")],
+        *[start, *text("assistant\n"), *text("3 1 "), end, *text("\n")],
     ]
     assert encoded.token_ids.tolist() == expected
-    assert encoded.token_ids.dtype == np.int64
+    assert runs(encoded.token_ids, encoded.loss_mask) == [[*text("7"), end], [*text("3 1 "), end]]
 
 
 def test_mask_holds_answers_and_their_ends(digits, tokenizer):
-    """Prevents loss on questions or images, and answers without their end."""
-    annotations = Annotations.open(digits / "train" / "meta.json")
-    for sample in annotations:
-        encoded = encode_sample(sample, [2] * len(sample.images), 4, tokenizer)
+    """Prevents loss on questions or images of the quickstart, and answers without their end."""
+    for sample in Annotations.open(digits / "train" / "meta.json"):
+        encoded = encode_sample(sample, [2] * len(sample.images), DIGITS, tokenizer)
         learned = runs(encoded.token_ids, encoded.loss_mask)
-        assert [run[-1] for run in learned] == [tokenizer.turn_end] * len(sample.turns)
+        end = answer_end(DIGITS, tokenizer)
+        assert [run[-1] for run in learned] == [end] * len(sample.turns)
         answers = [tokenizer.decode(run[:-1]) for run in learned]
         assert answers == [turn.answer for turn in sample.turns]
 
 
-def test_prompt_is_what_precedes_the_answer(digits, tokenizer):
-    """Prevents evaluation from asking in other words than training did."""
-    annotations = Annotations.open(digits / "train" / "meta.json")
-    for sample in annotations:
-        tiles = [2] * len(sample.images)
-        encoded = encode_sample(sample, tiles, 4, tokenizer)
-        previous = np.concatenate([[False], encoded.loss_mask[:-1]])
-        answer_starts = np.flatnonzero(encoded.loss_mask & ~previous)
-        for turn, start in enumerate(answer_starts):
-            prompt = encode_prompt(sample, turn, tiles, 4, tokenizer)
-            np.testing.assert_array_equal(prompt, encoded.token_ids[:start])
-
-
-def test_whole_conversation_reads_back(tokenizer):
-    """Prevents line ends or spaces from being lost between the pieces encoded apart."""
-    sample = sample_of(("Which digit is  first?\nsecond?", "1"), ("What is 1 + 1?", " 2 "))
-    ids = encode_sample(sample, [], 4, tokenizer).token_ids
-    start, end = "<|im_start|>", "<|im_end|>"
-    assert tokenizer.decode(ids[1:].tolist()) == (
-        f"{start}user\nWhich digit is  first?\nsecond?{end}\n{start}assistant\n1{end}\n"
-        f"{start}user\nWhat is 1 + 1?{end}\n{start}assistant\n 2 {end}\n"
-    )
+def test_answers_are_compared_as_they_are_learned():
+    """Prevents correct answers from counting as wrong for a space that was never learned."""
+    assert as_written(" a b\n", model_of("internlm2-chat")) == "a b"
+    assert as_written(" a b\n", model_of("Hermes-2")) == " a b\n"
 
 
 def test_tile_counts_must_match_the_images(tokenizer):
     """Prevents images from silently taking each other's tiles."""
-    with pytest.raises(ValueError, match="2 image"):
-        encode_sample(sample_of(("<image>", "1"), images=1), [1, 1], 4, tokenizer)
+    with pytest.raises(ValueError, match=r"2 image\(s\) were given for 1"):
+        encode_sample(sample_of(("<image>", "1")), [1, 1], DIGITS, tokenizer)
 
 
-def test_missing_pieces_are_named(tmp_path):
-    """Prevents image tokens from becoming unknown tokens with another model's tokenizer."""
-    SetMinLogLevel(2)
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(["a few words"]),
-        model_writer=model,
-        model_type="char",
-        vocab_size=20,
-        hard_vocab_limit=False,
-        user_defined_symbols=["<|im_start|>", "<|im_end|>", "<img>"],
-    )
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(model.getvalue())
-    with pytest.raises(UserError, match=r"lacks the piece\(s\) <IMG_CONTEXT> </img>;"):
-        Tokenizer(path)
+def test_control_tokens_in_text_are_refused(tmp_path):
+    """Prevents a piece that an added token replaced from ending turns and moving the mask."""
+    tokenizer = open_tokenizer(write_sentencepiece(tmp_path))
+    assert tokenizer.encode("[UNUSED_1]")[-1] == tokenizer.id_of("<|im_end|>")
+    sample = sample_of(("a [UNUSED_1]", "b"))
+    for template in ("internlm2-chat", "internvl2_5"):
+        with pytest.raises(UserError, match="makes control tokens"):
+            encode_sample(sample, [], model_of(template), tokenizer)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model" * 50])
-def test_other_file_is_refused_quietly(tmp_path, capfd, content):
-    """Prevents a crash, or the library's own log beside the one error message."""
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="not a SentencePiece model"):
-        Tokenizer(path)
-    assert capfd.readouterr().err == ""
-
-
-def test_missing_file_is_named(tmp_path):
-    """Prevents a traceback for a wrong path."""
-    with pytest.raises(UserError, match="no such tokenizer"):
-        Tokenizer(tmp_path / "tokenizer.model")
+def test_every_template_keeps_its_pieces_to_itself():
+    """Prevents a text of a sample from writing a turn or an image."""
+    assert {"<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>"} <= set(CONTROL_PIECES)
+    assert {"<|assistant|>", "<|end|>", "<img>", "</img>", "<IMG_CONTEXT>"} <= set(CONTROL_PIECES)

@@ -3,9 +3,15 @@
 import numpy as np
 import pytest
 
-from omnibal.config import ClusterConfig, Part, load_cluster, load_model
+from omnibal.config import ClusterConfig, ModelConfig, Part, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel, Unit
+from omnibal.pipeline.stage_cost import (
+    GIB,
+    once_a_step_ms,
+    stage_memories,
+    trained_parameters,
+)
 from omnibal.pipeline.units import stage_units, stages_from_cuts, unit_sequence
 from omnibal.plan import Parallel, Stage
 
@@ -217,6 +223,74 @@ def test_state_bytes_and_their_sharding(precision: str, expected: tuple[int, int
     parallel = Parallel(pipeline=4, data=4)
     whole = analytic_cost(MODEL, CLUSTER, parallel, precision, distributed_optimizer=False)
     assert whole.optimizer_bytes_per_parameter == expected[2]
+
+
+def tied(model: ModelConfig) -> ModelConfig:
+    return model.model_copy(
+        update={"language": model.language.model_copy(update={"tied_head": True})}
+    )
+
+
+def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
+    """Prevents charging a stage for a matrix twice, or two stages for half of one."""
+    parallel = Parallel(tensor=2, pipeline=2, data=4)
+    plain, one = (analytic_cost(model, CLUSTER, parallel, "bf16") for model in (MODEL, tied(MODEL)))
+    matrix = 46_277 * 6144  # 92,553 words on two ranks
+    features, slot = np.stack([PACK] * 4), np.arange(4)
+    for cuts, saved in (((47,), [0, matrix]), ((60,), [0, 0])):
+        stages = stages_from_cuts(MODEL, cuts)
+        kept = trained_parameters(plain, stages) - trained_parameters(one, stages)
+        np.testing.assert_array_equal(kept, saved)
+        memories = (stage_memories(cost, stages, slot, features) for cost in (plain, one))
+        for before, after, count in zip(*memories, saved, strict=True):
+            assert (before.weights_gib - after.weights_gib) * GIB == pytest.approx(2 * count)
+            assert (before.gradients_gib - after.gradients_gib) * GIB == pytest.approx(4 * count)
+            assert (before.optimizer_gib - after.optimizer_gib) * GIB == pytest.approx(3 * count)
+            assert before.activations_gib == after.activations_gib
+    for unit in Unit:
+        assert np.array_equal(one.units[unit].forward_ms, plain.units[unit].forward_ms)
+        assert np.array_equal(one.units[unit].backward_ms, plain.units[unit].backward_ms)
+    assert np.array_equal(model_flops(tied(MODEL), CLUSTER, ()), model_flops(MODEL, CLUSTER, ()))
+
+
+def test_tied_gradient_crosses_between_two_stages_only():
+    """Prevents a free exchange, one where a stage holds both uses, or one of frozen weights."""
+    bare = only(intra_node_gb_per_s=100.0, inter_node_gb_per_s=100.0, link_efficiency=0.5)
+    parallel = Parallel(pipeline=3)
+    together, apart = stages_from_cuts(MODEL, (20, 40)), stages_from_cuts(MODEL, (20, 60))
+
+    def exchanged_ms(stages: tuple[Stage, ...], model: ModelConfig, frozen=()) -> np.ndarray:
+        cost = analytic_cost(model, bare, parallel, "bf16", frozen)
+        return once_a_step_ms(cost, stages)[0]
+
+    # An all-reduce of two sends its fp32 gradient once: half of it each way and half back.
+    sent_ms = 92_553 * 6144 * 4 / (100e6 * 0.5)
+    np.testing.assert_allclose(
+        exchanged_ms(apart, tied(MODEL)), [0, sent_ms, sent_ms], rtol=1e-6, atol=1e-9
+    )
+    for stages, model, frozen in (
+        (together, tied(MODEL), ()),
+        (apart, MODEL, ()),
+        (apart, tied(MODEL), ("language",)),
+    ):
+        np.testing.assert_allclose(exchanged_ms(stages, model, frozen), 0, atol=1e-9)
+
+
+def test_encoder_without_layer_scale_has_and_keeps_none():
+    """Prevents counting parameters, passes and kept tensors of a scale that is not there."""
+    vision = MODEL.vision.model_copy(update={"layer_scale_init": None})
+    model = MODEL.model_copy(update={"vision": vision})
+    memory = only(memory_gb_per_s=1000.0, memory_efficiency=0.5)
+    bare, scaled = (
+        analytic_cost(m, memory, Parallel(pipeline=4), "bf16").units[Unit.VISION_LAYER]
+        for m in (model, MODEL)
+    )
+    assert scaled.parameters - bare.parameters == 2 * 3200
+    rows = 9 * 1025 * 3200 * 2
+    # Each of both branches is kept for its scale, which reads and writes it.
+    assert PACK @ (scaled.activation_bytes - bare.activation_bytes) == pytest.approx(2 * rows)
+    saved_ms = PACK @ (scaled.forward_ms - bare.forward_ms)
+    assert saved_ms == pytest.approx(4 * rows / (1000e6 * 0.5))
 
 
 def test_tensor_parallelism_divides_layers():

@@ -40,6 +40,8 @@ def example_lengths(source_names: tuple[str, ...] = ("charts", "text")) -> Lengt
             image_size=448,
             tokens_per_tile=256,
             tiling=TilingConfig(max_dynamic_patch=6),
+            chat_template="internlm2-chat",
+            system_message=None,
         ),
     )
 

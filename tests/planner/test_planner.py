@@ -15,7 +15,7 @@ from omnibal.data.lengths import read_lengths
 from omnibal.data.metrics import rank_sums
 from omnibal.data.packs import read_packs
 from omnibal.errors import UserError
-from omnibal.plan import memory_cap_gib, read_plan
+from omnibal.plan import Parallel, memory_cap_gib, read_plan
 from omnibal.planner import make_plan, save_plan
 
 
@@ -80,6 +80,23 @@ def test_plan_of_shapes_only(tmp_path):
     assert check_plan(tmp_path / "plan")
 
 
+def test_tied_head_is_planned_and_checked(tmp_path):
+    """Prevents a model that the plan can hold and the check, or the training, then refuses."""
+    language = MODEL.language.model_copy(update={"tied_head": True})
+    model = MODEL.model_copy(update={"language": language})
+    for name, parallel in (("split", Parallel(pipeline=3)), ("whole", Parallel(pipeline=1))):
+        tied = make_plan(request(model=model, parallel=parallel, lengths=None))
+        plain = make_plan(request(parallel=parallel, lengths=None))
+        save_plan(tied, tmp_path / name)
+        assert check_plan(tmp_path / name)
+        assert training_obstacles(tied.plan) == training_obstacles(plain.plan)
+        if name == "whole":
+            [before], [after] = (each.plan.prediction.stages for each in (plain, tied))
+            matrix_gib = 4 * model.language.vocab_size * model.language.hidden_size / 1024**3
+            saved_gib = before.memory.weights_gib - after.memory.weights_gib
+            assert saved_gib == pytest.approx(matrix_gib, rel=1e-9)
+
+
 def test_tiling_is_that_of_the_scan():
     """Prevents training from cutting images into other tiles than those that were packed."""
     tiling = TilingConfig(max_dynamic_patch=3)
@@ -91,6 +108,14 @@ def test_lengths_of_another_model_are_refused():
     """Prevents packs counted with another model's tokens per tile."""
     lengths = example_lengths(origin_of(MODEL, tokens_per_tile=MODEL.tokens_per_tile + 1))
     with pytest.raises(UserError, match="omnibal lengths"):
+        make_plan(request(lengths=lengths))
+
+
+@pytest.mark.parametrize("change", [{"chat_template": "Hermes-2"}, {"system_message": "Read."}])
+def test_lengths_of_another_template_are_refused(change):
+    """Prevents packs counted with other words around each question than training writes."""
+    lengths = example_lengths(origin_of(MODEL, **change))
+    with pytest.raises(UserError, match=r"scanned with chat_template.*omnibal lengths"):
         make_plan(request(lengths=lengths))
 
 

@@ -71,7 +71,8 @@ def encoder_parameters(vision: VisionConfig) -> int:
     attention = linear(width, 3 * width, vision.qkv_bias) + linear(width, width, bias=True)
     attention += 2 * width if vision.qk_norm else 0
     mlp = linear(width, ffn, bias=True) + linear(ffn, width, bias=True)
-    layer = attention + mlp + 2 * norm + 2 * width  # two layer scales
+    layer = attention + mlp + 2 * norm
+    layer += 2 * width if vision.layer_scale_init else 0
     patches = (vision.image_size // vision.patch_size) ** 2
     embedding = linear(3 * vision.patch_size**2, width, bias=True) + (patches + 1) * width + width
     return vision.layers * layer + embedding
@@ -82,7 +83,8 @@ def language_parameters(language: LanguageConfig) -> int:
     qkv_width = (language.heads + 2 * language.kv_heads) * (width // language.heads)
     attention = linear(width, qkv_width, language.qkv_bias) + linear(width, width, bias=False)
     layer = attention + 3 * width * ffn + 2 * width
-    return language.layers * layer + width + 2 * width * language.vocab_size
+    matrices = 1 if language.tied_head else 2
+    return language.layers * layer + width + matrices * width * language.vocab_size
 
 
 def projector_parameters(model: ModelConfig) -> int:
@@ -120,6 +122,34 @@ def test_checkpoint_has_a_released_encoder(name):
     vision = load_model(name).vision
     published = 5.54 if vision.hidden_size == 3200 else 0.304
     assert encoder_parameters(vision) == near(published)
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+def test_only_eva_clip_has_no_layer_scale(name):
+    """Prevents a preset that forgets its layer scale, which is then left out unnoticed."""
+    init = load_model(name).vision.layer_scale_init
+    assert (init is None) == name.startswith("eva-clip")
+
+
+HERMES = {
+    *("internvl2-1b", "internvl2-40b", "internvl-chat-1.5-6b-34b", "internvit-6b-llama3-8b"),
+    *("internvit-6b-llama3-70b", "internvit-6b-qwen1.5-110b"),
+}
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+def test_template_is_the_released_one(name):
+    """Prevents a released model from being trained in words that it never saw."""
+    model = load_model(name)
+    expected = "internlm2-chat"
+    if name.startswith(("internvl2.5", "internvl3")) or name == "internvl-digits":
+        expected = "internvl2_5"
+    elif name in HERMES:
+        expected = "Hermes-2"
+    elif name in ("mini-internvl-1.5-4b", "internvl2-4b"):
+        expected = "phi3-chat"
+    assert model.chat_template == expected
+    assert model.system_message == ("" if name == "internvl-digits" else None)
 
 
 def test_every_preset_is_checked():

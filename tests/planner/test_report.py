@@ -75,6 +75,8 @@ def make_lengths(name: str) -> Lengths:
             image_size=32,
             tokens_per_tile=16,
             tiling=load_model("internvl-digits").tiling,
+            chat_template="internvl2_5",
+            system_message="",
         ),
     )
 

@@ -21,6 +21,7 @@ from omnibal import cli
 from omnibal.config import ModelConfig, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
+from omnibal.data.image_files import ImageFile
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.scan import Scan, scan_key, scan_lengths, write_skipped
 from omnibal.data.scan_journal import COUNTED, ScanJournal
@@ -81,13 +82,13 @@ def open_journal(annotations: Annotations, tokenizer, folder: Path) -> ScanJourn
 
 def count_opened(monkeypatch) -> list[Path]:
     """The image files that are opened from now on."""
-    opened, image_open = [], Image.open
+    opened, image_open = [], ImageFile.open
 
-    def counting_open(path):
-        opened.append(path)
-        return image_open(path)
+    def counting_open(image):
+        opened.append(image.path)
+        return image_open(image)
 
-    monkeypatch.setattr(Image, "open", counting_open)
+    monkeypatch.setattr(ImageFile, "open", counting_open)
     return opened
 
 
@@ -110,10 +111,10 @@ def test_counts_equal_the_encoded_samples(digits, tokenizer):
     assert sum(done) == len(lengths) == len(annotations)
     for index, sample in enumerate(annotations):
         tiles = [
-            tile_count(*Image.open(path).size, MODEL.tiling, MODEL.vision.image_size)
-            for path in sample.images
+            tile_count(*Image.open(image.path).size, MODEL.tiling, MODEL.vision.image_size)
+            for image in sample.images
         ]
-        encoded = encode_sample(sample, tiles, MODEL.tokens_per_tile, tokenizer)
+        encoded = encode_sample(sample, tiles, MODEL, tokenizer)
         assert lengths.tiles[index] == sum(tiles)
         assert lengths.tokens[index] == len(encoded.token_ids)
         assert lengths.loss_tokens[index] == encoded.loss_mask.sum()
@@ -293,7 +294,7 @@ def test_training_never_touches_a_skipped_sample(broken, tokenizer, tmp_path):
         assert lengths.source_names[lengths.source[row]] == sample.source
         tiles = int(lengths.tiles[row])
         per_image = [tiles, *[0] * (len(sample.images) - 1)] if sample.images else []
-        encoded = encode_sample(sample, per_image, MODEL.tokens_per_tile, tokenizer)
+        encoded = encode_sample(sample, per_image, MODEL, tokenizer)
         assert lengths.tokens[row] == len(encoded.token_ids)
 
 
@@ -387,10 +388,10 @@ def test_a_mended_file_needs_only_the_rest(tmp_path, tokenizer, monkeypatch):
     opened = count_opened(monkeypatch)
     again = scan(annotations, tokenizer, journal=journal)
     affected = {
-        image
+        image.path
         for k in range(600)
         for image in annotations[k].images
-        if picture in annotations[k].images
+        if ImageFile(picture) in annotations[k].images
     }
     assert set(opened) == affected
     assert written(again.lengths, tmp_path) == written(whole, tmp_path)
@@ -470,6 +471,8 @@ def test_the_key_follows_all_that_counts_depend_on(digits, tokenizer, tmp_path):
         key(repeat_time=2),
         key(MODEL.model_copy(update={"tiling": one_tile})),
         key(MODEL.model_copy(update={"vision": smaller})),
+        key(MODEL.model_copy(update={"chat_template": "internlm2-chat"})),
+        key(MODEL.model_copy(update={"system_message": "Read."})),
     ]
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]

@@ -1,4 +1,8 @@
-"""Dynamic tiling against a brute-force statement of its rule, and against known grids."""
+"""Dynamic tiling against a statement of InternVL's rule, and against known grids."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,32 +14,75 @@ from omnibal.data.tiling import tile_count, tile_grid
 SIDE = st.integers(1, 4000)
 
 
-def brute_force_grid(width: int, height: int, lowest: int, highest: int, side: int):
-    """Among the closest grids, the last whose half the image covers, else the first."""
-    grids = [(c, r) for c in range(1, highest + 1) for r in range(1, highest + 1)]
-    grids = sorted(
-        (g for g in grids if lowest <= g[0] * g[1] <= highest), key=lambda g: g[0] * g[1]
-    )
-    distance = [abs(width / height - columns / rows) for columns, rows in grids]
-    closest = [g for g, d in zip(grids, distance, strict=True) if d == min(distance)]
-    covered = [g for g in closest[1:] if 2 * width * height > side * side * g[0] * g[1]]
-    return covered[-1] if covered else closest[0]
+def internvl_grid(width: int, height: int, lowest: int, highest: int, side: int):
+    """InternVL's choice, step by step: equally many tiles stay in the order of Python's set."""
+    found = set()
+    for most in range(lowest, highest + 1):
+        for columns in range(1, most + 1):
+            for rows in range(1, most + 1):
+                if lowest <= columns * rows <= highest:
+                    found.add((columns, rows))
+    ordered = list(found)
+    ordered.sort(key=lambda grid: grid[0] * grid[1])
+    best, nearest = (1, 1), math.inf
+    for grid in ordered:
+        difference = abs(width / height - grid[0] / grid[1])
+        if difference < nearest:
+            best, nearest = grid, difference
+        elif difference == nearest and width * height > 0.5 * side * side * grid[0] * grid[1]:
+            best = grid
+    return best
 
 
-@given(SIDE, SIDE, st.integers(1, 4), st.integers(4, 16), st.sampled_from([32, 448]))
-def test_grid_is_the_closest_one(width, height, lowest, highest, side):
+def tied_sizes(lowest: int, highest: int) -> list[Fraction]:
+    """Ratios just between those of two grids, of which both are equally near."""
+    counts = range(1, highest + 1)
+    ratios = {Fraction(c, r) for c in counts for r in counts if lowest <= c * r <= highest}
+    return [(a + b) / 2 for a, b in pairwise(sorted(ratios))]
+
+
+TILES = st.integers(1, 40).flatmap(
+    lambda highest: st.tuples(st.integers(1, highest), st.just(highest))
+)
+
+
+@given(SIDE, SIDE, TILES, st.sampled_from([32, 448]), st.booleans())
+def test_grid_is_internvls(width, height, tiles, side, thumbnail):
     """Prevents a grid other than InternVL's, which would change every token count."""
-    tiling = TilingConfig(min_dynamic_patch=lowest, max_dynamic_patch=highest)
-    expected = brute_force_grid(width, height, lowest, highest, side)
+    lowest, highest = tiles
+    tiling = TilingConfig(
+        min_dynamic_patch=lowest, max_dynamic_patch=highest, use_thumbnail=thumbnail
+    )
+    expected = internvl_grid(width, height, lowest, highest, side)
     assert tile_grid(width, height, tiling, side) == expected
+    blocks = expected[0] * expected[1]
+    assert tile_count(width, height, tiling, side) == blocks + (thumbnail and blocks != 1)
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 700))
-def test_grid_of_ties(columns, rows, unit):
+@given(TILES.filter(lambda tiles: tiles[1] > 1), st.integers(1, 1200), st.data())
+def test_grid_of_ties(tiles, unit, data):
     """Prevents a wrong tie rule, which random sizes hardly ever meet."""
-    width, height = columns * unit, rows * unit
-    expected = brute_force_grid(width, height, 1, 12, 448)
-    assert tile_grid(width, height, TilingConfig(max_dynamic_patch=12), 448) == expected
+    lowest, highest = tiles
+    ratio = data.draw(st.sampled_from(tied_sizes(lowest, highest)))
+    width, height = ratio.numerator * unit, ratio.denominator * unit
+    tiling = TilingConfig(min_dynamic_patch=lowest, max_dynamic_patch=highest)
+    expected = internvl_grid(width, height, lowest, highest, 448)
+    assert tile_grid(width, height, tiling, 448) == expected
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest"),
+    [(1, 4), (1, 6), (1, 12), (2, 24), (1, 40), (2, 2), (4, 4), (5, 5), (6, 7), (8, 9), (16, 17)],
+)
+def test_all_ties_and_grid_ratios(lowest, highest):
+    """Prevents grids of equally many tiles from being tried in an order of their own."""
+    tiling = TilingConfig(min_dynamic_patch=lowest, max_dynamic_patch=highest)
+    counts = range(1, highest + 1)
+    grids = {Fraction(c, r) for c in counts for r in counts if c * r <= highest}
+    for ratio in {*tied_sizes(lowest, highest), *grids}:
+        for unit in (10, 100, 500, 2000):
+            size = ratio.numerator * unit, ratio.denominator * unit
+            assert tile_grid(*size, tiling, 448) == internvl_grid(*size, lowest, highest, 448)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.data.tokenizer import open_tokenizer
 from tools import make_digits_dataset
 from tools.make_digits_dataset import SHARES, main
 
@@ -75,7 +75,7 @@ def test_answers_are_what_the_scans_show(dataset):
 
 def test_tile_counts_run_from_none_to_seven(dataset):
     """Prevents a sample dataset on which balancing has nothing to do."""
-    tokenizer = Tokenizer(dataset / "tokenizer.model")
+    tokenizer = open_tokenizer(dataset / "tokenizer.model")
     for split in SPLITS:
         annotations = Annotations.open(dataset / split / "meta.json")
         lengths = scan_lengths(annotations, MODEL, tokenizer, lambda _: None).lengths
@@ -125,7 +125,7 @@ def test_each_cell_shows_its_scan(dataset):
 
 def test_digits_are_single_tokens_and_text_round_trips(dataset):
     """Prevents a digit from having several spellings, which the model would have to learn apart."""
-    tokenizer = Tokenizer(dataset / "tokenizer.model")
+    tokenizer = open_tokenizer(dataset / "tokenizer.model")
     assert tokenizer.vocab_size <= MODEL.language.vocab_size
     for digit in "0123456789":
         assert len(tokenizer.encode(digit)) == 1

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from shard_cases import SAMPLES, make_samples, write_lines, write_shards
 from toy import stages_of
 
 from megatron.vlm.augment import Purpose, jpeg_qualities, tile_keys
@@ -294,7 +295,7 @@ def test_unreadable_samples_are_replaced(pictures, damage):
     options = replace(SKIP, loss_weighting=LossWeighting.SQRT)
     before = pictures.dataset([PACK], WHOLE, options)[0]
     assert before.unreadable == ()
-    damage(pictures.reader.annotations[0].images[0])
+    damage(pictures.reader.annotations[0].images[0].path)
     whole, first, text, last = (
         pictures.dataset([PACK], stage, options)[0] for stage in (WHOLE, FIRST, TEXT, LAST)
     )
@@ -322,7 +323,7 @@ def test_unreadable_samples_are_replaced(pictures, damage):
 @DAMAGES
 def test_unreadable_samples_stop_by_default(pictures, damage):
     """Prevents: training on blank pixels that nobody asked for."""
-    path = pictures.reader.annotations[0].images[0]
+    path = pictures.reader.annotations[0].images[0].path
     damage(path)
     with pytest.raises(UserError, match="cannot read this image") as error:
         list(load_batches(pictures.dataset([[1], [0]], FIRST), 1, CPU))
@@ -333,7 +334,7 @@ def test_unreadable_samples_stop_by_default(pictures, damage):
 
 def test_pack_of_unreadable_samples_alone(pictures):
     """Prevents: an empty pack from ending the run."""
-    remove(pictures.reader.annotations[0].images[0])
+    remove(pictures.reader.annotations[0].images[0].path)
     batch = pictures.dataset([[0]], WHOLE, SKIP)[0]
     assert batch.tiles == len(batch.pixels_TCPP) > 0
     assert len(batch.labels_L) == len(batch.loss_positions_L) == len(batch.loss_weights_L) == 0
@@ -341,10 +342,10 @@ def test_pack_of_unreadable_samples_alone(pictures):
 
 def test_other_mistakes_are_not_forgiven(pictures):
     """Prevents: changed data from passing for broken files."""
-    Image.new("RGB", (500, 20)).save(pictures.reader.annotations[0].images[0])
+    Image.new("RGB", (500, 20)).save(pictures.reader.annotations[0].images[0].path)
     changed = pictures.dataset([[0]], FIRST, SKIP)[0]
     assert isinstance(changed, UserError) and "where the plan counted" in str(changed)
-    annotation = pictures.reader.annotations[0].images[0].parent / "a.jsonl"
+    annotation = pictures.reader.annotations[0].images[0].path.parent / "a.jsonl"
     annotation.write_text(annotation.read_text().replace("human", "robot"))
     for stage in (FIRST, TEXT, LAST):
         malformed = pictures.dataset([[1]], stage, SKIP)[0]
@@ -480,7 +481,144 @@ def test_validation_is_as_strict_as_planning(digits, data, tokenizer, tmp_path):
         pack_validation(data.reader, 20, Caps(max_tiles=1, max_tokens=2), RANKS)
     shutil.copytree(digits / "heldout", tmp_path / "heldout")
     annotations = Annotations.open(tmp_path / "heldout" / "meta.json")
-    annotations[0].images[0].unlink()
+    annotations[0].images[0].path.unlink()
     reader = SampleReader(annotations, tokenizer, MODEL)
     with pytest.raises(UserError, match=r"held-out data: .* does not exist"):
         pack_validation(reader, 20, CAPS, RANKS)
+
+
+FRAMES = 5
+
+
+@pytest.fixture
+def media(tmp_path, tokenizer) -> dict[str, Data]:
+    """The same samples, of which some show many pictures or a video, as files and as shards."""
+    pytest.importorskip("webdataset")
+    records = make_samples(tmp_path)
+    lines = write_lines(tmp_path, records)
+    write_shards(tmp_path, records)
+    (tmp_path / "shards.json").write_text('{"a": {"shards": "train-{000..002}.tar"}}')
+    return {"files": Data(lines, tokenizer), "shards": Data(tmp_path / "shards.json", tokenizer)}
+
+
+def test_files_and_shards_give_the_same_tensors(media):
+    """Prevents: training on another image than is meant, where it is read from a shard."""
+    packs = random_packs(SAMPLES, seed=4)
+    for stage in (WHOLE, TEXT, LAST):
+        batches = [list(data.dataset(packs, stage)) for data in media.values()]
+        assert all(map(equal, *batches))
+    assert any(data.reader.annotations[3].video for data in media.values())
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 100, b"no picture"])
+def test_unreadable_members_are_replaced(media, damage):
+    """Prevents: a broken image in a shard from ending a run that was asked to go on."""
+    data = media["shards"]
+    [image] = data.reader.annotations[1].images
+    before = data.dataset([[1, 5]], WHOLE, SKIP)[0]
+    with image.path.open("r+b") as shard:
+        shard.seek(image.offset)
+        shard.write(damage)
+    for stage in (WHOLE, FIRST, LAST):
+        batch = data.dataset([[1, 5]], stage, SKIP)[0]
+        assert batch.tokens == before.tokens
+        [message] = batch.unreadable
+        assert message.startswith(f"{image.path}: {image.name}: cannot read this image (no known")
+        stopped = data.dataset([[1]], stage)[0]
+        assert isinstance(stopped, UserError) == (stage is not LAST)
+
+
+def test_several_images_share_the_tiles(pictures, tmp_path):
+    """Prevents: more tiles of many images than the released models were trained with."""
+    tiling = MODEL.tiling.model_copy(update={"max_dynamic_patch": 3})
+    assert MODEL.tiling.max_dynamic_patch == 6
+    fewer = replace(pictures.reader, model=MODEL.model_copy(update={"tiling": tiling}))
+    alone = [fewer.pixels([pictures.reader.annotations[k]]) for k in (0, 1)]
+    whole = pictures.reader.pixels([pictures.reader.annotations[1]])
+    both = pictures.dataset([[5]], WHOLE)[0]
+    assert both.pixels_TCPP.equal(torch.cat(alone))
+    assert len(whole) > 4 > len(alone[1])
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    meta["plain"]["max_dynamic_patch"] = 3
+    (tmp_path / "limited.json").write_text(json.dumps(meta))
+    limited = Data(tmp_path / "limited.json", pictures.reader.tokenizer)
+    assert limited.dataset([[8]], WHOLE)[0].pixels_TCPP.equal(alone[1])
+    assert limited.dataset([[1]], WHOLE)[0].pixels_TCPP.equal(whole)
+
+
+@pytest.fixture
+def video(tmp_path, tokenizer) -> Data:
+    """A video of five frames between two samples of text, and its frames as images."""
+    frames = tmp_path / "clip"
+    frames.mkdir()
+    rng = np.random.default_rng(3)
+    for number in range(FRAMES):
+        pixels = rng.integers(0, 256, (40, 100, 3), np.uint8)
+        Image.fromarray(pixels).save(frames / f"{number + 8}.png")
+    turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A clip."}]
+    records = [{"conversations": turns, **more} for more in ({}, {"video": "clip"}, {})]
+    named = "".join(f"Frame-{number}: <image>\n" for number in range(1, FRAMES + 1))
+    asked = [{"from": "human", "value": f"{named}What?"}, turns[1]]
+    images = [f"clip/{number + 8}.png" for number in range(FRAMES)]
+    records.append({"image": images, "conversations": asked})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.jsonl"}}')
+    return Data(tmp_path / "meta.json", tokenizer)
+
+
+def test_a_frame_is_a_tile(video, tmp_path):
+    """Prevents: frames that are cut into tiles, in another order, or without their names."""
+    batch = video.dataset([[1]], WHOLE)[0]
+    size = MODEL.vision.image_size
+    expected = [
+        pixels_of(
+            Image.open(tmp_path / f"clip/{number + 8}.png").resize(
+                (size, size), Image.Resampling.BICUBIC
+            )
+        )
+        for number in range(FRAMES)
+    ]
+    assert torch.allclose(batch.pixels_TCPP.double(), torch.stack(expected), atol=1e-5)
+    # The same, spelled out: so many images have one tile each.
+    spelled_out = video.dataset([[3]], WHOLE)[0]
+    assert batch.token_ids_S.equal(spelled_out.token_ids_S)
+    assert batch.pixels_TCPP.equal(spelled_out.pixels_TCPP)
+    assert len(batch.image_positions_M) == FRAMES * MODEL.tokens_per_tile
+    tiling = MODEL.tiling.model_copy(update={"max_frames_per_video": 2})
+    fewer = replace(video.reader, model=MODEL.model_copy(update={"tiling": tiling}))
+    sample = video.reader.annotations[1]
+    assert fewer.pixels([sample]).equal(batch.pixels_TCPP[[0, 3]])
+    assert fewer.tiles_per_image(sample) == [1, 1]
+
+
+def remove_frame(folder: Path) -> None:
+    (folder / "10.png").unlink()
+
+
+def break_frame(folder: Path) -> None:
+    truncate(folder / "10.png")
+
+
+@pytest.mark.parametrize("damage", [remove_frame, break_frame, shutil.rmtree])
+def test_unreadable_videos_are_replaced(video, damage, tmp_path):
+    """Prevents: a lost frame from ending the run, being trained around, or moving text."""
+    before = video.dataset([[0, 1, 2]], WHOLE, SKIP)[0]
+    damage(tmp_path / "clip")
+    batches = {
+        name: video.dataset([[0, 1, 2]], stage, SKIP)[0]
+        for name, stage in (("whole", WHOLE), ("first", FIRST), ("text", TEXT), ("last", LAST))
+    }
+    for name, batch in batches.items():
+        assert batch.replaced_samples == (name != "text")
+        assert (batch.tiles, batch.tokens) == (before.tiles, before.tokens)
+    for name in ("whole", "first"):
+        assert not batches[name].pixels_TCPP.any()
+    assert batches["whole"].token_ids_S.equal(before.token_ids_S)
+    assert batches["text"].token_ids_S.equal(before.token_ids_S)
+    [_, tokens, _] = before.segment_tokens
+    start = before.segment_tokens[0]
+    kept = (before.loss_positions_L < start) | (before.loss_positions_L >= start + tokens)
+    for name in ("whole", "last"):
+        assert batches[name].labels_L.equal(before.labels_L[kept])
+    stopped = video.dataset([[1]], WHOLE)[0]
+    assert isinstance(stopped, UserError) and "--on-bad-sample skip" in str(stopped)

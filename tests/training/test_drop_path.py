@@ -32,8 +32,8 @@ def losses_of(links, plan, rate=RATE, reverse=False):
     return [(result.loss, result.grad_norm) for result in results]
 
 
-def single_process(rate=RATE, **recompute):
-    model = toy_model(layer_scale_init=1.0)
+def single_process(rate=RATE, layer_scale_init=1.0, **recompute):
+    model = toy_model(layer_scale_init=layer_scale_init)
     plan = toy_plan(model, stages_of(model, **recompute))
     return run_ranks(plan.parallel, losses_of, plan, rate)[0]
 
@@ -55,6 +55,19 @@ def test_splits_tensor_ranks_recomputation_and_order_draw_alike():
     whole = toy_plan(model, stages_of(model))
     [reordered] = run_ranks(whole.parallel, losses_of, whole, RATE, True)
     assert reordered[0] == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_branches_without_layer_scale_are_dropped_as_with_a_scale_of_one():
+    """Prevents: encoders without layer scale, which end their branches in another way, of which
+    nothing is dropped, or where a recomputed layer drops nothing."""
+    bare = single_process(layer_scale_init=None)
+    assert bare[0][0] == pytest.approx(single_process()[0][0], rel=1e-6)
+    assert bare[0][0] != pytest.approx(single_process(rate=0.0)[0][0], rel=1e-4)
+    model = toy_model(layer_scale_init=None)
+    plan = toy_plan(model, stages_of(model, 3, vision=(0, 3)))
+    for rank in run_ranks(plan.parallel, losses_of, plan):
+        for got, want in zip(rank, bare, strict=True):
+            assert got == pytest.approx(want, rel=1e-5)
 
 
 def eval_loss(links, plan):

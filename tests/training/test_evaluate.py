@@ -15,7 +15,7 @@ from megatron.vlm.train import build_trainer
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
-from omnibal.data.tokenizer import Tokenizer
+from omnibal.data.tokenizer import open_tokenizer
 from omnibal.plan import Caps
 
 MAX_NEW_TOKENS = 4
@@ -24,7 +24,7 @@ CAPS = Caps(max_tiles=8, max_tokens=400)
 
 
 def reader_of(folder: Path) -> SampleReader:
-    tokenizer = Tokenizer(folder / "tokenizer.model")
+    tokenizer = open_tokenizer(folder / "tokenizer.model")
     annotations = Annotations.open(folder / "heldout" / "meta.json")
     return SampleReader(annotations, tokenizer, load_model("internvl-digits"))
 
@@ -46,9 +46,9 @@ def answers_one_by_one(links, plan, folder):
         sample = reader.annotations[int(index)]
         pixels, tiles = reader.pixels([sample]), reader.tiles_per_image(sample)
         for turn in range(len(sample.turns)):
-            ids = encode_prompt(sample, turn, tiles, reader.model.tokens_per_tile, reader.tokenizer)
+            ids = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
             ids, answer = ids.tolist(), []
-            while len(answer) < MAX_NEW_TOKENS and reader.tokenizer.turn_end not in answer:
+            while len(answer) < MAX_NEW_TOKENS and reader.answer_end not in answer:
                 token_ids = torch.tensor(ids + answer)
                 images = (token_ids == reader.tokenizer.image_context).nonzero().squeeze(1)
                 stage.set_input_tensor(None)
@@ -65,7 +65,7 @@ def answers_one_by_one(links, plan, folder):
                         )
                     )
                 answer.append(int(next_id))
-            words = [token for token in answer if token != reader.tokenizer.turn_end]
+            words = [token for token in answer if token != reader.answer_end]
             answers.append((sample.identity, turn, reader.tokenizer.decode(words)))
     return answers
 

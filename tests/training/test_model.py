@@ -111,8 +111,13 @@ def stage_and_reference_loss(links, model):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"normalization": "RMSNorm", "qkv_bias": False}, {"qk_norm": False}],
-    ids=["300M-like", "6B-like", "without-qk-norm"],
+    [
+        {},
+        {"normalization": "RMSNorm", "qkv_bias": False},
+        {"qk_norm": False},
+        {"qk_norm": False, "layer_scale_init": None},
+    ],
+    ids=["300M-like", "6B-like", "without-qk-norm", "EVA-CLIP-like"],
 )
 def test_model_equals_plain_pytorch(changes):
     """Prevents: a wrong reading of InternVL: layer scale, qk-norm, pixel shuffle, GQA, RoPE."""
@@ -177,6 +182,10 @@ def reference_image_features(model, w, pixels):
     def linear(x, name):
         return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
 
+    def scale(name):
+        assert (name in w) == (vision.layer_scale_init is not None)
+        return w.get(name, 1.0)
+
     for layer in range(vision.layers):
         p = f"vision.layers.{layer}."
         x = linear(norm(hidden, p + "input_layernorm"), p + "self_attention.linear_qkv")
@@ -197,10 +206,10 @@ def reference_image_features(model, w, pixels):
             [attention(*(x[tile] for x in heads), causal=False) for tile in range(len(pixels))]
         )
         branch = linear(context, p + "self_attention.linear_proj")
-        hidden = hidden + w[p + "self_attn_bda.scale"] * branch
+        hidden = hidden + scale(p + "self_attn_bda.scale") * branch
         branch = F.gelu(linear(norm(hidden, p + "pre_mlp_layernorm"), p + "mlp.linear_fc1"))
         branch = linear(branch, p + "mlp.linear_fc2")
-        hidden = hidden + w[p + "mlp_bda.scale"] * branch
+        hidden = hidden + scale(p + "mlp_bda.scale") * branch
     features = []
     side, factor = vision.patches_per_side, model.pixel_shuffle_factor
     for tile in hidden[:, 1:]:

@@ -35,7 +35,7 @@ def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
     shutil.copytree(digits / "heldout", folder)
     annotations = Annotations.open(folder / "meta.json")
     gone = annotations[3].images[0]
-    gone.unlink()
+    gone.path.unlink()
     bad = {k for k in range(len(annotations)) if gone in annotations[k].images}
     scan = scan_lengths(annotations, MODEL, tokenizer, lambda _: None, on_error="skip")
     write_lengths(scan.lengths, tmp_path / "lengths.parquet")

@@ -19,6 +19,7 @@ def toy_model(**vision_changes: object) -> ModelConfig:
     vision = {
         "layers": 4, "hidden_size": 16, "heads": 4, "ffn_hidden_size": 32, "image_size": 16,
         "patch_size": 4, "normalization": "LayerNorm", "qkv_bias": True, "qk_norm": True,
+        "layer_scale_init": 0.1,
     }  # fmt: skip
     return ModelConfig(
         name="toy",

@@ -1,0 +1,147 @@
+"""What a checkpoint is of, and how it is found: told without loading any weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron.vlm.checkpoint_files import TRACKER_FILE, checkpoint_path, latest_step
+from omnibal.config import ModelConfig
+from omnibal.errors import UserError
+
+CHECKPOINT_BACKEND = ("torch_dist", 1)
+"""Name and version of core's file format."""
+_NOT_ARCHITECTURE = {
+    "name": True,
+    "tiling": True,
+    "chat_template": True,
+    "system_message": True,
+    "vision": {"layer_scale_init": True},
+}
+"""How samples are prepared and weights begun: the same weights serve, whatever it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointIdentity:
+    """What the newest checkpoint of a run says of itself."""
+
+    path: Path
+    """Its folder."""
+    step: int
+    """Steps trained."""
+    model: ModelConfig
+    steps_sha256: str | None
+    """Of the plan's steps; None without data."""
+    options: dict[str, Any] | None
+    """The optimizer's settings; None where there are weights alone, such as imported ones."""
+
+
+def identity_state(
+    model: ModelConfig, steps_sha256: str | None, options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What a checkpoint keeps under "omnibal" in its common state."""
+    return {
+        "model": model.model_dump(mode="json"),
+        "steps_sha256": steps_sha256,
+        "options": None if options is None else dict(options),
+    }
+
+
+def open_newest(directory: Path) -> CheckpointIdentity:
+    """The newest checkpoint of a run's directory.
+
+    Raises:
+        UserError: there is none, it is broken, or another program's.
+    """
+    step = latest_step(directory)
+    if step is None:
+        raise UserError(
+            f"{directory}: holds no checkpoint ({TRACKER_FILE} is missing); --load takes the "
+            "directory that an earlier run was given as --save"
+        )
+    path = checkpoint_path(directory, step)
+    with one_error(path):
+        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+            raise UserError(f"{path}: is not a whole checkpoint; {_remedy(path)}")
+        # Core stumbles over its own report that this file is missing.
+        (path / COMMON_STATE_FNAME).stat()
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        if not {"omnibal", "training_state"} <= common.keys():
+            raise UserError(
+                f"{path}: is a checkpoint of another program; load one that this one saved"
+            )
+        identity = common["omnibal"]
+        return CheckpointIdentity(
+            path=path,
+            step=step,
+            # What the model could not be told of when it was saved has the value it had then.
+            model=ModelConfig.model_validate(identity["model"]),
+            steps_sha256=identity["steps_sha256"],
+            options=identity["options"],
+        )
+
+
+def architecture_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """Why weights of the one do not fit the other; empty if they do."""
+    lines = differences(_architecture(there), _architecture(here), "in the plan")
+    scaled = [model.vision.layer_scale_init is not None for model in (there, here)]
+    if scaled[0] != scaled[1]:
+        lines.append(f"layer scale is {'on' if scaled[0] else 'off'} there and not in the plan")
+    return lines
+
+
+def _architecture(model: ModelConfig) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude=_NOT_ARCHITECTURE)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -> list[str]:
+    """What two settings disagree on, nested ones included."""
+    there, here = _flat(there), _flat(here)
+    return [
+        f"{name} is {there.get(name)} there and {here.get(name)} {place}"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in settings.items():
+        nested = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else None
+        flat.update(nested if nested is not None else {prefix + name: value})
+    return flat
+
+
+@contextmanager
+def one_error(path: Path) -> Iterator[None]:
+    """Whatever core raises over a broken checkpoint is one error of the user's."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise UserError(f"{path}: cannot be read: {reason(error)}; {_remedy(path)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The cause that a user can do something about, in one line."""
+    if isinstance(error, CheckpointException):  # torch's collection of what failed on which rank
+        error = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError | UserError):
+        cause = cause.__context__
+    if isinstance(cause, UserError):
+        return str(cause)
+    if cause is not None and cause.strerror is not None:
+        return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _remedy(path: Path) -> str:
+    return f"put a whole copy back, or name an earlier checkpoint in {path.parent / TRACKER_FILE}"

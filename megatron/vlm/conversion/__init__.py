@@ -1,0 +1,1 @@
+"""Released InternVL checkpoints to this project's and back, a tensor at a time."""

@@ -1,0 +1,197 @@
+"""A released checkpoint to the directory of a run that holds its weights, model and tokenizer.
+
+RUN/iter_0000000/    the weights, for `pretrain_vlm.py --load RUN --finetune`
+RUN/model.toml       the model, for `omnibal plan --model RUN/model.toml`
+RUN/tokenizer/       the tokenizer's files, for --tokenizer-model RUN/tokenizer
+"""
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.vlm.conversion.own_weights import write_weights
+from megatron.vlm.conversion.released_config import read_config
+from megatron.vlm.conversion.released_files import (
+    ReleasedFiles,
+    TensorInfo,
+    shortened,
+    writing,
+)
+from megatron.vlm.conversion.tensor_map import (
+    Layout,
+    Parameter,
+    Released,
+    elements,
+    embedding_parameter,
+    head_name,
+    parameters,
+    released,
+)
+from omnibal.config import ModelConfig, model_toml
+from omnibal.data.chat import check_tokenizer
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.errors import UserError
+from omnibal.files import atomic_directory
+
+MODEL_FILE = "model.toml"
+TOKENIZER_FOLDER = "tokenizer"
+TOKENIZER_FILES = (
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReleasedCheckpoint:
+    """A released checkpoint that has been found whole and understood."""
+
+    directory: Path
+    files: ReleasedFiles
+    model: ModelConfig
+    layout: Layout
+
+    @property
+    def bytes(self) -> int:
+        """Of all parameters."""
+        return sum(
+            elements(parameter) * self.dtype(parameter).itemsize
+            for parameter in parameters(self.model)
+        )
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Of the tensors that the parameter is made of."""
+        return self.files.tensors[self._released(parameter).names[0]].dtype
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """The parameter's values."""
+        made_of = self._released(parameter)
+        pieces = [self.files.read(name) for name in made_of.names]
+        return made_of.arrangement.join(pieces, parameter.shape)
+
+    def file_order(self) -> list[Parameter]:
+        """Parameters in the order of the files, so that each file is read once."""
+        return sorted(
+            parameters(self.model),
+            key=lambda one: self.files.tensors[self._released(one).names[0]].file,
+        )
+
+    def _released(self, parameter: Parameter) -> Released:
+        return released(parameter, self.model, self.layout)
+
+
+def open_released(directory: Path) -> ReleasedCheckpoint:
+    """Find out what a released checkpoint is, and that every tensor of it has a place.
+
+    Raises:
+        UserError: a file is missing or broken, the model is of a variant that is not supported, or
+            tensors are missing, unknown, or of other sizes than config.json says.
+    """
+    files = ReleasedFiles(directory)
+    model, layout = read_config(directory, files.tensors.keys())
+    check_tensors(directory, model, layout, files.tensors)
+    checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
+    head = head_name(layout)
+    if model.language.tied_head and head in files.tensors:
+        embedding = checkpoint.read(embedding_parameter(model))
+        if not torch.equal(files.read(head), embedding):
+            raise UserError(
+                f"{directory}: config.json ties the head to the token embedding, but {head} is "
+                "another matrix; set tie_word_embeddings to false there"
+            )
+    return checkpoint
+
+
+def check_tensors(
+    directory: Path, model: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]
+) -> None:
+    """Raise UserError unless the tensors are just those that the model is made of."""
+    expected, dtypes = {}, {}
+    for parameter in parameters(model):
+        made_of = released(parameter, model, layout)
+        expected |= dict(zip(made_of.names, made_of.shapes, strict=True))
+        for name in made_of.names:
+            if name in tensors:
+                dtypes.setdefault(parameter.key, set()).add(tensors[name].dtype)
+    if model.language.tied_head and head_name(layout) in tensors:
+        expected[head_name(layout)] = embedding_parameter(model).shape
+    missing = sorted(expected.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - expected.keys())
+    if missing or unknown:
+        found = [f"lacks {shortened(missing)}"] if missing else []
+        found += [f"has {shortened(unknown)}, which the model does not"] if unknown else []
+        raise UserError(
+            f"{directory}: {' and '.join(found)}; the tensors must be those of config.json's model "
+            f"in layout {layout}"
+        )
+    wrong = [
+        f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
+        for name, shape in expected.items()
+        if tensors[name].shape != shape
+    ]
+    if wrong:
+        raise UserError(
+            f"{directory}: config.json and the tensors disagree: {shortened(wrong)}; fetch both "
+            "again"
+        )
+    mixed = sorted(key for key, found in dtypes.items() if len(found) > 1)
+    if mixed:
+        raise UserError(
+            f"{directory}: {shortened(mixed)} are stored in several types; save the checkpoint in "
+            "one"
+        )
+
+
+def import_checkpoint(
+    source: ReleasedCheckpoint, run: Path, on_written: Callable[[int], None]
+) -> list[str]:
+    """Write the run's directory; returns what the user should know, a line each.
+
+    Args:
+        on_written: called after each parameter with its bytes.
+
+    Raises:
+        UserError: the directory exists, the source's tokenizer does not go with the model, or
+            a file cannot be read or written.
+    """
+    copied = [name for name in TOKENIZER_FILES if (source.directory / name).is_file()]
+    has_tokenizer = bool({"tokenizer.model", "tokenizer.json"} & set(copied))
+    if has_tokenizer:
+        tokenizer = open_tokenizer(source.directory)
+        check_tokenizer(source.model, tokenizer)
+
+    def read(parameter: Parameter) -> torch.Tensor:
+        values = source.read(parameter)
+        on_written(values.nbytes)
+        return values
+
+    order = source.file_order()
+    dtypes = {parameter.key: source.dtype(parameter) for parameter in order}
+    with atomic_directory(run) as folder, writing(run):
+        (folder / MODEL_FILE).write_text(model_toml(source.model), encoding="utf-8")
+        if has_tokenizer:
+            _copy(source.directory, copied, folder / TOKENIZER_FOLDER)
+        write_weights(folder, source.model, dtypes, order, read)
+    lines = [f"wrote {run / MODEL_FILE} and weights of type {_names(dtypes.values())}"]
+    if has_tokenizer:
+        lines.append(f"wrote {run / TOKENIZER_FOLDER}: {', '.join(copied)}")
+    else:
+        lines.append(f"{source.directory} has no tokenizer; pass your own as --tokenizer-model")
+    return lines
+
+
+def _copy(source: Path, names: Iterable[str], target: Path) -> None:
+    target.mkdir()
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))

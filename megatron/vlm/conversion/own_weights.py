@@ -1,0 +1,236 @@
+"""This project's checkpoints without a model in memory: one parameter at a time in or out.
+
+The files are those of Megatron-core's dist_checkpointing, as a run saves them, so training loads
+them under any split, tensor and data parallel size. Only the weights are there: no optimizer.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron.vlm.checkpoint_files import begin_checkpoint, part_path, publish_checkpoint
+from megatron.vlm.checkpoint_identity import CHECKPOINT_BACKEND, identity_state, one_error
+from megatron.vlm.conversion.tensor_map import Parameter
+from omnibal.config import ModelConfig
+
+WEIGHTS_STEP = 0
+_HEAD_STATE = "head._extra_state/shard_0_1"
+"""Stored also where the head's weight is the token embedding's."""
+_LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+
+
+def write_weights(
+    directory: Path,
+    model: ModelConfig,
+    dtypes: Mapping[str, torch.dtype],
+    parameters: Sequence[Parameter],
+    read: Callable[[Parameter], torch.Tensor],
+) -> Path:
+    """Write a checkpoint of weights alone, at step 0; returns its folder.
+
+    It gets its name when all of it is on disk.
+
+    Args:
+        directory: of the run that the checkpoint stands for.
+        dtypes: by checkpoint key.
+        parameters: of the whole model, in the order in which they are read and written.
+        read: a parameter's values; called once for each, in order.
+    """
+    begin_checkpoint(directory, WEIGHTS_STEP)
+    path = part_path(directory, WEIGHTS_STEP)
+    # Nothing is copied ahead, on whatever device, so that one parameter is in memory at a time.
+    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+    dcp.save(
+        {}, storage_writer=writer, planner=_WritePlanner(dtypes, parameters, read), no_dist=True
+    )
+    common = {
+        "step": WEIGHTS_STEP,
+        "training_state": {},
+        "omnibal": identity_state(model, steps_sha256=None, options=None),
+    }
+    torch.save(common, path / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig(*CHECKPOINT_BACKEND), str(path))
+    return publish_checkpoint(directory, WEIGHTS_STEP)
+
+
+class StoredWeights:
+    """The parameters in one checkpoint folder.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with one_error(path):
+            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        self._dtypes = {
+            key: entry.properties.dtype
+            for key, entry in stored.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Of the parameter as it is stored."""
+        with one_error(self._path):
+            return self._dtypes[parameter.key]
+
+    def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+        """Values of the parameters, in their order.
+
+        Raises:
+            UserError: a file is missing or broken.
+        """
+        values = [torch.empty(one.shape, dtype=self.dtype(one)) for one in parameters]
+        reader = dcp.FileSystemReader(self._path)
+        with one_error(self._path):
+            dcp.load(
+                {}, storage_reader=reader, planner=_ReadPlanner(parameters, values), no_dist=True
+            )
+        return values
+
+
+def _chunk(parameter: Parameter) -> ChunkStorageMetadata:
+    """Its place in the stored tensor."""
+    if parameter.layer is None:
+        offsets, sizes = (0,) * len(parameter.shape), parameter.shape
+    else:
+        offsets = (parameter.layer, *(0,) * len(parameter.shape))
+        sizes = (1, *parameter.shape)
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+
+
+def _stored_size(parameter: Parameter) -> torch.Size:
+    layers = () if parameter.layers is None else (parameter.layers,)
+    return torch.Size((*layers, *parameter.shape))
+
+
+def _extra_state_key(parameter: Parameter) -> str | None:
+    """Core's linear layers store an object of their own beside the weight; it holds nothing."""
+    if not parameter.key.endswith(_LINEARS):
+        return None
+    module = parameter.key.removesuffix(".weight")
+    return f"{module}._extra_state/shard_{parameter.layer or 0}_{parameter.layers or 1}"
+
+
+class _WritePlanner(SavePlanner):
+    """Every parameter as one item, whose values are read when it is written."""
+
+    def __init__(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        parameters: Sequence[Parameter],
+        read: Callable[[Parameter], torch.Tensor],
+    ) -> None:
+        self._dtypes = dtypes
+        self._parameters = parameters
+        self._read = read
+        self._by_place: dict[tuple[str, torch.Size], Parameter] = {}
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for parameter in self._parameters:
+            chunk = _chunk(parameter)
+            self._by_place[parameter.key, chunk.offsets] = parameter
+            items.append(
+                WriteItem(
+                    index=MetadataIndex(parameter.key, chunk.offsets),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=chunk,
+                        properties=TensorProperties(dtype=self._dtypes[parameter.key]),
+                        size=_stored_size(parameter),
+                    ),
+                )
+            )
+            extra_state = _extra_state_key(parameter)
+            if extra_state is not None:
+                index = MetadataIndex(extra_state)
+                items.append(WriteItem(index=index, type=WriteItemType.BYTE_IO))
+        items.append(WriteItem(index=MetadataIndex(_HEAD_STATE), type=WriteItemType.BYTE_IO))
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            nothing = io.BytesIO()
+            torch.save([None], nothing)
+            return nothing
+        parameter = self._by_place[write_item.index.fqn, write_item.index.offset]
+        values = self._read(parameter)
+        return values if parameter.layer is None else values.unsqueeze(0)
+
+
+class _ReadPlanner(LoadPlanner):
+    """The parameters that are asked for, however their chunks lie in the files."""
+
+    def __init__(self, parameters: Sequence[Parameter], values: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._values: dict[MetadataIndex, torch.Tensor] = {}
+        for parameter, tensor in zip(parameters, values, strict=True):
+            index = MetadataIndex(parameter.key, _chunk(parameter).offsets)
+            self._values[index] = tensor if parameter.layer is None else tensor.unsqueeze(0)
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for parameter in self._parameters:
+            stored: Any = self._metadata.state_dict_metadata[parameter.key]
+            items += create_read_items_for_chunk_list(parameter.key, stored, [_chunk(parameter)])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError  # no item of that kind is planned
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        whole = self._values[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]
+        for axis, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            whole = whole.narrow(axis, start, length)
+        return whole
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass

@@ -1,0 +1,471 @@
+"""A released checkpoint's config.json as a ModelConfig, and the other way round.
+
+Read are the original InternVLChatConfig and Transformers' own InternVLConfig. What this project's
+model cannot do (scaled RoPE, features of an earlier layer, biases it lacks) is refused by name.
+Defaults are those of the classes that wrote the files, which leave them out.
+"""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, Field, ValidationError
+
+from megatron.vlm.conversion.tensor_map import Layout, head_name
+from omnibal.config import (
+    ChatTemplate,
+    LanguageConfig,
+    ModelConfig,
+    TilingConfig,
+    VisionConfig,
+)
+from omnibal.errors import UserError
+from omnibal.files import read_json_model
+
+CONFIG_FILE = "config.json"
+_NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
+    "layer_norm": "LayerNorm",
+    "rms_norm": "RMSNorm",
+}
+_TRANSFORMERS_QK_NORM_EPS = 1e-6
+_PREFIXED = "model.vision_tower."
+_LANGUAGE_LAYOUTS = {
+    "InternLM2ForCausalLM": Layout.INTERNVL_INTERNLM2,
+    "LlamaForCausalLM": Layout.INTERNVL_LLAMA,
+    "Qwen2ForCausalLM": Layout.INTERNVL_QWEN2,
+}
+_ARCHITECTURES = {layout: name for name, layout in _LANGUAGE_LAYOUTS.items()}
+_MODEL_TYPES = {
+    Layout.INTERNVL_INTERNLM2: "internlm2",
+    Layout.INTERNVL_LLAMA: "llama",
+    Layout.INTERNVL_QWEN2: "qwen2",
+}
+
+
+class _Rope(BaseModel):
+    rope_type: str = Field("default")
+    type: str | None = None
+    rope_theta: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.type or self.rope_type
+
+
+class _Language(BaseModel):
+    """Llama's, Qwen2's and InternLM2's, which share their names."""
+
+    architectures: list[str] | None = None
+    model_type: str = ""
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    hidden_act: str = "silu"
+    bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    tie_word_embeddings: bool | None = None
+
+    @property
+    def is_qwen2(self) -> bool:
+        return self.model_type == "qwen2" or self.architectures == ["Qwen2ForCausalLM"]
+
+    @property
+    def rope(self) -> tuple[float, str]:
+        """Base and kind."""
+        parameters = self.rope_parameters or self.rope_scaling or _Rope()
+        return parameters.rope_theta or self.rope_theta, parameters.kind
+
+
+class _OriginalVision(BaseModel):
+    hidden_size: int = 3200
+    intermediate_size: int = 12_800
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 25
+    num_channels: int = 3
+    patch_size: int = 14
+    image_size: int = 224
+    norm_type: str = "rms_norm"
+    layer_norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_normalization: bool = True
+    hidden_act: str = "gelu"
+    initializer_factor: float = 0.1
+
+
+class _Original(BaseModel):
+    vision_config: _OriginalVision
+    llm_config: _Language
+    tie_word_embeddings: bool | None = None
+    downsample_ratio: float = 0.5
+    force_image_size: int | None = None
+    select_layer: int = -1
+    ps_version: str = "v1"
+    template: str | None = None
+    dynamic_image_size: bool = False
+    use_thumbnail: bool = False
+    min_dynamic_patch: int = 1
+    max_dynamic_patch: int = 6
+
+
+class _TransformersVision(BaseModel):
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_channels: int = 3
+    patch_size: int | list[int] = 14
+    image_size: int | list[int] = 448
+    norm_type: str = "layer_norm"
+    layer_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    hidden_act: str = "gelu"
+    layer_scale_init_value: float = 0.1
+    use_absolute_position_embeddings: bool = True
+    use_mask_token: bool = False
+    use_mean_pooling: bool = True
+
+
+class _Transformers(BaseModel):
+    vision_config: _TransformersVision
+    text_config: _Language
+    tie_word_embeddings: bool | None = None
+    downsample_ratio: float = 0.5
+    projector_hidden_act: str = "gelu"
+    vision_feature_layer: int | list[int] = -1
+    vision_feature_select_strategy: str = "default"
+
+
+class _Kind(BaseModel):
+    model_type: str = ""
+    architectures: list[str] | None = None
+
+
+def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
+    """The model in a released checkpoint's folder, and how its tensors are laid out.
+
+    Args:
+        names: of the tensors there, which tell what config.json leaves open: whether they begin
+            with `model.`, as some versions of Transformers wrote them, and where nothing else says
+            it, whether the head is tied.
+
+    Raises:
+        UserError: there is no config.json, it is of another kind of model, or of a variant that
+            this project's model does not have.
+    """
+    path = directory / CONFIG_FILE
+    remedy = "pass the folder of a released InternVL checkpoint"
+    kind = read_json_model(_Kind, path, remedy)
+    name = directory.resolve().name.lower()
+    try:
+        if kind.architectures == ["InternVLChatModel"] or kind.model_type == "internvl_chat":
+            return _from_original(read_json_model(_Original, path, remedy), name, names, path)
+        if kind.model_type == "internvl":
+            given = read_json_model(_Transformers, path, remedy)
+            return _from_transformers(given, name, names, path)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {first['msg']}; {remedy}") from error
+    raise UserError(
+        f"{path}: is of a model of type {kind.model_type!r}; only InternVL's own "
+        "(internvl_chat) and Transformers' (internvl) are converted"
+    )
+
+
+def _from_original(
+    given: _Original, name: str, names: Collection[str], path: Path
+) -> tuple[ModelConfig, Layout]:
+    vision = given.vision_config
+    _refuse(
+        path,
+        (given.select_layer != -1, f"select_layer {given.select_layer}", "-1, the last layer"),
+        (given.ps_version != "v2", f"ps_version {given.ps_version!r}", "'v2'"),
+        (vision.num_channels != 3, f"num_channels {vision.num_channels}", "3"),
+        (vision.hidden_act != "gelu", f"vision hidden_act {vision.hidden_act!r}", "'gelu'"),
+        (vision.norm_type not in _NORMS, f"norm_type {vision.norm_type!r}", " or ".join(_NORMS)),
+        (
+            given.template not in (None, *get_args(ChatTemplate)),
+            f"template {given.template!r}",
+            " or ".join(get_args(ChatTemplate)),
+        ),
+    )
+    architecture = (given.llm_config.architectures or [""])[0]
+    layout = _LANGUAGE_LAYOUTS.get(architecture)
+    if layout is None:
+        raise UserError(
+            f"{path}: its language model is {architecture or 'not named'}; it must be one of "
+            f"{', '.join(_LANGUAGE_LAYOUTS)}"
+        )
+    tiles = given.max_dynamic_patch if given.dynamic_image_size else 1
+    template = {} if given.template is None else {"chat_template": given.template}
+    model = ModelConfig(
+        name=name,
+        downsample_ratio=given.downsample_ratio,
+        vision=VisionConfig(
+            layers=vision.num_hidden_layers,
+            hidden_size=vision.hidden_size,
+            heads=vision.num_attention_heads,
+            ffn_hidden_size=vision.intermediate_size,
+            image_size=given.force_image_size or vision.image_size,
+            patch_size=vision.patch_size,
+            normalization=_NORMS[vision.norm_type],
+            norm_eps=vision.layer_norm_eps,
+            qkv_bias=vision.qkv_bias,
+            qk_norm=vision.qk_normalization,
+            layer_scale_init=vision.initializer_factor,
+        ),
+        language=_language(
+            given.llm_config,
+            _is_tied(given.llm_config, given.tie_word_embeddings, layout, names),
+            path,
+        ),
+        tiling=TilingConfig(
+            min_dynamic_patch=min(given.min_dynamic_patch, tiles),
+            max_dynamic_patch=tiles,
+            use_thumbnail=given.use_thumbnail,
+        ),
+        **template,
+    )
+    return model, layout
+
+
+def _from_transformers(
+    given: _Transformers, name: str, names: Collection[str], path: Path
+) -> tuple[ModelConfig, Layout]:
+    prefixed = any(name.startswith(_PREFIXED) for name in names)
+    layout = Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
+    vision = given.vision_config
+    image, patch = _square(vision.image_size, path), _square(vision.patch_size, path)
+    strategy = given.vision_feature_select_strategy
+    _refuse(
+        path,
+        (given.vision_feature_layer != -1, "vision_feature_layer", "-1, the last layer"),
+        (strategy != "default", f"vision_feature_select_strategy {strategy!r}", "'default'"),
+        (given.projector_hidden_act != "gelu", "projector_hidden_act", "'gelu'"),
+        (vision.num_channels != 3, f"num_channels {vision.num_channels}", "3"),
+        (vision.hidden_act != "gelu", f"vision hidden_act {vision.hidden_act!r}", "'gelu'"),
+        (vision.norm_type not in _NORMS, f"norm_type {vision.norm_type!r}", " or ".join(_NORMS)),
+        (not vision.use_absolute_position_embeddings, "no position embeddings", "learned ones"),
+        (vision.use_mask_token, "a mask token", "no mask token"),
+        (not vision.use_mean_pooling, "use_mean_pooling false", "true: no norm after the encoder"),
+        (
+            vision.use_qk_norm and vision.layer_norm_eps != _TRANSFORMERS_QK_NORM_EPS,
+            f"layer_norm_eps {vision.layer_norm_eps} with use_qk_norm",
+            f"{_TRANSFORMERS_QK_NORM_EPS}, which q and k norms always have there",
+        ),
+    )
+    model = ModelConfig(
+        name=name,
+        downsample_ratio=given.downsample_ratio,
+        vision=VisionConfig(
+            layers=vision.num_hidden_layers,
+            hidden_size=vision.hidden_size,
+            heads=vision.num_attention_heads,
+            ffn_hidden_size=vision.intermediate_size,
+            image_size=image,
+            patch_size=patch,
+            normalization=_NORMS[vision.norm_type],
+            norm_eps=vision.layer_norm_eps,
+            qkv_bias=vision.attention_bias,
+            qk_norm=vision.use_qk_norm,
+            layer_scale_init=vision.layer_scale_init_value,
+        ),
+        language=_language(
+            given.text_config,
+            _is_tied(given.text_config, given.tie_word_embeddings, layout, names),
+            path,
+        ),
+        # The file says nothing of conversations; all that were released in this layout have these.
+        chat_template="internvl2_5",
+    )
+    return model, layout
+
+
+def _is_tied(
+    language: _Language, outer: bool | None, layout: Layout, names: Collection[str]
+) -> bool:
+    """What the whole model's configuration says goes before its language model's."""
+    stated = language.tie_word_embeddings if outer is None else outer
+    return head_name(layout) not in names if stated is None else stated
+
+
+def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
+    rope_base, rope_kind = given.rope
+    kv_heads = given.num_key_value_heads or given.num_attention_heads
+    head_size = given.hidden_size // given.num_attention_heads
+    _refuse(
+        path,
+        # InternLM2's dynamic scaling only begins beyond the longest trained sequence.
+        (rope_kind not in ("default", "dynamic"), f"RoPE of type {rope_kind!r}", "unscaled"),
+        (not rope_base.is_integer(), f"rope_theta {rope_base}", "a whole number"),
+        (given.head_dim not in (None, head_size), f"head_dim {given.head_dim}", str(head_size)),
+        (given.hidden_act != "silu", f"hidden_act {given.hidden_act!r}", "'silu'"),
+        (
+            given.bias or given.attention_bias or given.mlp_bias,
+            "biases in the language model",
+            "none, but for Qwen2's of q, k and v",
+        ),
+        (given.use_sliding_window, "use_sliding_window true", "false"),
+    )
+    return LanguageConfig(
+        layers=given.num_hidden_layers,
+        hidden_size=given.hidden_size,
+        heads=given.num_attention_heads,
+        kv_heads=kv_heads,
+        ffn_hidden_size=given.intermediate_size,
+        vocab_size=given.vocab_size,
+        qkv_bias=given.is_qwen2,
+        norm_eps=given.rms_norm_eps,
+        rope_base=int(rope_base),
+        tied_head=tied_head,
+    )
+
+
+def _refuse(path: Path, *cases: tuple[bool, str, str]) -> None:
+    """Raise for the first case that holds: what was given, and what it must be."""
+    for holds, given, must_be in cases:
+        if holds:
+            raise UserError(f"{path}: has {given}; it must be {must_be} to be converted")
+
+
+def _square(sides: int | list[int], path: Path) -> int:
+    if isinstance(sides, int):
+        return sides
+    if len(set(sides)) != 1:
+        raise UserError(f"{path}: has images or patches of {sides}; they must be squares")
+    return sides[0]
+
+
+def write_config(
+    model: ModelConfig, layout: Layout, dtype: str, image_token_id: int | None, path: Path
+) -> None:
+    """Write the config.json of an exported model.
+
+    Args:
+        dtype: as Transformers names it, such as "bfloat16".
+        image_token_id: of `<IMG_CONTEXT>`, where a tokenizer goes with the model.
+    """
+    config = (
+        _original(model, layout, dtype) if layout.is_original
+        else _transformers(model, dtype, image_token_id)
+    )  # fmt: skip
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
+    vision, tiling = model.vision, model.tiling
+    return {
+        "architectures": ["InternVLChatModel"],
+        "model_type": "internvl_chat",
+        "downsample_ratio": model.downsample_ratio,
+        "dynamic_image_size": tiling.max_dynamic_patch > 1,
+        "force_image_size": vision.image_size,
+        "llm_config": {"architectures": [_ARCHITECTURES[layout]], "bias": False}
+        | _text(model.language, _MODEL_TYPES[layout])
+        | {"rope_theta": float(model.language.rope_base)},
+        "max_dynamic_patch": tiling.max_dynamic_patch,
+        "min_dynamic_patch": tiling.min_dynamic_patch,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "template": model.chat_template,
+        "torch_dtype": dtype,
+        "use_thumbnail": tiling.use_thumbnail,
+        "vision_config": {
+            "architectures": ["InternVisionModel"],
+            "model_type": "intern_vit_6b",
+            "hidden_act": "gelu",
+            "hidden_size": vision.hidden_size,
+            "image_size": vision.image_size,
+            "initializer_factor": vision.layer_scale_init,
+            "intermediate_size": vision.ffn_hidden_size,
+            "layer_norm_eps": vision.norm_eps,
+            "norm_type": _norm_name(vision),
+            "num_attention_heads": vision.heads,
+            "num_hidden_layers": vision.layers,
+            "patch_size": vision.patch_size,
+            "qk_normalization": vision.qk_norm,
+            "qkv_bias": vision.qkv_bias,
+        },
+    }
+
+
+def _transformers(model: ModelConfig, dtype: str, image_token_id: int | None) -> dict[str, Any]:
+    vision, language = model.vision, model.language
+    image_token = {} if image_token_id is None else {"image_token_id": image_token_id}
+    rope = {"rope_parameters": {"rope_theta": float(language.rope_base), "rope_type": "default"}}
+    return image_token | {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "downsample_ratio": model.downsample_ratio,
+        "dtype": dtype,
+        "image_seq_length": model.tokens_per_tile,
+        "text_config": _text(language, "qwen2" if language.qkv_bias else "llama") | rope,
+        "tie_word_embeddings": language.tied_head,
+        "vision_config": {
+            "model_type": "internvl_vision",
+            "attention_bias": vision.qkv_bias,
+            "hidden_size": vision.hidden_size,
+            "image_size": [vision.image_size, vision.image_size],
+            "intermediate_size": vision.ffn_hidden_size,
+            "layer_norm_eps": vision.norm_eps,
+            "layer_scale_init_value": vision.layer_scale_init,
+            "norm_type": _norm_name(vision),
+            "num_attention_heads": vision.heads,
+            "num_hidden_layers": vision.layers,
+            "patch_size": [vision.patch_size, vision.patch_size],
+            "use_qk_norm": vision.qk_norm,
+        },
+    }
+
+
+def _text(language: LanguageConfig, model_type: str) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "hidden_size": language.hidden_size,
+        "intermediate_size": language.ffn_hidden_size,
+        "num_attention_heads": language.heads,
+        "num_hidden_layers": language.layers,
+        "num_key_value_heads": language.kv_heads,
+        "rms_norm_eps": language.norm_eps,
+        "tie_word_embeddings": language.tied_head,
+        "vocab_size": language.vocab_size,
+    }
+
+
+def _norm_name(vision: VisionConfig) -> str:
+    return next(name for name, norm in _NORMS.items() if norm == vision.normalization)
+
+
+def check_exportable(model: ModelConfig, layout: Layout) -> None:
+    """Raise UserError if the layout cannot say what the model is."""
+    vision, language = model.vision, model.language
+    obstacles = [
+        (vision.layer_scale_init is None, "no layer scale"),
+        (
+            not layout.is_original
+            and vision.qk_norm
+            and vision.norm_eps != _TRANSFORMERS_QK_NORM_EPS,
+            f"q and k norms with norm_eps {vision.norm_eps}",
+        ),
+        (
+            layout.is_original and language.qkv_bias != (layout is Layout.INTERNVL_QWEN2),
+            f"qkv_bias {str(language.qkv_bias).lower()}",
+        ),
+    ]
+    for holds, what in obstacles:
+        if holds:
+            raise UserError(
+                f"{model.name} has {what}, which layout {layout} cannot hold; choose another one"
+            )

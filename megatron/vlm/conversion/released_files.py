@@ -1,0 +1,187 @@
+"""A released checkpoint's safetensors files: read a tensor at a time, written a file at a time.
+
+model-00001-of-00004.safetensors    and so on, or one model.safetensors
+model.safetensors.index.json        which file holds which tensor; not beside a single file
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron.vlm.checkpoint_identity import reason
+from omnibal.errors import UserError
+from omnibal.files import read_json_model
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_OPEN_FILES = 2
+"""A parameter's tensors may lie on both sides of a border between files."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LISTED = 5
+
+
+class _Index(BaseModel, extra="allow"):
+    metadata: dict[str, int | float | str] = {}
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """What a file's header says of one of its tensors."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ReleasedFiles:
+    """The tensors of one checkpoint folder; keeps no more than two files open.
+
+    Raises:
+        UserError: there are no safetensors files, one is missing, truncated or broken, the index
+            and the files disagree, or a tensor is not of 16 or 32 bit floating point.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise UserError(
+                f"{directory}: no such folder; pass that of a released checkpoint, which holds "
+                f"config.json and safetensors files"
+            )
+        self._directory = directory
+        self._open: OrderedDict[str, safe_open] = OrderedDict()
+        index = directory / INDEX_FILE
+        self.index_metadata: dict[str, int | float | str] | None = None
+        """Of the index, or None where a single file needs none."""
+        if index.is_file():
+            listed = read_json_model(_Index, index, "fetch it again")
+            self.index_metadata = listed.metadata
+            files = sorted(set(listed.weight_map.values()))
+            found = self._headers(files)
+            _check_index(index, listed.weight_map, found)
+        else:
+            if not (directory / SINGLE_FILE).is_file():
+                raise UserError(
+                    f"{directory}: holds neither {INDEX_FILE} nor {SINGLE_FILE}; only safetensors "
+                    "are read: save pickled weights anew with `save_pretrained`"
+                )
+            found = self._headers([SINGLE_FILE])
+        self.tensors: Mapping[str, TensorInfo] = found
+        """By name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, mapped from its file.
+
+        Raises:
+            UserError: the file cannot be read any more.
+        """
+        file = self.tensors[name].file
+        try:
+            return self._opened(file).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _broken(self._directory / file, error) from error
+
+    def header_metadata(self, file: str) -> dict[str, str] | None:
+        """What the file says of itself as a whole."""
+        return self._opened(file).metadata()
+
+    def _opened(self, file: str) -> safe_open:
+        if file not in self._open:
+            self._open[file] = safe_open(self._directory / file, framework="pt")
+        self._open.move_to_end(file)
+        while len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)
+        return self._open[file]
+
+    def _headers(self, files: list[str]) -> dict[str, TensorInfo]:
+        found: dict[str, TensorInfo] = {}
+        for file in files:
+            for name, info in _header(self._directory / file):
+                if name in found:
+                    raise UserError(
+                        f"{self._directory}: {name} is in both {found[name].file} and {file}; "
+                        "fetch the files again"
+                    )
+                found[name] = info
+        return found
+
+
+def _header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file, but the index names it; fetch it again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                part = file.get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise UserError(
+                        f"{path}: {name} is of type {part.get_dtype()}; it must be one of "
+                        f"{', '.join(_DTYPES)}, so pass an unquantized checkpoint"
+                    )
+                yield (
+                    name,
+                    TensorInfo(file=path.name, shape=tuple(part.get_shape()), dtype=dtype),
+                )
+    except (SafetensorError, OSError) as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: is truncated or broken ({error}); fetch it again")
+
+
+def _check_index(index: Path, listed: Mapping[str, str], found: Mapping[str, TensorInfo]) -> None:
+    unlisted = sorted(found.keys() - listed.keys())
+    if unlisted:
+        raise UserError(
+            f"{index}: does not name {shortened(unlisted)}, which the files hold; fetch it again"
+        )
+    for name, file in listed.items():
+        if name not in found or found[name].file != file:
+            raise UserError(f"{index}: {name} is not in {file}; fetch both again")
+
+
+def shortened(names: list[str]) -> str:
+    """The first of many names, and how many there are."""
+    listed = ", ".join(names[:_LISTED])
+    return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Whatever fails while `target` is being written is one error of the user's."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        if isinstance(error, CheckpointException):
+            # Torch's collection of what failed: it may have been a read, or the user's own doing.
+            failure = next(iter(error.failures.values()))[0]
+            if isinstance(failure, UserError | KeyboardInterrupt):
+                raise failure from error
+        raise UserError(
+            f"{target}: cannot be written: {reason(error)}; see that there is room, or write "
+            "elsewhere"
+        ) from error
+
+
+def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | None) -> None:
+    """Write one safetensors file; equal tensors and metadata give equal bytes."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+
+
+def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str, object]) -> None:
+    """Write the index as Transformers does."""
+    index = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

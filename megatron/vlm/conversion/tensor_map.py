@@ -1,0 +1,360 @@
+"""Which tensors of a released checkpoint make up each parameter of this project's.
+
+    parameters(model)            every parameter of the whole model, with its shape
+    released(parameter, layout)  the released tensors it is made of, and how
+
+Both layouts of InternVL are known: the original one, whose language model is InternLM2's, Llama's
+or Qwen2's, and the one of Transformers' own InternVLForConditionalGeneration. What is rearranged is
+rows of matrices, never values, so that a round trip gives the same bits.
+
+Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G heads of a group,
+D head size.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from megatron.vlm.stage import IMAGE_CHANNELS
+from omnibal.config import LanguageConfig, ModelConfig, VisionConfig
+
+Shape = tuple[int, ...]
+
+
+class Layout(StrEnum):
+    """Names and arrangement of a released checkpoint's tensors."""
+
+    INTERNVL_INTERNLM2 = "internvl-internlm2"
+    INTERNVL_LLAMA = "internvl-llama"
+    INTERNVL_QWEN2 = "internvl-qwen2"
+    TRANSFORMERS = "transformers"
+    TRANSFORMERS_PREFIXED = "transformers-prefixed"
+    """The same under the names that some versions of Transformers wrote: `model.vision_tower...`"""
+
+    @property
+    def is_original(self) -> bool:
+        return self.value.startswith("internvl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A parameter of the whole model, over all pipeline stages and tensor-parallel ranks."""
+
+    key: str
+    """In this project's checkpoints, where the layers of a tower are one stacked tensor."""
+    shape: Shape
+    """Of one layer."""
+    layer: int | None = None
+    """From 0; None outside the towers' layers."""
+    layers: int | None = None
+    """Of the tower."""
+
+    @property
+    def name(self) -> str:
+        """As `initialize.global_parameter_name` has it."""
+        if self.layer is None:
+            return self.key
+        return self.key.replace(".layers.", f".layers.{self.layer}.", 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """One tensor of the same values, its axes counted differently."""
+
+    shape: Shape
+
+    def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        return (self.shape,)
+
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        return pieces[0].reshape(own)
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (tensor.reshape(self.shape),)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Several tensors of equal size one below the other: gate and up of SwiGLU."""
+
+    count: int
+
+    def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        return ((own[0] // self.count, *own[1:]),) * self.count
+
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        return torch.cat(list(pieces))
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensor.chunk(self.count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryKeyValue:
+    """All queries, all keys, all values; here a group's queries, its key, its value, and so on."""
+
+    heads: int
+    kv_heads: int
+    is_fused: bool
+    """Whether they are one tensor there too."""
+
+    def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        if self.is_fused:
+            return (own,)
+        return tuple((rows, *own[1:]) for rows in self._rows(own[0]))
+
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        if self.is_fused:
+            pieces = pieces[0].split(self._rows(own[0]))
+        grouped = [piece.unflatten(0, (self.kv_heads, -1)) for piece in pieces]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grouped_GR = tensor.unflatten(0, (self.kv_heads, -1))
+        rows = [rows // self.kv_heads for rows in self._rows(len(tensor))]
+        pieces = [piece.flatten(0, 1) for piece in grouped_GR.split(rows, dim=1)]
+        return (torch.cat(pieces),) if self.is_fused else tuple(pieces)
+
+    def _rows(self, own_rows: int) -> list[int]:
+        head_size = own_rows // (self.heads + 2 * self.kv_heads)
+        return [self.heads * head_size, self.kv_heads * head_size, self.kv_heads * head_size]
+
+
+Arrangement = Whole | Stacked | QueryKeyValue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Released:
+    """The released tensors that one parameter is made of."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    arrangement: Arrangement
+
+
+# Modules by their name here; a tuple stands for several released tensors.
+_Names = Mapping[str, str | tuple[str, ...]]
+
+_ORIGINAL_VISION: _Names = {
+    "input_layernorm": "norm1",
+    "self_attention.linear_qkv": "attn.qkv",
+    "self_attention.linear_proj": "attn.proj",
+    "self_attention.q_layernorm": "attn.q_norm",
+    "self_attention.k_layernorm": "attn.k_norm",
+    "self_attn_bda.scale": "ls1",
+    "pre_mlp_layernorm": "norm2",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
+    "mlp_bda.scale": "ls2",
+}
+_TRANSFORMERS_VISION: _Names = {
+    "input_layernorm": "layernorm_before",
+    "self_attention.linear_qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "self_attention.linear_proj": "attention.projection_layer",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "self_attn_bda.scale": "lambda_1",
+    "pre_mlp_layernorm": "layernorm_after",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
+    "mlp_bda.scale": "lambda_2",
+}
+_INTERNLM2: _Names = {
+    "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv": "attention.wqkv",
+    "self_attention.linear_proj": "attention.wo",
+    "pre_mlp_layernorm": "ffn_norm",
+    "mlp.linear_fc1": ("feed_forward.w1", "feed_forward.w3"),
+    "mlp.linear_fc2": "feed_forward.w2",
+}
+_LLAMA: _Names = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+_ORIGINAL_REST: _Names = {
+    "vision_embedding.patch_projection": "vision_model.embeddings.patch_embedding",
+    "vision_embedding.class_token": "vision_model.embeddings.class_embedding",
+    "vision_embedding.positions": "vision_model.embeddings.position_embedding",
+    "projector.norm": "mlp1.0",
+    "projector.linear_fc1": "mlp1.1",
+    "projector.linear_fc2": "mlp1.3",
+}
+_TRANSFORMERS_REST: _Names = {
+    "vision_embedding.patch_projection": "vision_tower.embeddings.patch_embeddings.projection",
+    "vision_embedding.class_token": "vision_tower.embeddings.cls_token",
+    "vision_embedding.positions": "vision_tower.embeddings.position_embeddings",
+    "projector.norm": "multi_modal_projector.layer_norm",
+    "projector.linear_fc1": "multi_modal_projector.linear_1",
+    "projector.linear_fc2": "multi_modal_projector.linear_2",
+}
+_INTERNLM2_REST: _Names = {
+    "embedding.word_embeddings": "language_model.model.tok_embeddings",
+    "language.final_layernorm": "language_model.model.norm",
+    "head": "language_model.output",
+}
+_LLAMA_REST: _Names = {
+    "embedding.word_embeddings": "language_model.model.embed_tokens",
+    "language.final_layernorm": "language_model.model.norm",
+    "head": "language_model.lm_head",
+}
+
+
+def parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Every parameter once, in the order of the forward pass."""
+    vision, language = model.vision, model.language
+    wide, width = model.projector_input_size, language.hidden_size
+    patch_values = IMAGE_CHANNELS * vision.patch_size**2
+    rest: list[tuple[str, Shape]] = [
+        ("vision_embedding.patch_projection.weight", (vision.hidden_size, patch_values)),
+        ("vision_embedding.patch_projection.bias", (vision.hidden_size,)),
+        ("vision_embedding.class_token", (vision.hidden_size,)),
+        ("vision_embedding.positions", (vision.positions_per_tile, vision.hidden_size)),
+    ]
+    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+    yield from _stacked("vision", vision.layers, dict(_vision_layer(vision)))
+    rest = [
+        ("projector.norm.weight", (wide,)),
+        ("projector.norm.bias", (wide,)),
+        ("projector.linear_fc1.weight", (width, wide)),
+        ("projector.linear_fc1.bias", (width,)),
+        ("projector.linear_fc2.weight", (width, width)),
+        ("projector.linear_fc2.bias", (width,)),
+        ("embedding.word_embeddings.weight", (language.vocab_size, width)),
+    ]
+    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+    yield from _stacked("language", language.layers, dict(_language_layer(language)))
+    yield Parameter(key="language.final_layernorm.weight", shape=(width,))
+    if not language.tied_head:
+        yield Parameter(key="head.weight", shape=(language.vocab_size, width))
+
+
+def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Parameter]:
+    for layer in range(layers):
+        for name, shape in shapes.items():
+            yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
+
+
+def _vision_layer(vision: VisionConfig) -> Iterator[tuple[str, Shape]]:
+    width, inner = vision.hidden_size, vision.ffn_hidden_size
+    norm_parts = ("weight", "bias") if vision.normalization == "LayerNorm" else ("weight",)
+    for norm in ("input_layernorm", "pre_mlp_layernorm"):
+        yield from ((f"{norm}.{part}", (width,)) for part in norm_parts)
+    yield "self_attention.linear_qkv.weight", (3 * width, width)
+    if vision.qkv_bias:
+        yield "self_attention.linear_qkv.bias", (3 * width,)
+    if vision.qk_norm:
+        yield "self_attention.q_layernorm.weight", (width,)
+        yield "self_attention.k_layernorm.weight", (width,)
+    yield "self_attention.linear_proj.weight", (width, width)
+    yield "self_attention.linear_proj.bias", (width,)
+    yield "mlp.linear_fc1.weight", (inner, width)
+    yield "mlp.linear_fc1.bias", (inner,)
+    yield "mlp.linear_fc2.weight", (width, inner)
+    yield "mlp.linear_fc2.bias", (width,)
+    if vision.layer_scale_init is not None:
+        yield "self_attn_bda.scale", (width,)
+        yield "mlp_bda.scale", (width,)
+
+
+def _language_layer(language: LanguageConfig) -> Iterator[tuple[str, Shape]]:
+    width, inner = language.hidden_size, language.ffn_hidden_size
+    qkv_rows = (language.heads + 2 * language.kv_heads) * (width // language.heads)
+    yield "input_layernorm.weight", (width,)
+    yield "self_attention.linear_qkv.weight", (qkv_rows, width)
+    if language.qkv_bias:
+        yield "self_attention.linear_qkv.bias", (qkv_rows,)
+    yield "self_attention.linear_proj.weight", (width, width)
+    yield "pre_mlp_layernorm.weight", (width,)
+    yield "mlp.linear_fc1.weight", (2 * inner, width)
+    yield "mlp.linear_fc2.weight", (width, inner)
+
+
+def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Released:
+    """The tensors of a released checkpoint that `parameter` is made of."""
+    arrangement = _arrangement(parameter, model, layout)
+    return Released(
+        names=_released_names(parameter, layout),
+        shapes=arrangement.shapes(parameter.shape),
+        arrangement=arrangement,
+    )
+
+
+def head_name(layout: Layout) -> str:
+    """The head's tensor, which a model with a tied head may hold as a copy of its embedding."""
+    return _released_names(Parameter(key="head.weight", shape=()), layout)[0]
+
+
+def embedding_parameter(model: ModelConfig) -> Parameter:
+    """The token embedding, and the head where that is tied."""
+    return next(one for one in parameters(model) if one.key == "embedding.word_embeddings.weight")
+
+
+def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Arrangement:
+    tower, _, rest = parameter.key.partition(".layers.")
+    if tower == "vision" and rest.startswith("self_attention.linear_qkv"):
+        heads = model.vision.heads
+        return QueryKeyValue(heads=heads, kv_heads=heads, is_fused=layout.is_original)
+    if layout is not Layout.INTERNVL_INTERNLM2 and rest.startswith("self_attention.linear_qkv"):
+        language = model.language
+        return QueryKeyValue(heads=language.heads, kv_heads=language.kv_heads, is_fused=False)
+    if tower == "language" and rest.startswith("mlp.linear_fc1"):
+        return Stacked(2)
+    return Whole(shape=_released_shape(parameter, model))
+
+
+def _released_shape(parameter: Parameter, model: ModelConfig) -> Shape:
+    patch = model.vision.patch_size
+    if parameter.key == "vision_embedding.patch_projection.weight":
+        return (parameter.shape[0], IMAGE_CHANNELS, patch, patch)
+    if parameter.key == "vision_embedding.class_token":
+        return (1, 1, *parameter.shape)
+    if parameter.key == "vision_embedding.positions":
+        return (1, *parameter.shape)
+    return parameter.shape
+
+
+def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
+    tower, _, rest = parameter.key.partition(".layers.")
+    if parameter.layer is None:
+        prefix, names, own = "", _rest_names(layout), parameter.key
+    elif tower == "vision" and layout.is_original:
+        prefix, names, own = (
+            f"vision_model.encoder.layers.{parameter.layer}.",
+            _ORIGINAL_VISION,
+            rest,
+        )
+    elif tower == "vision":
+        prefix = f"vision_tower.encoder.layer.{parameter.layer}."
+        names, own = _TRANSFORMERS_VISION, rest
+    else:
+        prefix = f"language_model.model.layers.{parameter.layer}."
+        names, own = _INTERNLM2 if layout is Layout.INTERNVL_INTERNLM2 else _LLAMA, rest
+    module, part = (own, "") if own in names else own.rsplit(".", 1)
+    there = names[module]
+    modules = (there,) if isinstance(there, str) else there
+    suffix = f".{part}" if part else ""
+    plain = tuple(f"{prefix}{name}{suffix}" for name in modules)
+    return tuple(map(_prefixed, plain)) if layout is Layout.TRANSFORMERS_PREFIXED else plain
+
+
+def _rest_names(layout: Layout) -> _Names:
+    language = _INTERNLM2_REST if layout is Layout.INTERNVL_INTERNLM2 else _LLAMA_REST
+    return (_ORIGINAL_REST if layout.is_original else _TRANSFORMERS_REST) | language
+
+
+def _prefixed(name: str) -> str:
+    if name.startswith("language_model.lm_head"):
+        return name.removeprefix("language_model.")
+    return "model." + name.replace("language_model.model.", "language_model.", 1)
+
+
+def elements(parameter: Parameter) -> int:
+    """Values in the parameter, one layer of it."""
+    return math.prod(parameter.shape)

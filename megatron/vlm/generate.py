@@ -1,0 +1,95 @@
+"""Greedy answers of a whole model in one process: to try a checkpoint, not to serve it.
+
+Shapes: K image tokens, E language hidden size, S tokens so far.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.checkpoint import load_weights
+from megatron.vlm.checkpoint_identity import CheckpointIdentity
+from megatron.vlm.data import SampleReader
+from megatron.vlm.stage import VLMStage, build_stage
+from omnibal.config import ModelConfig, Precision, load_cluster
+from omnibal.data.chat import encode_prompt
+from omnibal.data.sample import Sample
+from omnibal.plan import Parallel, Plan, Stage
+
+
+def load_whole_model(
+    directory: Path, checkpoint: CheckpointIdentity, precision: Precision
+) -> VLMStage:
+    """The model of a run's newest checkpoint on this device, ready to answer.
+
+    Megatron's parallel state must be initialized for one process.
+
+    Raises:
+        UserError: the checkpoint is broken.
+    """
+    plan = _whole_plan(checkpoint.model, precision)
+    stage = build_stage(plan, 0)
+    load_weights(directory, plan, stage)
+    return stage.eval()
+
+
+def _whole_plan(model: ModelConfig, precision: Precision) -> Plan:
+    """All units in one stage, without data; the cluster is for predictions and has no use here."""
+    whole = Stage(
+        vision_embed=True,
+        vision_layers=model.vision.layers,
+        projector=True,
+        language_embed=True,
+        language_layers=model.language.layers,
+        head=True,
+    )
+    return Plan(
+        model=model,
+        precision=precision,
+        parallel=Parallel(pipeline=1),
+        stages=(whole,),
+        cluster=load_cluster("laptop-cpu"),
+        data=None,
+    )
+
+
+@torch.inference_mode()
+def generate(
+    stage: VLMStage, reader: SampleReader, sample: Sample, turn: int, max_new_tokens: int
+) -> Iterator[int]:
+    """Token ids of the answer to a sample's turn, one by one, without what ends it.
+
+    The images are encoded once; the text is read anew for every token.
+
+    Raises:
+        UserError: an image cannot be read.
+    """
+    sample = sample.shown(reader.model.tiling)
+    tiles = reader.tiles_per_image(sample)
+    prompt = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
+    device = current_device()
+    ids_S = torch.from_numpy(prompt).to(device)
+    pixels_TCPP = reader.pixels([sample]).to(device)
+    features_KE = stage.encode_images(_batch(ids_S, reader, pixels_TCPP))
+    for _ in range(max_new_tokens):
+        batch = _batch(ids_S, reader, pixels_TCPP)
+        next_id = stage.head_output(batch, stage.read_text(batch, features_KE))
+        if next_id.item() == reader.answer_end:
+            return
+        yield int(next_id.item())
+        ids_S = torch.cat([ids_S, next_id])
+
+
+def _batch(ids_S: torch.Tensor, reader: SampleReader, pixels_TCPP: torch.Tensor) -> MicroBatch:
+    return MicroBatch(
+        tiles=len(pixels_TCPP),
+        tokens=len(ids_S),
+        segment_tokens=(len(ids_S),),
+        pixels_TCPP=pixels_TCPP,
+        token_ids_S=ids_S,
+        image_positions_M=(ids_S == reader.tokenizer.image_context).nonzero().squeeze(1),
+        answer_positions_A=torch.tensor([len(ids_S) - 1], device=ids_S.device),
+    )

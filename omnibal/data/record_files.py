@@ -1,0 +1,127 @@
+"""Where the records of an annotation file stand: the lines of JSONL, or the elements of an array.
+
+The parsed records are not kept: a sample is read again from its bytes each time it is asked for.
+"""
+
+import hashlib
+import json
+import mmap
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.errors import UserError
+
+_CHUNK_BYTES = 1 << 24
+_NEWLINE = ord("\n")
+_BLANK = re.compile(r"[ \t\r\n]*")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordIndex:
+    """The bytes of every record of one file; int64 [records]."""
+
+    path: Path
+    start: np.ndarray
+    size: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def is_array(path: Path) -> bool:
+    """Whether a file is a .json with an array, as LLaVA's are; some .json files hold lines."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(_CHUNK_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+
+
+def index_lines(path: Path) -> tuple[RecordIndex, str]:
+    """Every line, and the SHA-256 of the file, in one pass.
+
+    Raises:
+        UserError: there is no such file, or nothing in it.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such annotation file; correct the meta's annotation path")
+    digest = hashlib.sha256()
+    borders = [np.zeros(1, np.int64)]
+    size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
+            borders.append(newlines.astype(np.int64) + size + 1)
+            size += len(chunk)
+    if not size:
+        raise UserError(f"{path}: is empty; an annotation file holds one JSON sample a line")
+    joined = np.concatenate(borders)
+    start = joined[joined < size]
+    return RecordIndex(path, start, np.diff(start, append=size)), digest.hexdigest()
+
+
+def index_array(path: Path) -> tuple[RecordIndex, str]:
+    """Every element of a JSON array, and the SHA-256 of the file, in memory of the file's size.
+
+    Raises:
+        UserError: it is no whole JSON array, or an empty one.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        sha256 = hashlib.sha256(content).hexdigest()
+        # A character for each byte, so that places in the text are places in the file: outside of
+        # strings JSON is ASCII, and no byte of a longer character looks like its quotes.
+        text = str(content, "latin-1")
+    starts, ends = array("q"), array("q")
+    try:
+        for start, end in _elements(text):
+            starts.append(start)
+            ends.append(end)
+    except json.JSONDecodeError as error:
+        line = text.count("\n", 0, error.pos) + 1
+        raise UserError(
+            f"{path}: not a JSON array of samples: {error.msg} at byte {error.pos}, line {line}; "
+            "mend it there, or write one sample a line as .jsonl, where a bad one can be left out"
+        ) from None
+    if not starts:
+        raise UserError(f"{path}: is an empty array; it must hold at least one sample")
+    start_of, end_of = (np.frombuffer(places, np.int64) for places in (starts, ends))
+    return RecordIndex(path, start_of, end_of - start_of), sha256
+
+
+def _elements(text: str) -> Iterator[tuple[int, int]]:
+    """Where the elements of an array begin and end; raises JSONDecodeError."""
+    place = _after_blank(text, text.index("[") + 1)
+    more = text[place : place + 1] != "]"
+    while more:
+        end = _end_of_value(text, place)
+        yield place, end
+        place = _after_blank(text, end)
+        more = text[place : place + 1] == ","
+        if more:
+            place = _after_blank(text, place + 1)
+    if text[place : place + 1] != "]":
+        raise json.JSONDecodeError("expecting ',' or ']'", text, place)
+    place = _after_blank(text, place + 1)
+    if place < len(text):
+        raise json.JSONDecodeError("extra data", text, place)
+
+
+def _end_of_value(text: str, place: int) -> int:
+    try:
+        return _DECODER.raw_decode(text, place)[1]
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # too long a number, too deep a nesting
+        raise json.JSONDecodeError(str(error), text, place) from None
+
+
+def _after_blank(text: str, place: int) -> int:
+    blank = _BLANK.match(text, place)
+    return blank.end() if blank else place

@@ -1,0 +1,159 @@
+"""The JSON record of one sample, checked: what it shows, and what is said about it."""
+
+from pathlib import PurePath
+from typing import Any, Protocol
+
+from omnibal.data.image_files import ImageFile
+from omnibal.data.sample import IMAGE, VIDEO, VIDEO_LINE, Turn
+from omnibal.data.tokenizer import CONTROL_PIECES
+
+_VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))
+
+
+class InvalidRecordError(ValueError):
+    """What a record lacks; the caller adds where it stands."""
+
+
+class Pictures(Protocol):
+    """What the names in a record stand for."""
+
+    def image(self, name: str) -> ImageFile:
+        """One image or frame."""
+
+    def frames(self, name: str) -> tuple[ImageFile, ...]:
+        """All frames of the video of that name."""
+
+    def unnamed(self) -> tuple[ImageFile, ...]:
+        """The images of a record that says nothing of any."""
+
+
+def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageFile, ...], bool]:
+    """The record's images or frames, and whether they are frames.
+
+    Raises:
+        InvalidRecordError: they are not named as they must be.
+    """
+    video = record.get("video") or []
+    if not video and "image" not in record:
+        return pictures.unnamed(), False
+    images = _names(record.get("image") or [], "image", "a path, a list of paths, or absent")
+    if not video:
+        return tuple(map(pictures.image, images)), False
+    if images:
+        raise InvalidRecordError('has an "image" and a "video"; a sample may show one of them')
+    named = _names(video, "video", "a folder of frames, or a list of their paths")
+    for name in named:
+        if PurePath(name).suffix.lower() in _VIDEO_SUFFIXES:
+            raise video_file(name)
+    if isinstance(video, str):
+        return pictures.frames(video), True
+    return tuple(map(pictures.image, named)), True
+
+
+def video_file(name: str) -> InvalidRecordError:
+    """That a video is one file, and how to make a folder of it."""
+    folder = PurePath(name).with_suffix("")
+    return InvalidRecordError(
+        f'has the video file {name} as its "video"; extract its frames first, as with '
+        f"`mkdir -p {folder} && ffmpeg -i {name} -vf fps=2 {folder}/%05d.jpg` in the folder that "
+        f"names start from, and name {folder} instead"
+    )
+
+
+def read_conversation(
+    record: dict[str, Any], images: int, video: bool
+) -> tuple[str | None, tuple[Turn, ...]]:
+    """The system message, if any, and the turns; a video's `<video>` line is still in its place.
+
+    Raises:
+        InvalidRecordError: it is malformed, or does not place the images.
+    """
+    system, values = _conversation_values(record)
+    questions, answers = values[::2], values[1::2]
+    if any(IMAGE in text for text in [system or "", *answers]):
+        raise InvalidRecordError(
+            f"has {IMAGE} in an answer or system message; it may stand only in a question"
+        )
+    if video:
+        _place_video(questions)
+    else:
+        _place_images(questions, images)
+    kinds = record.get("kinds", [None] * len(questions))
+    named = isinstance(kinds, list) and all(isinstance(kind, str | None) for kind in kinds)
+    if not named or len(kinds) != len(questions):
+        raise InvalidRecordError(
+            f'must have in "kinds" one name for each of its {len(questions)} turn(s)'
+        )
+    turns = tuple(Turn(*fields) for fields in zip(questions, answers, kinds, strict=True))
+    return system, turns
+
+
+def _names(value: Any, key: str, remedy: str) -> list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidRecordError(f'has an odd "{key}"; it must be {remedy}')
+    return names
+
+
+def _place_images(questions: list[str], images: int) -> None:
+    """Put the only image first where no question shows it."""
+    placeholders = sum(question.count(IMAGE) for question in questions)
+    if images == 1 and placeholders == 0:
+        questions[0] = f"{IMAGE}\n{questions[0]}"
+        placeholders = 1
+    if placeholders != images:
+        raise InvalidRecordError(
+            f"has {placeholders} {IMAGE} for {images} image(s); write one {IMAGE} for each image"
+        )
+
+
+def _place_video(questions: list[str]) -> None:
+    """Put the video first where the first question does not show it."""
+    if VIDEO not in questions[0]:
+        questions[0] = VIDEO_LINE + questions[0]
+    shown = sum(question.count(VIDEO) for question in questions)
+    if shown != 1 or VIDEO_LINE not in questions[0] or any(IMAGE in text for text in questions):
+        raise InvalidRecordError(
+            f"is about a video; its first question must have {VIDEO} once, with a line break "
+            f"behind it, and no other {VIDEO} or {IMAGE} may stand in a question"
+        )
+
+
+def _conversation_values(record: dict[str, Any]) -> tuple[str | None, list[str]]:
+    """The system message, and the texts: question, answer, question, answer, ..."""
+    messages = record.get("conversations")
+    well_formed = (
+        isinstance(messages, list)
+        and all(isinstance(message, dict) for message in messages)
+        and all(isinstance(message.get("value"), str) for message in messages)
+    )
+    if not messages or not well_formed:
+        raise InvalidRecordError('must have "conversations": a list of {"from", "value"}')
+    _check_texts([message["value"] for message in messages])
+    speakers = [message.get("from") for message in messages]
+    begin = int(speakers[0] == "system")
+    system = messages[0]["value"] if begin else None
+    # A greeting before the first question is left out, as InternVL does.
+    begin += int(speakers[begin : begin + 1] == ["gpt"])
+    talk = messages[begin:]
+    if not talk or speakers[begin:] != ["human", "gpt"] * (len(talk) // 2):
+        raise InvalidRecordError(
+            f'has "conversations" from {", ".join(map(str, speakers))}; human and gpt must '
+            "alternate, human first and gpt last"
+        )
+    return system, [message["value"] for message in talk]
+
+
+def _check_texts(values: list[str]) -> None:
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRecordError(
+            f"has text that is not Unicode ({error.reason}); mend its \\u escapes"
+        ) from error
+    for piece in CONTROL_PIECES:
+        if any(piece in value for value in values):
+            raise InvalidRecordError(
+                f"has {piece!r} in its text, which only the chat template may write; mark an image "
+                f"with {IMAGE}, and spell or remove any other use"
+            )

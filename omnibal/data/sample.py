@@ -1,0 +1,87 @@
+"""A sample of the training data, and how its images are shown to a model."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from omnibal.config import TilingConfig
+from omnibal.data.image_files import ImageFile
+
+IMAGE, VIDEO = "<image>", "<video>"
+VIDEO_LINE = f"{VIDEO}\n"
+"""Stands for all frames, in the first question of a sample about a video."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question, in which each `<image>` stands for one image, and its reference answer."""
+
+    question: str
+    answer: str
+    kind: str | None
+    """What accuracy is reported by; from the record's optional "kinds"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One conversation about any number of images, or about a video."""
+
+    identity: str
+    """Source name and the record's "id" (its key or number where it has none)."""
+    source: str
+    where: str
+    """File and line or number of the record, for error messages."""
+    images: tuple[ImageFile, ...]
+    """Or frames, all that there are."""
+    turns: tuple[Turn, ...]
+    system: str | None = None
+    """What the conversation says instead of the template's own system message."""
+    video: bool = False
+    """Whether the images are the frames of one video."""
+    augment: bool = False
+    """The meta's `data_augment`: in training, its tiles are degraded at random."""
+    max_dynamic_patch: int | None = None
+    """The meta's, instead of the model's."""
+
+    def tiling(self, tiling: TilingConfig) -> TilingConfig:
+        """How a model with this tiling cuts each of the images.
+
+        Several images share the most tiles of one; a frame is one tile. As InternVL does.
+        """
+        most = self.max_dynamic_patch or tiling.max_dynamic_patch
+        return _limited(tiling, 1 if self.video else max(1, most // max(1, len(self.images))))
+
+    def shown(self, tiling: TilingConfig) -> "Sample":
+        """With the frames that the model sees, each named in the question; others stay as they are.
+
+        To do so again changes nothing.
+        """
+        if not self.video:
+            return self
+        chosen = middle_frames(len(self.images), tiling.max_frames_per_video)
+        return self.with_frames(tuple(self.images[frame] for frame in chosen))
+
+    def with_frames(self, frames: tuple[ImageFile, ...]) -> "Sample":
+        """About these frames of the video, each named in the question as InternVL does."""
+        first, *others = self.turns
+        named = "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, len(frames) + 1))
+        asked = replace(first, question=first.question.replace(VIDEO_LINE, named))
+        return replace(self, images=frames, turns=(asked, *others))
+
+
+def middle_frames(frames: int, most: int) -> list[int]:
+    """All frames, or the middle one of each of `most` intervals of equal length.
+
+    Example:
+        >>> middle_frames(9, 3)
+        [1, 4, 7]
+    """
+    borders = np.linspace(0, frames, min(frames, most) + 1).astype(int)
+    return ((borders[:-1] + borders[1:] - 1) // 2).tolist()
+
+
+@lru_cache
+def _limited(tiling: TilingConfig, most: int) -> TilingConfig:
+    least = min(tiling.min_dynamic_patch, most)
+    return tiling.model_copy(update={"min_dynamic_patch": least, "max_dynamic_patch": most})

@@ -1,0 +1,285 @@
+"""Samples in tar shards, as webdataset and Megatron-Energon write them: all files of one key.
+
+    000017.json   the record, as a line of JSONL holds it
+    000017.jpg    or 000017.0.jpg, 000017.1.jpg, ...: its images
+
+A plan reads samples in an order of its own, so the shards are indexed once, and then read by seek.
+The libraries say which shards there are and which members make a sample. They import torch where
+it is installed, so this is left to when somebody has shards.
+"""
+
+import hashlib
+import re
+import tarfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile, natural_order, open_range
+from omnibal.data.record_files import RecordIndex
+from omnibal.data.records import InvalidRecordError
+from omnibal.errors import UserError
+
+_RECORD = "json"
+# What both libraries pass over: members, and whole folders, named __like_this__.
+_META = re.compile(r"__[^/]*__($|/)")
+_TAR_BLOCK = 512
+
+Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
+"""webdataset's `group_by_keys`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One tar file, and what is known of it beforehand."""
+
+    path: Path
+    samples: int | None = None
+    excluded: frozenset[str] = frozenset()
+    """Keys of samples that are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: str
+    header: int
+    """Its first byte in the shard; then those of its content."""
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """Of its last block."""
+        return self.offset + -(-self.size // _TAR_BLOCK) * _TAR_BLOCK
+
+    @property
+    def suffix(self) -> str:
+        """Behind the key and its dot, such as json or 0.jpg; empty where there is no key."""
+        stem, _, suffix = self.name.rpartition("/")[2].partition(".")
+        return suffix.lower() if stem else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSample:
+    """The members of one sample, at least one."""
+
+    shard: Path
+    members: tuple[_Member, ...]
+
+    @property
+    def key(self) -> str:
+        name = self.members[0].name
+        return name[: len(name) - len(self.members[0].suffix) - 1]
+
+    def record(self) -> bytes:
+        """The JSON; raises InvalidRecordError where there is none."""
+        found = [member for member in self.members if member.suffix == _RECORD]
+        if not found:
+            raise InvalidRecordError(
+                f"has no {self.key}.{_RECORD}; each key needs one, with its conversations"
+            )
+        with open_range(self.shard, found[0].offset, found[0].size) as file:
+            return file.read()
+
+    def image(self, name: str) -> ImageFile:
+        """The member of that name: all of it, without its folder, or what is behind the key."""
+        for member in self.members:
+            if name in (member.name, PurePath(member.name).name, member.suffix):
+                return self._image(member)
+        held = ", ".join(member.name for member in self.members)
+        raise InvalidRecordError(
+            f"names {name!r}, but the members of its key are {held}; name those, or leave the "
+            'names out: then "image" is all of them'
+        )
+
+    def frames(self, name: str) -> tuple[ImageFile, ...]:
+        """Raises InvalidRecordError: a key has no folders."""
+        raise InvalidRecordError(
+            f'has the "video" {name!r}; in a shard it must be a list of the members that are frames'
+        )
+
+    def unnamed(self) -> tuple[ImageFile, ...]:
+        """All image members: 2.jpg before 10.jpg, whatever their order in the shard."""
+        images = [member for member in self.members if _is_image(member)]
+        images.sort(key=lambda member: natural_order(PurePath(member.suffix).stem))
+        return tuple(map(self._image, images))
+
+    def _image(self, member: _Member) -> ImageFile:
+        return ImageFile(self.shard, member.name, member.offset, member.size)
+
+
+def webdataset_shards(notation: str, folder: Path) -> list[Shard]:
+    """What webdataset makes of a notation such as train-{000..003}.tar, relative to `folder`.
+
+    Raises:
+        UserError: the library is missing, or it is no notation.
+    """
+    try:
+        from webdataset.shardlists import expand_urls
+    except ImportError as error:
+        raise _missing("webdataset", error) from error
+    try:
+        names = expand_urls(notation)
+    except (ValueError, AssertionError) as error:  # also an environment variable that is not set
+        raise UserError(
+            f'"shards": {notation!r} is not what webdataset expands ({error}); write it as in '
+            "train-{000..003}.tar"
+        ) from error
+    return [Shard(folder / name) for name in names]
+
+
+def energon_shards(folder: Path, split: str) -> list[Shard]:
+    """The shards of one split of a dataset that `energon prepare` has prepared.
+
+    Raises:
+        UserError: the library is missing, or there is no such dataset or split.
+    """
+    try:
+        from megatron.energon.epathlib import EPath
+        from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
+    except ImportError as error:
+        raise _missing("energon", error) from error
+    try:
+        meta = WebdatasetMeta.from_config(EPath(folder.absolute()), split_part=split)
+    except Exception as error:  # what its readers of JSON and YAML raise has no common type
+        raise UserError(
+            f"{folder}: Energon finds no split {split!r} there ({type(error).__name__}: {error}); "
+            "prepare the dataset with `energon prepare`, or correct the path or the split"
+        ) from error
+    return [
+        Shard(folder / shard.name, shard.count, _keys_of(shard.name, meta.sample_excludes))
+        for shard in meta.shards
+    ]
+
+
+def index_shards(shards: Sequence[Shard]) -> tuple[list[RecordIndex], str]:
+    """The samples of every shard, and a SHA-256 of their records and of the names and sizes of
+    their other members.
+
+    Raises:
+        UserError: webdataset is missing, or a shard is missing, damaged, compressed, or not what
+            is known of it.
+    """
+    try:
+        from webdataset.tariterators import group_by_keys
+    except ImportError as error:
+        raise _missing("webdataset", error) from error
+    digest = hashlib.sha256()
+    indexes = [_index_shard(shard, group_by_keys, digest.update) for shard in shards]
+    return indexes, digest.hexdigest()
+
+
+def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
+    """What the index found there.
+
+    Raises:
+        UserError: the shard has changed since then, or is gone.
+    """
+    try:
+        with open_range(shard, start, size) as file:
+            members = tuple(
+                _Member(member.name, start + member.header, start + member.offset, member.size)
+                for member in _members(file)
+                if member.suffix
+            )
+        if not members:
+            raise tarfile.ReadError("no file of a sample there")
+    except (OSError, tarfile.TarError) as error:
+        raise UserError(
+            f"{shard}: cannot be read at byte {start} ({error}); restore the shard"
+        ) from error
+    return ShardSample(shard, members)
+
+
+def _index_shard(shard: Shard, groups: Groups, on_content: Callable[[bytes], None]) -> RecordIndex:
+    start, size = array("q"), array("q")
+    path, samples = shard.path, 0
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no such shard; it must be a file here, as samples are read in the order of "
+            "the plan: correct the path in the meta, or fetch it"
+        )
+    try:
+        with path.open("rb") as file:
+            for key, members in _grouped(file, path, groups):
+                samples += 1
+                if key in shard.excluded:
+                    continue
+                start.append(members[0].header)
+                size.append(members[-1].end - members[0].header)
+                for member in members:
+                    on_content(_content(file, member))
+    except (OSError, ValueError, tarfile.TarError) as error:
+        # webdataset appends to the arguments of what passes through it.
+        what = error if isinstance(error, OSError) else error.args[0]
+        raise UserError(
+            f"{path}: cannot be read as a shard ({what}); it must be a whole tar, not compressed, "
+            "in which the files of a key stand together"
+        ) from error
+    if shard.samples not in (None, samples):
+        raise UserError(
+            f"{path}: holds {samples} samples where Energon counted {shard.samples}; run "
+            "`energon prepare` again"
+        )
+    return RecordIndex(path, np.array(start, np.int64), np.array(size, np.int64))
+
+
+def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, list[_Member]]]:
+    """Key and members of each sample, by webdataset's own rule."""
+    files = (
+        {"fname": member.name, "data": member, "__url__": str(path)}
+        for member in _all_members(file)
+    )
+    for sample in groups(files):
+        yield sample["__key__"], [part for part in sample.values() if isinstance(part, _Member)]
+
+
+def _members(file: BinaryIO) -> Iterator[_Member]:
+    """What both libraries read of a tar; leaves the file where the members end."""
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for entry in tar:
+            if not entry.isreg() or _META.match(entry.name):
+                continue
+            if entry.issparse():
+                raise tarfile.ReadError(f"{entry.name} is stored as a sparse file")
+            yield _Member(entry.name, entry.offset, entry.offset_data, entry.size)
+        file.seek(tar.offset)
+
+
+def _all_members(file: BinaryIO) -> Iterator[_Member]:
+    """Those of a whole tar; raises tarfile.ReadError where its end does not follow them."""
+    yield from _members(file)
+    place = file.tell()
+    if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
+        raise tarfile.ReadError(f"cut off or damaged at byte {place}")
+
+
+def _content(file: BinaryIO, member: _Member) -> bytes:
+    """What of a member decides over lengths and texts."""
+    named = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
+    if member.suffix != _RECORD:
+        return named
+    file.seek(member.offset)
+    return named + file.read(member.size)
+
+
+def _is_image(member: _Member) -> bool:
+    return PurePath(member.name).suffix.lower() in IMAGE_SUFFIXES
+
+
+def _keys_of(shard: str, excluded: set[str]) -> frozenset[str]:
+    """Of Energon's names of samples, "shard/key", the keys in this shard."""
+    return frozenset(
+        name.removeprefix(f"{shard}/") for name in excluded if name.startswith(f"{shard}/")
+    )
+
+
+def _missing(extra: str, error: ImportError) -> UserError:
+    return UserError(
+        f"shards are read with the library {extra}, which is not there ({error}); install it: "
+        f'pip install "omnibal[{extra}]"'
+    )

@@ -1,0 +1,411 @@
+"""Tar shards: the same samples as webdataset and Energon read, and the same as from files."""
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from shard_cases import SAMPLES, TURNS, make_samples, write_lines, write_shards
+
+from omnibal.config import load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.scan import scan_lengths
+from omnibal.errors import UserError
+
+webdataset = pytest.importorskip("webdataset")
+MODEL = load_model("internvl-digits")
+COLUMNS = ("tiles", "tokens", "loss_tokens", "source")
+JSON_TURNS = json.dumps({"conversations": TURNS})
+
+
+def open_shards(folder: Path, notation: str = "train-{000..002}.tar", **meta) -> Annotations:
+    (folder / "shards.json").write_text(json.dumps({"a": {"shards": notation, **meta}}))
+    return Annotations.open(folder / "shards.json")
+
+
+def scan(annotations: Annotations, tokenizer, **options):
+    return scan_lengths(annotations, MODEL, tokenizer, lambda _: None, **options)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """A folder with lines.json and three shards of the same records; not to be written to."""
+    folder = tmp_path_factory.mktemp("shards")
+    records = make_samples(folder)
+    write_lines(folder, records)
+    assert len(write_shards(folder, records)) == 3
+    return folder, records
+
+
+def write_tar(path: Path, members: dict[str, bytes], tar_format: int = tarfile.PAX_FORMAT) -> None:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mtime = len(content), 1.5
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def picture(width: int = 20, height: int = 10, kind: str = "png") -> bytes:
+    stored = io.BytesIO()
+    Image.new("RGB", (width, height)).save(stored, kind)
+    return stored.getvalue()
+
+
+def image_bytes(sample) -> list[bytes]:
+    contents = []
+    for image in sample.images:
+        with image.open() as file:
+            contents.append(file.read())
+    return contents
+
+
+def read_by_webdataset(notation: str) -> list[dict]:
+    return list(webdataset.WebDataset(notation, shardshuffle=False, empty_check=False))
+
+
+def members_of(sample: dict) -> dict[str, bytes]:
+    """Suffix and content of what a library read."""
+    return {name: content for name, content in sample.items() if not name.startswith("__")}
+
+
+def test_the_same_samples_as_webdataset_reads(written):
+    """Prevents a sample or image that is lost, cut, moved, or another's."""
+    folder, _ = written
+    annotations = open_shards(folder)
+    found = read_by_webdataset(str(folder / "train-{000..002}.tar"))
+    assert len(annotations) == len(found) == SAMPLES
+    for sample, expected in zip(annotations, found, strict=True):
+        assert sample.identity == f"a/{int(expected['__key__'])}"
+        members = members_of(expected)
+        record = json.loads(members.pop("json"))
+        assert sample.turns[0].answer == record["conversations"][1]["value"]
+        assert sorted(image_bytes(sample)) == sorted(members.values())
+        for image in sample.images:
+            assert str(image) == f"{expected['__url__']}: {image.name}"
+
+
+@pytest.mark.parametrize(
+    "tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+)
+def test_odd_members_go_where_webdataset_puts_them(tmp_path, tar_format):
+    """Prevents members that are no part of a sample from shifting those that are."""
+    long = "d" * 90 + "/" + "n" * 95
+    members = {
+        "README": b"no key",
+        "a/1.json": JSON_TURNS.encode(),
+        "a/notes": b"in between",
+        "__meta__/x.json": b"skipped",
+        "._1.png": b"a Mac's",
+        "a/1.PNG": picture(),
+        "a/__thumbs__.jpg": b"of a key of its own",
+        f"{long}.json": JSON_TURNS.encode(),
+        f"{long}.jpg": picture(kind="jpeg"),
+        "b.v/2.tar.json": b"not the record",
+        "b.v/2.json": JSON_TURNS.encode(),
+        "b.v/2.2.png": picture(3),
+        "b.v/2.10.png": picture(4),
+        "__end__": b"",
+    }
+    write_tar(tmp_path / "a.tar", members, tar_format)
+    annotations = open_shards(tmp_path, "a.tar")
+    found = read_by_webdataset(str(tmp_path / "a.tar"))
+    assert len(annotations) == len(found)
+    good = []
+    for index, expected in enumerate(found):
+        if "json" not in expected:
+            with pytest.raises(UserError, match=rf"sample {index + 1} has no .*\.json; each key"):
+                _ = annotations[index]
+            continue
+        names = [name for name in expected if name.rpartition(".")[2] in ("png", "jpg")]
+        names.sort(key=len)
+        contents = [expected[name] for name in names]
+        record = json.loads(expected["json"])
+        record["conversations"][0]["value"] = "<image>" * len(names)
+        members[f"{expected['__key__']}.json"] = json.dumps(record).encode()
+        good.append((index, contents))
+    write_tar(tmp_path / "a.tar", members, tar_format)
+    annotations = open_shards(tmp_path, "a.tar")
+    assert [image_bytes(annotations[index]) for index, _ in good] == [each for _, each in good]
+    assert [len(contents) for _, contents in good] == [1, 1, 2]
+
+
+def test_files_and_shards_are_scanned_alike(written, tokenizer):
+    """Prevents lengths that depend on how the same samples are stored."""
+    folder, _ = written
+    files, shards = Annotations.open(folder / "lines.json"), open_shards(folder)
+    expected = scan(files, tokenizer).lengths
+    for processes in (1, 2):
+        found = scan(shards, tokenizer, processes=processes).lengths
+        for name in COLUMNS:
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+    assert expected.tiles.max() > 8
+    for index in range(SAMPLES):
+        file, shard = files[index], shards[index]
+        assert image_bytes(file) == image_bytes(shard)
+        assert replace(file, images=(), where="") == replace(shard, images=(), where="")
+
+
+def test_samples_taken_are_read_elsewhere(written):
+    """Prevents another process from reading another shard than meant."""
+    annotations = open_shards(written[0], repeat_time=2)
+    indices = np.array([47, 11, 0, 25])
+    taken = pickle.loads(pickle.dumps(annotations.take(indices)))
+    assert list(taken) == [annotations[index] for index in indices]
+    assert [taken.where(k) for k in range(4)] == [sample.where for sample in taken]
+    assert taken.where(0) == f"{written[0] / 'train-002.tar'}: sample 4"
+
+
+def test_hash_follows_what_is_in_the_shards(tmp_path):
+    """Prevents training on changed data under an old plan, and refusal after a mere move."""
+
+    def sha256(shards: list[dict[str, bytes]]) -> str:
+        for number, members in enumerate(shards):
+            write_tar(tmp_path / f"{number}.tar", members)
+        return open_shards(tmp_path, f"{{0..{len(shards) - 1}}}.tar").sha256
+
+    one = {"1.json": b"{}", "1.png": picture()}
+    two = {"2.json": b"{}", "2.png": picture(kind="jpeg")}
+    reference = sha256([one | two])
+    assert sha256([one, two]) == reference
+    changed = [
+        [one | two | {"1.json": b"[]"}],
+        [one | two | {"2.png": picture(21, kind="jpeg") + b" "}],
+        [{"1.json": b"{}", "1.jpg": one["1.png"]} | two],
+        [two | one],
+        [one],
+    ]
+    assert len({reference, *map(sha256, changed)}) == 1 + len(changed)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({}, ["0.png", "1.png"]),
+        ({"image": ["1.png", "0.png"]}, ["1.png", "0.png"]),
+        ({"image": "f/x.1.png"}, ["1.png"]),
+        ({"image": "x.0.png"}, ["0.png"]),
+        ({"image": []}, []),
+        ({"video": ["0.png", "1.png"]}, ["0.png", "1.png"]),
+        ({"image": "2.png"}, "names '2.png', but the members of its key are f/x.json, f/x.0.png"),
+        ({"video": "f"}, "in a shard it must be a list of the members"),
+        ({"video": "x.mp4"}, "has the video file x.mp4"),
+    ],
+)
+def test_names_in_a_record(tmp_path, record, expected):
+    """Prevents the wrong image, or all of them where the record says which."""
+    count = len(expected) if isinstance(expected, list) and "video" not in record else 0
+    turns = [{**TURNS[0], "value": "<image>" * count}, TURNS[1]]
+    content = json.dumps({"conversations": turns, **record}).encode()
+    write_tar(
+        tmp_path / "a.tar", {"f/x.json": content, "f/x.0.png": picture(), "f/x.1.png": picture(9)}
+    )
+    annotations = open_shards(tmp_path, "a.tar")
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected) as error:
+            _ = annotations[0]
+        assert str(error.value).startswith(f"{tmp_path / 'a.tar'}: sample 1 ")
+    else:
+        sample = annotations[0]
+        assert sample.identity == "a/f/x"
+        assert [image.name.partition(".")[2] for image in sample.images] == expected
+
+
+def test_bad_samples_are_skipped_like_others(written, tmp_path, tokenizer):
+    """Prevents one broken member from ending a scan that was asked to go on, or from passing."""
+    record = json.dumps({"conversations": [{**TURNS[0], "value": "<image>"}, TURNS[1]]}).encode()
+    whole = picture(64, 64)
+    contents = [whole, whole[:-9], b"", b"no picture", whole]
+    members = {}
+    for number, content in enumerate(contents):
+        members |= {f"{number}.json": record, f"{number}.png": content}
+    members |= {"5.json": b"{", "6.png": whole, "7.json": record}
+    write_tar(tmp_path / "a.tar", members)
+    annotations = open_shards(tmp_path, "a.tar")
+    result = scan(annotations, tokenizer, on_error="skip")
+    assert result.lengths.sample.tolist() == [0, 4]
+    reasons = [sample.reason for sample in result.skipped]
+    shard = tmp_path / "a.tar"
+    for reason, expected in zip(
+        reasons,
+        [
+            f"image {shard}: 1.png is truncated",
+            f"image {shard}: 2.png cannot be read (no known image format)",
+            f"image {shard}: 3.png cannot be read (no known image format)",
+            "is not JSON",
+            "has no 6.json",
+            "has 1 <image> for 0 image(s)",
+        ],
+        strict=True,
+    ):
+        assert reason.startswith(expected)
+    assert all(sample.where in sample.message for sample in result.skipped)
+
+
+def truncated(content: bytes) -> bytes:
+    return content[:2000]
+
+
+def without_end(content: bytes) -> bytes:
+    return content.rstrip(b"\0") + bytes(-len(content.rstrip(b"\0")) % 512)
+
+
+def damaged(content: bytes) -> bytes:
+    return content[:1024] + b"x" * 512 + content[1536:]
+
+
+@pytest.mark.parametrize("damage", [truncated, without_end, damaged, lambda content: b""])
+def test_damaged_shards(tmp_path, damage):
+    """Prevents the rest of a half-downloaded shard from being left out without a word."""
+    members = {f"{k}.json": JSON_TURNS.encode() for k in range(4)}
+    write_tar(tmp_path / "a.tar", members, tarfile.USTAR_FORMAT)
+    assert len(open_shards(tmp_path, "a.tar")) == 4
+    (tmp_path / "a.tar").write_bytes(damage((tmp_path / "a.tar").read_bytes()))
+    with pytest.raises(UserError, match="cannot be read as a shard") as error:
+        open_shards(tmp_path, "a.tar")
+    assert str(error.value).startswith(f"{tmp_path / 'a.tar'}: ")
+
+
+def test_mistakes_about_shards(tmp_path):
+    """Prevents a wrong path or kind of file from ending in a traceback."""
+    members = {"1.json": JSON_TURNS.encode(), "1.b.png": b"", "1.B.png": b""}
+    write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(UserError, match=r"a\.tar: .*duplicate file name"):
+        open_shards(tmp_path, "a.tar")
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("1.json"))
+    with pytest.raises(UserError, match="not compressed"):
+        open_shards(tmp_path, "a.tar.gz")
+    with pytest.raises(UserError, match=r"train-001\.tar: no such shard"):
+        open_shards(tmp_path, "train-{001..002}.tar")
+    with pytest.raises(UserError, match="no such shard; it must be a file here"):
+        open_shards(tmp_path, "https://example.org/train.tar")
+    with pytest.raises(UserError, match="is not what webdataset expands"):
+        open_shards(tmp_path, "train-{001..002.tar")
+    del members["1.B.png"]
+    write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(UserError, match=r"holds 1 samples, but .* states length 3"):
+        open_shards(tmp_path, "a.tar", length=3)
+    annotations = open_shards(tmp_path, "a.tar")
+    (tmp_path / "a.tar").unlink()
+    with pytest.raises(UserError, match=r"a\.tar: cannot be read at byte 0"):
+        _ = annotations[0]
+
+
+WITHOUT_LIBRARIES = """
+import sys
+sys.modules["webdataset"] = None
+sys.modules["megatron.energon"] = None
+from pathlib import Path
+from omnibal.data.annotations import Annotations
+from omnibal.errors import UserError
+for meta in sys.argv[1:]:
+    try:
+        Annotations.open(Path(meta))
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_missing_library_is_named(written):
+    """Prevents a traceback where a user has not installed what only shards need."""
+    folder, _ = written
+    open_shards(folder)
+    (folder / "energon.json").write_text('{"a": {"energon": "x"}}')
+    finished = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES, folder / "shards.json", folder / "energon.json"],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    said = finished.stdout.splitlines()
+    assert ['"omnibal[webdataset]"' in said[0], '"omnibal[energon]"' in said[1]] == [True, True]
+
+
+WITHOUT_TORCH = """
+import pickle, sys
+sys.modules["torch"] = sys.modules["megatron"] = None
+from pathlib import Path
+from omnibal.data.annotations import Annotations
+annotations = Annotations.open(Path(sys.argv[1]))
+Path(sys.argv[2]).write_bytes(pickle.dumps(annotations.take(annotations.source + 3)))
+"""
+IN_A_WORKER = """
+import pickle, sys
+from pathlib import Path
+annotations = pickle.loads(Path(sys.argv[1]).read_bytes())
+annotations[0].images[0].open().read()
+assert not {"torch", "webdataset"} & set(sys.modules)
+"""
+
+
+def test_shards_need_no_torch(written, tmp_path):
+    """Prevents a planner that needs torch, and workers that import it to read what is indexed."""
+    open_shards(written[0])
+    for program, *arguments in (
+        (WITHOUT_TORCH, written[0] / "shards.json", tmp_path / "pickled"),
+        (IN_A_WORKER, tmp_path / "pickled"),
+    ):
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+
+
+def test_an_index_takes_no_time(tmp_path):
+    """Prevents minutes of indexing, in every process of a job, before a large run."""
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
+        for number in range(5000):
+            content = {"json": JSON_TURNS, "jpg": b"x" * 1000}
+            shard.write({"__key__": f"{number:06}", **content})
+    began = time.process_time()
+    assert len(open_shards(tmp_path, "a.tar")) == 5000
+    assert time.process_time() - began < 5
+
+
+def test_the_same_samples_as_energon_reads(written, tmp_path):
+    """Prevents another split, order or exclusion than Energon's own."""
+    pytest.importorskip("megatron.energon")
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+    from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    _, records = written
+    (tmp_path / "pictures").symlink_to(written[0] / "pictures")
+    names = [path.name for path in write_shards(tmp_path, records, per_shard=4)]
+    WebdatasetPreparator.prepare_dataset(
+        tmp_path, names, split_parts_ratio=[("train", 0.7), ("val", 0.3)], workers=1
+    )
+    split = tmp_path / ".nv-meta/split.yaml"
+    meta = WebdatasetMeta.from_config(EPath(tmp_path), split_part="train")
+    excluded = f"{meta.shards[0].name}/{4 * int(meta.shards[0].name[6:9]) + 1:04}"
+    text = split.read_text()
+    split.write_text(f"{text[: text.index('exclude')]}exclude: [{excluded}]\n")
+    seen = set()
+    for part in ("train", "val"):
+        (tmp_path / "energon.json").write_text(
+            json.dumps({"a": {"energon": str(tmp_path), "split": part}})
+        )
+        annotations = Annotations.open(tmp_path / "energon.json")
+        meta = WebdatasetMeta.from_config(EPath(tmp_path), split_part=part)
+        reader = ShardInfosITarReader(
+            EPath(tmp_path), meta.shards, sample_filter=lambda key: key != excluded
+        )
+        expected = [sample for k in range(len(reader)) if (sample := reader[k]) is not None]
+        assert len(annotations) == len(expected) > 3
+        for sample, other in zip(annotations, expected, strict=True):
+            assert sample.identity == f"a/{int(other['__key__'])}"
+            images = [part for name, part in members_of(other).items() if name != "json"]
+            assert sorted(image_bytes(sample)) == sorted(images)
+            seen.add(sample.identity)
+    assert len(seen) == SAMPLES - 1
+    (tmp_path / "energon.json").write_text('{"a": {"energon": ".", "split": "test"}}')
+    with pytest.raises(UserError, match="Energon finds no split 'test'"):
+        Annotations.open(tmp_path / "energon.json")
+    (tmp_path / "energon.json").write_text('{"a": {"energon": "pictures"}}')
+    with pytest.raises(UserError, match="prepare the dataset with `energon prepare`"):
+        Annotations.open(tmp_path / "energon.json")

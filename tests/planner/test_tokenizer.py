@@ -1,0 +1,249 @@
+"""Tokenizers of both kinds against transformers' own classes, and what is refused."""
+
+import json
+import pickle
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor
+from tokenizer_cases import (
+    CONTROLS,
+    IMAGES,
+    SPACE,
+    UNUSED,
+    WORDS,
+    LlamaNotLegacy,
+    fast_of,
+    ids_by,
+    sentencepiece_model,
+    slow_of,
+    write_fast,
+    write_sentencepiece,
+)
+from tokenizers import Tokenizer as FastModel
+
+from omnibal.config import load_model
+from omnibal.data.chat import check_tokenizer
+from omnibal.data.tokenizer import Tokenizer, open_tokenizer
+from omnibal.errors import UserError
+
+CONFIG = "tokenizer_config.json"
+TEXTS = st.lists(
+    st.sampled_from([*CONTROLS, *IMAGES, *UNUSED, *WORDS, "<s>", "<unk>", " ", "\n", SPACE, "7"])
+    | st.text(max_size=5),
+    max_size=8,
+).map("".join)
+
+
+@dataclass(frozen=True)
+class Pair:
+    tokenizer: Tokenizer
+    hugging_face: object
+
+
+@pytest.fixture(scope="module", params=["legacy", "no dummy prefix", "not legacy", "fast"])
+def pair(request, tmp_path_factory) -> Pair:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "fast":
+        path = write_fast(folder)
+        return Pair(open_tokenizer(path), fast_of(path))
+    if request.param == "not legacy":
+        path = write_sentencepiece(
+            folder, rstrip=True, strips=True, tokenizer_class="LlamaTokenizer", legacy=False
+        )
+        return Pair(open_tokenizer(path), slow_of(path, LlamaNotLegacy, legacy=False))
+    path = write_sentencepiece(folder, dummy_prefix=request.param == "legacy")
+    return Pair(open_tokenizer(path), slow_of(path))
+
+
+@settings(deadline=None)  # what is encoded first takes longer
+@given(TEXTS)
+@example("What is  <quad> this?<|im_end|>  A")
+@example("<s> a  <unk>  b")
+@example(" <s>")
+@example(f" a{SPACE} b<|user|>\n c<|user|>{SPACE} d")
+def test_ids_are_those_of_transformers(pair, text):
+    """Prevents a run between added tokens, a stripped space or an id from differing."""
+    assert pair.tokenizer.encode(text) == ids_by(pair.hugging_face)(text)
+
+
+def test_pieces_and_size_are_those_of_transformers(pair):
+    """Prevents image tokens that lie beyond the vocabulary that is counted."""
+    tokenizer = pair.tokenizer
+    for piece in [*CONTROLS, *IMAGES, "<s>"]:
+        assert tokenizer.id_of(piece) == pair.hugging_face.convert_tokens_to_ids(piece)
+        assert tokenizer.decode([tokenizer.id_of(piece)]) == piece
+    assert tokenizer.id_of("no piece") is None
+    assert tokenizer.vocab_size == max(pair.hugging_face.get_vocab().values()) + 1
+    assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
+
+
+@pytest.mark.parametrize("kind", [write_fast, write_sentencepiece])
+def test_text_reads_back(tmp_path, kind):
+    """Prevents answers from being compared in other words than the model gave."""
+    tokenizer = open_tokenizer(kind(tmp_path))
+    text = "What is the sum?\nThe sum is  twelve <box>\u4f60\u597d</box>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_processes_get_the_same_tokenizer(pair):
+    """Prevents scanning processes from counting otherwise."""
+    tokenizer = pair.tokenizer
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    for text in [*WORDS, "<|im_start|>user\n a  b<|im_end|>"]:
+        assert copy.encode(text) == tokenizer.encode(text)
+    assert copy.sha256 == tokenizer.sha256
+
+
+def test_texts_are_neither_cut_nor_filled_up(tmp_path):
+    """Prevents what tokenizer.json says of a batch's shape from deciding what is learned."""
+    path = write_fast(tmp_path)
+    plain = open_tokenizer(path)
+    model = FastModel.from_file(str(path))
+    model.enable_truncation(4)
+    model.enable_padding(length=64)
+    model.save(str(path))
+    for text in WORDS:
+        assert open_tokenizer(path).encode(text) == plain.encode(text)
+
+
+def test_bare_model_is_encoded_as_it_is(tmp_path):
+    """Prevents the quickstart's tokenizer from giving other ids than it did."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(sentencepiece_model(True, [*CONTROLS, *IMAGES]))
+    tokenizer, model = open_tokenizer(path), SentencePieceProcessor(model_file=str(path))
+    for text in [*WORDS, "<|im_start|>user\n a  b<|im_end|>\n<img></img>", "<s>"]:
+        assert tokenizer.encode(text) == model.EncodeAsIds(text)
+    assert (tokenizer.vocab_size, tokenizer.add_bos) == (model.GetPieceSize(), True)
+
+
+def test_longest_added_token_wins(tmp_path):
+    """Prevents an added token from being cut by a shorter one that it begins with."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(sentencepiece_model(True, []))
+    first = SentencePieceProcessor(model_file=str(path)).GetPieceSize()
+    added = {"<box": first, "<box>": first + 1, "<box>>": first + 3}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    tokenizer = open_tokenizer(path)
+    ids = tokenizer.encode("<box<box><box>>")
+    assert ids == [first, first + 1, first + 3]
+    assert tokenizer.vocab_size == first + 4
+
+
+def test_added_tokens_json_counts_where_the_config_names_none(tmp_path):
+    """Prevents image tokens from being missed in checkpoints of the older layout."""
+    path = write_sentencepiece(tmp_path)
+    by_config, config = open_tokenizer(path), json.loads((tmp_path / CONFIG).read_text())
+    decoder = config.pop("added_tokens_decoder")
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    added = {token["content"]: int(number) for number, token in decoder.items()}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    by_list = open_tokenizer(path)
+    text = "<s><|im_start|>user\n<img></img>What is <box>this</box>?<|im_end|>"
+    assert by_list.encode(text) == by_config.encode(text)
+    assert by_list.vocab_size == by_config.vocab_size
+
+
+def test_tokens_that_only_the_config_has_are_added(tmp_path):
+    """Prevents a tokenizer.json of the language model from hiding what InternVL added."""
+    path = write_fast(tmp_path)
+    size = open_tokenizer(path).vocab_size
+    config = {"added_tokens_decoder": {str(size): {"content": "<ref>", "special": True}}}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert open_tokenizer(path).encode("<ref>") == [size]
+    config["added_tokens_decoder"][str(size + 4)] = {"content": "</ref>", "special": True}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(UserError, match="both must be of one checkpoint"):
+        open_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        (write_sentencepiece, {}, True),
+        (write_sentencepiece, {"add_bos_token": False}, False),
+        (write_fast, {}, False),
+        (write_fast, {"add_bos_token": True}, True),
+    ],
+)
+def test_begin_token_is_as_the_config_says(tmp_path, kind, given, expected):
+    """Prevents a begin token that InternVL2.5 was not trained with, or the lack of one."""
+    path = kind(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    config.pop("add_bos_token", None)
+    (tmp_path / CONFIG).write_text(json.dumps(config | given))
+    assert open_tokenizer(path).add_bos is expected
+
+
+def test_hash_covers_all_that_changes_ids(tmp_path):
+    """Prevents training with other added tokens than were scanned with."""
+    path = write_sentencepiece(tmp_path)
+    seen = {open_tokenizer(path).sha256}
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"chat_template": "other"}))
+    assert {open_tokenizer(path).sha256} == seen
+    config["added_tokens_decoder"]["400"] = {"content": "<more>"}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    seen.add(open_tokenizer(path).sha256)
+    (tmp_path / CONFIG).unlink()
+    seen.add(open_tokenizer(path).sha256)
+    path.write_bytes(sentencepiece_model(False, UNUSED))
+    seen.add(open_tokenizer(path).sha256)
+    assert len(seen) == 4
+
+
+def test_folder_of_a_checkpoint(tmp_path):
+    """Prevents another file of the folder from being taken than the help says."""
+    with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
+        open_tokenizer(tmp_path)
+    slow = write_sentencepiece(tmp_path)
+    assert open_tokenizer(tmp_path).path == slow
+    assert open_tokenizer(tmp_path).sha256 == open_tokenizer(slow).sha256
+    fast = write_fast(tmp_path)
+    assert open_tokenizer(tmp_path).path == fast
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("content", [b"", b"not a model" * 50, b"\xff\xfe"])
+def test_other_file_is_refused_quietly(tmp_path, capfd, name, content):
+    """Prevents a crash, or the library's own log beside the one error message."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"not a (SentencePiece model|Hugging Face tokenizer)"):
+        open_tokenizer(path)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("content", ["{", '{"added_tokens_decoder": {"x": {"content": "a"}}}'])
+def test_broken_config_is_named(tmp_path, content):
+    """Prevents a traceback, or added tokens that are silently left out."""
+    path = write_sentencepiece(tmp_path)
+    (tmp_path / CONFIG).write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json.*restore"):
+        open_tokenizer(path)
+
+
+def test_missing_file_is_named(tmp_path):
+    """Prevents a traceback for a wrong path."""
+    with pytest.raises(UserError, match="no such tokenizer"):
+        open_tokenizer(tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize(
+    ("template", "missing"),
+    [
+        ("internlm2-chat", "<IMG_CONTEXT> </img>"),
+        ("phi3-chat", "<IMG_CONTEXT> </img> <|system|> <|user|> <|assistant|> <|end|>"),
+    ],
+)
+def test_missing_pieces_are_named(tmp_path, template, missing):
+    """Prevents image tokens from becoming unknown tokens with another model's tokenizer."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(sentencepiece_model(True, ["<|im_start|>", "<|im_end|>", "<img>"]))
+    model = load_model("internvl2-2b").model_copy(update={"chat_template": template})
+    with pytest.raises(UserError) as caught:
+        check_tokenizer(model, open_tokenizer(path))
+    assert f"lacks the piece(s) {missing};" in str(caught.value)
+    assert "tokenizer_config.json" in str(caught.value)

@@ -1,0 +1,137 @@
+"""Small tokenizers of each kind, as checkpoints ship them, and transformers' classes over them."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, SetMinLogLevel
+from transformers import AddedToken, PreTrainedTokenizerFast
+from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
+
+CONTROLS = "<|im_start|> <|im_end|> <|system|> <|user|> <|assistant|> <|end|>".split()
+IMAGES = "<img> </img> <IMG_CONTEXT> <quad> <box> </box>".split()
+WORDS = [
+    *("system", "user", "assistant", "user\n", "assistant\n", "Frame-1: ", "<image>\n"),
+    *("What is the sum of the two numbers?", "The sum is twelve.", "a  b", "\n\n"),
+    "\u4f60\u597d\uff0c\u4e16\u754c",
+    *("Read the line, please: 1, 2, 3.", " a tree and a house ", "user asks, assistant answers"),
+]
+UNUSED = ["[UNUSED_0]", "[UNUSED_1]"]
+SPACE = "\u2581"
+
+
+def sentencepiece_model(dummy_prefix: bool, symbols: list[str], strips: bool = False) -> bytes:
+    """A model of the kind of Llama's and InternLM2's: BPE with bytes; they strip no spaces."""
+    SetMinLogLevel(2)
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(WORDS * 5),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=380,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=strips,
+        add_dummy_prefix=dummy_prefix,
+        user_defined_symbols=symbols,
+        num_threads=1,
+    )
+    return model.getvalue()
+
+
+def config_of_sentencepiece(model: bytes, rstrip: bool) -> dict:
+    """Two added tokens have ids of the model's own, all others come after it."""
+    processor = SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    ids = [processor.PieceToId(piece) for piece in UNUSED]
+    ids += range(processor.GetPieceSize(), processor.GetPieceSize() + 20)
+    contents = [*CONTROLS, *IMAGES, "<|endoftext|>"]
+    tokens = {
+        "<unk>": 0, "<s>": 1, "</s>": 2, **dict(zip(contents, ids, strict=False))
+    }  # fmt: skip
+    decoder = {
+        str(number): {
+            "content": content,
+            "lstrip": content == "<quad>",
+            "rstrip": rstrip and content in CONTROLS,
+            "normalized": False,
+            "single_word": False,
+            "special": True,
+        }
+        for content, number in tokens.items()
+    }
+    return {
+        "added_tokens_decoder": decoder,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "</s>",
+        "chat_template": "not read",
+    }
+
+
+def write_sentencepiece(
+    folder: Path, dummy_prefix: bool = True, rstrip: bool = False, strips=False, **settings
+) -> Path:
+    model = sentencepiece_model(dummy_prefix, UNUSED, strips)
+    (folder / "tokenizer.model").write_bytes(model)
+    config = config_of_sentencepiece(model, rstrip) | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.model"
+
+
+def slow_of(path: Path, kind: type = SentencePieceBackend, **options) -> SentencePieceBackend:
+    """The slow tokenizer of transformers over the same files."""
+    config = json.loads(path.with_name("tokenizer_config.json").read_text())
+    decoder = {
+        int(number): AddedToken(**token) for number, token in config["added_tokens_decoder"].items()
+    }
+    names = {name: config[name] for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    return kind(vocab_file=str(path), added_tokens_decoder=decoder, **names, **options)
+
+
+class LlamaNotLegacy(SentencePieceBackend):
+    """`legacy=False` of Llama's slow tokenizer, which transformers had before its version 5."""
+
+    def tokenize(self, text, **options):
+        if not text:
+            return []
+        named = {self.bos_token, self.eos_token, self.unk_token, self.pad_token}
+        tokens = super().tokenize(SPACE + text.replace(SPACE, " "), **options)
+        return tokens[1:] if tokens[:1] == [SPACE] and {*tokens[1:2]} & named else tokens
+
+
+def write_fast(folder: Path) -> Path:
+    """A byte-level BPE like Qwen's, with its added tokens in tokenizer.json."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(
+                tokenizers.Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\n]*|\s*[\n]+|\s+"), "isolated"
+            ),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=340,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(WORDS * 5, trainer)
+    model.add_special_tokens(["<s>", "<|endoftext|>", *CONTROLS, *IMAGES])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
+    return folder / "tokenizer.json"
+
+
+def fast_of(path: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<s>")
+
+
+def ids_by(hugging_face) -> Callable[[str], list[int]]:
+    """Ids without a begin token."""
+    return lambda text: hugging_face(text, add_special_tokens=False).input_ids

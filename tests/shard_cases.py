@@ -1,0 +1,62 @@
+"""The same samples three ways: JSONL with files, and shards of webdataset's own writer."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+TURNS = [{"from": "human", "value": ""}, {"from": "gpt", "value": "It is 7."}]
+SAMPLES = 24
+
+
+def make_samples(folder: Path) -> list[dict]:
+    """Records about none, one or many pictures of many shapes, or about a video; each with an id.
+
+    The pictures lie in folder/pictures, under the names by which the records name them.
+    """
+    rng = np.random.default_rng(2)
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    records = []
+    for number in range(SAMPLES):
+        count = [0, 1, 2, 12][number % 4]
+        names = [f"{number:04}.{k}.{'png' if k % 2 else 'jpg'}" for k in range(count)]
+        for name in names:
+            pixels = rng.integers(0, 256, (*rng.integers(8, 120, 2), 3), np.uint8)
+            Image.fromarray(pixels).save(pictures / name)
+        video = count == 12 and number % 8 == 3
+        turns = [{**TURNS[0], "value": f"Was? é「{number}」"}, TURNS[1]]
+        if not video:
+            turns[0]["value"] = "<image>" * count + turns[0]["value"]
+        shown = {"video" if video else "image": names} if names else {}
+        records.append({"id": number, "conversations": turns, **shown})
+    return records
+
+
+def write_lines(folder: Path, records: Iterable[dict]) -> Path:
+    """A meta of these records as JSONL about the files in folder/pictures."""
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "lines.json").write_text('{"a": {"root": "pictures", "annotation": "a.jsonl"}}')
+    return folder / "lines.json"
+
+
+def write_shards(folder: Path, records: list[dict], per_shard: int = 10) -> list[Path]:
+    """Shards of these records with their pictures, whose names images of a record leave out."""
+    from webdataset import TarWriter
+
+    paths = []
+    for first in range(0, len(records), per_shard):
+        paths.append(folder / f"train-{first // per_shard:03}.tar")
+        with TarWriter(str(paths[-1])) as shard:
+            for record in records[first : first + per_shard]:
+                names = [*record.get("image", []), *record.get("video", [])]
+                said = {name: value for name, value in record.items() if name != "image"}
+                members = {"json": json.dumps(said).encode()}
+                for name in names:
+                    suffix = name.partition(".")[2]
+                    members[suffix] = (folder / "pictures" / name).read_bytes()
+                shard.write({"__key__": f"{record['id']:04}", **members})
+    return paths

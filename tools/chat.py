@@ -1,0 +1,106 @@
+"""Ask a trained or imported model a question about images, or about none.
+
+    python tools/chat.py --load run --image page.png --prompt "What does the page say?"
+
+One process holds the whole model. The answer is greedy and printed as it comes. Every token reads
+the whole text again, so this is to try a checkpoint, not to serve it.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
+from megatron.vlm.data import SampleReader
+from megatron.vlm.generate import generate, load_whole_model
+from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
+from omnibal.config import Precision
+from omnibal.data.chat import check_tokenizer
+from omnibal.data.image_files import ImageFile
+from omnibal.data.sample import IMAGE, Sample, Turn
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.plan import Parallel
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(help=__doc__.split("\n\n")[0])
+def chat(
+    load: Annotated[Path, typer.Option(help="run directory; its newest checkpoint is taken")],
+    prompt: Annotated[
+        str, typer.Option(help=f"the question; {IMAGE} in it places an image, else they come first")
+    ],
+    image: Annotated[list[Path] | None, typer.Option(help="image file, as often as needed")] = None,
+    tokenizer_model: Annotated[
+        Path | None, typer.Option(help=f"tokenizer (default: the run's {TOKENIZER_FOLDER} folder)")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="system message, not the model's own")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    precision: Annotated[Precision, typer.Option(help="to compute in")] = "bf16",
+) -> None:
+    checkpoint = open_newest(load)
+    tokenizer = open_tokenizer(_tokenizer_path(load, tokenizer_model))
+    check_tokenizer(checkpoint.model, tokenizer)
+    sample = _sample(prompt, image or [], system)
+    reader = SampleReader([sample], tokenizer, checkpoint.model)
+    reader.tiles_per_image(sample)  # which finds missing images before the model is loaded
+    initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
+    model = load_whole_model(load, checkpoint, precision)
+    ids: list[int] = []
+    shown = ""
+    for token in generate(model, reader, sample, 0, max_new_tokens):
+        ids.append(token)
+        # A character may be of several tokens: what is not whole yet is not shown.
+        text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        print(text[len(shown) :], end="", flush=True)
+        shown = text
+    print()
+    shut_down_distributed()
+
+
+def _tokenizer_path(load: Path, given: Path | None) -> Path:
+    if given is not None:
+        return given
+    if not (load / TOKENIZER_FOLDER).is_dir():
+        raise UserError(f"{load}: has no folder {TOKENIZER_FOLDER}; give --tokenizer-model")
+    return load / TOKENIZER_FOLDER
+
+
+def _sample(prompt: str, images: list[Path], system: str | None) -> Sample:
+    placed = prompt.count(IMAGE)
+    if placed not in (0, len(images)):
+        raise UserError(
+            f"--prompt has {placed} {IMAGE} for {len(images)} --image; write one for each image, "
+            "or none at all"
+        )
+    missing = [path for path in images if not path.is_file()]
+    if missing:
+        raise UserError(f"--image {missing[0]}: no such file; give the path of an image")
+    if images and not placed:
+        # As InternVL is asked about one image and about several.
+        names = [f"Image-{k}: " for k in range(1, len(images) + 1)] if len(images) > 1 else [""]
+        prompt = "".join(f"{name}{IMAGE}\n" for name in names) + prompt
+    return Sample(
+        identity="prompt",
+        source="prompt",
+        where="--prompt",
+        images=tuple(ImageFile(path) for path in images),
+        turns=(Turn(prompt, "", None),),
+        system=system,
+    )
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()
