@@ -1,0 +1,261 @@
+"""The conversion command: its exit codes and messages, disks that are full, and its memory."""
+
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import re
+import resource
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron.vlm.conversion.tensor_map import Layout, parameters, released
+from omnibal.config import load_model
+from tools import convert
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "training"))
+from released import KINDS, save_released, transformers_model, write_tokenizer  # noqa: E402
+
+MIB = 2**20
+SHARD_BYTES = 20_000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A sharded checkpoint with a tokenizer; not to be changed."""
+    folder = tmp_path_factory.mktemp("released") / "small"
+    model = transformers_model(KINDS["6b-llama"])
+    save_released(model, folder, "internlm2", torch.bfloat16, SHARD_BYTES)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(checkpoint, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("imported") / "run"
+    assert in_child(target.with_suffix(".log"), "import", checkpoint, "-o", target) == 0
+    return target
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / "convert.py", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def in_child(log: Path, *arguments: object, prepare: Callable[[], None] = lambda: None) -> int:
+    """Exit code of the command in a forked process, which need not import torch again."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_child, args=(log, prepare, [str(one) for one in arguments])
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _child(log: Path, prepare: Callable[[], None], arguments: list[str]) -> None:
+    torch.set_num_threads(1)  # a forked child cannot use its parent's threads
+    sys.argv = ["convert.py", *arguments]
+    told = io.StringIO()
+    try:
+        prepare()
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+            convert.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        log.write_text(told.getvalue())
+
+
+def test_round_trip_by_the_command(tmp_path, checkpoint):
+    """Prevents: a script that only works inside the tests, or does not say what it wrote."""
+    imported = command("import", checkpoint, "-o", tmp_path / "run")
+    assert imported.returncode == 0, imported.stderr
+    assert "layout internvl-internlm2" in imported.stdout
+    assert str(tmp_path / "run" / "model.toml") in imported.stdout and "bfloat16" in imported.stdout
+    exported = command(
+        "export", tmp_path / "run", "--like", checkpoint, "-o", tmp_path / "deep" / "out"
+    )
+    assert exported.returncode == 0, exported.stderr
+    assert f"wrote {tmp_path / 'deep' / 'out'}" in exported.stdout
+    assert "step 0 of" in exported.stdout
+    assert content(tmp_path / "deep" / "out") == content(checkpoint)
+    for done in (imported, exported):
+        assert "Warning" not in done.stderr
+    refused = command("import", tmp_path / "run", "-o", tmp_path / "again")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert re.fullmatch(r"error: [^\n]*neither[^\n]*\n", refused.stderr)
+    assert not (tmp_path / "again").exists()
+
+
+# Bytes that a file may have: less than the first that is written, and than later ones.
+LIMITS = {
+    "import": (100, 1_500, 15_000, 40_000),
+    "like": (100, 1_500, 6_000, 15_000),
+    "layout": (100, 1_500, 15_000, 40_000),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "limit"), [(way, limit) for way, limits in LIMITS.items() for limit in limits]
+)
+def test_full_disk_leaves_nothing(tmp_path, checkpoint, run, way, limit):
+    """Prevents: a traceback, or half a conversion under its final name, where writing fails."""
+    out, log = tmp_path / "out" / "target", tmp_path / "log"
+    arguments = {
+        "import": ("import", checkpoint),
+        "like": ("export", run, "--like", checkpoint),
+        "layout": ("export", run, "--layout", "transformers"),
+    }[way]
+    code = in_child(log, *arguments, "-o", out, prepare=lambda: limit_files(limit))
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+    assert code == 2 and len(errors) == 1, log.read_text()
+    assert str(out) in errors[0] and "File too large" in errors[0]
+    assert list(out.parent.iterdir()) == []
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_help_says_what_the_commands_do():
+    """Prevents: options whose meaning has to be read in the code."""
+    said = {name: help_of(name) for name in ("", "import", "export")}
+    assert "Convert released InternVL checkpoints to this project's and back." in said[""]
+    assert "import" in said[""] and "export" in said[""]
+    assert "weights, model.toml and tokenizer" in said["import"]
+    assert "--load RUN --finetune" in said["import"]
+    for option in ("--like", "--layout", "--tokenizer-model", "--dtype", "--max-shard-size"):
+        assert option in said["export"]
+    assert "its newest checkpoint is taken" in said["export"]
+    for layout in Layout:
+        assert layout.value in said["export"]
+
+
+def help_of(name: str) -> str:
+    """The words alone."""
+    arguments = [name, "--help"] if name else ["--help"]
+    result = CliRunner().invoke(convert.app, arguments, env={"COLUMNS": "300"})
+    assert result.exit_code == 0
+    return " ".join(re.sub(r"[^\x20-\x7e]", " ", result.output).split())
+
+
+LARGE = {"layers": 36, "hidden_size": 512, "heads": 8, "kv_heads": 4, "ffn_hidden_size": 2048}
+SHARDS = 12
+
+
+def write_large(folder: Path) -> int:
+    """A checkpoint of some 300 MB whose values are holes in the files; returns a file's bytes."""
+    small = load_model("internvl-digits")
+    language = small.language.model_copy(update={**LARGE, "vocab_size": 8001})
+    model = small.model_copy(update={"language": language})
+    shapes = {}
+    for parameter in parameters(model):
+        made_of = released(parameter, model, Layout.INTERNVL_INTERNLM2)
+        shapes |= dict(zip(made_of.names, made_of.shapes, strict=True))
+    folder.mkdir()
+    vision = model.vision
+    config = {
+        "architectures": ["InternVLChatModel"],
+        "model_type": "internvl_chat",
+        "ps_version": "v2",
+        "llm_config": {
+            "architectures": ["InternLM2ForCausalLM"],
+            "hidden_size": language.hidden_size,
+            "intermediate_size": language.ffn_hidden_size,
+            "num_attention_heads": language.heads,
+            "num_key_value_heads": language.kv_heads,
+            "num_hidden_layers": language.layers,
+            "vocab_size": language.vocab_size,
+        },
+        "vision_config": {
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.ffn_hidden_size,
+            "num_hidden_layers": vision.layers,
+            "num_attention_heads": vision.heads,
+            "patch_size": vision.patch_size,
+            "image_size": vision.image_size,
+            "norm_type": "layer_norm",
+            "qkv_bias": True,
+            "qk_normalization": True,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    share = sum(2 * math.prod(shape) for shape in shapes.values()) / SHARDS
+    weight_map, header, size, number = {}, {}, 0, 1
+    for place, (name, shape) in enumerate(shapes.items(), 1):
+        end = size + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, end]}
+        weight_map[name], size = f"model-{number:05d}.safetensors", end
+        if size >= share or place == len(shapes):
+            text = json.dumps(header).encode()
+            with (folder / weight_map[name]).open("wb") as stream:
+                stream.write(struct.pack("<Q", len(text)) + text)
+                stream.truncate(8 + len(text) + size)
+            header, size, number = {}, 0, number + 1
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return int(share)
+
+
+def own_bytes() -> int:
+    """Of this process alone, without what it has mapped from files."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def watch_memory(report: Path) -> None:
+    """Write how many bytes the process grows by, at most, for as long as it lives."""
+    before = own_bytes()
+    report.write_text("0")
+
+    def watch() -> None:
+        most = 0
+        while True:
+            grown = own_bytes() - before
+            if grown > most:
+                most = grown
+                report.write_text(str(most))
+            threading.Event().wait(0.001)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """Prevents: a conversion that takes the memory of all the weights, which no host may have."""
+    shard = write_large(tmp_path / "large")
+    report = tmp_path / "report"
+    for arguments in (
+        ("import", tmp_path / "large", "-o", tmp_path / "run"),
+        ("export", tmp_path / "run", "--like", tmp_path / "large", "-o", tmp_path / "like"),
+        (
+            *("export", tmp_path / "run", "--layout", "transformers", "-o", tmp_path / "made"),
+            *("--max-shard-size", "25MB"),
+        ),
+    ):
+        log = tmp_path / "log"
+        code = in_child(log, *arguments, prepare=lambda: watch_memory(report))
+        assert code == 0, log.read_text()
+        grown = int(report.read_text())
+        # Some of it is what the first use of a library takes, whatever the model.
+        assert 0 < grown < 4 * shard, f"{arguments[0]}: {grown / MIB:.0f} MiB"
+    written = sum(path.stat().st_size for path in (tmp_path / "made").iterdir())
+    assert written > 0.95 * SHARDS * shard > 270 * MIB

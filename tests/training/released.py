@@ -1,0 +1,353 @@
+"""Small random InternVL models by transformers, and checkpoints as they are released of them.
+
+The original layout is stated here anew, row by row, so that the converter is not its own witness.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLVisionConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from megatron.vlm.conversion.importing import import_checkpoint, open_released
+
+IMAGE_TOKEN = 0
+VISION_HEADS = {"300m": 4, "6b": 3}
+WORDS = 51
+"""An odd number, which tensor parallelism pads."""
+PIECES = "<IMG_CONTEXT> <img> </img> <s> <|im_start|> <|im_end|> <unk> a b c".split()
+ARCHITECTURES = {
+    "internlm2": "InternLM2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+HEADS = {
+    "internlm2": "language_model.output.weight",
+    "llama": "language_model.lm_head.weight",
+    "qwen2": "language_model.lm_head.weight",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What differs between the models that are tried."""
+
+    vision: str
+    """"300m": LayerNorm, biases of q, k and v. "6b": RMSNorm, q and k norms, no such biases, and an
+    odd number of heads."""
+    language: str
+    """"llama" without biases, or "qwen2" with those of q, k and v."""
+    tied: bool = False
+
+
+KINDS = {
+    "300m-qwen2": Kind(vision="300m", language="qwen2"),
+    "6b-llama": Kind(vision="6b", language="llama"),
+    "6b-qwen2-tied": Kind(vision="6b", language="qwen2", tied=True),
+    "300m-llama-tied": Kind(vision="300m", language="llama", tied=True),
+}
+# Every way of naming and arranging that holds the model.
+LAYOUTS = {
+    "qwen2": ("transformers", "prefixed", "qwen2"),
+    "llama": ("transformers", "prefixed", "llama", "internlm2"),
+}
+CASES = [(name, layout) for name, kind in KINDS.items() for layout in LAYOUTS[kind.language]]
+
+
+def configuration(kind: Kind) -> InternVLConfig:
+    """Two layers of each tower; no value is the default of the class."""
+    is_6b = kind.vision == "6b"
+    vision = InternVLVisionConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=VISION_HEADS[kind.vision],
+        intermediate_size=40,
+        image_size=[16, 16],
+        patch_size=[4, 4],
+        norm_type="rms_norm" if is_6b else "layer_norm",
+        # q and k norms have 1e-6 in transformers, whatever this is.
+        layer_norm_eps=1e-6 if is_6b else 1e-3,
+        attention_bias=not is_6b,
+        use_qk_norm=is_6b,
+        layer_scale_init_value=0.2,
+    )
+    text = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind.language](
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=44,
+        vocab_size=WORDS,
+        rms_norm_eps=1e-3,
+        rope_theta=5000.0,
+        tie_word_embeddings=kind.tied,
+    )
+    return InternVLConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=IMAGE_TOKEN,
+        image_seq_length=4,
+        tie_word_embeddings=kind.tied,
+    )
+
+
+def transformers_model(kind: Kind, seed: int = 0) -> InternVLForConditionalGeneration:
+    """Every parameter random: a norm, a bias or a layer scale that goes astray is seen."""
+    model = InternVLForConditionalGeneration(configuration(kind)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(values / parameter[0].numel() ** 0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(values / 4)
+            else:
+                parameter.copy_(1 + values / 4)
+    return model
+
+
+def released_tensors(
+    model: InternVLForConditionalGeneration, layout: str, head_copy: bool = False
+) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names of a layout.
+
+    Args:
+        head_copy: whether a tied head is there, as a copy of the embedding.
+    """
+    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
+    if model.config.tie_word_embeddings and head_copy:
+        tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    return renamed(tensors, model.config, layout)
+
+
+def renamed(
+    tensors: Mapping[str, torch.Tensor], config: InternVLConfig, layout: str
+) -> dict[str, torch.Tensor]:
+    """Parameters of the transformers model, or their gradients, as `layout` names and arranges
+    them."""
+    if layout == "prefixed":
+        return dict(tensors)
+    if layout == "transformers":
+        return {_transformers_name(name): value for name, value in tensors.items()}
+    return dict(_original(tensors, config, layout))
+
+
+def _transformers_name(name: str) -> str:
+    """As transformers 4.52 has it, and as save_pretrained still writes it."""
+    if name.startswith("model.language_model."):
+        return name.replace("model.language_model.", "language_model.model.", 1)
+    return "language_model." + name if name.startswith("lm_head") else name.removeprefix("model.")
+
+
+def _original(
+    tensors: Mapping[str, torch.Tensor], config: InternVLConfig, language: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from _original_vision(tensors, config.vision_config)
+    for number, module in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2")):
+        for part in ("weight", "bias"):
+            there = f"model.multi_modal_projector.{module}.{part}"
+            yield f"mlp1.{number}.{part}", tensors[there]
+    own = {
+        name.removeprefix("model.language_model."): value
+        for name, value in tensors.items()
+        if name.startswith("model.language_model.")
+    }
+    if language == "internlm2":
+        yield from _internlm2(own, config.text_config)
+    else:
+        yield from ((f"language_model.model.{name}", value) for name, value in own.items())
+    if "lm_head.weight" in tensors:
+        yield HEADS[language], tensors["lm_head.weight"]
+
+
+def _original_vision(
+    tensors: Mapping[str, torch.Tensor], vision: InternVLVisionConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    ours, theirs = "model.vision_tower.embeddings.", "vision_model.embeddings."
+    yield f"{theirs}class_embedding", tensors[f"{ours}cls_token"]
+    yield f"{theirs}position_embedding", tensors[f"{ours}position_embeddings"]
+    for part in ("weight", "bias"):
+        there = f"{ours}patch_embeddings.projection.{part}"
+        yield f"{theirs}patch_embedding.{part}", tensors[there]
+    norms = ["weight"] if vision.norm_type == "rms_norm" else ["weight", "bias"]
+    for layer in range(vision.num_hidden_layers):
+        ours = f"model.vision_tower.encoder.layer.{layer}."
+        theirs = f"vision_model.encoder.layers.{layer}."
+        for part in norms:
+            yield f"{theirs}norm1.{part}", tensors[f"{ours}layernorm_before.{part}"]
+            yield f"{theirs}norm2.{part}", tensors[f"{ours}layernorm_after.{part}"]
+        yield f"{theirs}ls1", tensors[f"{ours}lambda_1"]
+        yield f"{theirs}ls2", tensors[f"{ours}lambda_2"]
+        for part in ["weight", "bias"] if vision.attention_bias else ["weight"]:
+            rows = []
+            for one in ("q_proj", "k_proj", "v_proj"):
+                rows += list(tensors[f"{ours}attention.{one}.{part}"])
+            yield f"{theirs}attn.qkv.{part}", torch.stack(rows)
+        if vision.use_qk_norm:
+            for one in ("q_norm", "k_norm"):
+                yield f"{theirs}attn.{one}.weight", tensors[f"{ours}attention.{one}.weight"]
+        for part in ("weight", "bias"):
+            yield f"{theirs}attn.proj.{part}", tensors[f"{ours}attention.projection_layer.{part}"]
+            yield f"{theirs}mlp.fc1.{part}", tensors[f"{ours}mlp.fc1.{part}"]
+            yield f"{theirs}mlp.fc2.{part}", tensors[f"{ours}mlp.fc2.{part}"]
+
+
+def _internlm2(
+    tensors: Mapping[str, torch.Tensor], text: PretrainedConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "language_model.model.tok_embeddings.weight", tensors["embed_tokens.weight"]
+    yield "language_model.model.norm.weight", tensors["norm.weight"]
+    for layer in range(text.num_hidden_layers):
+        ours, theirs = f"layers.{layer}.", f"language_model.model.layers.{layer}."
+        for there, here in (
+            ("attention_norm", "input_layernorm"),
+            ("ffn_norm", "post_attention_layernorm"),
+            ("attention.wo", "self_attn.o_proj"),
+            ("feed_forward.w1", "mlp.gate_proj"),
+            ("feed_forward.w2", "mlp.down_proj"),
+            ("feed_forward.w3", "mlp.up_proj"),
+        ):
+            yield f"{theirs}{there}.weight", tensors[f"{ours}{here}.weight"]
+        q, k, v = (tensors[f"{ours}self_attn.{one}_proj.weight"] for one in "qkv")
+        head_size = text.hidden_size // text.num_attention_heads
+        queries_per_group = text.num_attention_heads // text.num_key_value_heads
+        rows = []
+        for group in range(text.num_key_value_heads):
+            for query in range(queries_per_group):
+                first = (group * queries_per_group + query) * head_size
+                rows += [q[first + row] for row in range(head_size)]
+            rows += [k[group * head_size + row] for row in range(head_size)]
+            rows += [v[group * head_size + row] for row in range(head_size)]
+        yield f"{theirs}attention.wqkv.weight", torch.stack(rows)
+
+
+def original_config(config: InternVLConfig, language: str, dtype: torch.dtype) -> dict:
+    """What InternVLChatConfig writes."""
+    vision, text = config.vision_config, config.text_config
+    return {
+        "_commit_hash": None,
+        "architectures": ["InternVLChatModel"],
+        "auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"},
+        "model_type": "internvl_chat",
+        "downsample_ratio": 0.5,
+        "dynamic_image_size": True,
+        "force_image_size": vision.image_size[0],
+        "llm_config": {
+            "architectures": [ARCHITECTURES[language]],
+            "model_type": language,
+            "bias": False,
+            "hidden_act": "silu",
+            "hidden_size": text.hidden_size,
+            "intermediate_size": text.intermediate_size,
+            "num_attention_heads": text.num_attention_heads,
+            "num_hidden_layers": text.num_hidden_layers,
+            "num_key_value_heads": text.num_key_value_heads,
+            "rms_norm_eps": text.rms_norm_eps,
+            "rope_scaling": {"factor": 2.0, "type": "dynamic"},
+            "rope_theta": 5000,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "vocab_size": text.vocab_size,
+        },
+        "max_dynamic_patch": 6,
+        "min_dynamic_patch": 1,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "template": "internlm2-chat",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "use_thumbnail": True,
+        "vision_config": {
+            "architectures": ["InternVisionModel"],
+            "model_type": "intern_vit_6b",
+            "drop_path_rate": 0.4,
+            "hidden_act": "gelu",
+            "hidden_size": vision.hidden_size,
+            "image_size": vision.image_size[0],
+            "initializer_factor": vision.layer_scale_init_value,
+            "intermediate_size": vision.intermediate_size,
+            "layer_norm_eps": vision.layer_norm_eps,
+            "norm_type": vision.norm_type,
+            "num_attention_heads": vision.num_attention_heads,
+            "num_channels": 3,
+            "num_hidden_layers": vision.num_hidden_layers,
+            "patch_size": vision.patch_size[0],
+            "qk_normalization": vision.use_qk_norm,
+            "qkv_bias": vision.attention_bias,
+        },
+    }
+
+
+def save_released(
+    model: InternVLForConditionalGeneration,
+    folder: Path,
+    layout: str,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int | None = None,
+    head_copy: bool = False,
+) -> Path:
+    """A checkpoint folder without a tokenizer.
+
+    Args:
+        layout: "transformers" or "prefixed", or the language model of the original layout.
+        shard_bytes: of a file, roughly; None for a single one.
+    """
+    folder.mkdir(parents=True)
+    model = copy.deepcopy(model).to(dtype)
+    if layout in ("transformers", "prefixed"):
+        config = model.config.to_dict() | {
+            "architectures": ["InternVLForConditionalGeneration"],
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+    else:
+        config = original_config(model.config, layout, dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_tensors(folder, released_tensors(model, layout, head_copy), shard_bytes)
+    return folder
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int | None):
+    """As `save_pretrained` does."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if shard_bytes is not None and sum(one.nbytes for one in shards[-1].values()) > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor.contiguous()
+    if shard_bytes is None:
+        save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def write_tokenizer(folder: Path, pieces: list[str] = PIECES) -> None:
+    """A fast tokenizer in which `<IMG_CONTEXT>` is `IMAGE_TOKEN`."""
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
+
+
+def imported(folder: Path, run: Path) -> Path:
+    """The run directory of a released checkpoint."""
+    import_checkpoint(open_released(folder), run, lambda size: None)
+    return run
