@@ -6,10 +6,13 @@ workers inherit that thread's blocked signals, so that none reaches them between
 the next item is always taken from them, and prepared, before it is asked for.
 """
 
+import functools
 import multiprocessing
+import os
 import queue
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from omnibal.errors import UserError
 _PREFETCH = 4
 """Items that every worker loads ahead."""
 _POLL_S = 0.5
+_RETRY_S = 0.005
 _TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 """Sent to the whole process group, and for the trainer to obey: it ends the workers in time."""
 
@@ -75,7 +79,7 @@ class _Reading:
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
             collate_fn=_unchanged,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         )
         self._prepare = prepare
         self._workers: list[BaseProcess] = []
@@ -127,10 +131,8 @@ class _Reading:
         """One that was ended from outside, now or soon."""
         sentinels = wait([worker.sentinel for worker in self._workers], patience_s)
         for worker in self._workers:
-            if worker.sentinel in sentinels:
-                worker.join(_POLL_S)
-                if worker.exitcode:
-                    return worker
+            if worker.sentinel in sentinels and _exit_code(worker):
+                return worker
         return None
 
     def _put(self, event: Any) -> None:
@@ -151,9 +153,29 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _ignore_signals(worker: int) -> None:
+def _begin_worker(trainer: int, worker: int) -> None:
     for number in _TRAINERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+
+
+def _end_with(trainer: int) -> None:
+    """End this worker when the trainer is gone, of which torch's own watch misses one that was
+    killed before the worker began."""
+    while os.getppid() == trainer:
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
+def _exit_code(worker: BaseProcess) -> int | None:
+    """Of a worker that has ended; None if that is not told in time.
+
+    The loader's own threads wait for it too, and only the one that the system tells first can say.
+    """
+    deadline = time.monotonic() + _POLL_S
+    while worker.exitcode is None and time.monotonic() < deadline:
+        time.sleep(_RETRY_S)
+    return worker.exitcode
 
 
 def _ended_from_outside(worker: BaseProcess) -> UserError:

@@ -31,6 +31,7 @@ from megatron.vlm.data import (
     SampleReader,
     load_batches,
 )
+from megatron.vlm.read_ahead import _begin_worker
 from megatron.vlm.validation_packs import pack_validation
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
@@ -389,9 +390,10 @@ def test_closed_batches_leave_no_worker(data):
     workers = set(multiprocessing.active_children()) - others
     assert len(workers) == 2
     batches.close()
-    for worker in workers:
-        worker.join(10)
-        assert worker.exitcode == 0
+    deadline = time.monotonic() + 10
+    while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 def load_and_wait(data: Data, started) -> None:
@@ -409,13 +411,27 @@ def test_workers_end_with_a_killed_trainer(data):
     trainer = context.Process(target=load_and_wait, args=(data, started))
     trainer.start()
     os.close(held)
-    assert started.wait(30)
+    has_started = started.wait(30)
     trainer.kill()
     trainer.join()
+    assert has_started
     # The workers inherited the other end: it is closed when the last of them is gone.
     readable, _, _ = select.select([alive], [], [], 15)
     os.close(alive)
     assert readable
+
+
+def test_worker_without_its_trainer_ends():
+    """Prevents: a worker that begins when its trainer is gone, and waits for it for ever."""
+    process = multiprocessing.get_context("fork").Process(target=begin_orphaned)
+    process.start()
+    process.join(10)
+    assert process.exitcode == 1
+
+
+def begin_orphaned() -> None:
+    _begin_worker(os.getpid(), 0)  # any process but the parent
+    time.sleep(60)
 
 
 FAILING_PROGRAM = """
