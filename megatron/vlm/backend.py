@@ -13,6 +13,7 @@ import queue
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _TENSOR_FACTORIES = (
@@ -113,6 +114,8 @@ def _on_cpu(factory: Callable) -> Callable:
 
 
 def _route_cuda_tensors_to_cpu() -> None:
+    # Device contexts, such as `with torch.device("meta")`, know factories by these functions.
+    _device_constructors()
     for name in _TENSOR_FACTORIES:
         setattr(torch, name, _on_cpu(vars(torch)[name]))
     move, type_name = torch.Tensor.to, torch.Tensor.type
