@@ -19,8 +19,8 @@ from transformers import InternVLForConditionalGeneration
 
 from megatron.vlm.checkpoint_identity import open_newest
 from megatron.vlm.data import SampleReader
-from omnibal.data.annotations import Annotations, Sample
-from omnibal.data.chat import answer_end, encode_prompt
+from omnibal.data.annotations import Annotations
+from omnibal.data.sample import Sample
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.runlog import read_evaluation
 
@@ -46,29 +46,31 @@ def main() -> None:
         open_tokenizer(arguments.tokenizer_model),
         open_newest(arguments.run).model,
     )
-    answered = {(one.sample, one.question): one.answered for one in evaluation.examples}
-    asked = [
-        (sample, turn)
-        for sample, turn in questions(reader.annotations)
-        if (sample.identity, sample.turns[turn].question) in answered
-    ][: arguments.questions]
+    turns = dict(turns_by_question(reader))
+    answers = evaluation.examples[: arguments.questions]
+    unknown = [one for one in answers if (one.sample, one.question) not in turns]
+    if unknown or not answers:
+        sys.exit(f"{arguments.run}: the evaluation is not of {arguments.eval_data}")
     other = InternVLForConditionalGeneration.from_pretrained(arguments.exported).eval()
     same = 0
-    for sample, turn in track(asked, "asking in Transformers"):
+    for ours in track(answers, "asking in Transformers"):
+        sample, turn = turns[ours.sample, ours.question]
         theirs = answer(other, reader, sample, turn, arguments.max_new_tokens)
-        ours = answered[sample.identity, sample.turns[turn].question]
-        same += theirs == ours
-        if theirs != ours:
-            print(f"{sample.identity}: {sample.turns[turn].question!r}: {ours!r}, there {theirs!r}")
-    print(f"{same} of {len(asked)} answers are the same in Transformers")
-    sys.exit(same != len(asked))
+        same += theirs == ours.answered
+        if theirs != ours.answered:
+            print(f"{ours.sample}: {ours.question!r}: {ours.answered!r}, there {theirs!r}")
+    print(f"{same} of {len(answers)} answers are the same in Transformers")
+    sys.exit(same != len(answers))
 
 
-def questions(annotations: Annotations) -> Iterator[tuple[Sample, int]]:
-    """Every turn of every sample."""
-    for index in range(len(annotations)):
-        sample = annotations[index]
-        yield from ((sample, turn) for turn in range(len(sample.turns)))
+def turns_by_question(
+    reader: SampleReader,
+) -> Iterator[tuple[tuple[str, str], tuple[Sample, int]]]:
+    """Every turn of every sample, under the names that an evaluation gives them."""
+    for index in range(len(reader.annotations)):
+        sample = reader.annotations[index].shown(reader.model.tiling)
+        for turn, asked in enumerate(sample.turns):
+            yield (sample.identity, asked.question), (sample, turn)
 
 
 @torch.inference_mode()
@@ -80,13 +82,11 @@ def answer(
     max_new_tokens: int,
 ) -> str:
     """Transformers' greedy answer to one question."""
-    tiles = reader.tiles_per_image(sample)
-    prompt = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
-    seen = sum(one.question.count("<image>") for one in sample.turns[: turn + 1])
-    pixels = reader.pixels([sample])[: sum(tiles[:seen])]
+    prompt = reader.prompt(sample, turn)
+    pixels = reader.pixels([sample])[: prompt.tiles]
     images = {"pixel_values": pixels} if len(pixels) else {}
-    input_ids = torch.from_numpy(prompt).unsqueeze(0)
-    end = answer_end(reader.model, reader.tokenizer)
+    input_ids = torch.from_numpy(prompt.token_ids).unsqueeze(0)
+    end = reader.answer_end
     output = model.generate(
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),

@@ -64,6 +64,6 @@ make $work/exported python tools/convert.py export "$run" --layout transformers 
     --tokenizer-model "$tokenizer" -o $work/exported
 
 show python tools/chat.py --load "$run" --tokenizer-model "$tokenizer" --precision fp32 \
-    --image "$data/heldout/images/digits_single-00000-0.png" --prompt "Which digit is this?"
+    --image "$data/heldout/images/digits_single-00005-0.png" --prompt "Which digit is this?"
 
 show omnibal report "$plan" --run "$run" -o $work/report.html

@@ -7,6 +7,7 @@ the whole text again, so this is to try a checkpoint, not to serve it.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from omnibal.config import Precision
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
-from omnibal.data.tokenizer import open_tokenizer
+from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.plan import Parallel
 
@@ -49,17 +50,23 @@ def chat(
     reader = SampleReader([sample], tokenizer, checkpoint.model)
     reader.tiles_per_image(sample)  # which finds missing images before the model is loaded
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
-    model = load_whole_model(load, checkpoint, precision)
-    ids: list[int] = []
+    try:
+        model = load_whole_model(load, checkpoint, precision)
+        _print_as_it_comes(generate(model, reader, sample, max_new_tokens), tokenizer)
+    finally:
+        shut_down_distributed()
+
+
+def _print_as_it_comes(ids: Iterator[int], tokenizer: Tokenizer) -> None:
+    answer: list[int] = []
     shown = ""
-    for token in generate(model, reader, sample, 0, max_new_tokens):
-        ids.append(token)
+    for token in ids:
+        answer.append(token)
         # A character may be of several tokens: what is not whole yet is not shown.
-        text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = tokenizer.decode(answer).rstrip("\N{REPLACEMENT CHARACTER}")
         print(text[len(shown) :], end="", flush=True)
         shown = text
     print()
-    shut_down_distributed()
 
 
 def _tokenizer_path(load: Path, given: Path | None) -> Path:
@@ -79,7 +86,7 @@ def _sample(prompt: str, images: list[Path], system: str | None) -> Sample:
         )
     missing = [path for path in images if not path.is_file()]
     if missing:
-        raise UserError(f"--image {missing[0]}: no such file; give the path of an image")
+        raise UserError(f"--image {missing[0]}: is not a file; give the path of an image")
     if images and not placed:
         # As InternVL is asked about one image and about several.
         names = [f"Image-{k}: " for k in range(1, len(images) + 1)] if len(images) > 1 else [""]

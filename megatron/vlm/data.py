@@ -18,7 +18,7 @@ from megatron.vlm.batch import MicroBatch
 from megatron.vlm.read_ahead import read_ahead
 from omnibal.config import ModelConfig, TilingConfig
 from omnibal.data.annotations import Annotations
-from omnibal.data.chat import EncodedSample, answer_end, encode_sample
+from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
 from omnibal.data.image_files import ImageFile, why_unreadable
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
@@ -70,6 +70,16 @@ class UnreadableImage(UserError):
     """An image is missing or broken."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """A question with all that precedes it."""
+
+    token_ids: np.ndarray
+    """int64 [tokens]."""
+    tiles: int
+    """Of the images shown so far: so many of the sample's tiles, from the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleReader:
     """Samples of one dataset as token ids and tiles of one model."""
@@ -103,6 +113,19 @@ class SampleReader:
             several = len(sample.images) > 1
             per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
         return encode_sample(sample, per_image, self.model, self.tokenizer)
+
+    def prompt(self, sample: Sample, turn: int) -> Prompt:
+        """What precedes the answer of a turn; its images are cut as those of the whole sample.
+
+        Raises:
+            UnreadableImage: the header of an image cannot be read.
+        """
+        sample = sample.shown(self.model.tiling)
+        tiles = self.tiles_per_image(sample)
+        return Prompt(
+            token_ids=encode_prompt(sample, turn, tiles, self.model, self.tokenizer),
+            tiles=sum(tiles[: sample.images_until(turn)]),
+        )
 
     def check_images(self, sample: Sample, tiles: int) -> None:
         """Decode the images that the model is shown.

@@ -20,7 +20,7 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.data import SampleReader
 from megatron.vlm.schedule import PipelineLinks, run_forward
-from omnibal.data.chat import as_written, encode_prompt
+from omnibal.data.chat import as_written
 from omnibal.data.sample import Sample
 from omnibal.plan import Caps, Plan
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
@@ -33,6 +33,7 @@ class _Question:
     sample: Sample
     turn: int
     tiles: int
+    """Of the images shown up to the turn; the first of the sample's."""
     prompt_ids: np.ndarray
     answer_ids: list[int] = field(default_factory=list)
     """Filled token by token."""
@@ -87,10 +88,11 @@ def _questions(reader: SampleReader, samples: int) -> Iterator[_Question]:
     total = len(reader.annotations)
     for index in np.linspace(0, total - 1, min(samples, total)).round().astype(int):
         sample = reader.annotations[int(index)].shown(reader.model.tiling)
-        tiles = reader.tiles_per_image(sample)
         for turn in range(len(sample.turns)):
-            prompt_ids = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
-            yield _Question(sample=sample, turn=turn, tiles=sum(tiles), prompt_ids=prompt_ids)
+            prompt = reader.prompt(sample, turn)
+            yield _Question(
+                sample=sample, turn=turn, tiles=prompt.tiles, prompt_ids=prompt.token_ids
+            )
 
 
 def _waves(
@@ -155,7 +157,7 @@ def _micro_batch(
         tiles=sum(question.tiles for question in group),
         tokens=len(token_ids),
         segment_tokens=segment_tokens,
-        pixels_TCPP=torch.cat([pixels[q.sample] for q in group]) if pixels else None,
+        pixels_TCPP=torch.cat([pixels[q.sample][: q.tiles] for q in group]) if pixels else None,
         token_ids_S=torch.from_numpy(token_ids),
         image_positions_M=torch.from_numpy(
             np.flatnonzero(token_ids == reader.tokenizer.image_context)

@@ -15,7 +15,6 @@ from megatron.vlm.checkpoint_identity import CheckpointIdentity
 from megatron.vlm.data import SampleReader
 from megatron.vlm.stage import VLMStage, build_stage
 from omnibal.config import ModelConfig, Precision, load_cluster
-from omnibal.data.chat import encode_prompt
 from omnibal.data.sample import Sample
 from omnibal.plan import Parallel, Plan, Stage
 
@@ -58,21 +57,19 @@ def _whole_plan(model: ModelConfig, precision: Precision) -> Plan:
 
 @torch.inference_mode()
 def generate(
-    stage: VLMStage, reader: SampleReader, sample: Sample, turn: int, max_new_tokens: int
+    stage: VLMStage, reader: SampleReader, sample: Sample, max_new_tokens: int
 ) -> Iterator[int]:
-    """Token ids of the answer to a sample's turn, one by one, without what ends it.
+    """Token ids of the answer to a sample's last question, one by one, without what ends it.
 
     The images are encoded once; the text is read anew for every token.
 
     Raises:
         UserError: an image cannot be read.
     """
-    sample = sample.shown(reader.model.tiling)
-    tiles = reader.tiles_per_image(sample)
-    prompt = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
     device = current_device()
-    ids_S = torch.from_numpy(prompt).to(device)
-    pixels_TCPP = reader.pixels([sample]).to(device)
+    prompt = reader.prompt(sample, len(sample.turns) - 1)
+    ids_S = torch.from_numpy(prompt.token_ids).to(device)
+    pixels_TCPP = reader.pixels([sample])[: prompt.tiles].to(device)
     features_KE = stage.encode_images(_batch(ids_S, reader, pixels_TCPP))
     for _ in range(max_new_tokens):
         batch = _batch(ids_S, reader, pixels_TCPP)

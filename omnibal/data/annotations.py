@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from omnibal.config import Frozen
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile, natural_order
@@ -39,6 +39,8 @@ from omnibal.data.shards import (
 from omnibal.errors import UserError
 from omnibal.files import read_json_model
 
+_MOST_REPEATS = 10_000
+
 
 class _SourceMeta(Frozen):
     annotation: str | None = None
@@ -48,7 +50,7 @@ class _SourceMeta(Frozen):
     split: str | None = None
     data_augment: bool = False
     max_dynamic_patch: PositiveInt | None = None
-    repeat_time: PositiveFloat = 1
+    repeat_time: float = Field(default=1, gt=0, le=_MOST_REPEATS, strict=True)
     length: PositiveInt | None = None
 
     @model_validator(mode="after")
@@ -85,16 +87,24 @@ class _Folder:
 
     def frames(self, name: str) -> tuple[ImageFile, ...]:
         folder = self.root / name
-        if folder.is_file():
-            raise video_file(name)
-        found = folder.iterdir() if folder.is_dir() else ()
-        frames = [path for path in found if path.suffix.lower() in IMAGE_SUFFIXES]
+        try:
+            if folder.is_file():
+                raise video_file(name)
+            found = list(folder.iterdir()) if folder.is_dir() else []
+        except OSError:  # of which the reader of the bad image tells
+            found = []
+        frames = [path for path in found if _is_frame(path)]
         # A video without frames is a sample with a bad image: named, or left out, like any other.
         frames.sort(key=lambda path: natural_order(path.name))
         return tuple(map(ImageFile, frames)) or (ImageFile(folder),)
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         return ()
+
+
+def _is_frame(path: Path) -> bool:
+    """Not the hidden files either in which a Mac keeps what it knows of an image."""
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,9 +243,11 @@ class Annotations:
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
             images, video = read_media(record, pictures)
-            system, turns = read_conversation(record, len(images), video)
+            said = read_conversation(record, len(images), video)
         except UserError:
             raise
+        except OSError as error:
+            raise UserError(f"{where} cannot be read ({error}); restore the file") from error
         except InvalidRecordError as error:
             raise UserError(f"{where} {error}") from None
         except (ValueError, RecursionError) as error:  # also too long a number, too deep a nesting
@@ -245,8 +257,9 @@ class Annotations:
             source=source.name,
             where=where,
             images=images,
-            turns=turns,
-            system=system,
+            turns=said.turns,
+            system=said.system,
+            greeting=said.greeting,
             video=video,
             augment=source.augment,
             max_dynamic_patch=source.max_dynamic_patch,
@@ -266,8 +279,12 @@ class Annotations:
 
 
 def _read_meta(path: Path) -> dict[str, _SourceMeta]:
-    if not path.is_file():
-        raise UserError(f"{path}: no such meta file; pass the JSON that names the annotation files")
+    remedy = "pass the JSON that names the annotation files"
+    try:
+        if not path.is_file():
+            raise UserError(f"{path}: no such meta file; {remedy}")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     entries = read_json_model(
         dict[str, _SourceMeta],
         path,
@@ -286,8 +303,14 @@ def _open_source(
     """The source, where its records are, and the SHA-256 of what they say."""
     if entry.annotation is not None:
         annotation = folder / entry.annotation
-        array = is_array(annotation)
-        index, sha256 = index_array(annotation) if array else index_lines(annotation)
+        try:
+            array = is_array(annotation)
+            index, sha256 = index_array(annotation) if array else index_lines(annotation)
+        except OSError as error:
+            raise UserError(
+                f"{annotation}: cannot be read ({error.strerror}); correct the meta's annotation "
+                "path, or let this user read it"
+            ) from error
         root, indexes = folder / (entry.root or ""), [index]
         unit = "sample" if array else "line"
     else:

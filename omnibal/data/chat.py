@@ -12,11 +12,14 @@ it is one run of text, so `assistant\\n` and the answer share one. The mask begi
 tokens as `assistant\\n` makes alone. Where a token straddles that border, as Qwen's for two line
 ends does in front of an answer that begins with one, the mask still begins there; InternVL's code
 would then, in some of the templates, drop the loss of the whole sample. In internvl2_5 each message
-is tokenized alone, with the line end that closes it.
+is tokenized alone, with the line end that closes it; an empty system message of a sample is written
+there, and what gpt says before the first question is written and learned, while the others leave
+both out.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -136,7 +139,7 @@ def encode_sample(
         )
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model)
-    answers = range(len(messages) - 2 * len(sample.turns) + 1, len(messages), 2)
+    answers = _answers(sample, messages, template)
     encode = _encode_apart if template.message_by_message else _encode_together
     token_ids, loss_mask = encode(messages, answers, template, tokenizer, sample)
     if template.never_learned is not None:
@@ -170,24 +173,48 @@ def encode_prompt(
     if not template.message_by_message:
         texts = ["".join(texts)]
     token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
-    images = sum(one.question.count(IMAGE) for one in sample.turns[: turn + 1])
-    tiles = tiles_per_image[:images]
+    tiles = tiles_per_image[: sample.images_until(turn)]
     before, context = _image_tokens(token_ids, tiles, model, tokenizer, sample)
     return np.concatenate([_bos(template, tokenizer), np.insert(token_ids, before, context)])
 
 
 def _messages(sample: Sample, model: ModelConfig) -> list[str]:
-    """The system message if there is one, then questions and answers in turn."""
+    """The system message if there is one, and a greeting, then questions and answers in turn."""
     template = _TEMPLATES[model.chat_template]
     close = template.end + template.after_end
     default = template.system_message if model.system_message is None else model.system_message
     system = default if sample.system is None else sample.system
-    messages = [f"{template.system}{system}{close}"] if system else []
+    empty_turn = template.message_by_message and sample.system == ""
+    messages = [f"{template.system}{system}{close}"] if system or empty_turn else []
+    if _greets(sample, template):
+        messages.append(f"{template.assistant}{sample.greeting}{close}")
     for turn in sample.turns:
         question = as_written(turn.question, model).replace(IMAGE, IMAGE_START + IMAGE_END)
         messages.append(f"{template.user}{question}{close}")
         messages.append(f"{template.assistant}{as_written(turn.answer, model)}{close}")
     return messages
+
+
+def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
+    """Which of the messages are learned."""
+    first = len(messages) - 2 * len(sample.turns) + 1
+    greeting = [first - 2] if _greets(sample, template) else []
+    return [*greeting, *range(first, len(messages), 2)]
+
+
+def _greets(sample: Sample, template: _Template) -> bool:
+    """Whether what gpt says before the first question is written, and learned."""
+    return template.message_by_message and sample.greeting is not None
+
+
+@lru_cache(maxsize=16)
+def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
+    """Of what begins an answer."""
+    if template.message_by_message:
+        return len(tokenizer.encode(template.assistant))
+    # Behind another message, as all answers are: some tokenizers begin a text in a way of its own.
+    opening = tokenizer.encode(template.end + template.assistant)
+    return len(opening) - opening.index(tokenizer.required(template.end)) - 1
 
 
 def _encode_together(
@@ -203,9 +230,7 @@ def _encode_together(
     ends = np.flatnonzero(token_ids == end)
     if len(ends) != len(messages):
         raise _control_tokens(sample)
-    # Behind another message, as all answers are: some tokenizers begin a text in a way of its own.
-    opening = tokenizer.encode(template.end + template.assistant)
-    header = len(opening) - opening.index(end) - 1
+    header = _header_tokens(template, tokenizer)
     loss_mask = np.zeros(len(token_ids), bool)
     for answer in answers:
         loss_mask[ends[answer - 1] + 1 + header : ends[answer] + 1] = True
@@ -220,7 +245,7 @@ def _encode_apart(
     sample: Sample,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and mask of messages that are tokenized one by one."""
-    header = len(tokenizer.encode(template.assistant))
+    header = _header_tokens(template, tokenizer)
     encoded = list(map(tokenizer.encode, messages))
     masks = [np.zeros(len(ids), bool) for ids in encoded]
     for answer in answers:

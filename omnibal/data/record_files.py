@@ -11,12 +11,14 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from omnibal.errors import UserError
 
 _CHUNK_BYTES = 1 << 24
+_OPENING_BYTES = 80
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -37,7 +39,7 @@ class RecordIndex:
 
 def is_array(path: Path) -> bool:
     """Whether a file is a .json with an array, as LLaVA's are; some .json files hold lines."""
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix.lower() != ".json" or not path.is_file():
         return False
     with path.open("rb") as file:
         return file.read(_CHUNK_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
@@ -60,11 +62,27 @@ def index_lines(path: Path) -> tuple[RecordIndex, str]:
             newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
             borders.append(newlines.astype(np.int64) + size + 1)
             size += len(chunk)
-    if not size:
-        raise UserError(f"{path}: is empty; an annotation file holds one JSON sample a line")
     joined = np.concatenate(borders)
     start = joined[joined < size]
-    return RecordIndex(path, start, np.diff(start, append=size)), digest.hexdigest()
+    end = np.append(start[1:], size)
+    with path.open("rb") as file:
+        lines = _lines_until_blank(file, start, end)
+        if not lines:
+            raise UserError(f"{path}: is empty; an annotation file holds one JSON sample a line")
+        file.seek(0)
+        if file.readline(_OPENING_BYTES).removeprefix(_BYTE_ORDER_MARK).strip() == b"[":
+            raise UserError(f"{path}: is a JSON array of several lines; name it .json")
+    start = start[:lines]
+    return RecordIndex(path, start, end[:lines] - start), digest.hexdigest()
+
+
+def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> int:
+    """How many lines there are without those at the end that hold nothing."""
+    for line in reversed(range(len(start))):
+        file.seek(start[line])
+        if file.read(end[line] - start[line]).strip():
+            return line + 1
+    return 0
 
 
 def index_array(path: Path) -> tuple[RecordIndex, str]:

@@ -1,5 +1,6 @@
 """The JSON record of one sample, checked: what it shows, and what is said about it."""
 
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -12,6 +13,16 @@ _VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".m
 
 class InvalidRecordError(ValueError):
     """What a record lacks; the caller adds where it stands."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What the messages of a record say; None where there is no such message."""
+
+    system: str | None
+    greeting: str | None
+    """Of gpt, before the first question."""
+    turns: tuple[Turn, ...]
 
 
 class Pictures(Protocol):
@@ -34,7 +45,7 @@ def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageF
         InvalidRecordError: they are not named as they must be.
     """
     video = record.get("video") or []
-    if not video and "image" not in record:
+    if not video and record.get("image") is None:
         return pictures.unnamed(), False
     images = _names(record.get("image") or [], "image", "a path, a list of paths, or absent")
     if not video:
@@ -43,11 +54,16 @@ def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageF
         raise InvalidRecordError('has an "image" and a "video"; a sample may show one of them')
     named = _names(video, "video", "a folder of frames, or a list of their paths")
     for name in named:
-        if PurePath(name).suffix.lower() in _VIDEO_SUFFIXES:
+        if is_video_file(name):
             raise video_file(name)
     if isinstance(video, str):
         return pictures.frames(video), True
     return tuple(map(pictures.image, named)), True
+
+
+def is_video_file(name: str) -> bool:
+    """Whether a name is that of a video in one file."""
+    return PurePath(name).suffix.lower() in _VIDEO_SUFFIXES
 
 
 def video_file(name: str) -> InvalidRecordError:
@@ -60,17 +76,15 @@ def video_file(name: str) -> InvalidRecordError:
     )
 
 
-def read_conversation(
-    record: dict[str, Any], images: int, video: bool
-) -> tuple[str | None, tuple[Turn, ...]]:
-    """The system message, if any, and the turns; a video's `<video>` line is still in its place.
+def read_conversation(record: dict[str, Any], images: int, video: bool) -> Conversation:
+    """What is said; a video's `<video>` line is still in its place.
 
     Raises:
         InvalidRecordError: it is malformed, or does not place the images.
     """
-    system, values = _conversation_values(record)
+    system, greeting, values = _conversation_values(record)
     questions, answers = values[::2], values[1::2]
-    if any(IMAGE in text for text in [system or "", *answers]):
+    if any(IMAGE in text for text in [system or "", greeting or "", *answers]):
         raise InvalidRecordError(
             f"has {IMAGE} in an answer or system message; it may stand only in a question"
         )
@@ -85,12 +99,12 @@ def read_conversation(
             f'must have in "kinds" one name for each of its {len(questions)} turn(s)'
         )
     turns = tuple(Turn(*fields) for fields in zip(questions, answers, kinds, strict=True))
-    return system, turns
+    return Conversation(system=system, greeting=greeting, turns=turns)
 
 
 def _names(value: Any, key: str, remedy: str) -> list[str]:
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise InvalidRecordError(f'has an odd "{key}"; it must be {remedy}')
     return names
 
@@ -109,6 +123,7 @@ def _place_images(questions: list[str], images: int) -> None:
 
 def _place_video(questions: list[str]) -> None:
     """Put the video first where the first question does not show it."""
+    questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
     if VIDEO not in questions[0]:
         questions[0] = VIDEO_LINE + questions[0]
     shown = sum(question.count(VIDEO) for question in questions)
@@ -119,8 +134,8 @@ def _place_video(questions: list[str]) -> None:
         )
 
 
-def _conversation_values(record: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """The system message, and the texts: question, answer, question, answer, ..."""
+def _conversation_values(record: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
+    """The system message, what gpt says first, and then: question, answer, question, answer, ..."""
     messages = record.get("conversations")
     well_formed = (
         isinstance(messages, list)
@@ -133,15 +148,16 @@ def _conversation_values(record: dict[str, Any]) -> tuple[str | None, list[str]]
     speakers = [message.get("from") for message in messages]
     begin = int(speakers[0] == "system")
     system = messages[0]["value"] if begin else None
-    # A greeting before the first question is left out, as InternVL does.
-    begin += int(speakers[begin : begin + 1] == ["gpt"])
+    greets = speakers[begin : begin + 1] == ["gpt"]
+    greeting = messages[begin]["value"] if greets else None
+    begin += int(greets)
     talk = messages[begin:]
     if not talk or speakers[begin:] != ["human", "gpt"] * (len(talk) // 2):
         raise InvalidRecordError(
             f'has "conversations" from {", ".join(map(str, speakers))}; human and gpt must '
             "alternate, human first and gpt last"
         )
-    return system, [message["value"] for message in talk]
+    return system, greeting, [message["value"] for message in talk]
 
 
 def _check_texts(values: list[str]) -> None:

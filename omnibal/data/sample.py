@@ -37,6 +37,8 @@ class Sample:
     turns: tuple[Turn, ...]
     system: str | None = None
     """What the conversation says instead of the template's own system message."""
+    greeting: str | None = None
+    """What gpt says before the first question."""
     video: bool = False
     """Whether the images are the frames of one video."""
     augment: bool = False
@@ -51,6 +53,10 @@ class Sample:
         """
         most = self.max_dynamic_patch or tiling.max_dynamic_patch
         return _limited(tiling, 1 if self.video else max(1, most // max(1, len(self.images))))
+
+    def images_until(self, turn: int) -> int:
+        """How many images the questions show up to this turn, itself included."""
+        return sum(asked.question.count(IMAGE) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig) -> "Sample":
         """With the frames that the model sees, each named in the question; others stay as they are.
@@ -83,5 +89,6 @@ def middle_frames(frames: int, most: int) -> list[int]:
 
 @lru_cache
 def _limited(tiling: TilingConfig, most: int) -> TilingConfig:
-    least = min(tiling.min_dynamic_patch, most)
+    # InternVL finds no grid of fewer tiles than the least, and then takes one tile.
+    least, most = (tiling.min_dynamic_patch, most) if tiling.min_dynamic_patch <= most else (1, 1)
     return tiling.model_copy(update={"min_dynamic_patch": least, "max_dynamic_patch": most})

@@ -200,6 +200,11 @@ class _Scanner:
         if image not in self.size_of:
             try:
                 self.size_of[image] = _image_size(image)
+            except IsADirectoryError as error:
+                wrong = "holds no frames; fill it" if sample.video else "is no image; name one"
+                raise UserError(
+                    f"{sample.where}: folder {image} {wrong} or remove the sample"
+                ) from error
             except _BadImage as error:
                 self.size_of[image] = str(error)
         found = self.size_of[image]
@@ -256,7 +261,7 @@ class _BadImage(ValueError):
 
 
 def _image_size(image: ImageFile) -> tuple[int, int]:
-    """Width and height in pixels, of an image that is whole."""
+    """Width and height in pixels, of an image that is whole; raises IsADirectoryError too."""
     try:
         with image.open() as file:
             with Image.open(file) as header:
@@ -266,8 +271,8 @@ def _image_size(image: ImageFile) -> tuple[int, int]:
         raise _BadImage(
             f"image {image} does not exist; correct the path, or root in the meta"
         ) from error
-    except IsADirectoryError as error:
-        raise _BadImage(f"folder {image} holds no frames; fill it or remove the sample") from error
+    except IsADirectoryError:
+        raise
     except Exception as error:  # what Pillow raises for a broken file has no common type
         raise _BadImage(
             f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "

@@ -21,7 +21,7 @@ import numpy as np
 
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile, natural_order, open_range
 from omnibal.data.record_files import RecordIndex
-from omnibal.data.records import InvalidRecordError
+from omnibal.data.records import InvalidRecordError, is_video_file
 from omnibal.errors import UserError
 
 _RECORD = "json"
@@ -105,6 +105,12 @@ class ShardSample:
     def unnamed(self) -> tuple[ImageFile, ...]:
         """All image members: 2.jpg before 10.jpg, whatever their order in the shard."""
         images = [member for member in self.members if _is_image(member)]
+        videos = [member.name for member in self.members if is_video_file(member.name)]
+        if videos and not images:
+            raise InvalidRecordError(
+                f"has the video file {videos[0]} and no image; extract its frames, store them "
+                f'under its key as {self.key}.0.jpg, {self.key}.1.jpg, ... and list them as "video"'
+            )
         images.sort(key=lambda member: natural_order(PurePath(member.suffix).stem))
         return tuple(map(self._image, images))
 
@@ -197,22 +203,26 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
 
 def _index_shard(shard: Shard, groups: Groups, on_content: Callable[[bytes], None]) -> RecordIndex:
     start, size = array("q"), array("q")
-    path, samples = shard.path, 0
-    if not path.is_file():
-        raise UserError(
-            f"{path}: no such shard; it must be a file here, as samples are read in the order of "
-            "the plan: correct the path in the meta, or fetch it"
-        )
+    path, keys = shard.path, set[str]()
     try:
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such shard; it must be a file here, as samples are read in the order "
+                "of the plan: correct the path in the meta, or fetch it"
+            )
         with path.open("rb") as file:
             for key, members in _grouped(file, path, groups):
-                samples += 1
+                if key in keys:
+                    raise tarfile.ReadError(f"files of {key} stand apart")
+                keys.add(key)
                 if key in shard.excluded:
                     continue
                 start.append(members[0].header)
                 size.append(members[-1].end - members[0].header)
                 for member in members:
                     on_content(_content(file, member))
+    except UserError:
+        raise
     except (OSError, ValueError, tarfile.TarError) as error:
         # webdataset appends to the arguments of what passes through it.
         what = error if isinstance(error, OSError) else error.args[0]
@@ -220,9 +230,9 @@ def _index_shard(shard: Shard, groups: Groups, on_content: Callable[[bytes], Non
             f"{path}: cannot be read as a shard ({what}); it must be a whole tar, not compressed, "
             "in which the files of a key stand together"
         ) from error
-    if shard.samples not in (None, samples):
+    if shard.samples not in (None, len(keys)):
         raise UserError(
-            f"{path}: holds {samples} samples where Energon counted {shard.samples}; run "
+            f"{path}: holds {len(keys)} samples where Energon counted {shard.samples}; run "
             "`energon prepare` again"
         )
     return RecordIndex(path, np.array(start, np.int64), np.array(size, np.int64))

@@ -5,12 +5,12 @@ slow tokenizers of Hugging Face do, with which InternVL trains, and a fast `toke
 """
 
 import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, Field
 from sentencepiece import SentencePieceProcessor, SetMinLogLevel
@@ -97,7 +97,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     Args:
         path: a SentencePiece tokenizer.model, a Hugging Face tokenizer.json, or a folder: there
             tokenizer.json is taken if it exists, else tokenizer.model. What stands beside the file
-            in tokenizer_config.json, and for tokenizer.model in added_tokens.json, is followed.
+            in tokenizer_config.json, or else in added_tokens.json, is followed.
 
     Raises:
         UserError: there is no such file, or it or what stands beside it is not what it should be.
@@ -135,7 +135,8 @@ class _AddedToken(BaseModel):
     """It takes away the spaces after it."""
     normalized: bool = False
     special: bool = False
-    single_word: Literal[False] = False
+    single_word: bool = False
+    """It is found only where no word goes on around it."""
 
 
 _Named = str | _AddedToken | None
@@ -146,10 +147,14 @@ class _Settings(BaseModel):
 
     added_tokens_decoder: dict[int, _AddedToken] | None = None
     additional_special_tokens: list[str | _AddedToken] | None = None
+    extra_special_tokens: list[str | _AddedToken] | dict[str, str | _AddedToken] | None = None
     bos_token: _Named = None
     eos_token: _Named = None
     unk_token: _Named = None
+    sep_token: _Named = None
     pad_token: _Named = None
+    cls_token: _Named = None
+    mask_token: _Named = None
     add_bos_token: bool | None = None
     tokenizer_class: str | None = None
     legacy: bool | None = None
@@ -164,12 +169,21 @@ class _Settings(BaseModel):
         return _name(self.unk_token) or _UNKNOWN
 
     @property
+    def special_tokens(self) -> list[_AddedToken]:
+        """Those that are given a role, and those named beside them, in the order of Hugging Face's
+        tokenizers, in which what they add gets its ids."""
+        roles = (self.bos_token, self.eos_token, self.unk_token, self.sep_token, self.pad_token)
+        others = self.extra_special_tokens or self.additional_special_tokens or []
+        others = list(others.values()) if isinstance(others, dict) else others
+        given = (*roles, self.cls_token, self.mask_token, *others)
+        tokens = [_AddedToken(content=t) if isinstance(t, str) else t for t in given]
+        return [t.model_copy(update={"special": True}) for t in tokens if t is not None]
+
+    @property
     def special_pieces(self) -> list[str]:
-        """Those with a role, and those named beside them."""
-        named = (_name(self.eos_token) or _EOS, _name(self.pad_token))
-        others = [_name(token) for token in self.additional_special_tokens or []]
-        pieces = [self.bos_piece, self.unknown_piece, *named, *others]
-        return [piece for piece in pieces if piece is not None]
+        """The same, and the usual ones for the roles that a model always has."""
+        usual = (self.bos_piece, self.unknown_piece, _name(self.eos_token) or _EOS)
+        return [*usual, *(token.content for token in self.special_tokens)]
 
     @property
     def keeps_first_space(self) -> bool:
@@ -191,11 +205,18 @@ def _read_settings(path: Path) -> _Settings | None:
         remedy = f"restore the checkpoint's own {_CONFIG_FILE}"
         settings = read_json_model(_Settings, config, remedy)
     told = settings is not None and settings.added_tokens_decoder is not None
-    if path.suffix == ".json" or told or not added.is_file():
+    if told or not added.is_file():
         return settings
+    settings = settings or _Settings()
     ids = read_json_model(dict[str, int], added, f"restore the checkpoint's own {_ADDED_FILE}")
-    tokens = {number: _AddedToken(content=content) for content, number in ids.items()}
-    return (settings or _Settings()).model_copy(update={"added_tokens_decoder": tokens})
+    special = {token.content for token in settings.special_tokens}
+    tokens = {
+        number: _AddedToken(content=content, special=True)
+        if content in special
+        else _AddedToken(content=content)
+        for content, number in ids.items()
+    }
+    return settings.model_copy(update={"added_tokens_decoder": tokens})
 
 
 class _SentencePiece(Tokenizer):
@@ -261,6 +282,12 @@ class _SentencePiece(Tokenizer):
             if self._model.IdToPiece(number) == piece
         }
         given = self._settings.added_tokens_decoder or {}
+        single = [token.content for token in given.values() if token.single_word]
+        if single:
+            raise UserError(
+                f"{self.path.with_name(_CONFIG_FILE)}: has {single[0]} as a single_word token, "
+                f"which is followed beside a {_FAST_FILE} alone; save the tokenizer as one"
+            )
         return added | {token.content: (number, token) for number, token in given.items()}
 
     def _parts(self, text: str) -> list[str]:
@@ -312,7 +339,7 @@ class _Fast(Tokenizer):
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
-        self._add(settings.added_tokens_decoder or {})
+        self._add(settings)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_piece = settings.bos_piece
         self.add_bos = settings.add_bos_token is True
@@ -326,25 +353,53 @@ class _Fast(Tokenizer):
     def id_of(self, piece: str) -> int | None:
         return self._model.token_to_id(piece)
 
-    def _add(self, tokens: dict[int, _AddedToken]) -> None:
-        present = {token.content for token in self._model.get_added_tokens_decoder().values()}
-        for number, token in sorted(tokens.items()):
-            if token.content not in present:
-                flags = token.model_dump(exclude={"content"})
-                add: Callable = (
-                    self._model.add_special_tokens if token.special else self._model.add_tokens
-                )
-                add([FastAddedToken(token.content, **flags)])
+    def _add(self, settings: _Settings) -> None:
+        """What the settings say: tokens that the model lacks, and flags of those that it has."""
+        decoder = self._model.get_added_tokens_decoder()
+        flags_of = {token.content: _flags(token) for token in decoder.values()}
+        for number, token in sorted((settings.added_tokens_decoder or {}).items()):
+            stated = _stated_flags(token)
+            known = flags_of.get(token.content)
+            flags = stated if known is None else known | stated
+            if flags != known:
+                self._add_token(token.content, flags)
+            flags_of[token.content] = flags
             found = self._model.token_to_id(token.content)
             if found != number:
                 raise UserError(
-                    f"{self.path}: has {token.content} as token {found}, but {_CONFIG_FILE} beside "
-                    f"it as {number}; both must be of one checkpoint: restore them"
+                    f"{self.path}: has {token.content} as token {found}, but {_CONFIG_FILE} or "
+                    f"{_ADDED_FILE} beside it as {number}; both must be of one checkpoint: restore "
+                    "them"
                 )
+        for token in settings.special_tokens:
+            if token.content not in flags_of:
+                flags_of[token.content] = _stated_flags(token)
+                self._add_token(token.content, flags_of[token.content])
+
+    def _add_token(self, content: str, flags: dict[str, bool]) -> None:
+        token = FastAddedToken(content, **flags)
+        add: Callable = self._model.add_special_tokens if token.special else self._model.add_tokens
+        add([token])
+
+
+def _stated_flags(token: _AddedToken) -> dict[str, bool]:
+    return token.model_dump(exclude={"content"}, exclude_unset=True)
+
+
+def _flags(token: FastAddedToken) -> dict[str, bool]:
+    return {
+        "lstrip": token.lstrip,
+        "rstrip": token.rstrip,
+        "normalized": token.normalized,
+        "special": token.special,
+        "single_word": token.single_word,
+    }
 
 
 def _sha256(content: bytes, settings: _Settings | None) -> str:
     digest = hashlib.sha256(content)
     if settings is not None:
-        digest.update(settings.model_dump_json(exclude_unset=True).encode())
+        # Sorted: added tokens in another order are the same ones.
+        stated = settings.model_dump(mode="json", exclude_unset=True)
+        digest.update(json.dumps(stated, sort_keys=True).encode())
     return digest.hexdigest()

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_tiling import internvl_grid
 
 from omnibal.config import TilingConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.image_files import ImageFile, natural_order
 from omnibal.data.record_files import index_array, is_array
 from omnibal.data.sample import middle_frames
+from omnibal.data.tiling import tile_grid
 from omnibal.errors import UserError
 
 
@@ -77,7 +79,7 @@ def test_single_image_without_placeholder_comes_first(tmp_path):
     )
 
 
-@pytest.mark.parametrize("ending", ["", "\n"])
+@pytest.mark.parametrize("ending", ["", "\n", "\n\n", " \r\n\t \n \n", "\n  "])
 def test_last_line_with_and_without_newline(tmp_path, ending):
     """Prevents the last sample from being dropped, or an empty one from being added."""
     (tmp_path / "a.jsonl").write_text(f"{line('1')}\n{line('2')}{ending}")
@@ -179,18 +181,18 @@ def talk(*speakers: str, system: str = "s", **extra) -> str:
 
 
 @pytest.mark.parametrize(
-    ("speakers", "system", "texts"),
+    ("speakers", "system", "greeting", "texts"),
     [
-        (["human", "gpt"], None, [("0", "1")]),
-        (["system", "human", "gpt"], "s", [("1", "2")]),
-        (["gpt", "human", "gpt"], None, [("1", "2")]),
-        (["system", "gpt", "human", "gpt", "human", "gpt"], "s", [("2", "3"), ("4", "5")]),
+        (["human", "gpt"], None, None, [("0", "1")]),
+        (["system", "human", "gpt"], "s", None, [("1", "2")]),
+        (["gpt", "human", "gpt"], None, "0", [("1", "2")]),
+        (["system", "gpt", "human", "gpt", "human", "gpt"], "s", "1", [("2", "3"), ("4", "5")]),
     ],
 )
-def test_system_message_and_greeting(tmp_path, speakers, system, texts):
+def test_system_message_and_greeting(tmp_path, speakers, system, greeting, texts):
     """Prevents a system message from being asked, and a greeting from being taken for an answer."""
     sample = open_lines(tmp_path, talk(*speakers))[0]
-    assert sample.system == system
+    assert (sample.system, sample.greeting) == (system, greeting)
     assert [(turn.question, turn.answer) for turn in sample.turns] == texts
 
 
@@ -220,6 +222,12 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         (line("q", "<image>", image="x.png"), "<image> in an answer"),
         (line(image=7), 'odd "image"'),
         (line(image=[7]), 'odd "image"'),
+        (line(image=[""]), 'odd "image"'),
+        (line(video=["f.jpg", ""]), 'odd "video"'),
+        (
+            json.dumps({"conversations": [{**GPT, "value": "<image>"}, HUMAN, GPT]}),
+            "<image> in an answer",
+        ),
         (line(video="x.mp4"), "has the video file x.mp4 .* `mkdir -p x && ffmpeg -i x.mp4 "),
         (line(video=["a.jpg", "x.MKV"]), "has the video file x.MKV"),
         (line(video=7), 'odd "video"'),
@@ -267,17 +275,29 @@ def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
         ('{"a": {"root": "", "annotation": "a.jsonl", "max_dynamic_patch": 0}}', "max_dynamic_pat"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "weight": 2}}', "a: weight: Extra"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "data_augment": 7}}', "a: data_augment"),
-        ('{"a": {"root": "", "annotation": "a.jsonl", "repeat_time": 0}}', "a: repeat_time"),
+        *[
+            (f'{{"a": {{"root": "", "annotation": "a.jsonl", "repeat_time": {value}}}}}', message)
+            for message, values in (
+                ("a: repeat_time: Input should be a valid number", ("true", '"2"')),
+                ("a: repeat_time: Input should be", ("0", "10001", "1e300", "1e999")),
+            )
+            for value in values
+        ],
         ('{"a": {"root": "", "annotation": "a.jsonl", "repeat_time": 0.1}}', "leaves no sample"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "length": 3}}', "holds 2 lines"),
         ('{"a": {"root": "", "annotation": "b.jsonl"}}', r"b\.jsonl: no such annotation file"),
         ('{"a": {"root": "", "annotation": "empty.jsonl"}}', r"empty\.jsonl: is empty"),
+        ('{"a": {"root": "", "annotation": "blank.jsonl"}}', r"blank\.jsonl: is empty"),
+        ('{"a": {"root": "", "annotation": "array.jsonl"}}', r"array\.jsonl: is a JSON array"),
+        (f'{{"a": {{"root": "", "annotation": "{"b" * 999}"}}}}', r"cannot be read \(File name"),
     ],
 )
 def test_mistakes_in_the_meta(tmp_path, meta, message):
     """Prevents a wrong meta from ending in a traceback or in an empty run."""
     (tmp_path / "a.jsonl").write_text(f"{line()}\n{line()}\n")
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text(" \n\t\n  ")
+    (tmp_path / "array.jsonl").write_text(f" [ \r\n{line()}\n]\n")
     (tmp_path / "meta.json").write_text(meta)
     with pytest.raises(UserError, match=message):
         Annotations.open(tmp_path / "meta.json")
@@ -289,6 +309,18 @@ def test_missing_meta(tmp_path):
         Annotations.open(tmp_path / "meta.json")
 
 
+@pytest.mark.parametrize("share", [1, 2, 3])
+def test_one_tile_where_the_share_is_below_the_least(tmp_path, share):
+    """Prevents tiles where InternVL finds no grid at all and leaves the image whole."""
+    sample = open_lines(tmp_path, line("<image>" * 2, image=["x", "y"]))[0]
+    most = 2 * share
+    shared = sample.tiling(TilingConfig(min_dynamic_patch=min(4, most), max_dynamic_patch=most))
+    for width in (10, 100, 1000, 9000):
+        found = tile_grid(width, 100, shared, 448)
+        expected = internvl_grid(width, 100, min(4, most), share, 448)
+        assert found == expected == (1, 1)
+
+
 TILING = TilingConfig(min_dynamic_patch=2, max_dynamic_patch=12)
 
 
@@ -296,7 +328,7 @@ TILING = TilingConfig(min_dynamic_patch=2, max_dynamic_patch=12)
     ("images", "limit", "most"),
     [
         *[(0, None, 12), (1, None, 12), (2, None, 6), (5, None, 2), (7, None, 1), (40, None, 1)],
-        *[(1, 24, 24), (2, 24, 12), (1, 3, 3), (2, 3, 1)],
+        *[(1, 24, 24), (2, 24, 12), (1, 3, 3), (2, 3, 1), (3, 12, 4)],
     ],
 )
 def test_images_share_the_most_tiles(tmp_path, images, limit, most):
@@ -340,6 +372,7 @@ def test_middle_frames():
     [
         ("What?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
         ("<video>\nWhat?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
+        ("<video>\r\nWhat?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
         ("Look: <video>\n", "Look: Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\n"),
     ],
 )
@@ -347,7 +380,8 @@ def test_video_frames(tmp_path, question, shown):
     """Prevents frames in another order or number than the question says, or cut into tiles."""
     folder = tmp_path / "pictures/clip"
     folder.mkdir(parents=True)
-    for name in ("frame10.jpg", "frame2.JPG", "frame1.jpg", "notes.txt", "frame9.png"):
+    hidden = "._frame1.jpg"
+    for name in ("frame10.jpg", "frame2.JPG", "frame1.jpg", "notes.txt", "frame9.png", hidden):
         (folder / name).touch()
     with pytest.raises(UserError, match=r"has the video file clip/notes\.txt"):
         _ = open_lines(tmp_path, line(video="clip/notes.txt"))[0]
@@ -365,6 +399,31 @@ def test_video_frames(tmp_path, question, shown):
         assert few.shown(tiling) == few
         assert few.tiling(tiling).max_dynamic_patch == few.tiling(tiling).min_dynamic_patch == 1
         assert sample.shown(TILING).turns[0].question.count("<image>") == 4
+
+
+def refused(*_):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_files_that_cannot_be_read_make_bad_samples(tmp_path, monkeypatch):
+    """Prevents one folder or line that is out of reach from ending a scan that may skip it."""
+    long, folder = "x" * 5000, tmp_path / "pictures/clip"
+    annotations = open_lines(tmp_path, line(video=long), line(video="clip"))
+    assert annotations[0].images == (ImageFile(tmp_path / "pictures" / long),)
+    folder.mkdir(parents=True)
+    (folder / "1.jpg").touch()
+    assert annotations[1].images == (ImageFile(folder / "1.jpg"),)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", refused)
+        assert annotations[1].images == (ImageFile(folder),)
+        patched.setattr(Path, "is_file", refused)
+        assert annotations[1].images == (ImageFile(folder),)
+        with pytest.raises(UserError, match=r"meta\.json: cannot be read \(Permission denied\)"):
+            Annotations.open(tmp_path / "meta.json")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refused)
+        with pytest.raises(UserError, match=r"a\.jsonl: line 2 cannot be read \(.*denied"):
+            _ = annotations[1]
 
 
 @given(st.lists(st.text(), min_size=1))
@@ -410,7 +469,8 @@ def test_array_elements_are_those_of_the_whole(tmp_path, array, ensure_ascii, in
     assert sha256 == hashlib.sha256(content).hexdigest()
 
 
-def test_samples_of_an_array(tmp_path):
+@pytest.mark.parametrize("name", ["a.json", "A.JSON"])
+def test_samples_of_an_array(tmp_path, name):
     """Prevents LLaVA's files from being refused, or read otherwise than the same lines."""
     messages = [{"from": "human", "value": "Was ist das? 「[é]」\n<image>"}, GPT]
     records = [
@@ -418,9 +478,9 @@ def test_samples_of_an_array(tmp_path):
         json.loads(line("2")),
         {"conversations": [HUMAN]},
     ]
-    entry = {"root": "pictures", "annotation": "a.json", "repeat_time": 2}
+    entry = {"root": "pictures", "annotation": name, "repeat_time": 2}
     (tmp_path / "meta.json").write_text(json.dumps({"a": entry}))
-    (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1), "utf-8")
+    (tmp_path / name).write_text(json.dumps(records, ensure_ascii=False, indent=1), "utf-8")
     array = Annotations.open(tmp_path / "meta.json")
     lines = open_lines(tmp_path, *map(json.dumps, records), repeat_time=2)
     assert array[0].turns[0].question == messages[0]["value"]
@@ -428,11 +488,11 @@ def test_samples_of_an_array(tmp_path):
     assert len(array) == len(lines) == 6
     for k in (0, 1, 3, 4):
         assert replace(array[k], where="") == replace(lines[k], where="")
-        assert array[k].where == f"{tmp_path / 'a.json'}: sample {k % 3 + 1}"
-    with pytest.raises(UserError, match=r"a\.json: sample 3 has \"conversations\" from human"):
+        assert array[k].where == f"{tmp_path / name}: sample {k % 3 + 1}"
+    with pytest.raises(UserError, match=rf"{name}: sample 3 has \"conversations\" from human"):
         _ = array[5]
     # Some .json files hold lines.
-    (tmp_path / "a.json").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / name).write_bytes((tmp_path / "a.jsonl").read_bytes())
     named = json.dumps({"a": entry})
     (tmp_path / "meta.json").write_text(named)
     assert [Annotations.open(tmp_path / "meta.json")[k].images for k in range(2)] == [

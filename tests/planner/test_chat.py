@@ -47,7 +47,9 @@ SYSTEM_2_5 = (
 TEMPLATES = ["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
 
 
-def sample_of(*turns: tuple[str, str], system: str | None = None) -> Sample:
+def sample_of(
+    *turns: tuple[str, str], system: str | None = None, greeting: str | None = None
+) -> Sample:
     images = sum(question.count("<image>") for question, _ in turns)
     return Sample(
         identity="x",
@@ -56,6 +58,7 @@ def sample_of(*turns: tuple[str, str], system: str | None = None) -> Sample:
         images=tuple(f"{k}.png" for k in range(images)),
         turns=tuple(Turn(question, answer, None) for question, answer in turns),
         system=system,
+        greeting=greeting,
     )
 
 
@@ -79,15 +82,18 @@ class Reference:
     first_space: bool
     """Llama's tokenizer without `legacy` begins every text with a token for a space."""
 
-    def __call__(self, template: str, messages: list[str], system: str) -> Expected:
-        """Of a system message ("": none), then questions and answers, with image tokens."""
+    def __call__(
+        self, template: str, messages: list[str], system: str | None, greeting: str | None
+    ) -> Expected:
+        """Of a system message, then questions and answers, with image tokens."""
+        if template == "internvl2_5":
+            return self.internvl2_5(messages, system, greeting)
         by_name = {
             "internlm2-chat": self.internlm,
             "Hermes-2": self.hermes,
             "phi3-chat": self.phi,
-            "internvl2_5": self.internvl2_5,
         }
-        return by_name[template](messages, system)
+        return by_name[template](messages, system or "")
 
     def internlm(self, messages: list[str], system: str) -> Expected:
         user, assistant, end = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>"
@@ -148,11 +154,15 @@ class Reference:
         mask = [learned and one != unlearned for one, learned in zip(ids, mask, strict=True)]
         return ids, mask if start == len(ids) else None
 
-    def internvl2_5(self, messages: list[str], system: str) -> Expected:
+    def internvl2_5(
+        self, messages: list[str], system: str | None, greeting: str | None
+    ) -> Expected:
         ids: list[int] = [self.bos] if self.add_bos else []
         mask = [False] * len(ids)
         roles = ["user", "assistant"] * (len(messages) // 2)
-        if system:
+        if greeting is not None:
+            roles, messages = ["assistant", *roles], [greeting, *messages]
+        if system is not None:
             roles, messages = ["system", *roles], [system, *messages]
         for role, message in zip(roles, messages, strict=True):
             own = self.ids(f"<|im_start|>{role}\n{message}<|im_end|>\n")
@@ -205,14 +215,15 @@ def with_images(text: str, tiles: list[int]) -> str:
 
 def expected_of(case: Case, model: ModelConfig, sample: Sample, tiles: list[int]) -> Expected:
     system = SYSTEM_2_5 if model.chat_template == "internvl2_5" else SYSTEM
-    system = system if model.system_message is None else model.system_message
+    # Of the model, an empty one is none; of a sample, it is InternVL's own empty turn.
+    system = system if model.system_message is None else model.system_message or None
     system = system if sample.system is None else sample.system
     left, messages = list(tiles), []
     for turn in sample.turns:
         images = turn.question.count("<image>")
         messages += [with_images(turn.question, left[:images]), turn.answer]
         left = left[images:]
-    return case.reference(model.chat_template, messages, system)
+    return case.reference(model.chat_template, messages, system, sample.greeting)
 
 
 def assert_as_internvl(case: Case, model: ModelConfig, sample: Sample, tiles: list[int]) -> bool:
@@ -235,6 +246,8 @@ SAMPLES = {
     "video": sample_of((f"{FRAMES}What moves?", "a house<|endoftext|>")),
     "own system": sample_of(("Who?", "assistant"), ("<image>\nHow?", "so"), system="Read. "),
     "no system": sample_of(("Who?", "assistant"), ("<image>\nHow?", "so"), system=""),
+    "greeting": sample_of(("<image>\nWho?", "so"), ("How?", "b"), greeting=" Ask. "),
+    "greeting only": sample_of(("Who?", "so"), system="", greeting=""),
 }
 
 
@@ -267,11 +280,12 @@ QUESTION = st.lists(TEXT, min_size=1, max_size=3).map("<image>\n".join)
     st.sampled_from(TEMPLATES),
     st.none() | st.sampled_from(["", "Read the line."]),
     st.none() | st.sampled_from(["", "Answer.\n"]),
+    st.none() | TEXT,
     st.data(),
 )
-def test_any_sample_is_as_internvl_has_it(case, turns, template, message, system, data):
+def test_any_sample_is_as_internvl_has_it(case, turns, template, message, system, greeting, data):
     """Prevents what only odd texts show: spaces at borders, line ends, tokens across the border."""
-    sample = sample_of(*turns, system=system)
+    sample = sample_of(*turns, system=system, greeting=greeting)
     tiles = [data.draw(st.integers(0, 2)) for _ in sample.images]
     assert_as_internvl(case, model_of(template, message), sample, tiles)
 
@@ -289,8 +303,9 @@ def test_prompt_is_what_precedes_the_answer(case, template, name):
     previous = np.concatenate([[False], encoded.loss_mask[:-1]])
     starts = np.flatnonzero(encoded.loss_mask & ~previous)
     learned_ends = np.flatnonzero(encoded.loss_mask & (encoded.token_ids == end))
-    assert len(learned_ends) == len(sample.turns)
-    before = [0, *learned_ends]
+    greets = template == "internvl2_5" and sample.greeting is not None
+    before = learned_ends if greets else [0, *learned_ends]
+    assert len(before) == len(sample.turns) + 1
     for turn, after in enumerate(before[:-1]):
         prompt = encode_prompt(sample, turn, tiles, model, case.tokenizer)
         np.testing.assert_array_equal(prompt, encoded.token_ids[: starts[starts > after][0]])

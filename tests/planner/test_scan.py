@@ -156,6 +156,17 @@ def test_unreadable_image_is_named(tmp_path, tokenizer, content):
         scan_one(tmp_path, "x.png", tokenizer)
 
 
+def test_a_folder_is_told_from_an_empty_video(tmp_path, tokenizer):
+    """Prevents advice about frames where an image was named."""
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UserError, match=r"a\.jsonl: line 1: folder .*x is no image; name one"):
+        scan_one(tmp_path, "x", tokenizer)
+    asked = [{**MESSAGES[0], "value": "Which?"}, MESSAGES[1]]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"video": "x", "conversations": asked}))
+    with pytest.raises(UserError, match=r"a\.jsonl: line 1: folder .*x holds no frames; fill"):
+        scan(Annotations.open(tmp_path / "meta.json"), tokenizer)
+
+
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 @pytest.mark.parametrize("lost_bytes", [1, 12, 500])
 def test_truncated_image_is_named(tmp_path, tokenizer, suffix, lost_bytes):

@@ -193,6 +193,7 @@ def test_hash_follows_what_is_in_the_shards(tmp_path):
         ({"image": "f/x.1.png"}, ["1.png"]),
         ({"image": "x.0.png"}, ["0.png"]),
         ({"image": []}, []),
+        ({"image": None}, ["0.png", "1.png"]),
         ({"video": ["0.png", "1.png"]}, ["0.png", "1.png"]),
         ({"image": "2.png"}, "names '2.png', but the members of its key are f/x.json, f/x.0.png"),
         ({"video": "f"}, "in a shard it must be a list of the members"),
@@ -249,6 +250,17 @@ def test_bad_samples_are_skipped_like_others(written, tmp_path, tokenizer):
     assert all(sample.where in sample.message for sample in result.skipped)
 
 
+def test_a_video_that_is_not_shown_is_an_error(tmp_path):
+    """Prevents a question about a video from being learned without any of it."""
+    members = {"1.json": JSON_TURNS.encode(), "1.MP4": b"", "1.txt": b""}
+    write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(UserError, match=r"sample 1 has the video file 1\.MP4 and no image"):
+        _ = open_shards(tmp_path, "a.tar")[0]
+    named = json.dumps({"conversations": TURNS, "video": ["1.0.png"]}).encode()
+    write_tar(tmp_path / "a.tar", members | {"1.json": named, "1.0.png": picture()})
+    assert len(open_shards(tmp_path, "a.tar")[0].images) == 1
+
+
 def truncated(content: bytes) -> bytes:
     return content[:2000]
 
@@ -278,6 +290,10 @@ def test_mistakes_about_shards(tmp_path):
     members = {"1.json": JSON_TURNS.encode(), "1.b.png": b"", "1.B.png": b""}
     write_tar(tmp_path / "a.tar", members)
     with pytest.raises(UserError, match=r"a\.tar: .*duplicate file name"):
+        open_shards(tmp_path, "a.tar")
+    apart = {"1.json": b"", "2.json": b"", "1.png": b"", "2.png": b""}
+    write_tar(tmp_path / "a.tar", apart)
+    with pytest.raises(UserError, match=r"a\.tar: .*files of 1 stand apart"):
         open_shards(tmp_path, "a.tar")
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("1.json"))

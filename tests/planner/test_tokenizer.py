@@ -3,6 +3,8 @@
 import json
 import pickle
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -23,6 +25,7 @@ from tokenizer_cases import (
     write_sentencepiece,
 )
 from tokenizers import Tokenizer as FastModel
+from transformers import PreTrainedTokenizerFast
 
 from omnibal.config import load_model
 from omnibal.data.chat import check_tokenizer
@@ -159,6 +162,66 @@ def test_tokens_that_only_the_config_has_are_added(tmp_path):
         open_tokenizer(path)
 
 
+PIECES = [*CONTROLS, *IMAGES, *WORDS, "<s>", "<new>", "<more>", "zqz", "a", " ", "  ", "\n"]
+
+
+def assert_as_transformers(folder: Path, pieces: list[str]) -> None:
+    """Whether both read the folder's tokenizer.json and what is beside it in the same way."""
+    ours, theirs = open_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = ids_by(theirs)
+    for before, piece, after in product(PIECES, pieces, PIECES):
+        assert ours.encode(before + piece + after) == ids(before + piece + after)
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+FLAGS = ["lstrip", "rstrip", "normalized", "single_word"]
+
+
+@pytest.mark.parametrize("flags", [{name: True} for name in FLAGS] + [dict.fromkeys(FLAGS, True)])
+def test_flags_of_the_config_count(tmp_path, flags):
+    """Prevents spaces beside a token that the checkpoint's own tokenizer takes away, or a token
+    within a word."""
+    path = write_fast(tmp_path)
+    plain = json.loads(path.read_text())["added_tokens"]
+    decoder = {str(token.pop("id")): dict(token) for token in plain}
+    for token in decoder.values():
+        if token["content"] in ("<quad>", "<|im_end|>"):
+            token |= flags
+    decoder[str(open_tokenizer(path).vocab_size)] = {"content": "zqz", "special": False, **flags}
+    (tmp_path / CONFIG).write_text(json.dumps({"added_tokens_decoder": decoder}))
+    assert_as_transformers(tmp_path, ["<quad>", "<|im_end|>", "zqz"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"extra_special_tokens": ["<more>"], "additional_special_tokens": ["zqz"]},
+        {"additional_special_tokens": ["<more>", "zqz", "a"]},
+        {"extra_special_tokens": {"image_token": "<more>"}, "mask_token": "zqz", "eos_token": "a"},
+        {"pad_token": {"__type": "AddedToken", "content": "<new>", "lstrip": False}},
+    ],
+)
+@pytest.mark.parametrize("added", [False, True])
+def test_what_else_adds_tokens_to_a_fast_tokenizer(tmp_path, config, added):
+    """Prevents tokens that a checkpoint was trained with from being read as text."""
+    size = open_tokenizer(write_fast(tmp_path)).vocab_size
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    if added:
+        listed = {"<new>": size, "<more>": size + 1}
+        (tmp_path / "added_tokens.json").write_text(json.dumps(listed))
+    assert_as_transformers(tmp_path, ["<more>", "zqz", "a", "<new>"])
+
+
+def test_a_whole_word_is_not_looked_for_beside_sentencepiece(tmp_path):
+    """Prevents a flag from being passed over without a word."""
+    path = write_sentencepiece(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    config["added_tokens_decoder"]["400"] = {"content": "<more>", "single_word": True}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"<more> as a single_word token.*tokenizer\.json"):
+        open_tokenizer(path)
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "expected"),
     [
@@ -183,6 +246,9 @@ def test_hash_covers_all_that_changes_ids(tmp_path):
     seen = {open_tokenizer(path).sha256}
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(config | {"chat_template": "other"}))
+    assert {open_tokenizer(path).sha256} == seen
+    order = reversed(config["added_tokens_decoder"].items())
+    (tmp_path / CONFIG).write_text(json.dumps({**config, "added_tokens_decoder": dict(order)}))
     assert {open_tokenizer(path).sha256} == seen
     config["added_tokens_decoder"]["400"] = {"content": "<more>"}
     (tmp_path / CONFIG).write_text(json.dumps(config))

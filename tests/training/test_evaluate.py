@@ -1,5 +1,8 @@
 """Greedy answers under the pipeline against answering one question at a time by hand."""
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +47,12 @@ def answers_one_by_one(links, plan, folder):
     total, answers = len(reader.annotations), []
     for index in np.linspace(0, total - 1, SAMPLES).round().astype(int):
         sample = reader.annotations[int(index)]
-        pixels, tiles = reader.pixels([sample]), reader.tiles_per_image(sample)
+        all_pixels, tiles = reader.pixels([sample]), reader.tiles_per_image(sample)
         for turn in range(len(sample.turns)):
             ids = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
             ids, answer = ids.tolist(), []
+            context = ids.count(reader.tokenizer.image_context)
+            pixels = all_pixels[: context // reader.model.tokens_per_tile]
             while len(answer) < MAX_NEW_TOKENS and reader.answer_end not in answer:
                 token_ids = torch.tensor(ids + answer)
                 images = (token_ids == reader.tokenizer.image_context).nonzero().squeeze(1)
@@ -68,6 +73,59 @@ def answers_one_by_one(links, plan, folder):
             words = [token for token in answer if token != reader.answer_end]
             answers.append((sample.identity, turn, reader.tokenizer.decode(words)))
     return answers
+
+
+def ask_one_image_a_turn(digits: Path, folder: Path) -> None:
+    """Held-out data with an image in each turn, and without any in one."""
+    (folder / "heldout").mkdir()
+    shutil.copy(digits / "tokenizer.model", folder)
+    found = Annotations.open(digits / "heldout" / "meta.json")
+    images = list(dict.fromkeys(sample.images[0].path for sample in found if sample.images))
+    lines = []
+    for number in range(SAMPLES):
+        asked = ["<image>\nWhich?", "And?", "<image>\nAnd here?"][: 3 - number % 2]
+        shown = [str(images[2 * number])]
+        shown += [str(images[2 * number + 1])] * (len(asked) == 3)
+        messages = [
+            {"from": speaker, "value": value}
+            for question in asked
+            for speaker, value in (("human", question), ("gpt", "7"))
+        ]
+        lines.append(json.dumps({"image": shown, "conversations": messages}))
+    (folder / "heldout" / "a.jsonl").write_text("\n".join(lines))
+    meta = {"a": {"root": "", "annotation": "a.jsonl"}}
+    (folder / "heldout" / "meta.json").write_text(json.dumps(meta))
+
+
+def test_images_come_with_the_turns_that_show_them(digits, tmp_path):
+    """Prevents: an end on tiles that no question has shown yet, or an answer that has seen them."""
+    ask_one_image_a_turn(digits, tmp_path)
+    model = load_model("internvl-digits")
+    plan = toy_plan(model, stages_of(model, 3))
+    evaluation, _ = run_ranks(plan.parallel, pipeline_answers, plan, tmp_path)
+    whole = toy_plan(model, stages_of(model))
+    [expected] = run_ranks(whole.parallel, answers_one_by_one, whole, tmp_path)
+    assert [answer.answered for answer in evaluation.examples] == [text for _, _, text in expected]
+    assert len({text for _, _, text in expected}) > 1
+
+
+def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
+    """Prevents: later images from being read for an earlier question."""
+    ask_one_image_a_turn(digits, tmp_path)
+    reader = reader_of(tmp_path)
+    sample = reader.annotations[0]
+    first, second = reader.tiles_per_image(sample)
+    prompts = [reader.prompt(sample, turn) for turn in range(3)]
+    assert [prompt.tiles for prompt in prompts] == [first, first, first + second]
+    for prompt in prompts:
+        context = np.count_nonzero(prompt.token_ids == reader.tokenizer.image_context)
+        assert context == prompt.tiles * reader.model.tokens_per_tile
+    # As one question about the first image alone is, which is cut as it is beside the second.
+    alone = replace(sample, images=sample.images[:1], turns=sample.turns[:1])
+    share = reader.model.tiling.max_dynamic_patch // 2
+    prompt = reader.prompt(replace(alone, max_dynamic_patch=share), 0)
+    assert prompt.tiles == first
+    np.testing.assert_array_equal(prompt.token_ids, prompts[0].token_ids)
 
 
 @pytest.mark.parametrize(

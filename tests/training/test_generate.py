@@ -1,0 +1,127 @@
+"""Answers of a whole model in one process, against Transformers' own generation and decoding."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from PIL import Image
+from ranks import run_ranks
+from released import KINDS, PIECES, imported, save_released, transformers_model
+
+from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.data import SampleReader
+from megatron.vlm.generate import generate, load_whole_model
+from omnibal.data.chat import encode_prompt
+from omnibal.data.image_files import ImageFile
+from omnibal.data.sample import Sample, Turn
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.plan import Parallel
+
+ROOT = Path(__file__).parents[2]
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module", params=["300m-qwen2", "6b-qwen2-tied"])
+def model_and_run(request, tmp_path_factory):
+    """A random model of Transformers, and the run directory it was imported to."""
+    folder = tmp_path_factory.mktemp("released")
+    model = transformers_model(KINDS[request.param])
+    save_released(model, folder / "model", "transformers")
+    write_tokenizer(folder / "model")
+    return model, imported(folder / "model", folder / "run")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words that stand apart, and the pieces of the chat template."""
+    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(PIECES[:6])
+    words.save(str(folder / "tokenizer.json"))
+
+
+def sample_of(folder: Path, images: int) -> Sample:
+    paths = []
+    for number in range(images):
+        pixels = np.random.default_rng(number).integers(0, 256, (20, 45, 3), np.uint8)
+        paths.append(folder / f"{number}.png")
+        Image.fromarray(pixels).save(paths[-1])
+    question = "<image>\n" * images + "a b"
+    return Sample(
+        identity="s", source="s", where="s", images=tuple(map(ImageFile, paths)),
+        turns=(Turn(question, "", None),),
+    )  # fmt: skip
+
+
+def reader_of(run: Path, sample: Sample) -> SampleReader:
+    return SampleReader([sample], open_tokenizer(run / "tokenizer"), open_newest(run).model)
+
+
+def answers(links, run, samples):
+    stage = load_whole_model(run, open_newest(run), "fp32")
+    return [list(generate(stage, reader_of(run, one), one, NEW_TOKENS)) for one in samples]
+
+
+def test_answers_are_those_of_transformers(tmp_path, model_and_run):
+    """Prevents: image features in wrong places or of other images, a prompt that is not the
+    template's, and tokens after the answer has ended."""
+    model, run = model_and_run
+    samples = [sample_of(tmp_path, images) for images in (0, 1, 2)]
+    [ours] = run_ranks(Parallel(pipeline=1), answers, run, samples)
+    for sample, answer in zip(samples, ours, strict=True):
+        reader = reader_of(run, sample)
+        tiles = reader.tiles_per_image(sample)
+        prompt = encode_prompt(sample, 0, tiles, reader.model, reader.tokenizer)
+        images = {"pixel_values": reader.pixels([sample])} if tiles else {}
+        expected = model.generate(
+            input_ids=torch.from_numpy(prompt).unsqueeze(0),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=NEW_TOKENS, do_sample=False,
+            eos_token_id=reader.answer_end, pad_token_id=reader.answer_end, **images,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        if reader.answer_end in expected:
+            expected = expected[: expected.index(reader.answer_end)]
+        assert answer == expected
+
+
+def chat(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/chat.py", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_chat_prints_the_answer(tmp_path, model_and_run):
+    """Prevents: a command that answers otherwise than the function, or about no image."""
+    _, run = model_and_run
+    sample = sample_of(tmp_path, 1)
+    [[answer]] = run_ranks(Parallel(pipeline=1), answers, run, [sample])
+    asked = chat(
+        "--load", run, "--image", sample.images[0].path, "--prompt", "a b", "--precision", "fp32",
+        "--max-new-tokens", NEW_TOKENS,
+    )  # fmt: skip
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout == open_tokenizer(run / "tokenizer").decode(answer) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--image", "nowhere.png", "--prompt", "a"), "nowhere.png: is not a file"),
+        (("--prompt", "a <image>"), "has 1 <image> for 0 --image"),
+        (("--load", "nowhere", "--prompt", "a"), "nowhere: holds no checkpoint"),
+        (("--tokenizer-model", "nowhere", "--prompt", "a"), "nowhere: no such tokenizer"),
+    ],
+)
+def test_mistakes_are_one_line(model_and_run, arguments, message):
+    """Prevents: a traceback, or minutes of loading before a mistake is told."""
+    _, run = model_and_run
+    asked = chat("--load", run, *arguments)
+    assert asked.returncode == 2
+    assert asked.stderr.startswith("error: ")
+    assert message in asked.stderr
+    assert len(asked.stderr.splitlines()) == 1
