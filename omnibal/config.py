@@ -204,8 +204,9 @@ def model_toml(model: ModelConfig) -> str:
 
 
 def _toml_line(name: str, value: str | int | float | bool) -> str:
-    # JSON writes text, numbers and truth values as TOML does.
-    return f"{name} = {json.dumps(value, ensure_ascii=False)}"
+    # JSON writes text, numbers and truth values as TOML does, but for one control character.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{name} = {text}"
 
 
 def load_cluster(name_or_path: str) -> ClusterConfig:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,19 +45,23 @@ def atomic(path: Path) -> Iterator[Path]:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A new folder that gets the name `path` when all in it is written, or is removed on any error.
 
+    Until then it is in a `.part` folder beside `path`, of a name that nothing else has.
+
     Raises:
-        UserError: `path` exists.
+        UserError: `path` exists, if only as a link that leads nowhere.
     """
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
-    part = path.with_name(path.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    holder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
     try:
+        # Only the owner may enter what mkdtemp makes; the folder in it is like any other.
+        part = holder / path.name
+        part.mkdir()
         yield part
         part.rename(path)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(holder, ignore_errors=True)
 
 
 def write_json_model(model: BaseModel, path: Path) -> None:

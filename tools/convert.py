@@ -8,10 +8,12 @@ Tensors are read and written a few at a time: no more than about one file's are 
 """
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import torch
@@ -19,18 +21,26 @@ import typer
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.checkpoint_identity import open_newest, reason
 from megatron.vlm.conversion.exporting import (
     Export,
     plan_export_as,
     plan_export_like,
     write_export,
 )
-from megatron.vlm.conversion.importing import import_checkpoint, open_released
+from megatron.vlm.conversion.importing import (
+    TOKENIZER_FOLDER,
+    import_checkpoint,
+    open_released,
+)
 from megatron.vlm.conversion.tensor_map import Layout
-from omnibal.data.tokenizer import open_tokenizer
+from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
+_NO_TOKENIZER = (
+    "\nnote: no tokenizer goes along, so config.json does not set image_token_id; give one as "
+    "--tokenizer-model"
+)
 _UNITS = {"MB": 10**6, "GB": 10**9}
 
 app = typer.Typer(
@@ -78,7 +88,10 @@ def export(
         Layout | None, typer.Option(help="without --like: names to give the tensors")
     ] = None,
     tokenizer_model: Annotated[
-        Path | None, typer.Option(help="without --like: tokenizer that goes with the model")
+        Path | None,
+        typer.Option(
+            help=f"without --like: tokenizer to go along (default: RUN/{TOKENIZER_FOLDER})"
+        ),
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
@@ -98,14 +111,22 @@ def export(
         raise UserError("--tokenizer-model goes with --layout; --like brings its own tokenizer")
     stored = open_newest(run)
     wanted_dtype = None if dtype is None else getattr(torch, dtype)
+    note = ""
     if like is not None:
         planned = plan_export_like(stored, open_released(like), wanted_dtype)
     else:
-        tokenizer = None if tokenizer_model is None else open_tokenizer(tokenizer_model)
+        tokenizer = _tokenizer(run, tokenizer_model)
+        note = _NO_TOKENIZER if tokenizer is None and not layout.is_original else ""
         planned = plan_export_as(stored, layout, wanted_dtype, tokenizer, _bytes(max_shard_size))
     with _progress("exporting", planned.bytes) as advance:
         write_export(planned, output, advance)
-    print(_summary(planned, output))
+    print(_summary(planned, output) + note)
+
+
+def _tokenizer(run: Path, given: Path | None) -> Tokenizer | None:
+    if given is None and not (run / TOKENIZER_FOLDER).is_dir():
+        return None
+    return open_tokenizer(given or run / TOKENIZER_FOLDER)
 
 
 def _bytes(text: str) -> int:
@@ -124,14 +145,27 @@ def _summary(planned: Export, output: Path) -> str:
     )
 
 
+@contextmanager
+def _cleaning_up_when_terminated() -> Iterator[None]:
+    """SIGTERM is an exception as Ctrl-C is, so that nothing stays that is there by half."""
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+    sys.exit(128 + number)
+
+
 def main() -> None:
     try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        with _cleaning_up_when_terminated():
+            app()
+    except (UserError, OSError) as error:
+        print(f"error: {reason(error)}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
 
 

@@ -61,8 +61,8 @@ def open_newest(directory: Path) -> CheckpointIdentity:
     step = latest_step(directory)
     if step is None:
         raise UserError(
-            f"{directory}: holds no checkpoint ({TRACKER_FILE} is missing); --load takes the "
-            "directory that an earlier run was given as --save"
+            f"{directory}: holds no checkpoint ({TRACKER_FILE} is missing); give the directory of "
+            "a run: what an earlier one was given as --save, or an import has made"
         )
     path = checkpoint_path(directory, step)
     with one_error(path):
@@ -86,12 +86,18 @@ def open_newest(directory: Path) -> CheckpointIdentity:
         )
 
 
-def architecture_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
-    """Why weights of the one do not fit the other; empty if they do."""
-    lines = differences(_architecture(there), _architecture(here), "in the plan")
+def architecture_differences(
+    there: ModelConfig, here: ModelConfig, place: str = "in the plan"
+) -> list[str]:
+    """Why weights of the one do not fit the other; empty if they do.
+
+    Args:
+        place: where `here` is from.
+    """
+    lines = differences(_architecture(there), _architecture(here), place)
     scaled = [model.vision.layer_scale_init is not None for model in (there, here)]
     if scaled[0] != scaled[1]:
-        lines.append(f"layer scale is {'on' if scaled[0] else 'off'} there and not in the plan")
+        lines.append(f"layer scale is {'on' if scaled[0] else 'off'} there and not {place}")
     return lines
 
 
@@ -125,13 +131,28 @@ def one_error(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, CheckpointException) as error:
+        raise_no_failure(error)
         raise UserError(f"{path}: cannot be read: {reason(error)}; {_remedy(path)}") from error
+
+
+def raise_no_failure(error: BaseException) -> None:
+    """Raise what is no failure to read or write, of all that torch makes one exception of: that the
+    program is to stop, such as KeyboardInterrupt, or a UserError, which is told as it is."""
+    for cause in _causes(error):
+        if isinstance(cause, UserError) or not isinstance(cause, Exception):
+            raise cause from error
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """What failed on each rank, where that is what the error is."""
+    if not isinstance(error, CheckpointException):
+        return [error]
+    return [failure[0] for failure in error.failures.values()]
 
 
 def reason(error: BaseException) -> str:
     """The cause that a user can do something about, in one line."""
-    if isinstance(error, CheckpointException):  # torch's collection of what failed on which rank
-        error = next(iter(error.failures.values()))[0]
+    error = _causes(error)[0]
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError | UserError):
         cause = cause.__context__
@@ -139,8 +160,8 @@ def reason(error: BaseException) -> str:
         return str(cause)
     if cause is not None and cause.strerror is not None:
         return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    line = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    return f"{type(error).__name__}: {line[:200]}"
 
 
 def _remedy(path: Path) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.config import ModelConfig, load_cluster, load_model, preset_names
+from omnibal.config import ModelConfig, load_cluster, load_model, model_toml, preset_names
 from omnibal.errors import UserError
 
 DIGITS = load_model("internvl-digits")
@@ -70,3 +70,13 @@ def test_a_folder_is_no_model(tmp_path):
     """Prevents a traceback for the path of a folder."""
     with pytest.raises(UserError, match="neither a file nor a preset"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", 'a"b\\c', "a\n\tb", "\x01\x1f", "\x7f", "\u2028\u00e9\U0001f600"]
+)
+def test_a_written_model_is_read_as_it_was(tmp_path, name):
+    """Prevents a model.toml that no reader of TOML takes, for a character in a name."""
+    model = DIGITS.model_copy(update={"name": name, "system_message": f"{name}."})
+    (tmp_path / "model.toml").write_text(model_toml(model), encoding="utf-8")
+    assert load_model(str(tmp_path / "model.toml")) == model

@@ -7,7 +7,13 @@ from pydantic import PositiveInt
 
 from omnibal.config import Frozen
 from omnibal.errors import UserError
-from omnibal.files import atomic, read_json_model, read_toml_model, write_json_model
+from omnibal.files import (
+    atomic,
+    atomic_directory,
+    read_json_model,
+    read_toml_model,
+    write_json_model,
+)
 
 
 class Inner(Frozen):
@@ -118,3 +124,39 @@ def test_what_is_no_file_is_named(tmp_path: Path, read):
         read(Inner, tmp_path / "absent", "mend it")
     with pytest.raises(UserError, match=r"cannot be read \(Is a directory\); mend it"):
         read(Inner, tmp_path, "mend it")
+
+
+def test_a_finished_folder_gets_its_name(tmp_path):
+    """Prevents a folder that is seen half written, or that only its owner may enter."""
+    path, other = tmp_path / "deep" / "out", tmp_path / "other"
+    with atomic_directory(path) as temporary:
+        (temporary / "a").write_text("a")
+        assert not path.exists()
+    other.mkdir()
+    assert [one.name for one in path.iterdir()] == ["a"]
+    assert path.stat().st_mode == other.stat().st_mode
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
+def test_a_failed_folder_leaves_nothing_and_takes_nothing(tmp_path, error):
+    """Prevents rests of a failed write, and a folder of the user's that is taken for such rests."""
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "kept").write_text("kept")
+    with pytest.raises(error), atomic_directory(tmp_path / "out") as temporary:
+        (temporary / "a").write_text("a")
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
+    assert (tmp_path / "out.part" / "kept").read_text() == "kept"
+
+
+@pytest.mark.parametrize("leads_to", ["absent", "folder"])
+def test_a_link_is_not_written_over(tmp_path, leads_to):
+    """Prevents hours of writing that end in an error, as no folder can take a link's name."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / leads_to)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(UserError, match="out: exists already"):
+        with atomic_directory(tmp_path / "out"):
+            pass
+    assert set(tmp_path.iterdir()) == before

@@ -7,6 +7,8 @@ import math
 import multiprocessing
 import re
 import resource
+import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megatron.vlm.conversion import own_weights
+from megatron.vlm.conversion.importing import ReleasedCheckpoint
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from omnibal.config import load_model
 from tools import convert
@@ -135,6 +139,70 @@ def test_full_disk_leaves_nothing(tmp_path, checkpoint, run, way, limit):
 
 def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("way", ["import", "layout"])
+def test_terminated_command_leaves_nothing(tmp_path, checkpoint, run, monkeypatch, way):
+    """Prevents: half a conversion after a scheduler's SIGTERM, or an exit code of success."""
+    for kind, method in (
+        (ReleasedCheckpoint, "read"),
+        (own_weights._ReadPlanner, "resolve_tensor"),
+    ):
+        monkeypatch.setattr(kind, method, terminated_in(getattr(kind, method)))
+    arguments = {
+        "import": ("import", checkpoint),
+        "layout": ("export", run, "--layout", "transformers"),
+    }[way]
+    code = in_child(tmp_path / "log", *arguments, "-o", tmp_path / "out" / "target")
+    assert code == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+    assert "error" not in (tmp_path / "log").read_text()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def terminated_in(method: Callable) -> Callable:
+    """The same, but that SIGTERM comes in the fifth call."""
+    calls: list[int] = []
+
+    def call(*arguments: object) -> object:
+        calls.append(0)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return method(*arguments)
+
+    return call
+
+
+def test_failure_without_a_file_is_told(monkeypatch, capsys):
+    """Prevents: "None: None" where the system names no file."""
+
+    def fail() -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(convert, "app", fail)
+    with pytest.raises(SystemExit) as ended:
+        convert.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: OSError: no more processes\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_tokenizer_of_the_run_goes_along(tmp_path, run, capsys, monkeypatch):
+    """Prevents: an export that cannot be shown an image, as nothing says which token stands for
+    one, and nobody being told."""
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare)
+    shutil.rmtree(bare / "tokenizer")
+    for source, target in ((run, tmp_path / "with"), (bare, tmp_path / "without")):
+        arguments = ("export", source, "--layout", "transformers", "-o", target)
+        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            convert.main()
+        assert ended.value.code == 0
+        config = json.loads((target / "config.json").read_text())
+        has_tokenizer = source == run
+        assert ("image_token_id" in config) == has_tokenizer
+        assert (target / "tokenizer.json").is_file() == has_tokenizer
+        assert ("image_token_id" in capsys.readouterr().out) != has_tokenizer
 
 
 def test_help_says_what_the_commands_do():

@@ -6,21 +6,29 @@ with a config.json made from the model.
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron.vlm.checkpoint_identity import CheckpointIdentity, architecture_differences
-from megatron.vlm.conversion.importing import TOKENIZER_FILES, ReleasedCheckpoint
+from megatron.vlm.conversion.importing import ReleasedCheckpoint, tokenizer_files
 from megatron.vlm.conversion.own_weights import StoredWeights
-from megatron.vlm.conversion.released_config import CONFIG_FILE, check_exportable, write_config
+from megatron.vlm.conversion.released_config import (
+    CONFIG_FILE,
+    TokenIds,
+    check_exportable,
+    configurations,
+    with_dtype,
+)
 from megatron.vlm.conversion.released_files import (
     INDEX_FILE,
     SINGLE_FILE,
+    check_room,
+    index_text,
     write_file,
-    write_index,
     writing,
 )
 from megatron.vlm.conversion.tensor_map import (
@@ -33,10 +41,10 @@ from megatron.vlm.conversion.tensor_map import (
     released,
 )
 from omnibal.config import ModelConfig
-from omnibal.data.chat import check_tokenizer
+from omnibal.data.chat import answer_end, check_tokenizer
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.errors import UserError
-from omnibal.files import atomic_directory
+from omnibal.files import atomic_directory, read_text
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 
@@ -76,13 +84,10 @@ class Export:
     model: ModelConfig
     layout: Layout
     files: tuple[_File, ...]
-    index_metadata: dict[str, int | float | str] | None
-    """None: no index is written."""
     copied: tuple[Path, ...]
     """Files that go along as they are."""
-    config_dtype: torch.dtype | None
-    """Of a config.json that is made from the model; None where one is copied."""
-    image_token_id: int | None
+    made: Mapping[str, str]
+    """Texts of other files, by name: configurations and the index."""
 
     @property
     def bytes(self) -> int:
@@ -99,7 +104,8 @@ def plan_export_like(
     Raises:
         UserError: the models differ.
     """
-    different = architecture_differences(stored.model, like.model)
+    place = f"in {like.directory / CONFIG_FILE}"
+    different = architecture_differences(stored.model, like.model, place)
     if different:
         raise UserError(
             f"{stored.path}: is of another model than {like.directory}: {'; '.join(different)}; "
@@ -120,21 +126,43 @@ def plan_export_like(
         _File(name=name, pieces=tuple(pieces), metadata=like.files.header_metadata(name))
         for name, pieces in sorted(by_file.items())
     ]
+    made = {} if dtype is None else _of_another_type(like, files, dtype)
+    # The index says nothing of values; as it is in the folder, so it stays unless types change.
     copied = [
         path
         for path in sorted(like.directory.iterdir())
-        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES)
+        if path.is_file()
+        and path.name not in made
+        and (path.name == INDEX_FILE or not path.name.endswith(_WEIGHT_SUFFIXES))
     ]
     return Export(
         stored=stored,
         model=like.model,
         layout=like.layout,
         files=tuple(files),
-        index_metadata=like.files.index_metadata,
         copied=tuple(copied),
-        config_dtype=None,
-        image_token_id=None,
+        made=made,
     )
+
+
+def _of_another_type(
+    like: ReleasedCheckpoint, files: Sequence[_File], dtype: torch.dtype
+) -> dict[str, str]:
+    """Files that tell the type of the tensors, or how many bytes they have."""
+    config = read_text(like.directory / CONFIG_FILE, "fetch it again")
+    made = {CONFIG_FILE: with_dtype(config, _type_name(dtype))}
+    if like.files.index is not None:
+        made[INDEX_FILE] = _index_text(like.files.index, files)
+    return made
+
+
+def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
+    weight_map = {piece.name: file.name for file in files for piece in file.pieces}
+    return index_text(index, weight_map, sum(file.bytes for file in files))
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def plan_export_as(
@@ -163,20 +191,21 @@ def plan_export_as(
         for piece in _pieces(model, layout)
     ]
     files = _dealt(pieces, bytes_per_file)
-    copied: list[Path] = []
+    ids, beside = None, []
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
-        beside = tokenizer.path.parent
-        copied = [beside / name for name in TOKENIZER_FILES if (beside / name).is_file()]
+        ids = TokenIds(image=tokenizer.image_context, end=answer_end(model, tokenizer))
+        beside = tokenizer_files(tokenizer.path.parent)
+    made = configurations(model, layout, _type_name(pieces[0].dtype), ids)
+    if len(files) > 1:
+        made[INDEX_FILE] = _index_text({}, files)
     return Export(
         stored=stored,
         model=model,
         layout=layout,
         files=tuple(files),
-        index_metadata={} if len(files) > 1 else None,
-        copied=tuple(copied),
-        config_dtype=pieces[0].dtype,
-        image_token_id=None if tokenizer is None else tokenizer.image_context,
+        copied=tuple(path for path in beside if path.name not in made),
+        made=made,
     )
 
 
@@ -189,24 +218,19 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
         on_written: called after each file with the bytes of its tensors.
 
     Raises:
-        UserError: the target exists, or a file cannot be read or written.
+        UserError: the target exists, there is no room, or a file cannot be read or written.
     """
+    companions = sum(path.stat().st_size for path in export.copied)
+    check_room(target, export.bytes + companions + sum(map(len, export.made.values())))
     with atomic_directory(target) as folder, writing(target):
         for path in export.copied:
             shutil.copyfile(path, folder / path.name)
-        if export.config_dtype is not None:
-            type_name = str(export.config_dtype).removeprefix("torch.")
-            write_config(
-                export.model, export.layout, type_name, export.image_token_id, folder / CONFIG_FILE
-            )
+        for name, text in export.made.items():
+            (folder / name).write_text(text, encoding="utf-8")
         weights = StoredWeights(export.stored.path)
         for file in export.files:
             write_file(folder / file.name, _tensors(export, file, weights), file.metadata)
             on_written(file.bytes)
-        if export.index_metadata is not None:
-            weight_map = {piece.name: file.name for file in export.files for piece in file.pieces}
-            total = {"total_size": export.bytes}
-            write_index(folder / INDEX_FILE, weight_map, export.index_metadata | total)
 
 
 def _pieces(model: ModelConfig, layout: Layout) -> Iterator[_Piece]:

@@ -6,8 +6,9 @@ RUN/tokenizer/       the tokenizer's files, for --tokenizer-model RUN/tokenizer
 """
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,11 @@ from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
     TensorInfo,
+    check_room,
     shortened,
     writing,
 )
+from megatron.vlm.conversion.slow_tokenizer import TOKENIZER_FILE, fast_tokenizer, is_slow
 from megatron.vlm.conversion.tensor_map import (
     Layout,
     Parameter,
@@ -38,14 +41,18 @@ from omnibal.files import atomic_directory
 
 MODEL_FILE = "model.toml"
 TOKENIZER_FOLDER = "tokenizer"
-TOKENIZER_FILES = (
+_TOKENIZER_FILES = (
     "tokenizer.model",
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer_config.json",
     "added_tokens.json",
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.jinja",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "tokenization_*.py",
 )
 
 
@@ -90,6 +97,9 @@ class ReleasedCheckpoint:
 def open_released(directory: Path) -> ReleasedCheckpoint:
     """Find out what a released checkpoint is, and that every tensor of it has a place.
 
+    Transformers 5 does not tie a head whose tensor is another than the embedding, whatever
+    config.json says, and saves such models; so in its layout the tensors have the last word.
+
     Raises:
         UserError: a file is missing or broken, the model is of a variant that is not supported, or
             tensors are missing, unknown, or of other sizes than config.json says.
@@ -102,11 +112,22 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
     if model.language.tied_head and head in files.tensors:
         embedding = checkpoint.read(embedding_parameter(model))
         if not torch.equal(files.read(head), embedding):
-            raise UserError(
-                f"{directory}: config.json ties the head to the token embedding, but {head} is "
-                "another matrix; set tie_word_embeddings to false there"
-            )
+            if layout.is_original:
+                raise UserError(
+                    f"{directory}: config.json ties the head to the token embedding, but {head} is "
+                    "another matrix; set tie_word_embeddings to false there"
+                )
+            language = model.language.model_copy(update={"tied_head": False})
+            untied = model.model_copy(update={"language": language})
+            return replace(checkpoint, model=untied)
     return checkpoint
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The tokenizer's files in a folder, and those that go with them."""
+    return [
+        path for name in _TOKENIZER_FILES for path in sorted(folder.glob(name)) if path.is_file()
+    ]
 
 
 def check_tensors(
@@ -158,14 +179,11 @@ def import_checkpoint(
         on_written: called after each parameter with its bytes.
 
     Raises:
-        UserError: the directory exists, the source's tokenizer does not go with the model, or
-            a file cannot be read or written.
+        UserError: the directory exists, the source's tokenizer does not go with the model, there
+            is no room, or a file cannot be read or written.
     """
-    copied = [name for name in TOKENIZER_FILES if (source.directory / name).is_file()]
-    has_tokenizer = bool({"tokenizer.model", "tokenizer.json"} & set(copied))
-    if has_tokenizer:
-        tokenizer = open_tokenizer(source.directory)
-        check_tokenizer(source.model, tokenizer)
+    tokenizer = _found_tokenizer(source)
+    check_room(run, source.bytes)
 
     def read(parameter: Parameter) -> torch.Tensor:
         values = source.read(parameter)
@@ -176,21 +194,61 @@ def import_checkpoint(
     dtypes = {parameter.key: source.dtype(parameter) for parameter in order}
     with atomic_directory(run) as folder, writing(run):
         (folder / MODEL_FILE).write_text(model_toml(source.model), encoding="utf-8")
-        if has_tokenizer:
-            _copy(source.directory, copied, folder / TOKENIZER_FOLDER)
+        if tokenizer is not None:
+            tokenizer.write(folder / TOKENIZER_FOLDER)
         write_weights(folder, source.model, dtypes, order, read)
     lines = [f"wrote {run / MODEL_FILE} and weights of type {_names(dtypes.values())}"]
-    if has_tokenizer:
-        lines.append(f"wrote {run / TOKENIZER_FOLDER}: {', '.join(copied)}")
+    if tokenizer is not None:
+        lines.append(f"wrote {run / TOKENIZER_FOLDER}: {', '.join(tokenizer.names)}")
+    elif is_slow(source.directory):
+        lines.append(
+            f"{source.directory} has a tokenizer without {TOKENIZER_FILE}, and it is not Qwen2's; "
+            "make one with Transformers' AutoTokenizer.from_pretrained(FOLDER)"
+            ".save_pretrained(FOLDER), and pass it as --tokenizer-model"
+        )
     else:
         lines.append(f"{source.directory} has no tokenizer; pass your own as --tokenizer-model")
     return lines
 
 
-def _copy(source: Path, names: Iterable[str], target: Path) -> None:
-    target.mkdir()
-    for name in names:
-        shutil.copyfile(source / name, target / name)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FoundTokenizer:
+    """What goes into the run's tokenizer folder."""
+
+    files: tuple[Path, ...]
+    made: str | None
+    """The text of a tokenizer.json that the source lacks."""
+
+    @property
+    def names(self) -> list[str]:
+        made = [] if self.made is None else [TOKENIZER_FILE]
+        return [path.name for path in self.files] + made
+
+    def write(self, target: Path) -> None:
+        target.mkdir()
+        for path in self.files:
+            shutil.copyfile(path, target / path.name)
+        if self.made is not None:
+            (target / TOKENIZER_FILE).write_text(self.made, encoding="utf-8")
+
+
+def _found_tokenizer(source: ReleasedCheckpoint) -> _FoundTokenizer | None:
+    """The source's tokenizer, found to go with its model; None where there is none to be used."""
+    folder = source.directory
+    files = tuple(tokenizer_files(folder))
+    if {"tokenizer.model", TOKENIZER_FILE} & {path.name for path in files}:
+        check_tokenizer(source.model, open_tokenizer(folder))
+        return _FoundTokenizer(files=files, made=None)
+    made = fast_tokenizer(folder) if is_slow(folder) else None
+    if made is None:
+        return None
+    found = _FoundTokenizer(files=files, made=made)
+    with tempfile.TemporaryDirectory() as temporary:
+        found.write(Path(temporary) / TOKENIZER_FOLDER)
+        tokenizer = open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
+        tokenizer.path = folder / TOKENIZER_FILE  # where a complaint is to look for it
+        check_tokenizer(source.model, tokenizer)
+    return found
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -3,14 +3,19 @@
 Read are the original InternVLChatConfig and Transformers' own InternVLConfig. What this project's
 model cannot do (scaled RoPE, features of an earlier layer, biases it lacks) is refused by name.
 Defaults are those of the classes that wrote the files, which leave them out.
+
+What is written for Transformers was tried with its versions 4.57.3 and 5.23, which differ in where
+they look for the RoPE base and the type of the tensors.
 """
 
 import json
+import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, PositiveInt, ValidationError
 
 from megatron.vlm.conversion.tensor_map import Layout, head_name
 from omnibal.config import (
@@ -24,6 +29,16 @@ from omnibal.errors import UserError
 from omnibal.files import read_json_model
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+_MAX_POSITIONS = 32_768
+"""Of most released InternVL2, 2.5 and 3 models; no ModelConfig holds it. It is what serving
+tools take for the longest text, and RoPE, which is not scaled here, does not depend on it."""
+_IMAGE_MEAN, _IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, with which all InternVL models are trained."""
+_BICUBIC = 3
+"""Pillow's number."""
+_STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
 _NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
     "layer_norm": "LayerNorm",
     "rms_norm": "RMSNorm",
@@ -36,6 +51,7 @@ _LANGUAGE_LAYOUTS = {
     "Qwen2ForCausalLM": Layout.INTERNVL_QWEN2,
 }
 _ARCHITECTURES = {layout: name for name, layout in _LANGUAGE_LAYOUTS.items()}
+_TRANSFORMERS_LANGUAGES = ("qwen2", "llama")
 _MODEL_TYPES = {
     Layout.INTERNVL_INTERNLM2: "internlm2",
     Layout.INTERNVL_LLAMA: "llama",
@@ -44,13 +60,13 @@ _MODEL_TYPES = {
 
 
 class _Rope(BaseModel):
-    rope_type: str = Field("default")
+    rope_type: str | None = None
     type: str | None = None
     rope_theta: float | None = None
 
     @property
     def kind(self) -> str:
-        return self.type or self.rope_type
+        return self.type or self.rope_type or "default"
 
 
 class _Language(BaseModel):
@@ -58,13 +74,13 @@ class _Language(BaseModel):
 
     architectures: list[str] | None = None
     model_type: str = ""
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    vocab_size: int
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    vocab_size: PositiveInt
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: _Rope | None = None
@@ -87,14 +103,18 @@ class _Language(BaseModel):
         return parameters.rope_theta or self.rope_theta, parameters.kind
 
 
+class _TransformersLanguage(_Language):
+    model_type: str = "qwen2"
+
+
 class _OriginalVision(BaseModel):
-    hidden_size: int = 3200
-    intermediate_size: int = 12_800
-    num_hidden_layers: int = 48
-    num_attention_heads: int = 25
-    num_channels: int = 3
-    patch_size: int = 14
-    image_size: int = 224
+    hidden_size: PositiveInt = 3200
+    intermediate_size: PositiveInt = 12_800
+    num_hidden_layers: PositiveInt = 48
+    num_attention_heads: PositiveInt = 25
+    num_channels: PositiveInt = 3
+    patch_size: PositiveInt = 14
+    image_size: PositiveInt = 224
     norm_type: str = "rms_norm"
     layer_norm_eps: float = 1e-6
     qkv_bias: bool = False
@@ -108,10 +128,11 @@ class _Original(BaseModel):
     llm_config: _Language
     tie_word_embeddings: bool | None = None
     downsample_ratio: float = 0.5
-    force_image_size: int | None = None
+    force_image_size: PositiveInt | None = None
     select_layer: int = -1
     ps_version: str = "v1"
     template: str | None = None
+    system_message: str | None = None
     dynamic_image_size: bool = False
     use_thumbnail: bool = False
     min_dynamic_patch: int = 1
@@ -119,13 +140,13 @@ class _Original(BaseModel):
 
 
 class _TransformersVision(BaseModel):
-    hidden_size: int = 1024
-    intermediate_size: int = 4096
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    num_channels: int = 3
-    patch_size: int | list[int] = 14
-    image_size: int | list[int] = 448
+    hidden_size: PositiveInt = 1024
+    intermediate_size: PositiveInt = 4096
+    num_hidden_layers: PositiveInt = 24
+    num_attention_heads: PositiveInt = 16
+    num_channels: PositiveInt = 3
+    patch_size: PositiveInt | list[PositiveInt] = 14
+    image_size: PositiveInt | list[PositiveInt] = 448
     norm_type: str = "layer_norm"
     layer_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -139,7 +160,7 @@ class _TransformersVision(BaseModel):
 
 class _Transformers(BaseModel):
     vision_config: _TransformersVision
-    text_config: _Language
+    text_config: _TransformersLanguage
     tie_word_embeddings: bool | None = None
     downsample_ratio: float = 0.5
     projector_hidden_act: str = "gelu"
@@ -167,7 +188,7 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
     path = directory / CONFIG_FILE
     remedy = "pass the folder of a released InternVL checkpoint"
     kind = read_json_model(_Kind, path, remedy)
-    name = directory.resolve().name.lower()
+    name = _model_name(directory)
     try:
         if kind.architectures == ["InternVLChatModel"] or kind.model_type == "internvl_chat":
             return _from_original(read_json_model(_Original, path, remedy), name, names, path)
@@ -181,6 +202,13 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
         f"{path}: is of a model of type {kind.model_type!r}; only InternVL's own "
         "(internvl_chat) and Transformers' (internvl) are converted"
     )
+
+
+def _model_name(directory: Path) -> str:
+    """The folder's name, or in a cache of Hugging Face's hub, where that is a hash, the model's."""
+    path = directory.resolve() if ".." in directory.parts else directory.absolute()
+    in_hub = path.parent.name == "snapshots"
+    return (path.parents[1].name.rpartition("--")[2] if in_hub else path.name).lower()
 
 
 def _from_original(
@@ -235,6 +263,7 @@ def _from_original(
             max_dynamic_patch=tiles,
             use_thumbnail=given.use_thumbnail,
         ),
+        system_message=given.system_message,
         **template,
     )
     return model, layout
@@ -247,9 +276,14 @@ def _from_transformers(
     layout = Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
     vision = given.vision_config
     image, patch = _square(vision.image_size, path), _square(vision.patch_size, path)
-    strategy = given.vision_feature_select_strategy
+    strategy, text = given.vision_feature_select_strategy, given.text_config
     _refuse(
         path,
+        (
+            text.model_type not in _TRANSFORMERS_LANGUAGES,
+            f"a language model of type {text.model_type!r}",
+            " or ".join(_TRANSFORMERS_LANGUAGES),
+        ),
         (given.vision_feature_layer != -1, "vision_feature_layer", "-1, the last layer"),
         (strategy != "default", f"vision_feature_select_strategy {strategy!r}", "'default'"),
         (given.projector_hidden_act != "gelu", "projector_hidden_act", "'gelu'"),
@@ -281,11 +315,7 @@ def _from_transformers(
             qk_norm=vision.use_qk_norm,
             layer_scale_init=vision.layer_scale_init_value,
         ),
-        language=_language(
-            given.text_config,
-            _is_tied(given.text_config, given.tie_word_embeddings, layout, names),
-            path,
-        ),
+        language=_language(text, _is_tied(text, given.tie_word_embeddings, layout, names), path),
         # The file says nothing of conversations; all that were released in this layout have these.
         chat_template="internvl2_5",
     )
@@ -295,9 +325,15 @@ def _from_transformers(
 def _is_tied(
     language: _Language, outer: bool | None, layout: Layout, names: Collection[str]
 ) -> bool:
-    """What the whole model's configuration says goes before its language model's."""
-    stated = language.tie_word_embeddings if outer is None else outer
-    return head_name(layout) not in names if stated is None else stated
+    """What the language model's own configuration says goes before the whole model's, which
+    InternVL's class sets from it. Transformers 5 goes by the latter, so a head that is not there is
+    tied in its layout if either says so."""
+    inner = language.tie_word_embeddings
+    lacks_head = head_name(layout) not in names
+    if lacks_head and not layout.is_original:
+        return bool(inner or outer) or (inner is None and outer is None)
+    stated = outer if inner is None else inner
+    return lacks_head if stated is None else stated
 
 
 def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
@@ -306,7 +342,8 @@ def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
     head_size = given.hidden_size // given.num_attention_heads
     _refuse(
         path,
-        # InternLM2's dynamic scaling only begins beyond the longest trained sequence.
+        # Dynamic scaling changes nothing up to max_position_embeddings, and longer sequences are
+        # not for this project to compute as they were released.
         (rope_kind not in ("default", "dynamic"), f"RoPE of type {rope_kind!r}", "unscaled"),
         (not rope_base.is_integer(), f"rope_theta {rope_base}", "a whole number"),
         (given.head_dim not in (None, head_size), f"head_dim {given.head_dim}", str(head_size)),
@@ -347,25 +384,75 @@ def _square(sides: int | list[int], path: Path) -> int:
     return sides[0]
 
 
-def write_config(
-    model: ModelConfig, layout: Layout, dtype: str, image_token_id: int | None, path: Path
-) -> None:
-    """Write the config.json of an exported model.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenIds:
+    """What configurations say of the tokenizer that goes with a model."""
+
+    image: int
+    """Of `<IMG_CONTEXT>`."""
+    end: int
+    """That closes an answer."""
+
+
+def configurations(
+    model: ModelConfig, layout: Layout, dtype: str, ids: TokenIds | None
+) -> dict[str, str]:
+    """Texts of the configuration files of an exported model, by file name.
+
+    Transformers' preprocessor always adds a thumbnail to several tiles, whatever
+    `tiling.use_thumbnail` is, and where two grids of equally many tiles are equally near to an
+    image's shape it may take another than InternVL does. Else its tiles are the same.
 
     Args:
         dtype: as Transformers names it, such as "bfloat16".
-        image_token_id: of `<IMG_CONTEXT>`, where a tokenizer goes with the model.
+        ids: None where no tokenizer goes with the model.
     """
-    config = (
-        _original(model, layout, dtype) if layout.is_original
-        else _transformers(model, dtype, image_token_id)
-    )  # fmt: skip
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    files: dict[str, dict[str, Any]] = {}
+    if layout.is_original:
+        files[CONFIG_FILE] = _original(model, layout, dtype)
+    else:
+        files[CONFIG_FILE] = _transformers(model, dtype, ids)
+        files[PREPROCESSOR_FILE] = _preprocessor(model)
+    if ids is not None:
+        language = "llm_config" if layout.is_original else "text_config"
+        files[CONFIG_FILE][language]["eos_token_id"] = ids.end
+        files[GENERATION_FILE] = {"eos_token_id": ids.end, "pad_token_id": ids.end}
+    return {
+        name: json.dumps(content, indent=2, sort_keys=True) + "\n"
+        for name, content in files.items()
+    }
+
+
+def with_dtype(config: str, dtype: str) -> str:
+    """The text of a config.json in which every type of tensors is `dtype`, and all else stays."""
+    return _STATED_DTYPE.sub(rf'\g<1>{dtype}"', config)
+
+
+def _preprocessor(model: ModelConfig) -> dict[str, Any]:
+    """Of Transformers' image processor: the tiles of training and their normalized pixels."""
+    size, tiling = model.vision.image_size, model.tiling
+    return {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "crop_to_patches": tiling.max_dynamic_patch > 1,
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": list(_IMAGE_MEAN),
+        "image_std": list(_IMAGE_STD),
+        "max_patches": tiling.max_dynamic_patch,
+        "min_patches": tiling.min_dynamic_patch,
+        "processor_class": "InternVLProcessor",
+        "resample": _BICUBIC,
+        "rescale_factor": 1 / 255,
+        "size": {"height": size, "width": size},
+    }
 
 
 def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
     vision, tiling = model.vision, model.tiling
-    return {
+    system = {} if model.system_message is None else {"system_message": model.system_message}
+    return system | {
         "architectures": ["InternVLChatModel"],
         "model_type": "internvl_chat",
         "downsample_ratio": model.downsample_ratio,
@@ -400,15 +487,18 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
     }
 
 
-def _transformers(model: ModelConfig, dtype: str, image_token_id: int | None) -> dict[str, Any]:
+def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[str, Any]:
     vision, language = model.vision, model.language
-    image_token = {} if image_token_id is None else {"image_token_id": image_token_id}
-    rope = {"rope_parameters": {"rope_theta": float(language.rope_base), "rope_type": "default"}}
+    image_token = {} if ids is None else {"image_token_id": ids.image}
+    # Transformers 4 reads the RoPE base and the type under other names than 5.
+    base = {"rope_theta": float(language.rope_base)}
+    rope = base | {"rope_parameters": base | {"rope_type": "default"}}
     return image_token | {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
         "downsample_ratio": model.downsample_ratio,
         "dtype": dtype,
+        "torch_dtype": dtype,
         "image_seq_length": model.tokens_per_tile,
         "text_config": _text(language, "qwen2" if language.qkv_bias else "llama") | rope,
         "tie_word_embeddings": language.tied_head,
@@ -435,6 +525,7 @@ def _text(language: LanguageConfig, model_type: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": language.hidden_size,
         "intermediate_size": language.ffn_hidden_size,
+        "max_position_embeddings": _MAX_POSITIONS,
         "num_attention_heads": language.heads,
         "num_hidden_layers": language.layers,
         "num_key_value_heads": language.kv_heads,

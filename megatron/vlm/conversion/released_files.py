@@ -5,11 +5,13 @@ model.safetensors.index.json        which file holds which tensor; not beside a 
 """
 
 import json
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -17,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint_identity import reason
+from megatron.vlm.checkpoint_identity import raise_no_failure, reason
 from omnibal.errors import UserError
 from omnibal.files import read_json_model
 
@@ -30,7 +32,7 @@ _LISTED = 5
 
 
 class _Index(BaseModel, extra="allow"):
-    metadata: dict[str, int | float | str] = {}
+    metadata: dict[str, Any] | None = None
     weight_map: dict[str, str]
 
 
@@ -60,11 +62,12 @@ class ReleasedFiles:
         self._directory = directory
         self._open: OrderedDict[str, safe_open] = OrderedDict()
         index = directory / INDEX_FILE
-        self.index_metadata: dict[str, int | float | str] | None = None
-        """Of the index, or None where a single file needs none."""
+        self.index: dict[str, Any] | None = None
+        """What the index says, or None where a single file needs none."""
         if index.is_file():
             listed = read_json_model(_Index, index, "fetch it again")
-            self.index_metadata = listed.metadata
+            self.index = listed.model_dump(exclude_unset=True)
+            _check_files(index, listed.weight_map)
             files = sorted(set(listed.weight_map.values()))
             found = self._headers(files)
             _check_index(index, listed.weight_map, found)
@@ -140,6 +143,15 @@ def _broken(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: is truncated or broken ({error}); fetch it again")
 
 
+def _check_files(index: Path, listed: Mapping[str, str]) -> None:
+    for name, file in listed.items():
+        if Path(file).name != file:
+            raise UserError(
+                f"{index}: has {name} in {file!r}; a tensor must be in a file of the index's own "
+                "folder: fetch the index again"
+            )
+
+
 def _check_index(index: Path, listed: Mapping[str, str], found: Mapping[str, TensorInfo]) -> None:
     unlisted = sorted(found.keys() - listed.keys())
     if unlisted:
@@ -165,11 +177,7 @@ def writing(target: Path) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        if isinstance(error, CheckpointException):
-            # Torch's collection of what failed: it may have been a read, or the user's own doing.
-            failure = next(iter(error.failures.values()))[0]
-            if isinstance(failure, UserError | KeyboardInterrupt):
-                raise failure from error
+        raise_no_failure(error)
         raise UserError(
             f"{target}: cannot be written: {reason(error)}; see that there is room, or write "
             "elsewhere"
@@ -178,10 +186,33 @@ def writing(target: Path) -> Iterator[None]:
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | None) -> None:
     """Write one safetensors file; equal tensors and metadata give equal bytes."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    apart: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        # The copy of a tied head is the embedding itself, and the library writes no memory twice.
+        whole = tensor.contiguous()
+        apart[name] = whole.clone() if whole.data_ptr() in seen else whole
+        seen.add(whole.data_ptr())
+    save_file(apart, path, metadata)
 
 
-def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str, object]) -> None:
-    """Write the index as Transformers does."""
-    index = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def check_room(target: Path, size: int) -> None:
+    """Raise UserError unless so many bytes fit into the file system that `target` would be in."""
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if size > free:
+        raise UserError(
+            f"{target}: {size:,} bytes are to be written, but only {free:,} are free there; make "
+            "room, or write elsewhere"
+        )
+
+
+def index_text(index: Mapping[str, Any], weight_map: Mapping[str, str], size: int) -> str:
+    """An index as Transformers writes it, with what else `index` says.
+
+    Args:
+        size: bytes of all tensors.
+    """
+    metadata = (index.get("metadata") or {}) | {"total_size": size}
+    whole = {**index, "metadata": metadata, "weight_map": dict(weight_map)}
+    return json.dumps(whole, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,121 @@
+"""The tokenizer.json of a Qwen2 tokenizer that was saved without one, as InternVL2-1B's is.
+
+Made of vocab.json, merges.txt and the added tokens beside them, as Transformers does it when it
+opens such a folder.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from omnibal.errors import UserError
+from omnibal.files import read_json_model, read_text
+
+TOKENIZER_FILE = "tokenizer.json"
+_VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
+_CONFIG_FILE, _ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
+_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+_REMEDY = "fetch it again"
+_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen2 splits text before byte-pair encoding."""
+
+
+class _Added(BaseModel):
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+    special: bool = False
+
+
+class _Config(BaseModel):
+    """What is read of tokenizer_config.json, which says more."""
+
+    tokenizer_class: str | None = None
+    add_prefix_space: bool | None = None
+    added_tokens_decoder: dict[int, _Added] | None = None
+
+
+def is_slow(folder: Path) -> bool:
+    """Whether there is a byte-level vocabulary, and no tokenizer.json made of it."""
+    is_there = [(folder / name).is_file() for name in (_VOCABULARY_FILE, _MERGES_FILE)]
+    return all(is_there) and not (folder / TOKENIZER_FILE).is_file()
+
+
+def fast_tokenizer(folder: Path) -> str | None:
+    """The text of the tokenizer.json; None where the tokenizer is of another kind than Qwen2's.
+
+    Raises:
+        UserError: a file is broken, or they are not of one tokenizer.
+    """
+    path = folder / _CONFIG_FILE
+    config = read_json_model(_Config, path, _REMEDY) if path.is_file() else _Config()
+    if config.tokenizer_class not in _CLASSES or config.add_prefix_space:
+        return None
+    vocabulary = read_json_model(dict[str, int], folder / _VOCABULARY_FILE, _REMEDY)
+    try:
+        model = models.BPE(
+            vocab=vocabulary,
+            merges=_merges(folder / _MERGES_FILE),
+            continuing_subword_prefix="",
+            end_of_word_suffix="",
+        )
+    except Exception as error:  # the library raises nothing more special
+        raise UserError(
+            f"{folder}: {_VOCABULARY_FILE} and {_MERGES_FILE} are not of one tokenizer ({error}); "
+            "fetch both again"
+        ) from error
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    added = config.added_tokens_decoder
+    _add(tokenizer, _listed(folder) if added is None else added, folder)
+    return tokenizer.to_str(pretty=True)
+
+
+def _merges(path: Path) -> Sequence[tuple[str, str]]:
+    lines = read_text(path, _REMEDY).split("\n")
+    if re.match("#version:", lines[0]):
+        del lines[0]
+    merges = []
+    for line in filter(None, map(str.strip, lines)):
+        first, _, second = line.partition(" ")
+        merges.append((first, second))
+    return merges
+
+
+def _listed(folder: Path) -> dict[int, _Added]:
+    """Of the file that only older versions of Transformers read."""
+    path = folder / _ADDED_FILE
+    if not path.is_file():
+        return {}
+    ids = read_json_model(dict[str, int], path, _REMEDY)
+    return {number: _Added(content=content, special=True) for content, number in ids.items()}
+
+
+def _add(tokenizer: Tokenizer, tokens: dict[int, _Added], folder: Path) -> None:
+    for number, token in sorted(tokens.items()):
+        added = AddedToken(**token.model_dump())
+        if token.special:
+            tokenizer.add_special_tokens([added])
+        else:
+            tokenizer.add_tokens([added])
+        found = tokenizer.token_to_id(token.content)
+        if found != number:
+            raise UserError(
+                f"{folder}: {token.content} is token {number} there, but comes {found} behind "
+                f"{_VOCABULARY_FILE}; fetch the tokenizer's files again"
+            )

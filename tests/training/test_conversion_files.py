@@ -1,0 +1,317 @@
+"""Files beside the weights: configurations, indices and tokenizers, as other tools read them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from PIL import Image
+from released import (
+    IMAGE_TOKEN,
+    KINDS,
+    PIECES,
+    imported,
+    save_released,
+    transformers_model,
+    write_tokenizer,
+)
+from test_conversion import (
+    INDEX,
+    SHARD_BYTES,
+    TYPES,
+    content,
+    edit_config,
+    edit_json,
+    exported_as,
+    exported_like,
+    tensors_of,
+)
+from transformers import AutoConfig, AutoImageProcessor, GenerationConfig, Qwen2Tokenizer
+
+from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.conversion.importing import import_checkpoint, open_released
+from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
+from megatron.vlm.data import SampleReader
+from omnibal.config import TilingConfig
+from omnibal.data.image_files import ImageFile
+from omnibal.data.sample import IMAGE, Sample, Turn
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.errors import UserError
+
+END_TOKEN = PIECES.index("<|im_end|>")
+HEAD = "language_model.lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A sharded checkpoint in the original layout, not to be changed."""
+    folder = tmp_path_factory.mktemp("files") / "there"
+    model = transformers_model(KINDS["300m-qwen2"])
+    save_released(model, folder, "qwen2", torch.bfloat16, SHARD_BYTES)
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenization_own.py").write_text("raise ImportError\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(source, tmp_path_factory) -> Path:
+    return imported(source, tmp_path_factory.mktemp("files") / "run")
+
+
+def changed(source: Path, target: Path, *changes: Callable[[Path], None]) -> Path:
+    shutil.copytree(source, target)
+    for change in changes:
+        change(target)
+    return target
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+# Where the configuration ties the head: the whole model's word, the language model's; whether
+# there is a head, and a tied one's values.
+TIES = {
+    "outer-alone": ("transformers", True, False, "other", False),
+    "both-but-another-head": ("transformers", True, True, "other", False),
+    "both-and-a-copy": ("transformers", True, True, "copy", True),
+    "outer-without-a-head": ("transformers", True, False, None, True),
+    "inner-without-a-head": ("transformers", False, True, None, True),
+    "unsaid-without-a-head": ("transformers", None, None, None, True),
+    "unsaid-with-a-head": ("transformers", None, None, "other", False),
+    "outer-alone-original": ("qwen2", True, False, "other", False),
+    "inner-alone-original": ("qwen2", False, True, None, True),
+    "outer-original-inner-unsaid": ("qwen2", True, None, None, True),
+}
+
+
+@pytest.mark.parametrize(("layout", "outer", "inner", "head", "tied"), TIES.values(), ids=TIES)
+def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
+    """Prevents: a trained head that an import drops, or asks for where the model has none: a class
+    that sets one of two entries from the other writes both, and they may differ."""
+    kind = "300m-qwen2" if head == "other" else "6b-qwen2-tied"
+    there = save_released(
+        transformers_model(KINDS[kind]), tmp_path / "there", layout, head_copy=head == "copy"
+    )
+    assert (HEAD in tensors_of(there)) == (head is not None)
+    language = {"transformers": "text_config", "qwen2": "llm_config"}[layout]
+    edit_config(tie_word_embeddings=outer, **{f"{language}__tie_word_embeddings": inner})(there)
+    run = imported(there, tmp_path / "run")
+    assert open_newest(run).model.language.tied_head == tied
+    assert content(exported_like(run, there, tmp_path / "back")) == content(there)
+
+
+def test_what_transformers_saves_again_is_read(tmp_path):
+    """Prevents: a model that Transformers 5 loads untied, and saves saying both, being refused."""
+    there = save_released(transformers_model(KINDS["300m-qwen2"]), tmp_path / "a", "transformers")
+    edit_config(tie_word_embeddings=True)(there)
+    model = type(transformers_model(KINDS["300m-qwen2"])).from_pretrained(there)
+    model.save_pretrained(tmp_path / "b")
+    config = config_of(tmp_path / "b")
+    assert config["tie_word_embeddings"] and not config["text_config"]["tie_word_embeddings"]
+    assert not open_released(tmp_path / "b").model.language.tied_head
+
+
+def test_configuration_for_other_versions(tmp_path, run):
+    """Prevents: a RoPE base of 10,000 in versions of Transformers that look for it elsewhere, and
+    weights in a type that nobody asked for."""
+    config = config_of(exported_as(run, "transformers", tmp_path / "out", torch.bfloat16))
+    text = config["text_config"]
+    assert text["rope_theta"] == text["rope_parameters"]["rope_theta"] == 5000.0
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    read = AutoConfig.from_pretrained(tmp_path / "out")
+    assert read.text_config.max_position_embeddings == 32_768
+    assert read.text_config.eos_token_id == END_TOKEN and read.image_token_id == IMAGE_TOKEN
+
+
+@pytest.mark.parametrize("layout", ["transformers", "qwen2"])
+def test_generation_ends_where_an_answer_does(tmp_path, run, layout):
+    """Prevents: an exported model that talks on behind its answer."""
+    out = exported_as(run, layout, tmp_path / "out")
+    read = GenerationConfig.from_pretrained(out)
+    assert (read.eos_token_id, read.pad_token_id) == (END_TOKEN, END_TOKEN)
+    language = {"transformers": "text_config", "qwen2": "llm_config"}[layout]
+    assert config_of(out)[language]["eos_token_id"] == END_TOKEN
+    for name in ("tokenizer.json", "chat_template.jinja", "tokenization_own.py"):
+        assert (out / name).read_bytes() == (run / "tokenizer" / name).read_bytes()
+
+
+@pytest.mark.parametrize("most", [1, 6])
+@pytest.mark.parametrize("size", [(16, 16), (30, 17), (47, 16), (20, 61)])
+def test_image_processor_makes_the_tiles_of_training(tmp_path, source, size, most):
+    """Prevents: images that an exported model is shown in another size, number of tiles or scale of
+    values than it was trained with."""
+    there = changed(source, tmp_path / "there", edit_config(max_dynamic_patch=most))
+    run = imported(there, tmp_path / "run")
+    processor = AutoImageProcessor.from_pretrained(
+        exported_as(run, "transformers", tmp_path / "out"), backend="pil"
+    )
+    values = np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), np.uint8)
+    picture = Image.fromarray(values)
+    picture.save(tmp_path / "picture.png")
+    theirs = processor(images=[picture], return_tensors="pt")["pixel_values"]
+    model = open_newest(run).model
+    assert model.tiling == TilingConfig(max_dynamic_patch=most)
+    sample = Sample(
+        identity="one",
+        source="one",
+        where="one",
+        images=(ImageFile(tmp_path / "picture.png"),),
+        turns=(Turn(IMAGE, "", None),),
+    )
+    tokenizer = open_tokenizer(run / "tokenizer")
+    ours = SampleReader([sample], tokenizer, model).pixels([sample])
+    assert theirs.shape == ours.shape and (len(ours) > 1) == (most > 1 and size != (16, 16))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+
+
+INDICES = {
+    "as-it-is": lambda index: index,
+    "no-size": lambda index: index | {"metadata": {}},
+    "metadata-null": lambda index: index | {"metadata": None},
+    "no-metadata": lambda index: {"weight_map": index["weight_map"]},
+    "other-keys": lambda index: index | {"extra": [1], "metadata": {"nested": {"a": None}}},
+}
+
+
+@pytest.mark.parametrize("change", INDICES.values(), ids=INDICES)
+def test_index_comes_back(tmp_path, source, change):
+    """Prevents: an index that is refused or comes back as this project would write it."""
+    there = changed(source, tmp_path / "there")
+    index = change(json.loads((there / INDEX).read_text()))
+    (there / INDEX).write_text(json.dumps(index, indent=7))
+    run = imported(there, tmp_path / "run")
+    assert content(exported_like(run, there, tmp_path / "back")) == content(there)
+    other = exported_like(run, there, tmp_path / "other", torch.float32)
+    found = json.loads((other / INDEX).read_text())
+    size = sum(one.nbytes for one in tensors_of(other).values())
+    assert found == index | {"metadata": (index.get("metadata") or {}) | {"total_size": size}}
+
+
+def test_configuration_tells_the_type_that_was_asked_for(tmp_path, source, run):
+    """Prevents: a copy in fp16 that loads as bf16, and a config.json that is written anew."""
+    other = exported_like(run, source, tmp_path / "other", TYPES["fp16"])
+    text = (source / "config.json").read_text()
+    assert text.count('"torch_dtype": "bfloat16"') == 2
+    assert (other / "config.json").read_text() == text.replace('"bfloat16"', '"float16"')
+    assert all(tensor.dtype == torch.float16 for tensor in tensors_of(other).values())
+
+
+@pytest.mark.parametrize("message", [None, "", "You see \N{LATIN SMALL LETTER E WITH ACUTE}."])
+def test_system_message_stays(tmp_path, source, message):
+    """Prevents: conversations that begin otherwise than those the model knows."""
+    there = changed(source, tmp_path / "there", edit_config(system_message=message))
+    run = imported(there, tmp_path / "run")
+    assert open_newest(run).model.system_message == message
+    again = imported(exported_as(run, "qwen2", tmp_path / "there2"), tmp_path / "again")
+    assert open_newest(again).model.system_message == message
+
+
+def test_rope_without_a_type_is_unscaled(tmp_path, source):
+    """Prevents: a refusal of what a class writes for its default."""
+    scaling = {"rope_type": None, "type": None}
+    there = changed(source, tmp_path / "there", edit_config(llm_config__rope_scaling=scaling))
+    assert open_released(there).model == open_released(source).model
+
+
+def test_model_is_named_after_the_folder_or_the_hub(tmp_path, source, monkeypatch):
+    """Prevents: models whose name is a hash, or that of a folder which a link leads to."""
+    hub = tmp_path / "models--Own--Model-2B"
+    snapshot = changed(source, hub / "snapshots" / "0b2c5ad2b6cc")
+    (tmp_path / "Linked").symlink_to(snapshot)
+    names = [open_released(path).model.name for path in (source, snapshot, tmp_path / "Linked")]
+    assert names == ["there", "model-2b", "linked"]
+    monkeypatch.chdir(snapshot)
+    assert open_released(Path()).model.name == "model-2b"
+    assert open_released(Path("..") / snapshot.name).model.name == "model-2b"
+
+
+SLOW_TEXTS = [
+    "aba abab  abc\n\n ab",
+    "it's a cab, aabb 12 cafe\N{COMBINING ACUTE ACCENT} \r\n\t",
+    "<|im_start|>a\nba<|im_end|> <img><IMG_CONTEXT></img>ab",
+]
+
+
+def write_slow_tokenizer(folder: Path, configured: bool = True) -> None:
+    """Files of a small Qwen2 tokenizer, without a tokenizer.json."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        ["ab aba 12 ab12 12 cab"] * 9, vocab_size=264, min_frequency=2, show_progress=False
+    )
+    trained.save_model(str(folder))
+    first = trained.get_vocab_size()
+    pieces = [*(piece for piece in PIECES if len(piece) > 1), "<|endoftext|>"]
+    added = {
+        str(number): {"content": piece, "special": piece != "<unk>"}
+        for number, piece in enumerate(pieces, first)
+    }
+    config: dict = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "add_bos_token": False,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
+    if configured:
+        config["added_tokens_decoder"] = added
+    else:
+        ids = {one["content"]: int(number) for number, one in added.items()}
+        (folder / "added_tokens.json").write_text(json.dumps(ids))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_slow_tokenizer_is_what_transformers_makes_of_it(tmp_path, configured):
+    """Prevents: token ids other than those that the model was trained with."""
+    write_slow_tokenizer(tmp_path, configured)
+    theirs = Qwen2Tokenizer.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(fast_tokenizer(tmp_path))
+    ours = open_tokenizer(tmp_path)
+    for text in SLOW_TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"], text
+        assert ours.decode(ids) == theirs.decode(ids)
+    assert len(ours.encode("ab")) == 1 and ours.vocab_size == len(theirs)
+
+
+def without_tokenizer(source: Path, target: Path) -> Path:
+    there = changed(source, target)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (there / name).unlink()
+    return there
+
+
+def test_slow_tokenizer_is_imported(tmp_path):
+    """Prevents: a released model that is said to have no tokenizer."""
+    there = tmp_path / "there"
+    model = transformers_model(KINDS["300m-qwen2"])
+    text = model.config.text_config
+    text.vocab_size = 300
+    model = type(model)(model.config)
+    save_released(model, there, "qwen2")
+    write_slow_tokenizer(there)
+    lines = import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)
+    assert "tokenizer.json" in lines[-1]
+    assert open_tokenizer(tmp_path / "run" / "tokenizer").encode("ab<img>")
+    assert content(exported_like(tmp_path / "run", there, tmp_path / "back")) == content(there)
+
+
+def test_slow_tokenizer_that_is_not_understood_is_told(tmp_path, source):
+    """Prevents: a tokenizer that is made of files of another kind, or said not to be there."""
+    there = without_tokenizer(source, tmp_path / "there")
+    write_slow_tokenizer(there)
+    with pytest.raises(UserError, match=r"there/tokenizer.json has 2\d\d pieces, .* embeds 51"):
+        import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)
+    (there / "merges.txt").write_text("x yz\n")
+    with pytest.raises(UserError, match=r"vocab.json and merges.txt are not of one tokenizer"):
+        import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)
+    edit_json(there / "tokenizer_config.json", lambda at: at.update(tokenizer_class="Other"))
+    lines = import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)
+    assert "save_pretrained" in lines[-1] and "has no tokenizer" not in lines[-1]
+    assert not (tmp_path / "run" / "tokenizer").exists()
