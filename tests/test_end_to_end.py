@@ -389,3 +389,37 @@ def test_projector_is_trained_first_and_then_the_rest(lengths, single_plan, digi
     assert f"starting from the weights of {first} after step 2" in succeed(*whole)
     assert [record["step"] for record in records(second)] == [0, 1]
     assert losses(second)[0] < losses(first)[0]
+
+
+def test_released_checkpoint_is_trained_and_goes_back(single_plan, digits, tmp_path):
+    """Prevents: steps of the way from a released checkpoint and back that do not fit together, and
+    an export that Transformers answers otherwise with."""
+    first, released, imported = tmp_path / "first", tmp_path / "released", tmp_path / "imported"
+    tokenizer, heldout = digits / "tokenizer.model", digits / "heldout" / "meta.json"
+    evaluate = ("--eval-data", heldout, "--eval-samples", "4", "--max-new-tokens", "3")
+    succeed(*training(single_plan, digits, first, "--train-iters", "1", *evaluate))
+    convert = "tools/convert.py"
+    given = ("--layout", "transformers", "--tokenizer-model", tokenizer)
+    succeed(convert, "export", first, *given, "--max-shard-size", "1MB", "-o", released)
+    asked = ("--eval-data", heldout, "--tokenizer-model", tokenizer, "--max-new-tokens", "3")
+    said = succeed("benchmarks/exported_answers.py", "--run", first, "--exported", released, *asked)
+    assert "answers are the same in Transformers" in said
+
+    succeed(convert, "import", released, "-o", imported)
+    model, own = ("--model", imported / "model.toml"), imported / "tokenizer"
+    lengths, plan, save = tmp_path / "l.parquet", tmp_path / "plan", tmp_path / "run"
+    meta = digits / "train" / "meta.json"
+    scan = ("-m", "omnibal", "lengths", meta, *model, "--tokenizer-model", own, "-o", lengths)
+    succeed(*scan)
+    succeed(
+        "-m", "omnibal", "plan", *model, "--cluster", "laptop-cpu", "--precision", "fp32", "--pp",
+        "2", "--lengths", lengths, "--max-tiles", "12", "--max-tokens", "900", "-o", plan,
+    )  # fmt: skip
+    start = ("--load", imported, "--finetune", "--tokenizer-model", own, "--train-iters", "1")
+    said = succeed(*TORCHRUN, *training(plan, digits, save, *start))
+    assert f"starting from the weights of {imported}" in said
+    succeed(convert, "export", save, "--like", released, "-o", tmp_path / "mine")
+    mine = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert mine == {path.name for path in released.iterdir()} > {"config.json", "tokenizer.model"}
+    image = digits / "heldout" / "images" / "digits_single-00000-0.png"
+    succeed("tools/chat.py", "--load", imported, "--image", image, "--prompt", "Which digit?")

@@ -95,9 +95,9 @@ def architecture_differences(
         place: where `here` is from.
     """
     lines = differences(_architecture(there), _architecture(here), place)
-    scaled = [model.vision.layer_scale_init is not None for model in (there, here)]
+    scaled = ["off" if model.vision.layer_scale_init is None else "on" for model in (there, here)]
     if scaled[0] != scaled[1]:
-        lines.append(f"layer scale is {'on' if scaled[0] else 'off'} there and not {place}")
+        lines.append(f"layer scale is {scaled[0]} there and {scaled[1]} {place}")
     return lines
 
 
