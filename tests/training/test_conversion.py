@@ -37,7 +37,7 @@ from test_tensor_parallel import by_name, whole
 from toy import OPTIONS, counts_of, pack, stages_of, toy_plan
 from transformers import InternVLForConditionalGeneration
 
-from megatron.vlm.checkpoint import CheckpointWriter, load_weights
+from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint_identity import open_newest
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
 from megatron.vlm.conversion.importing import (
@@ -48,7 +48,7 @@ from megatron.vlm.conversion.importing import (
 from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.train import build_trainer, train_step
-from omnibal.config import load_model
+from omnibal.config import TilingConfig, load_model
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
 from tools import convert
@@ -226,6 +226,33 @@ def loaded(links, plan, run):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
     assert load_weights(run, plan, trainer.stage) == 0
     return by_name(trainer.stage, lambda parameter: parameter)
+
+
+def resumed(links, plan, run):
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
+    parts = (trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    with pytest.raises(UserError, match="weights alone") as raised:
+        load_checkpoint(run, plan, *parts)
+    return str(raised.value)
+
+
+def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
+    """Prevents: an import that is trained on without its optimizer's state, unsaid; and one whose
+    weights are refused because a plan tiles or asks otherwise than the released model."""
+    model = transformers_model(KINDS["300m-qwen2"])
+    source = save_released(model, tmp_path / "there", "transformers")
+    run, own = imported(source, tmp_path / "run"), model_of("300m-qwen2")
+    other = own.model_copy(
+        update={
+            "tiling": TilingConfig(max_dynamic_patch=3),
+            "chat_template": "Hermes-2",
+            "system_message": "be short",
+        }
+    )
+    plan = toy_plan(other, stages_of(other))
+    [line] = run_ranks(plan.parallel, resumed, plan, run)
+    assert line.endswith("start from them with --finetune")
+    assert run_ranks(plan.parallel, loaded, plan, run)
 
 
 # Cut 2 divides the vision layers, cut 6 the language layers (and a tied matrix, into two copies).
