@@ -240,15 +240,10 @@ def _from_original(
     model = ModelConfig(
         name=name,
         downsample_ratio=given.downsample_ratio,
-        vision=VisionConfig(
-            layers=vision.num_hidden_layers,
-            hidden_size=vision.hidden_size,
-            heads=vision.num_attention_heads,
-            ffn_hidden_size=vision.intermediate_size,
+        vision=_vision(
+            vision,
             image_size=given.force_image_size or vision.image_size,
             patch_size=vision.patch_size,
-            normalization=_NORMS[vision.norm_type],
-            norm_eps=vision.layer_norm_eps,
             qkv_bias=vision.qkv_bias,
             qk_norm=vision.qk_normalization,
             layer_scale_init=vision.initializer_factor,
@@ -302,15 +297,10 @@ def _from_transformers(
     model = ModelConfig(
         name=name,
         downsample_ratio=given.downsample_ratio,
-        vision=VisionConfig(
-            layers=vision.num_hidden_layers,
-            hidden_size=vision.hidden_size,
-            heads=vision.num_attention_heads,
-            ffn_hidden_size=vision.intermediate_size,
+        vision=_vision(
+            vision,
             image_size=image,
             patch_size=patch,
-            normalization=_NORMS[vision.norm_type],
-            norm_eps=vision.layer_norm_eps,
             qkv_bias=vision.attention_bias,
             qk_norm=vision.use_qk_norm,
             layer_scale_init=vision.layer_scale_init_value,
@@ -320,6 +310,31 @@ def _from_transformers(
         chat_template="internvl2_5",
     )
     return model, layout
+
+
+def _vision(
+    given: _OriginalVision | _TransformersVision,
+    *,
+    image_size: int,
+    patch_size: int,
+    qkv_bias: bool,
+    qk_norm: bool,
+    layer_scale_init: float,
+) -> VisionConfig:
+    """What both classes name alike, with what they do not."""
+    return VisionConfig(
+        layers=given.num_hidden_layers,
+        hidden_size=given.hidden_size,
+        heads=given.num_attention_heads,
+        ffn_hidden_size=given.intermediate_size,
+        image_size=image_size,
+        patch_size=patch_size,
+        normalization=_NORMS[given.norm_type],
+        norm_eps=given.layer_norm_eps,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        layer_scale_init=layer_scale_init,
+    )
 
 
 def _is_tied(
