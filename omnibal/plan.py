@@ -60,6 +60,18 @@ class Stage(Frozen):
     recompute_language: tuple[NonNegativeInt, ...] = ()
     """Language layers (numbered from 0 over the whole model) that are recomputed."""
 
+    @classmethod
+    def whole(cls, vision_layers: int, language_layers: int) -> "Stage":
+        """All kinds of unit, and so many layers of each tower."""
+        return cls(
+            vision_embed=True,
+            vision_layers=vision_layers,
+            projector=True,
+            language_embed=True,
+            language_layers=language_layers,
+            head=True,
+        )
+
     @property
     def parts(self) -> frozenset[Part]:
         """Parts of the model that have a unit in this stage."""

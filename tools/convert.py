@@ -33,6 +33,7 @@ from megatron.vlm.conversion.importing import (
     import_checkpoint,
     open_released,
 )
+from megatron.vlm.conversion.released_files import dtype_name
 from megatron.vlm.conversion.tensor_map import Layout
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import EXIT_USER_ERROR, UserError
@@ -137,11 +138,10 @@ def _bytes(text: str) -> int:
 
 
 def _summary(planned: Export, output: Path) -> str:
-    types = {str(piece.dtype) for file in planned.files for piece in file.pieces}
-    names = ", ".join(sorted(name.removeprefix("torch.") for name in types))
+    types = {dtype_name(piece.dtype) for file in planned.files for piece in file.pieces}
     return (
         f"wrote {output}: step {planned.stored.step} of {planned.stored.path.parent}, layout "
-        f"{planned.layout}, {len(planned.files)} file(s) of {names}"
+        f"{planned.layout}, {len(planned.files)} file(s) of {', '.join(sorted(types))}"
     )
 
 

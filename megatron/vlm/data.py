@@ -29,8 +29,7 @@ from omnibal.errors import UserError
 from omnibal.plan import Stage
 
 # ImageNet statistics, as InternVL normalizes with.
-_PIXEL_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
-_PIXEL_STD = np.array([0.229, 0.224, 0.225], np.float32)
+PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class LossWeighting(StrEnum):
@@ -161,10 +160,11 @@ class SampleReader:
 
 def _normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
     """Tiles as the vision tower takes them, float32 [T, C, P, P]; None becomes zeros."""
+    mean, std = np.array(PIXEL_MEAN, np.float32), np.array(PIXEL_STD, np.float32)
     pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
     for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):
         if tile is not None:
-            scaled = (tile.astype(np.float32) / 255 - _PIXEL_MEAN) / _PIXEL_STD
+            scaled = (tile.astype(np.float32) / 255 - mean) / std
             pixels_CPP[:] = rearrange(scaled, "row column c -> c row column")
     return pixels_TCPP
 

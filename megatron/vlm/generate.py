@@ -37,14 +37,7 @@ def load_whole_model(
 
 def _whole_plan(model: ModelConfig, precision: Precision) -> Plan:
     """All units in one stage, without data; the cluster is for predictions and has no use here."""
-    whole = Stage(
-        vision_embed=True,
-        vision_layers=model.vision.layers,
-        projector=True,
-        language_embed=True,
-        language_layers=model.language.layers,
-        head=True,
-    )
+    whole = Stage.whole(model.vision.layers, model.language.layers)
     return Plan(
         model=model,
         precision=precision,
@@ -74,9 +67,10 @@ def generate(
     for _ in range(max_new_tokens):
         batch = _batch(ids_S, reader, pixels_TCPP)
         next_id = stage.head_output(batch, stage.read_text(batch, features_KE))
-        if next_id.item() == reader.answer_end:
+        token = int(next_id.item())
+        if token == reader.answer_end:
             return
-        yield int(next_id.item())
+        yield token
         ids_S = torch.cat([ids_S, next_id])
 
 

@@ -214,14 +214,7 @@ def _plan_of_whole_stages(
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
-    whole = Stage(
-        vision_embed=True,
-        vision_layers=depth,
-        projector=True,
-        language_embed=True,
-        language_layers=depth,
-        head=True,
-    )
+    whole = Stage.whole(depth, depth)
     layers = {"layers": depth * parallel.pipeline}
     return Plan(
         model=model.model_copy(

@@ -30,8 +30,8 @@ CONTROL_PIECES = (
 )
 """What only chat templates may write, and no text of a sample."""
 
-_FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
-_CONFIG_FILE, _ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
+FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
+CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
 _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 # `normalizer_spec.add_dummy_prefix = false`: of a field that a message holds twice, the last wins.
@@ -107,7 +107,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise UserError(
             f"{path}: no such tokenizer; pass a SentencePiece {_SENTENCEPIECE_FILE}, a "
-            f"{_FAST_FILE}, or the folder of a checkpoint with one of them"
+            f"{FAST_FILE}, or the folder of a checkpoint with one of them"
         )
     content, settings = path.read_bytes(), _read_settings(path)
     if path.suffix == ".json":
@@ -116,16 +116,16 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def _file_in(folder: Path) -> Path:
-    for name in (_FAST_FILE, _SENTENCEPIECE_FILE):
+    for name in (FAST_FILE, _SENTENCEPIECE_FILE):
         if (folder / name).is_file():
             return folder / name
     raise UserError(
-        f"{folder}: holds neither {_FAST_FILE} nor {_SENTENCEPIECE_FILE}; pass a folder with one, "
-        f"or save the tokenizer as {_FAST_FILE} (save_pretrained of a fast tokenizer does)"
+        f"{folder}: holds neither {FAST_FILE} nor {_SENTENCEPIECE_FILE}; pass a folder with one, "
+        f"or save the tokenizer as {FAST_FILE} (save_pretrained of a fast tokenizer does)"
     )
 
 
-class _AddedToken(BaseModel):
+class AddedToken(BaseModel):
     """An added token, as the Hugging Face files write it."""
 
     content: str = Field(min_length=1)
@@ -139,15 +139,15 @@ class _AddedToken(BaseModel):
     """It is found only where no word goes on around it."""
 
 
-_Named = str | _AddedToken | None
+_Named = str | AddedToken | None
 
 
 class _Settings(BaseModel):
     """What is read of tokenizer_config.json, which says more."""
 
-    added_tokens_decoder: dict[int, _AddedToken] | None = None
-    additional_special_tokens: list[str | _AddedToken] | None = None
-    extra_special_tokens: list[str | _AddedToken] | dict[str, str | _AddedToken] | None = None
+    added_tokens_decoder: dict[int, AddedToken] | None = None
+    additional_special_tokens: list[str | AddedToken] | None = None
+    extra_special_tokens: list[str | AddedToken] | dict[str, str | AddedToken] | None = None
     bos_token: _Named = None
     eos_token: _Named = None
     unk_token: _Named = None
@@ -169,14 +169,14 @@ class _Settings(BaseModel):
         return _name(self.unk_token) or _UNKNOWN
 
     @property
-    def special_tokens(self) -> list[_AddedToken]:
+    def special_tokens(self) -> list[AddedToken]:
         """Those that are given a role, and those named beside them, in the order of Hugging Face's
         tokenizers, in which what they add gets its ids."""
         roles = (self.bos_token, self.eos_token, self.unk_token, self.sep_token, self.pad_token)
         others = self.extra_special_tokens or self.additional_special_tokens or []
         others = list(others.values()) if isinstance(others, dict) else others
         given = (*roles, self.cls_token, self.mask_token, *others)
-        tokens = [_AddedToken(content=t) if isinstance(t, str) else t for t in given]
+        tokens = [AddedToken(content=t) if isinstance(t, str) else t for t in given]
         return [t.model_copy(update={"special": True}) for t in tokens if t is not None]
 
     @property
@@ -194,26 +194,26 @@ class _Settings(BaseModel):
 
 
 def _name(token: _Named) -> str | None:
-    return token.content if isinstance(token, _AddedToken) else token
+    return token.content if isinstance(token, AddedToken) else token
 
 
 def _read_settings(path: Path) -> _Settings | None:
     """Of what stands beside the model; None where nothing does."""
-    config, added = path.with_name(_CONFIG_FILE), path.with_name(_ADDED_FILE)
+    config, added = path.with_name(CONFIG_FILE), path.with_name(ADDED_FILE)
     settings = None
     if config.is_file():
-        remedy = f"restore the checkpoint's own {_CONFIG_FILE}"
+        remedy = f"restore the checkpoint's own {CONFIG_FILE}"
         settings = read_json_model(_Settings, config, remedy)
     told = settings is not None and settings.added_tokens_decoder is not None
     if told or not added.is_file():
         return settings
     settings = settings or _Settings()
-    ids = read_json_model(dict[str, int], added, f"restore the checkpoint's own {_ADDED_FILE}")
+    ids = read_json_model(dict[str, int], added, f"restore the checkpoint's own {ADDED_FILE}")
     special = {token.content for token in settings.special_tokens}
     tokens = {
-        number: _AddedToken(content=content, special=True)
+        number: AddedToken(content=content, special=True)
         if content in special
-        else _AddedToken(content=content)
+        else AddedToken(content=content)
         for content, number in ids.items()
     }
     return settings.model_copy(update={"added_tokens_decoder": tokens})
@@ -273,11 +273,11 @@ class _SentencePiece(Tokenizer):
         number = self._model.PieceToId(piece)
         return number if self._model.IdToPiece(number) == piece else None
 
-    def _added_tokens(self) -> dict[str, tuple[int, _AddedToken]]:
+    def _added_tokens(self) -> dict[str, tuple[int, AddedToken]]:
         """Id and flags by content: those given, and the special ones that the model has itself."""
         own = {piece: self._model.PieceToId(piece) for piece in self._settings.special_pieces}
         added = {
-            piece: (number, _AddedToken(content=piece, special=True))
+            piece: (number, AddedToken(content=piece, special=True))
             for piece, number in own.items()
             if self._model.IdToPiece(number) == piece
         }
@@ -285,8 +285,8 @@ class _SentencePiece(Tokenizer):
         single = [token.content for token in given.values() if token.single_word]
         if single:
             raise UserError(
-                f"{self.path.with_name(_CONFIG_FILE)}: has {single[0]} as a single_word token, "
-                f"which is followed beside a {_FAST_FILE} alone; save the tokenizer as one"
+                f"{self.path.with_name(CONFIG_FILE)}: has {single[0]} as a single_word token, "
+                f"which is followed beside a {FAST_FILE} alone; save the tokenizer as one"
             )
         return added | {token.content: (number, token) for number, token in given.items()}
 
@@ -319,7 +319,7 @@ def _load(path: Path, content: bytes) -> SentencePieceProcessor:
     except RuntimeError as error:
         raise UserError(
             f"{path}: not a SentencePiece model; pass the {_SENTENCEPIECE_FILE} of the language "
-            f"model, or a {_FAST_FILE}"
+            f"model, or a {FAST_FILE}"
         ) from error
     return model
 
@@ -334,7 +334,7 @@ class _Fast(Tokenizer):
             self._model = FastModel.from_str(content.decode())
         except Exception as error:  # the library raises nothing more special
             raise UserError(
-                f"{path}: not a Hugging Face tokenizer ({error}); pass the {_FAST_FILE} of the "
+                f"{path}: not a Hugging Face tokenizer ({error}); pass the {FAST_FILE} of the "
                 f"language model, or a SentencePiece {_SENTENCEPIECE_FILE}"
             ) from error
         self._model.no_truncation()
@@ -367,8 +367,8 @@ class _Fast(Tokenizer):
             found = self._model.token_to_id(token.content)
             if found != number:
                 raise UserError(
-                    f"{self.path}: has {token.content} as token {found}, but {_CONFIG_FILE} or "
-                    f"{_ADDED_FILE} beside it as {number}; both must be of one checkpoint: restore "
+                    f"{self.path}: has {token.content} as token {found}, but {CONFIG_FILE} or "
+                    f"{ADDED_FILE} beside it as {number}; both must be of one checkpoint: restore "
                     "them"
                 )
         for token in settings.special_tokens:
@@ -382,7 +382,7 @@ class _Fast(Tokenizer):
         add([token])
 
 
-def _stated_flags(token: _AddedToken) -> dict[str, bool]:
+def _stated_flags(token: AddedToken) -> dict[str, bool]:
     return token.model_dump(exclude={"content"}, exclude_unset=True)
 
 

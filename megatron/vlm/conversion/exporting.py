@@ -27,6 +27,7 @@ from megatron.vlm.conversion.released_files import (
     INDEX_FILE,
     SINGLE_FILE,
     check_room,
+    dtype_name,
     index_text,
     write_file,
     writing,
@@ -111,17 +112,16 @@ def plan_export_like(
             f"{stored.path}: is of another model than {like.directory}: {'; '.join(different)}; "
             "name the checkpoint that training started from"
         )
-    pieces = list(_pieces(like.model, like.layout))
+    tensors = like.files.tensors
+    pieces = list(_pieces(like.model, like.layout, lambda name, _: dtype or tensors[name].dtype))
     head = head_name(like.layout)
-    if like.model.language.tied_head and head in like.files.tensors:
+    if like.model.language.tied_head and head in tensors:
         embedding = embedding_parameter(like.model)
         tied = next(piece for piece in pieces if piece.parameter == embedding)
-        pieces.append(replace(tied, name=head))
+        pieces.append(replace(tied, name=head, dtype=dtype or tensors[head].dtype))
     by_file: dict[str, list[_Piece]] = {}
     for piece in pieces:
-        info = like.files.tensors[piece.name]
-        piece = replace(piece, dtype=dtype or info.dtype)
-        by_file.setdefault(info.file, []).append(piece)
+        by_file.setdefault(tensors[piece.name].file, []).append(piece)
     files = [
         _File(name=name, pieces=tuple(pieces), metadata=like.files.header_metadata(name))
         for name, pieces in sorted(by_file.items())
@@ -150,7 +150,7 @@ def _of_another_type(
 ) -> dict[str, str]:
     """Files that tell the type of the tensors, or how many bytes they have."""
     config = read_text(like.directory / CONFIG_FILE, "fetch it again")
-    made = {CONFIG_FILE: with_dtype(config, _type_name(dtype))}
+    made = {CONFIG_FILE: with_dtype(config, dtype_name(dtype))}
     if like.files.index is not None:
         made[INDEX_FILE] = _index_text(like.files.index, files)
     return made
@@ -159,10 +159,6 @@ def _of_another_type(
 def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
     weight_map = {piece.name: file.name for file in files for piece in file.pieces}
     return index_text(index, weight_map, sum(file.bytes for file in files))
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def plan_export_as(
@@ -186,17 +182,14 @@ def plan_export_as(
     model = stored.model
     check_exportable(model, layout)
     weights = StoredWeights(stored.path)
-    pieces = [
-        replace(piece, dtype=dtype or weights.dtype(piece.parameter))
-        for piece in _pieces(model, layout)
-    ]
+    pieces = list(_pieces(model, layout, lambda _, parameter: dtype or weights.dtype(parameter)))
     files = _dealt(pieces, bytes_per_file)
     ids, beside = None, []
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
         ids = TokenIds(image=tokenizer.image_context, end=answer_end(model, tokenizer))
         beside = tokenizer_files(tokenizer.path.parent)
-    made = configurations(model, layout, _type_name(pieces[0].dtype), ids)
+    made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
     if len(files) > 1:
         made[INDEX_FILE] = _index_text({}, files)
     return Export(
@@ -233,8 +226,10 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
             on_written(file.bytes)
 
 
-def _pieces(model: ModelConfig, layout: Layout) -> Iterator[_Piece]:
-    """All tensors of the layout, of a type that the caller replaces."""
+def _pieces(
+    model: ModelConfig, layout: Layout, dtype_of: Callable[[str, Parameter], torch.dtype]
+) -> Iterator[_Piece]:
+    """All tensors of the layout, of the type that goes with their name and parameter."""
     for parameter in parameters(model):
         made_of = released(parameter, model, layout)
         for position, (name, shape) in enumerate(zip(made_of.names, made_of.shapes, strict=True)):
@@ -243,7 +238,7 @@ def _pieces(model: ModelConfig, layout: Layout) -> Iterator[_Piece]:
                 parameter=parameter,
                 position=position,
                 shape=shape,
-                dtype=torch.float32,
+                dtype=dtype_of(name, parameter),
             )
 
 

@@ -19,10 +19,11 @@ from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
     TensorInfo,
     check_room,
+    dtype_name,
     shortened,
     writing,
 )
-from megatron.vlm.conversion.slow_tokenizer import TOKENIZER_FILE, fast_tokenizer, is_slow
+from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer, is_slow
 from megatron.vlm.conversion.tensor_map import (
     Layout,
     Parameter,
@@ -35,7 +36,7 @@ from megatron.vlm.conversion.tensor_map import (
 )
 from omnibal.config import ModelConfig, model_toml
 from omnibal.data.chat import check_tokenizer
-from omnibal.data.tokenizer import open_tokenizer
+from omnibal.data.tokenizer import FAST_FILE, open_tokenizer
 from omnibal.errors import UserError
 from omnibal.files import atomic_directory
 
@@ -43,7 +44,7 @@ MODEL_FILE = "model.toml"
 TOKENIZER_FOLDER = "tokenizer"
 _TOKENIZER_FILES = (
     "tokenizer.model",
-    TOKENIZER_FILE,
+    FAST_FILE,
     "tokenizer_config.json",
     "added_tokens.json",
     "special_tokens_map.json",
@@ -202,7 +203,7 @@ def import_checkpoint(
         lines.append(f"wrote {run / TOKENIZER_FOLDER}: {', '.join(tokenizer.names)}")
     elif is_slow(source.directory):
         lines.append(
-            f"{source.directory} has a tokenizer without {TOKENIZER_FILE}, and it is not Qwen2's; "
+            f"{source.directory} has a tokenizer without {FAST_FILE}, and it is not Qwen2's; "
             "make one with Transformers' AutoTokenizer.from_pretrained(FOLDER)"
             ".save_pretrained(FOLDER), and pass it as --tokenizer-model"
         )
@@ -221,7 +222,7 @@ class _FoundTokenizer:
 
     @property
     def names(self) -> list[str]:
-        made = [] if self.made is None else [TOKENIZER_FILE]
+        made = [] if self.made is None else [FAST_FILE]
         return [path.name for path in self.files] + made
 
     def write(self, target: Path) -> None:
@@ -229,14 +230,14 @@ class _FoundTokenizer:
         for path in self.files:
             shutil.copyfile(path, target / path.name)
         if self.made is not None:
-            (target / TOKENIZER_FILE).write_text(self.made, encoding="utf-8")
+            (target / FAST_FILE).write_text(self.made, encoding="utf-8")
 
 
 def _found_tokenizer(source: ReleasedCheckpoint) -> _FoundTokenizer | None:
     """The source's tokenizer, found to go with its model; None where there is none to be used."""
     folder = source.directory
     files = tuple(tokenizer_files(folder))
-    if {"tokenizer.model", TOKENIZER_FILE} & {path.name for path in files}:
+    if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
         check_tokenizer(source.model, open_tokenizer(folder))
         return _FoundTokenizer(files=files, made=None)
     made = fast_tokenizer(folder) if is_slow(folder) else None
@@ -246,10 +247,10 @@ def _found_tokenizer(source: ReleasedCheckpoint) -> _FoundTokenizer | None:
     with tempfile.TemporaryDirectory() as temporary:
         found.write(Path(temporary) / TOKENIZER_FOLDER)
         tokenizer = open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
-        tokenizer.path = folder / TOKENIZER_FILE  # where a complaint is to look for it
+        tokenizer.path = folder / FAST_FILE  # where a complaint is to look for it
         check_tokenizer(source.model, tokenizer)
     return found
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+    return ", ".join(sorted(set(map(dtype_name, dtypes))))

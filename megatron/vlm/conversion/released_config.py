@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from megatron.vlm.conversion.tensor_map import Layout, head_name
+from megatron.vlm.data import PIXEL_MEAN, PIXEL_STD
 from omnibal.config import (
     ChatTemplate,
     LanguageConfig,
@@ -34,8 +35,6 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_POSITIONS = 32_768
 """Of most released InternVL2, 2.5 and 3 models; no ModelConfig holds it. It is what serving
 tools take for the longest text, and RoPE, which is not scaled here, does not depend on it."""
-_IMAGE_MEAN, _IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, with which all InternVL models are trained."""
 _BICUBIC = 3
 """Pillow's number."""
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
@@ -453,8 +452,8 @@ def _preprocessor(model: ModelConfig) -> dict[str, Any]:
         "do_normalize": True,
         "do_rescale": True,
         "do_resize": True,
-        "image_mean": list(_IMAGE_MEAN),
-        "image_std": list(_IMAGE_STD),
+        "image_mean": list(PIXEL_MEAN),
+        "image_std": list(PIXEL_STD),
         "max_patches": tiling.max_dynamic_patch,
         "min_patches": tiling.min_dynamic_patch,
         "processor_class": "InternVLProcessor",

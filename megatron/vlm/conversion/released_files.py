@@ -163,6 +163,11 @@ def _check_index(index: Path, listed: Mapping[str, str], found: Mapping[str, Ten
             raise UserError(f"{index}: {name} is not in {file}; fetch both again")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As Transformers names it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def shortened(names: list[str]) -> str:
     """The first of many names, and how many there are."""
     listed = ", ".join(names[:_LISTED])

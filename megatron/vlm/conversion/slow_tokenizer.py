@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken as FastAddedToken
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from omnibal.data.tokenizer import ADDED_FILE, CONFIG_FILE, FAST_FILE, AddedToken
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, read_text
 
-TOKENIZER_FILE = "tokenizer.json"
 _VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
-_CONFIG_FILE, _ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
 _CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _REMEDY = "fetch it again"
 _PIECES = (
@@ -26,27 +26,18 @@ _PIECES = (
 """How Qwen2 splits text before byte-pair encoding."""
 
 
-class _Added(BaseModel):
-    content: str
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool = False
-    single_word: bool = False
-    special: bool = False
-
-
 class _Config(BaseModel):
     """What is read of tokenizer_config.json, which says more."""
 
     tokenizer_class: str | None = None
     add_prefix_space: bool | None = None
-    added_tokens_decoder: dict[int, _Added] | None = None
+    added_tokens_decoder: dict[int, AddedToken] | None = None
 
 
 def is_slow(folder: Path) -> bool:
     """Whether there is a byte-level vocabulary, and no tokenizer.json made of it."""
     is_there = [(folder / name).is_file() for name in (_VOCABULARY_FILE, _MERGES_FILE)]
-    return all(is_there) and not (folder / TOKENIZER_FILE).is_file()
+    return all(is_there) and not (folder / FAST_FILE).is_file()
 
 
 def fast_tokenizer(folder: Path) -> str | None:
@@ -55,7 +46,7 @@ def fast_tokenizer(folder: Path) -> str | None:
     Raises:
         UserError: a file is broken, or they are not of one tokenizer.
     """
-    path = folder / _CONFIG_FILE
+    path = folder / CONFIG_FILE
     config = read_json_model(_Config, path, _REMEDY) if path.is_file() else _Config()
     if config.tokenizer_class not in _CLASSES or config.add_prefix_space:
         return None
@@ -97,18 +88,18 @@ def _merges(path: Path) -> Sequence[tuple[str, str]]:
     return merges
 
 
-def _listed(folder: Path) -> dict[int, _Added]:
+def _listed(folder: Path) -> dict[int, AddedToken]:
     """Of the file that only older versions of Transformers read."""
-    path = folder / _ADDED_FILE
+    path = folder / ADDED_FILE
     if not path.is_file():
         return {}
     ids = read_json_model(dict[str, int], path, _REMEDY)
-    return {number: _Added(content=content, special=True) for content, number in ids.items()}
+    return {number: AddedToken(content=content, special=True) for content, number in ids.items()}
 
 
-def _add(tokenizer: Tokenizer, tokens: dict[int, _Added], folder: Path) -> None:
+def _add(tokenizer: Tokenizer, tokens: dict[int, AddedToken], folder: Path) -> None:
     for number, token in sorted(tokens.items()):
-        added = AddedToken(**token.model_dump())
+        added = FastAddedToken(**token.model_dump())
         if token.special:
             tokenizer.add_special_tokens([added])
         else:
