@@ -716,14 +716,20 @@ def report(
     run: Annotated[
         Path | None, typer.Option(help="directory of the run trained from it (its --save)")
     ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="directory of its replay (the -o of tools/replay.py)")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page that shows the plan, and beside it what the run measured."""
+    """Write a page that shows the plan, and beside it what its replay and its run took."""
     from omnibal.report import write_report
+    from omnibal.report.summary import replay_figures
 
     _check_output(output)
-    shown = write_report(directory, _run_directory(run), output)
+    shown = write_report(directory, _run_directory(run), output, replay)
     result: dict[str, Any] = {}
+    if shown.replay is not None:
+        result["replay"] = replay_figures(shown.plan, shown.replay)
     if shown.run is not None:
         result["run"] = asdict(shown.run)
         if shown.plan.prediction is not None:
@@ -732,8 +738,10 @@ def report(
         result["accuracy"] = {kind.kind: kind.accuracy for kind in shown.evaluation.kinds}
         result["chance"] = {kind.kind: kind.chance for kind in shown.evaluation.kinds}
     result["report"] = str(output)
-    run_tables = [tables.run_table(shown.plan, shown.run, shown.evaluation)] if shown.run else []
-    _print_result(as_json, result, *run_tables, f"report: {output}")
+    measured = []
+    if shown.replay is not None or shown.run is not None:
+        measured = [tables.run_table(shown.plan, shown.run, shown.replay, shown.evaluation)]
+    _print_result(as_json, result, *measured, f"report: {output}")
 
 
 def _cluster(name: str, memory_gib: float | None, network_gb_per_s: float | None) -> ClusterConfig:

@@ -16,6 +16,7 @@ from omnibal.runlog import Evaluation
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cap_search import CapSearch
     from omnibal.cost.profile import FitResidual
+    from omnibal.replay import ReplaySummary, StageReplay
     from omnibal.report.summary import RunSummary
     from omnibal.strategy import StrategySearch
 
@@ -269,30 +270,83 @@ def lost_time_table(prediction: Prediction) -> Table:
     return table
 
 
-def run_table(plan: Plan, run: "RunSummary", evaluation: Evaluation | None) -> Table:
-    """What a run measured, beside what the plan predicted of it."""
-    table = _table("Run", "", "predicted", "measured")
+def run_table(
+    plan: Plan,
+    run: "RunSummary | None",
+    replay: "ReplaySummary | None",
+    evaluation: Evaluation | None,
+) -> Table:
+    """What a run and a replay took, beside what the plan predicted of it; one of them is given."""
+    given = {"replayed": replay, "measured": run}
+    columns = ["predicted", *(name for name, one in given.items() if one is not None)]
+    title = " and ".join({"replayed": "replay", "measured": "run"}[name] for name in columns[1:])
+    table = _table(title.capitalize(), "", *columns)
+
+    def add(name: str, **cells: str) -> None:
+        table.add_row(name, *(cells.get(column, "") for column in columns))
+
     predicted = plan.prediction
-    table.add_row("loss, first step", "", f"{run.first_loss:.4f}")
-    table.add_row("loss, last step", "", f"{run.last_loss:.4f}")
-    error = predicted.step_ms / run.step_ms - 1 if predicted else 0.0
-    step = f"{predicted.step_ms:,.0f} ms ({error:+.1%})" if predicted else ""
-    table.add_row("step, median", step, f"{run.step_ms:,.0f} ms")
-    for stage, measured in enumerate(run.wait_fractions):
-        waits = f"{predicted.stages[stage].wait_fraction:.1%}" if predicted else ""
-        table.add_row(f"stage {stage} waits", waits, f"{measured:.1%}")
-    for name, count in run.incidents().items():
-        table.add_row(name, "", f"{count:,}")
+    if run is not None:
+        add("loss, first step", measured=f"{run.first_loss:.4f}")
+        add("loss, last step", measured=f"{run.last_loss:.4f}")
+        step = _with_error(predicted.step_ms, run.step_ms) if predicted else ""
+        add("step, median", predicted=step, measured=f"{run.step_ms:,.0f} ms")
+    if replay is not None:
+        step = _with_error(replay.predicted_step_ms, replay.step_ms)
+        name = f"step, mean of {len(replay.info.steps):,}"
+        add(name, predicted=step, replayed=f"{replay.step_ms:,.0f} ms")
+    for stage in range(len(plan.stages)):
+        add(
+            f"stage {stage} waits",
+            predicted=f"{predicted.stages[stage].wait_fraction:.1%}" if predicted else "",
+            replayed=f"{replay.wait_fractions[stage]:.1%}" if replay else "",
+            measured=f"{run.wait_fractions[stage]:.1%}" if run else "",
+        )
+    for stage, replayed in enumerate(replay.stages if replay else ()):
+        peak = replayed.predicted_gib(predicted.stages[stage].memory) if predicted else None
+        add(
+            f"stage {stage} peak",
+            predicted="" if peak is None else f"{peak:.2f} GiB",
+            replayed=f"{replayed.peak_gib:.2f} GiB",
+        )
+    for name, count in run.incidents().items() if run else ():
+        add(name, measured=f"{count:,}")
     if evaluation is not None:
         table.add_section()
-        table.add_row("held-out answers, exact", "chance", "")
+        add("held-out answers, exact", predicted="chance")
         for kind in evaluation.kinds:
-            table.add_row(
-                kind.kind,
-                f"{kind.chance:.1%}",
-                f"{kind.accuracy:.1%} of {kind.questions:,}",
-            )
+            accuracy = f"{kind.accuracy:.1%} of {kind.questions:,}"
+            add(kind.kind, predicted=f"{kind.chance:.1%}", measured=accuracy)
     return table
+
+
+def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
+    """What each of the replayed stages took, times per micro-batch."""
+    times = ("forward ms", "backward ms", "recompute ms", "update ms", "peak GiB")
+    table = _table("Replayed stages, per micro-batch", "stage", "packs", *times)
+    # Else too wide for 80 characters.
+    table.pad_edge = False
+    if plan.prediction is not None:
+        table.add_column("predicted", justify="right")
+    for replay in replays:
+        cells = [
+            f"{replay.stage}",
+            f"{len(replay.rows):,}",
+            f"{np.mean(replay.forward_ms):,.2f}",
+            f"{np.mean(replay.backward_ms):,.2f}",
+            f"{np.mean(replay.recompute_ms):,.2f}",
+            f"{replay.update_ms:,.2f}",
+            f"{replay.peak_gib:.2f}",
+        ]
+        if plan.prediction is not None:
+            predicted_gib = replay.predicted_gib(plan.prediction.stages[replay.stage].memory)
+            cells.append(f"{predicted_gib:.2f}")
+        table.add_row(*cells)
+    return table
+
+
+def _with_error(predicted_ms: float, taken_ms: float) -> str:
+    return f"{predicted_ms:,.0f} ms ({predicted_ms / taken_ms - 1:+.1%})"
 
 
 def _recomputed(stage: Stage) -> str:

@@ -115,6 +115,34 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, l
     )  # fmt: skip
     assert result["accuracy"].keys() == {kind["kind"] for kind in evaluation["kinds"]}
     assert "</html>" in page.read_text()
+    replay = tmp_path / "replay"
+    replayed = (
+        "tools/replay.py", plan, "--data", digits / "train" / "meta.json", "--tokenizer-model",
+        digits / "tokenizer.model", "-o", replay, "--steps", "1", "--repetitions", "1",
+    )  # fmt: skip
+    assert "stage 1 waits" in succeed(*TORCHRUN, *replayed)
+    result = json.loads(succeed(*report, "--replay", replay))
+    assert result["replay"]["step_ms"] > 0 and result["run"]["step_ms"] > 0
+    assert "replayed" in page.read_text()
+
+
+def test_replay_says_what_is_wrong(plan, digits, tmp_path):
+    """Prevents: a traceback, or a begun replay, for a mistake on the command line."""
+    replay, meta = tmp_path / "replay", digits / "train" / "meta.json"
+    command = ("tools/replay.py", plan, "-o", replay)
+    assert "stages 0 to 1" in refuse(*command, "--stages", "0,2")
+    assert "stages 0 to 1" in refuse(*command, "--stages", "")
+    assert "go together" in refuse(*command, "--data", meta)
+    other = digits / "heldout" / "meta.json"
+    given = ("--data", other, "--tokenizer-model", digits / "tokenizer.model")
+    assert "the plan was made for other data" in refuse(*command, *given)
+    assert "no such file" in refuse("tools/replay.py", tmp_path / "none", "-o", replay)
+    assert not replay.exists()
+    output = succeed(*command, "--stages", "1", "--steps", "1", "--repetitions", "1")
+    assert "Replayed stages" in output
+    assert "another steps" in refuse(*command, "--steps", "2", "--repetitions", "1")
+    unfinished = ("-m", "omnibal", "report", plan, "--replay", replay, "-o", tmp_path / "page.html")
+    assert "stage 0 is not replayed yet" in refuse(*unfinished)
 
 
 def test_run_goes_on_with_other_data_parallel_ranks(single_plan, digits, tmp_path):

@@ -1,7 +1,7 @@
 """Where a stage's time goes, phase by phase, without stopping the device to look."""
 
 import time
-from collections import defaultdict
+from collections.abc import Iterable
 from enum import StrEnum
 from itertools import pairwise
 
@@ -20,8 +20,12 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+Interval = tuple[Phase, float]
+"""A phase and its milliseconds, of one of the many times that a step comes to it."""
+
+
 class PhaseClock:
-    """Adds up the milliseconds between switches from one phase to the next.
+    """Takes the milliseconds between switches from one phase to the next.
 
     On CUDA the switches are events on the current stream, read once at the end of the step; on the
     CPU they are clock readings.
@@ -34,16 +38,21 @@ class PhaseClock:
         """The phase that ran until now ends and `phase` begins."""
         self._marks.append((phase, moment()))
 
-    def stop(self) -> dict[Phase, float]:
-        """End the last phase; returns milliseconds per phase since the first switch, and resets."""
+    def stop(self) -> tuple[Interval, ...]:
+        """End the last phase; returns all since the first switch, in order, and resets."""
         self._marks.append((None, moment()))
         if has_cuda():
             torch.cuda.synchronize()
-        totals: dict[Phase, float] = defaultdict(float)
-        for (phase, start), (_, end) in pairwise(self._marks):
-            totals[phase] += elapsed_ms(start, end)
+        intervals = tuple(
+            (phase, elapsed_ms(start, end)) for (phase, start), (_, end) in pairwise(self._marks)
+        )
         self._marks.clear()
-        return {phase: totals[phase] for phase in Phase}
+        return intervals
+
+
+def each_ms(intervals: Iterable[Interval], phase: Phase) -> list[float]:
+    """The milliseconds of every time that a step came to the phase, in order."""
+    return [ms for one, ms in intervals if one is phase]
 
 
 def moment() -> object:

@@ -91,11 +91,11 @@ def load_job(arguments: argparse.Namespace, plan: Plan, launch: Launch) -> Job:
     launch.check_against(plan.parallel)
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     origin = plan.data.origin
-    _check_same("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
+    check_same_data("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
     training_data = heldout_data = None
     if not arguments.skip_train:
         training_data = Annotations.open(arguments.data)
-        _check_same(str(arguments.data), training_data.sha256, origin.data_sha256)
+        check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is another run than the one that had them.
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
     if arguments.eval_data is not None:
@@ -120,7 +120,13 @@ def _check_no_other_run(save: Path, load: Path | None) -> None:
         )
 
 
-def _check_same(name: str, given: str, planned: str) -> None:
+def check_same_data(name: str, given: str, planned: str) -> None:
+    """Refuse data or a tokenizer that the plan was not made for.
+
+    Args:
+        name: of what is given.
+        given, planned: their hashes.
+    """
     if planned != given:
         raise UserError(
             f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "

@@ -153,7 +153,7 @@ class TrainingLoop:
     def _record(
         self, step: int, result: StepResult, step_ms: float, between_ms: float
     ) -> StepRecord:
-        stages = _gather_stage_records(self._trainer.links, result.phases_ms)
+        stages = gather_stage_records(self._trainer.links, result.phases_ms)
         for message in result.unreadable:
             print(f"passed over: {message}", file=sys.stderr, flush=True)
         scheduled, rows = self._data.scheduled, self._rows(step)
@@ -265,7 +265,7 @@ class _Tracer:
             self._profiler = None
 
 
-def _gather_stage_records(
+def gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
     """Per stage: phase times, mean over its ranks, and peak memory, their maximum."""

@@ -171,7 +171,7 @@ class Profiler:
             parameters=_parameters(self._trainer), optimizer_ms=mean_ms["optimizer"]
         )
         return Profile(
-            device=torch.cuda.get_device_name() if has_cuda() else _cpu_name(),
+            device=device_name(),
             precision=self._precision,
             model=self._model.name,
             model_sha256=model_sha256(self._model),
@@ -200,7 +200,10 @@ class Profiler:
         )
 
 
-def _cpu_name() -> str:
+def device_name() -> str:
+    """What this process computes on, as its maker names it."""
+    if has_cuda():
+        return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -263,25 +266,34 @@ def _segments(tokens: int, samples: int, even: bool) -> tuple[int, ...]:
 
 
 def random_batch(
-    model: ModelConfig, tiles: int, segment_tokens: tuple[int, ...], loss_tokens: int
+    model: ModelConfig,
+    tiles: int,
+    segment_tokens: tuple[int, ...],
+    loss_tokens: int,
+    stage: Stage | None = None,
 ) -> MicroBatch:
-    """A micro-batch of these sizes with random content and the fields of all stages."""
+    """A micro-batch of these sizes with random content.
+
+    Args:
+        stage: whose fields it has; None for those of all stages.
+    """
     tokens = sum(segment_tokens)
     generator = torch.Generator().manual_seed(tiles * 7919 + tokens)
-    size, image_tokens = model.vision.image_size, tiles * model.tokens_per_tile
+    fields: dict[str, torch.Tensor] = {}
+    if stage is None or stage.vision_embed:
+        shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
+        fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
-    positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
-    return MicroBatch(
-        tiles=tiles,
-        tokens=tokens,
-        segment_tokens=segment_tokens,
-        pixels_TCPP=torch.randn(tiles, IMAGE_CHANNELS, size, size, generator=generator),
-        token_ids_S=ids,
-        image_positions_M=torch.arange(image_tokens),
-        loss_positions_L=positions,
-        labels_L=ids[positions],
-        loss_weights_L=torch.ones(len(positions)),
-    ).to(current_device())
+    if stage is None or stage.language_embed:
+        fields["token_ids_S"] = ids
+        fields["image_positions_M"] = torch.arange(tiles * model.tokens_per_tile)
+    if stage is None or stage.head:
+        positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
+        fields["loss_positions_L"] = positions
+        fields["labels_L"] = ids[positions]
+        fields["loss_weights_L"] = torch.ones(len(positions))
+    batch = MicroBatch(tiles=tiles, tokens=tokens, segment_tokens=segment_tokens, **fields)
+    return batch.to(current_device())
 
 
 def _unit_functions(

@@ -43,6 +43,16 @@ class PipelineLinks:
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
 
+    def inbox(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        source_rank: int,
+        group: dist.ProcessGroup,
+    ) -> "Inbox":
+        """What comes from a neighbour during a step."""
+        return Inbox(shapes, dtype, source_rank, group)
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -52,17 +62,21 @@ class PipelineLinks:
         return self.rank == self.size - 1
 
 
-def create_pipeline_links() -> PipelineLinks:
+def all_pipelines() -> list[list[int]]:
+    """The ranks of every pipeline, in stage order; Megatron numbers ranks stage by stage."""
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    pipelines = dist.get_world_size() // size
+    return [list(range(first, pipelines * size, pipelines)) for first in range(pipelines)]
+
+
+def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> PipelineLinks:
     """Collective over all ranks, after `parallel_state.initialize_model_parallel`."""
-    own_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, own_ranks)
     links = None
-    for ranks in sorted({tuple(ranks) for ranks in pipelines}):
+    for ranks in all_pipelines():
         # Every rank takes part in creating every group, in the same order.
-        groups = [dist.new_group(list(ranks)) for _ in range(2)]
-        if list(ranks) == own_ranks:
-            links = PipelineLinks(
+        groups = [dist.new_group(ranks) for _ in range(2)]
+        if dist.get_rank() in ranks:
+            links = kind(
                 rank=parallel_state.get_pipeline_model_parallel_rank(),
                 size=len(ranks),
                 previous_rank=parallel_state.get_pipeline_model_parallel_prev_rank(),
@@ -113,10 +127,10 @@ class Inbox:
             self._coming = None
             return
         tensor = torch.empty(shape, dtype=self._dtype, device=current_device())
-        work = None
-        if tensor.numel():
-            work = dist.irecv(tensor, self._source_rank, group=self._group)
-        self._coming = (tensor, work)
+        self._coming = (tensor, self._begin(tensor) if tensor.numel() else None)
+
+    def _begin(self, tensor: torch.Tensor) -> dist.Work | None:
+        return dist.irecv(tensor, self._source_rank, group=self._group)
 
     def take(self) -> torch.Tensor:
         """Wait for the next tensor and post the receive of the one after it."""
@@ -172,7 +186,7 @@ class _StageRun:
         self.input_gradients: Outbox | None = None
         if not links.is_first:
             shapes = self._shapes(links.rank - 1)
-            self.inputs = Inbox(shapes, self.dtype, links.previous_rank, links.activations)
+            self.inputs = links.inbox(shapes, self.dtype, links.previous_rank, links.activations)
         if not links.is_last:
             self.outputs = Outbox(links.next_rank, links.activations)
 
@@ -184,7 +198,7 @@ class _StageRun:
         together with all before it."""
         if self.receives_gradients:
             shapes = self._shapes(self.links.rank)
-            self.output_gradients = Inbox(
+            self.output_gradients = self.links.inbox(
                 shapes, self.dtype, self.links.next_rank, self.links.gradients
             )
         if self.sends_gradients:

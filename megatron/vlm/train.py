@@ -20,11 +20,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.batch import MicroBatch
-from megatron.vlm.clock import Phase, PhaseClock
+from megatron.vlm.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.configs import parameter_dtype
 from megatron.vlm.data import LossWeighting
 from megatron.vlm.initialize import initialize_parameters
-from megatron.vlm.schedule import PipelineLinks, run_forward_backward
+from megatron.vlm.schedule import PipelineLinks, all_pipelines, run_forward_backward
 from megatron.vlm.stage import VLMStage, build_stage, tied_copies
 from omnibal.plan import Plan
 
@@ -65,14 +65,37 @@ class Trainer:
     """Those that gradients are reduced in, if this stage holds one of two copies of a tied
     matrix."""
 
+    def zero_gradients(self) -> None:
+        """Before the first micro-batch of a step."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def update_weights(self, divisor: float) -> float | None:
+        """Reduce gradients over all ranks, divide them by `divisor`, clip and step.
+
+        Returns:
+            The gradients' norm before clipping; None where it or a gradient is not finite, and
+            nothing was changed.
+        """
+        finalize_model_grads([self.model], pg_collection=self.tied_groups)
+        self.model.scale_gradients(1 / divisor)
+        return _update(self.optimizer, self.options.clip_grad)
+
 
 def build_trainer(
-    plan: Plan, links: PipelineLinks, options: OptimizationOptions, steps: int, seed: int
+    plan: Plan,
+    links: PipelineLinks,
+    options: OptimizationOptions,
+    steps: int,
+    seed: int,
+    *,
+    can_save: bool = True,
 ) -> Trainer:
     """Build this rank's stage with its initial weights; collective over all ranks.
 
     Args:
         steps: of the whole run, over which the learning rate is scheduled.
+        can_save: whether core has the gloo groups that the optimizer's state is gathered in.
     """
     stage = build_stage(plan, links.rank, options.drop_path_rate)
     initialize_parameters(stage, seed)
@@ -99,6 +122,7 @@ def build_trainer(
             loss_scale=1.0,
         ),
         [model],
+        use_gloo_process_groups=can_save,
     )
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -132,11 +156,8 @@ def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:
     """
     if not copies:
         return None
-    own_pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    pipelines: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(pipelines, own_pipeline)
-    holders = sorted({tuple(ranks[stage] for stage in copies) for ranks in pipelines})
-    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in holders])
+    holders = [[ranks[stage] for stage in copies] for ranks in all_pipelines()]
+    own, _ = dist.new_subgroups_by_enumeration(holders)
     if own is None:
         return None
     return ProcessGroupCollection(
@@ -150,7 +171,7 @@ def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did; the same on every rank but for `unreadable` and `phases_ms`."""
+    """What a step did; the same on every rank but for `unreadable` and `intervals`."""
 
     loss: float
     """Weighted mean over the global batch."""
@@ -166,7 +187,13 @@ class StepResult:
     """What is wrong with those that this rank read; empty on all but one rank that reads them."""
     stop_requested: bool
     """By any rank."""
-    phases_ms: dict[Phase, float]
+    intervals: tuple[Interval, ...]
+    """What this rank did one after another; a forward and a backward of every micro-batch."""
+
+    @property
+    def phases_ms(self) -> dict[Phase, float]:
+        """Milliseconds of this rank in every phase."""
+        return {phase: sum(each_ms(self.intervals, phase)) for phase in Phase}
 
 
 def train_step(
@@ -185,9 +212,8 @@ def train_step(
         stop_requested: whether this rank was asked to stop; all ranks learn of it.
     """
     clock = PhaseClock()
-    clock.switch(Phase.WAIT)
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
+    clock.switch(Phase.OPTIMIZER)
+    trainer.zero_gradients()
     seen = SeenBatches()
     losses = run_forward_backward(
         trainer.plan, trainer.model, trainer.links, seen.count(batches), counts, clock
@@ -204,9 +230,7 @@ def train_step(
     learning_rate = trainer.optimizer.param_groups[0]["lr"]
     grad_norm = None
     if math.isfinite(sums.loss):
-        finalize_model_grads([trainer.model], pg_collection=trainer.tied_groups)
-        trainer.model.scale_gradients(1 / sums.divisor)
-        grad_norm = _update(trainer.optimizer, trainer.options.clip_grad)
+        grad_norm = trainer.update_weights(sums.divisor)
     return StepResult(
         loss=sums.mean_loss,
         loss_tokens=int(sums.loss_tokens),
@@ -216,7 +240,7 @@ def train_step(
         replaced_samples=int(sums.replaced_samples),
         unreadable=seen.told(trainer.links),
         stop_requested=sums.stop_requests > 0,
-        phases_ms=clock.stop(),
+        intervals=clock.stop(),
     )
 
 

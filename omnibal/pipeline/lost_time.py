@@ -5,7 +5,7 @@ step exactly, which separately measured waits do not, since a wait may have many
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,16 +25,49 @@ def lost_time(
     Args:
         step_ms: of the mean step, as `predict_steps` gives it for the same workload.
     """
+    times = causes_of(cost, stages, workload.features)
+    return lost_time_of(times, workload, *once_a_step_ms(cost, stages), step_ms)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CauseTimes:
+    """The same micro-batches' times, with one cause less after another."""
+
+    all: StageTimes
+    silent: StageTimes
+    """Without the exchanges of tensor-parallel ranks."""
+    needed: StageTimes
+    """Without those and without work on padding."""
+
+
+def causes_of(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> CauseTimes:
+    """By the cost model, of packs with `features` [packs, 5]."""
+    silent, needed = (_without_collectives(cost, padding=padding) for padding in (True, False))
+    return CauseTimes(
+        all=stage_times(cost, stages, features),
+        silent=stage_times(silent, stages, features),
+        needed=stage_times(needed, stages, features),
+    )
+
+
+def lost_time_of(
+    causes: CauseTimes,
+    workload: Workload,
+    reduction_ms: np.ndarray,
+    update_ms: np.ndarray,
+    step_ms: float,
+) -> LostTime:
+    """`lost_time` of times that need not be a cost model's.
+
+    Args:
+        reduction_ms, update_ms: [stages], once a step.
+    """
     alone = workload.each_rank_alone()
-    features = workload.features
-    nothing = np.zeros(len(stages))
-    reduction_ms, update_ms = once_a_step_ms(cost, stages)
-    silent = _without_collectives(cost, padding=True)
-    bare = _without_links(stage_times(silent, stages, features))
-    needed = _without_collectives(cost, padding=False)
-    times = _without_recompute(_without_links(stage_times(needed, stages, features)))
+    nothing = np.zeros_like(update_ms)
+    bare = _without_links(causes.silent)
+    times = _without_recompute(_without_links(causes.needed))
     steps: tuple[tuple[StageTimes, np.ndarray, np.ndarray], ...] = (
-        (stage_times(cost, stages, features), reduction_ms, update_ms),
+        (causes.all, reduction_ms, update_ms),
         (bare, nothing, update_ms),
         (bare, nothing, nothing),
         (_without_recompute(bare), nothing, nothing),

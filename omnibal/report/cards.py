@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from omnibal.plan import Plan, Prediction, memory_cap_gib
-from omnibal.report.summary import RunSummary
+from omnibal.replay import ReplaySummary
+from omnibal.report.summary import RunSummary, replayed_peaks_as_predicted
 from omnibal.report.text import ARROW, deviation, duration, escape, milliseconds, number, percent
 from omnibal.runlog import Evaluation, StepRecord
 
@@ -13,14 +14,16 @@ _KINDS_SHOWN = 5
 def headline_cards(
     plan: Plan,
     run: RunSummary | None,
+    replay: ReplaySummary | None,
     records: Sequence[StepRecord],
     evaluation: Evaluation | None,
 ) -> str:
     """Cards in the order in which the questions are asked."""
     prediction = plan.prediction
-    cards = [_fit(plan, prediction, run)] if prediction else []
-    if run or prediction:
-        cards += [_step(prediction, run), _bubble(prediction, run), _rate(prediction, run)]
+    cards = [_fit(plan, prediction, run, replay)] if prediction else []
+    if run or replay or prediction:
+        cards += [_step(prediction, run, replay), _bubble(prediction, run, replay)]
+        cards += [_rate(prediction, run)]
     cards += [_length(plan, prediction)] if prediction else []
     cards += [_loss(run, records)] if run else []
     cards += [_accuracy(evaluation)] if evaluation and evaluation.kinds else []
@@ -34,38 +37,67 @@ def _card(title: str, value: str, note: str) -> str:
     )
 
 
-def _both(predicted: str | None, measured: str | None) -> tuple[str, str]:
-    """The measured value first, the predicted one beside it; either may be missing."""
-    if measured is None:
-        return f"{predicted} <small>predicted</small>", ""
-    beside = f"predicted {predicted}" if predicted is not None else "no prediction"
-    return f"{measured} <small>measured</small>", beside
+def _beside(
+    predicted: str | None, replayed: str | None, measured: str | None
+) -> tuple[str, list[str]]:
+    """The last value that there is, and notes of those before it; one at least is not None."""
+    values = {"predicted": predicted, "replayed": replayed, "measured": measured}
+    *others, (name, value) = [(k, v) for k, v in values.items() if v is not None]
+    missing = ["no prediction"] * (predicted is None)
+    return f"{value} <small>{name}</small>", missing + [f"{k} {v}" for k, v in others]
 
 
-def _fit(plan: Plan, prediction: Prediction, run: RunSummary | None) -> str:
+def _fit(
+    plan: Plan, prediction: Prediction, run: RunSummary | None, replay: ReplaySummary | None
+) -> str:
     peaks = [stage.memory.peak_gib for stage in prediction.stages]
     cap, worst = memory_cap_gib(plan.cluster), max(peaks)
     verdict, css = ("fits", "good") if worst <= cap else ("does not fit", "bad")
     note = f"{number(worst)} of {number(cap)} usable GiB predicted, on stage {peaks.index(worst)}"
+    if replay:
+        most, expected = max(
+            zip(
+                (stage.peak_gib for stage in replay.stages),
+                replayed_peaks_as_predicted(plan, replay),
+                strict=True,
+            )
+        )
+        note += f"; {number(most)} GiB replayed where {number(expected)} were predicted"
     if run:
         note += f"; {number(max(run.peak_gib))} GiB measured"
     return _card("Memory", f'<span class="{css}">{verdict}</span>', note)
 
 
-def _step(prediction: Prediction | None, run: RunSummary | None) -> str:
+def _step(
+    prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
+) -> str:
     predicted = milliseconds(prediction.step_ms) if prediction else None
-    value, note = _both(predicted, milliseconds(run.step_ms) if run else None)
     if prediction and run:
-        note += f", {deviation(prediction.step_ms, run.step_ms)}"
-    elif prediction:
-        note = f"at best {milliseconds(prediction.ideal_step_ms)}, without waiting or recomputing"
-    return _card("Time per step", value, note)
+        predicted = f"{predicted}, {deviation(prediction.step_ms, run.step_ms)}"
+    value, notes = _beside(
+        predicted,
+        milliseconds(replay.step_ms) if replay else None,
+        milliseconds(run.step_ms) if run else None,
+    )
+    if replay:
+        of_these = milliseconds(replay.predicted_step_ms)
+        error = deviation(replay.predicted_step_ms, replay.step_ms)
+        notes.append(f"for the replayed steps the cost model says {of_these}, {error}")
+    elif prediction and not run:
+        ideal = milliseconds(prediction.ideal_step_ms)
+        notes.append(f"at best {ideal}, without waiting or recomputing")
+    return _card("Time per step", value, "; ".join(notes))
 
 
-def _bubble(prediction: Prediction | None, run: RunSummary | None) -> str:
-    predicted = percent(prediction.bubble_fraction) if prediction else None
-    value, note = _both(predicted, percent(run.bubble_fraction) if run else None)
-    return _card("Bubble", value, note or "share of device time spent waiting")
+def _bubble(
+    prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
+) -> str:
+    value, notes = _beside(
+        percent(prediction.bubble_fraction) if prediction else None,
+        percent(replay.bubble_fraction) if replay else None,
+        percent(run.bubble_fraction) if run else None,
+    )
+    return _card("Bubble", value, "; ".join(notes) or "share of device time spent waiting")
 
 
 def _rate(prediction: Prediction | None, run: RunSummary | None) -> str:
@@ -73,8 +105,9 @@ def _rate(prediction: Prediction | None, run: RunSummary | None) -> str:
     if rate is None and run is None:
         return ""
     predicted = None if rate is None else number(rate)
-    value, note = _both(predicted, number(run.samples_per_second_per_gpu) if run else None)
-    return _card("Samples per second per device", value, note)
+    measured = number(run.samples_per_second_per_gpu) if run else None
+    value, notes = _beside(predicted, None, measured)
+    return _card("Samples per second per device", value, "; ".join(notes))
 
 
 def _length(plan: Plan, prediction: Prediction) -> str:

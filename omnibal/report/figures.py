@@ -8,8 +8,16 @@ import numpy as np
 from omnibal.cost.model import Unit
 from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.units import stage_units
-from omnibal.plan import USABLE_MEMORY_FRACTION, Caps, Plan, StageMemory, memory_cap_gib
-from omnibal.report.summary import RunSummary, StageTime, predicted_stage_times
+from omnibal.plan import (
+    USABLE_MEMORY_FRACTION,
+    Caps,
+    LostTime,
+    Plan,
+    StageMemory,
+    memory_cap_gib,
+)
+from omnibal.replay import ReplaySummary
+from omnibal.report.summary import RunSummary, StageTime, stage_times_by_source
 from omnibal.report.svg import (
     TOP,
     Plot,
@@ -128,14 +136,20 @@ def memory_parts(memory: StageMemory) -> tuple[float, ...]:
     )
 
 
-def memory_figure(plan: Plan, run: RunSummary | None) -> str:
-    """Predicted memory of one device of each stage against what it may fill; measured peaks."""
+def memory_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+    """Predicted memory of one device of each stage against what it may fill; replayed and
+    measured peaks."""
     if plan.prediction is None:
         return ""
     memories = [stage.memory for stage in plan.prediction.stages]
     cap = memory_cap_gib(plan.cluster)
-    peaks = run.peak_gib if run else ()
-    x = Scale(0, 1.04 * max(cap, *(m.peak_gib for m in memories), *peaks), 72, 506)
+    marks = {
+        "replayed": [stage.peak_gib for stage in replay.stages] if replay else (),
+        "measured": run.peak_gib if run else (),
+    }
+    marks = {name: peaks for name, peaks in marks.items() if peaks}
+    most = max(cap, *(m.peak_gib for m in memories), *(max(peaks) for peaks in marks.values()))
+    x = Scale(0, 1.04 * most, 72, 506)
     bottom = TOP + 34 * len(memories)
     parts = [_vertical_grid(x, bottom, "GiB")]
     for stage, memory in enumerate(memories):
@@ -144,14 +158,16 @@ def memory_figure(plan: Plan, run: RunSummary | None) -> str:
         sizes = zip(memory_parts(memory), MEMORY_PARTS, strict=True)
         stack = [(size, css, f"{css}: {number(size)} GiB") for size, css in sizes]
         parts.append(stacked_row(x, y + 2, 22, stack))
-        if peaks:
-            tip = f"measured: {number(peaks[stage])} GiB"
-            parts.append(rect(x(peaks[stage]) - 1.5, y - 2, 3, 30, "measured", tip))
+        for name, peaks in marks.items():
+            tip = f"{name}: {number(peaks[stage])} GiB"
+            parts.append(rect(x(peaks[stage]) - 1.5, y - 2, 3, 30, name, tip))
     parts.append(line(x(cap), TOP - 8, x(cap), bottom, "cap"))
     parts.append(text(x(cap) + 4, TOP - 13, "usable", "label end"))
-    keys = [(css, css) for css in MEMORY_PARTS] + [("measured", "measured peak")] * bool(peaks)
+    keys = [(css, css) for css in MEMORY_PARTS] + [(name, f"{name} peak") for name in marks]
     caption = f"Predicted, at the peak of the step. Usable: {_usable(plan)}."
-    if peaks:
+    if replay and not all(stage.with_working_memory for stage in replay.stages):
+        caption += " The replayed peak on a CPU is without transient memory."
+    if run:
         caption += " The measured peak on a CPU is the whole process, its libraries included."
     return figure(
         "Memory of one device per stage",
@@ -165,30 +181,32 @@ def _usable(plan: Plan) -> str:
     return f"{100 * USABLE_MEMORY_FRACTION:g} % of a device's {plan.cluster.memory_gib:g} GiB"
 
 
-def time_figure(plan: Plan, run: RunSummary | None) -> str:
-    """Forward, backward, wait, data and update of every stage, predicted above measured."""
-    both = [("predicted", predicted_stage_times(plan)), ("measured", run.stages if run else ())]
-    series = [(name, times) for name, times in both if times]
+def time_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+    """Forward, backward, wait, data and update of every stage: predicted, below it replayed and
+    measured."""
+    series = stage_times_by_source(plan, run, replay)
     if not series:
         return ""
-    longest = max(sum(time) for _, times in series for time in times)
+    longest = max(sum(time) for times in series.values() for time in times)
     x = Scale(0, 1.02 * longest or 1.0, 150 if len(series) > 1 else 72, 506)
     pitch = 18 * len(series) + 12
     bottom = TOP + pitch * len(plan.stages)
     parts = [_vertical_grid(x, bottom, "ms per step")]
     for stage in range(len(plan.stages)):
         parts.append(text(0, TOP + pitch * stage + 14, f"stage {stage}"))
-        for row, (name, times) in enumerate(series):
+        for row, (name, times) in enumerate(series.items()):
             y = TOP + pitch * stage + 18 * row
             if len(series) > 1:
                 parts.append(text(144, y + 13, name, "label end"))
             parts.append(stacked_row(x, y, 16, _time_stack(times[stage])))
-    label = f"time per stage and activity, {' and '.join(name for name, _ in series)}"
+    label = f"time per stage and activity, {' and '.join(series)}"
+    means = ["Replayed: mean over the replayed steps."] * bool(replay)
+    means += ["Measured: median over the run's steps."] * bool(run)
     return figure(
         "Where a step's time goes",
         drawing(520, bottom + 44, label, parts),
         "Backward includes recomputation. Update: gradient reduction, clipping, weight update. "
-        + ("Measured: median over the run's steps." if run else "Predicted."),
+        + (" ".join(means) or "Predicted."),
         legend(*((css, css) for css in TIME_PARTS)),
     )
 
@@ -299,18 +317,34 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
     )
 
 
-def waste_figure(plan: Plan) -> str:
-    """The predicted step as ideal computation and what is lost to each cause."""
-    prediction = plan.prediction
-    if prediction is None or prediction.step_ms <= 0:
+def waste_figure(plan: Plan, replay: ReplaySummary | None) -> str:
+    """The predicted step as ideal computation and what is lost to each cause; below it the
+    replayed step."""
+    figures = []
+    if plan.prediction is not None:
+        caption = (
+            "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
+            "simulated again without one cause after another; the differences add up to it."
+        )
+        figures.append(
+            _lost_figure("predicted", plan.prediction.lost, plan.prediction.step_ms, caption)
+        )
+    if replay is not None:
+        caption = "The same of the replayed steps, with the times that their stages took."
+        figures.append(_lost_figure("replayed", replay.lost, replay.step_ms, caption))
+    return "".join(figures)
+
+
+def _lost_figure(source: str, lost: LostTime, step_ms: float, caption: str) -> str:
+    if step_ms <= 0:
         return ""
     shares = {
-        name: ms / prediction.step_ms
-        for name, ms in prediction.lost.named().items()
-        if ms >= _LEAST_SHOWN_SHARE * prediction.step_ms
+        name: ms / step_ms
+        for name, ms in lost.named().items()
+        if ms >= _LEAST_SHOWN_SHARE * step_ms
     }
     keys = [
-        (_css(name), f"{name} {milliseconds(share * prediction.step_ms)} ({percent(share)})")
+        (_css(name), f"{name} {milliseconds(share * step_ms)} ({percent(share)})")
         for name, share in shares.items()
     ]
     stack = "".join(
@@ -319,10 +353,9 @@ def waste_figure(plan: Plan) -> str:
     )
     label = escape("; ".join(meaning for _, meaning in keys))
     return figure(
-        "Where the predicted step's time goes",
+        f"Where the {source} step's time goes",
         f'<div class="stack" role="img" aria-label="{label}">{stack}</div>',
-        "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
-        "simulated again without one cause after another; the differences add up to it.",
+        caption,
         legend(*keys),
         "wide",
     )

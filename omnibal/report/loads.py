@@ -5,7 +5,6 @@ given. "Before" is common practice, which fills micro-batches with a fixed count
 random order and pads them to their longest; "after" is the schedule that was made.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import DataRequest
 from omnibal.files import atomic
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.report.svg import Plot, Scale, line, polyline, rect, text
-from omnibal.report.text import escape, milliseconds, number, percent, shorten, tick
+from omnibal.report.svg import Plot, Scale, document, line, polyline, rect, text
+from omnibal.report.text import milliseconds, number, percent, shorten, tick
 
 _WIDTH, _MARGIN = 1100, 28
 _LEFT, _RIGHT = 92, 1000
@@ -39,7 +38,6 @@ _PLOT_HEIGHT, _PLOT_GAP = 220, 24
 _QUANTILES = 200
 """Drawn points of a distribution, however long the epoch."""
 _NAME_LIMIT = 28
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _STYLE = """
 :root {
   color-scheme: light dark;
@@ -312,14 +310,7 @@ def _document(setting: LoadSetting, contents: str, panels: list[_Panel], note: s
     )
     parts += [text(_MARGIN, top, source), text(_MARGIN, top + 18, note)]
     height = top + 34
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
-        f'width="{_WIDTH}" height="{height:g}" viewBox="0 0 {_WIDTH} {height:g}">'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>{_WAITING}"
-        f"{rect(0, 0, _WIDTH, height, 'paper')}\n{''.join(parts)}</svg>\n"
-    )
-    # A name may hold characters that XML has no way to write.
-    return _NOT_XML.sub("?", svg)
+    return document(title, _WIDTH, height, _STYLE, parts, _WAITING)
 
 
 def _heading(title: str, subtitle: str) -> str:

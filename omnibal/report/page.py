@@ -1,4 +1,4 @@
-"""A plan directory and a run directory to one HTML file: no script, no other file, no network.
+"""A plan, its replay and its run to one HTML file: no script, no other file, no network.
 
 Equal inputs give equal bytes: nothing on the page depends on when or where it was written.
 """
@@ -14,6 +14,7 @@ from omnibal.errors import UserError
 from omnibal.files import atomic
 from omnibal.plan import Plan, read_plan
 from omnibal.planner import cost_of_plan, data_of_plan
+from omnibal.replay import ReplaySummary, read_replay
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import (
     curve_figure,
@@ -58,6 +59,7 @@ class ReportInput:
     cost: CostModel
     data: tuple[ScheduledPacks, Lengths] | None
     """Made up at the caps for a plan of shapes only; None for a plan without either."""
+    replay: ReplaySummary | None
     records: list[StepRecord]
     validations: list[ValidationRecord]
     """Empty without a run."""
@@ -65,14 +67,20 @@ class ReportInput:
     evaluation: Evaluation | None
 
 
-def write_report(plan_directory: Path, run_directory: Path | None, output: Path) -> ReportInput:
-    """Write the report of a plan, and of the run trained from it if one is given.
+def write_report(
+    plan_directory: Path,
+    run_directory: Path | None,
+    output: Path,
+    replay_directory: Path | None = None,
+) -> ReportInput:
+    """Write the report of a plan, and of the run trained from it and of its replay where given.
 
     Args:
         plan_directory: made by `omnibal plan`.
         run_directory: holds `run.json` and `run.jsonl`, and `evaluation.json` once the run was
             evaluated.
         output: the HTML file.
+        replay_directory: made by tools/replay.py.
 
     Returns:
         What the page shows.
@@ -80,7 +88,7 @@ def write_report(plan_directory: Path, run_directory: Path | None, output: Path)
     Raises:
         UserError: a file is missing or broken, or the files do not belong together.
     """
-    shown = _read(plan_directory, run_directory)
+    shown = _read(plan_directory, run_directory, replay_directory)
     page = render(shown)
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic(output) as temporary:
@@ -89,13 +97,25 @@ def write_report(plan_directory: Path, run_directory: Path | None, output: Path)
     return shown
 
 
-def _read(plan_directory: Path, run_directory: Path | None) -> ReportInput:
+def _read(
+    plan_directory: Path, run_directory: Path | None, replay_directory: Path | None
+) -> ReportInput:
     plan = read_plan(plan_directory)
     records = [] if run_directory is None else _records_of(plan, run_directory)
+    cost, data = cost_of_plan(plan, plan_directory), data_of_plan(plan, plan_directory)
+    replay = None
+    if replay_directory is not None:
+        if data is None:
+            raise UserError(
+                "a plan with neither data nor shapes has no micro-batches to replay; give the plan "
+                f"that {replay_directory} is of, or no replay"
+            )
+        replay = read_replay(replay_directory, plan, cost, data)
     return ReportInput(
         plan=plan,
-        cost=cost_of_plan(plan, plan_directory),
-        data=data_of_plan(plan, plan_directory),
+        cost=cost,
+        data=data,
+        replay=replay,
         records=records,
         validations=[] if run_directory is None else read_validations(run_directory),
         run=summarise_run(records, plan.parallel.world_size) if records else None,
@@ -128,14 +148,14 @@ def _records_of(plan: Plan, run_directory: Path) -> list[StepRecord]:
 def render(report: ReportInput) -> str:
     """The whole page."""
     name = escape(report.plan.model.name)
-    style = (resources.files("omnibal.report") / "report.css").read_text()
+    style = _style("report.css") + (_style("replay.css") if report.replay else "")
     sections = (
         _stages(report),
         _memory(report),
         _training(report),
         _answers(report),
         _data(report),
-        _section("Provenance", provenance_facts(report.plan, report.records)),
+        _section("Provenance", provenance_facts(report.plan, report.replay, report.records)),
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -144,6 +164,10 @@ def render(report: ReportInput) -> str:
         f"<title>{name}: OmniBal report</title>\n<style>\n{style}</style></head>\n<body>\n"
         f"{_header(report)}\n<main>\n{''.join(sections)}</main>\n</body></html>\n"
     )
+
+
+def _style(name: str) -> str:
+    return (resources.files("omnibal.report") / name).read_text()
 
 
 def _section(title: str, *parts: str) -> str:
@@ -167,14 +191,31 @@ def _header(report: ReportInput) -> str:
     missing = ""
     if plan.prediction is None:
         missing += '<p class="note">This plan holds no prediction.</p>'
-    if report.run is None:
+    if report.replay is not None:
+        missing += f'<p class="note">{escape(_about(report.replay))}</p>'
+    elif report.run is None:
         missing += (
             '<p class="note">Predicted only: no run was given. With <code>--run DIRECTORY</code> '
             "measured figures stand beside the predicted ones.</p>"
         )
     return (
         f'<header><h1>{escape(plan.model.name)}</h1><p class="soft">{layout}</p>{missing}'
-        f"{headline_cards(plan, report.run, report.records, report.evaluation)}</header>"
+        f"{headline_cards(plan, report.run, report.replay, report.records, report.evaluation)}"
+        "</header>"
+    )
+
+
+def _about(replay: ReplaySummary) -> str:
+    """What was done for the figures that are called replayed, and what they are not."""
+    info = replay.info
+    steps, repetitions = len(info.steps), info.repetitions
+    several = f" ({info.processes:,} stages at the same time)" if info.processes > 1 else ""
+    repeated = f"median of {repetitions:,} repetitions" if repetitions > 1 else "measured once"
+    content = {"data": "the samples of the data", "random": "random content of the plan's sizes"}
+    return (
+        f"Replayed: {steps:,} step{'s' * (steps > 1)} of the plan, each stage by itself on "
+        f"{info.device}{several}, with {content[info.content]}; {repeated}. Links and reductions "
+        "between devices are the cost model's, as no other device was there."
     )
 
 
@@ -182,17 +223,18 @@ def _stages(report: ReportInput) -> str:
     return _section(
         "Stages",
         split_figure(report.plan),
-        stage_table(report.plan, report.run),
-        waste_figure(report.plan),
+        stage_table(report.plan, report.run, report.replay),
+        waste_figure(report.plan, report.replay),
         timeline_figure(report.plan.stages, report.cost, *report.data) if report.data else "",
     )
 
 
 def _memory(report: ReportInput) -> str:
+    shown = (report.plan, report.run, report.replay)
     return _section(
         "Time and memory",
-        memory_table(report.plan, report.run),
-        _grid(time_figure(report.plan, report.run), memory_figure(report.plan, report.run)),
+        memory_table(*shown),
+        _grid(time_figure(*shown), memory_figure(*shown)),
     )
 
 

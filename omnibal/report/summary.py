@@ -1,17 +1,18 @@
-"""A run log reduced to the figures that stand beside the plan's prediction.
+"""A run log and a replay reduced to the figures that stand beside the plan's prediction.
 
-Times are medians over the run's steps: one slow step (the first, a checkpoint, a busy file system)
-must not pass for the plan's error.
+A run's times are medians over its steps: one slow step (the first, a checkpoint, a busy file
+system) must not pass for the plan's error.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from omnibal.plan import Plan
+from omnibal.replay import ReplaySummary
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 
 
@@ -101,21 +102,72 @@ def predicted_stage_times(plan: Plan) -> tuple[StageTime, ...]:
     count = micro_batches_per_step(plan)
     if plan.prediction is None or count is None:
         return ()
-    times = []
-    for stage in plan.prediction.stages:
-        forward_ms, backward_ms = stage.forward_ms * count, stage.backward_ms * count
-        wait_ms = stage.wait_fraction * plan.prediction.step_ms
-        rest_ms = plan.prediction.step_ms - forward_ms - backward_ms - wait_ms
-        times.append(
-            StageTime(
-                forward_ms=forward_ms,
-                backward_ms=backward_ms,
-                wait_ms=wait_ms,
-                data_ms=0.0,
-                optimizer_ms=max(0.0, rest_ms),
-            )
+    return tuple(
+        _simulated_time(
+            plan.prediction.step_ms,
+            stage.forward_ms * count,
+            stage.backward_ms * count,
+            stage.wait_fraction,
         )
-    return tuple(times)
+        for stage in plan.prediction.stages
+    )
+
+
+def replayed_stage_times(replay: ReplaySummary) -> tuple[StageTime, ...]:
+    """The replay in the run log's terms, as the prediction."""
+    stages = zip(replay.forward_ms, replay.backward_ms, replay.wait_fractions, strict=True)
+    return tuple(_simulated_time(replay.step_ms, *map(float, stage)) for stage in stages)
+
+
+def _simulated_time(
+    step_ms: float, forward_ms: float, backward_ms: float, wait_fraction: float
+) -> StageTime:
+    wait_ms = wait_fraction * step_ms
+    rest_ms = step_ms - forward_ms - backward_ms - wait_ms
+    return StageTime(
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        wait_ms=wait_ms,
+        data_ms=0.0,
+        optimizer_ms=max(0.0, rest_ms),
+    )
+
+
+def stage_times_by_source(
+    plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
+) -> dict[str, tuple[StageTime, ...]]:
+    """All that there are of predicted, replayed and measured."""
+    times = {
+        "predicted": predicted_stage_times(plan),
+        "replayed": replayed_stage_times(replay) if replay else (),
+        "measured": run.stages if run else (),
+    }
+    return {source: stages for source, stages in times.items() if stages}
+
+
+def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float]:
+    """What the replayed peak of each stage should be, in GiB; empty without a prediction."""
+    if plan.prediction is None:
+        return []
+    stages = zip(replay.stages, plan.prediction.stages, strict=True)
+    return [replayed.predicted_gib(stage.memory) for replayed, stage in stages]
+
+
+def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
+    """What is told of a replay, as plain values."""
+    return replay.info.model_dump(mode="json", exclude={"plan_sha256"}) | {
+        "step_ms": replay.step_ms,
+        "predicted_step_ms": replay.predicted_step_ms,
+        "bubble_fraction": replay.bubble_fraction,
+        "recompute_fraction": replay.recompute_fraction,
+        "lost_ms": replay.lost.model_dump(),
+        "forward_ms": replay.forward_ms.tolist(),
+        "backward_ms": replay.backward_ms.tolist(),
+        "recompute_ms": replay.recompute_ms.tolist(),
+        "wait_fractions": replay.wait_fractions.tolist(),
+        "peak_gib": [stage.peak_gib for stage in replay.stages],
+        "predicted_peak_gib": replayed_peaks_as_predicted(plan, replay),
+    }
 
 
 def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:

@@ -1,10 +1,11 @@
-"""Inline SVG, just enough for the report: scales, axes, lines, dots, bars.
+"""SVG, just enough for the report and its pictures: scales, axes, lines, dots, bars.
 
 Colours are classes of report.css, so one drawing serves light, dark and print. Coordinates are
 rounded to 0.1, which keeps pages small and equal inputs equal bytes.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,7 @@ from omnibal.report.text import escape, tick
 Value = TypeVar("Value", float, np.ndarray)
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 28, 44
 """Margins around the plotting area, wide enough for labels at a phone's larger font."""
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,20 @@ def drawing(width: float, height: float, label: str, body: Iterable[str], css: s
         f'<svg class="{css}" role="img" aria-label="{escape(label)}" width="{width:g}" '
         f'viewBox="0 0 {width:g} {height:g}">{"".join(body)}</svg>'
     )
+
+
+def document(
+    title: str, width: float, height: float, style: str, body: Iterable[str], defs: str = ""
+) -> str:
+    """A file that stands alone: `style` is its own, with a class `paper` for the background."""
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
+        f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}">'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>{defs}"
+        f"{rect(0, 0, width, height, 'paper')}\n{''.join(body)}</svg>\n"
+    )
+    # A name may hold characters that XML has no way to write.
+    return _NOT_XML.sub("?", svg)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """The report's tables: exact numbers under the figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -11,13 +11,15 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packs import ScheduledPacks
 from omnibal.plan import Plan, StageMemory, memory_cap_gib
+from omnibal.replay import ReplaySummary
 from omnibal.report.figures import MEMORY_PARTS, bars, memory_parts
 from omnibal.report.summary import (
     RunSummary,
     accuracy_interval,
     is_right,
     micro_batches_per_step,
-    predicted_stage_times,
+    replayed_peaks_as_predicted,
+    stage_times_by_source,
     telling_examples,
 )
 from omnibal.report.text import EN_DASH, aligned, escape, number, percent, shorten
@@ -60,51 +62,73 @@ def facts(title: str, entries: Sequence[tuple[str, str]]) -> str:
     return f'<div>{title and f"<h3>{escape(title)}</h3>"}<dl class="provenance">{rows}</dl></div>'
 
 
-def _pair(group: str, predicted: Sequence[float], measured: Sequence[float]) -> list[Column]:
-    """Predicted and measured columns with equal decimals; an empty side is left out."""
-    cells, split = aligned([*predicted, *measured]), len(predicted)
-    columns = []
-    if predicted:
-        columns.append(Column(group=group, title="predicted", cells=cells[:split]))
-    if measured:
-        columns.append(Column(group=group, title="measured", cells=cells[split:], css="bold"))
-    return columns
+def _beside(group: str, series: Mapping[str, Sequence[float]]) -> list[Column]:
+    """A column of each named series, all with equal decimals; an empty one is left out."""
+    cells = iter(aligned([value for values in series.values() for value in values]))
+    return [
+        Column(
+            group=group,
+            title=name,
+            cells=list(islice(cells, len(values))),
+            css="bold" * (name != "predicted"),
+        )
+        for name, values in series.items()
+        if values
+    ]
 
 
-def stage_table(plan: Plan, run: RunSummary | None) -> str:
-    """Layers, times per step and waiting of every stage, predicted beside measured."""
-    stages, both = plan.stages, (predicted_stage_times(plan), run.stages if run else ())
+def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+    """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
+    stages, times = plan.stages, stage_times_by_source(plan, run, replay)
     counts = {
         "vision": [s.vision_layers for s in stages],
         "language": [s.language_layers for s in stages],
         "recomputed": [s.recomputed_layers for s in stages],
     }
-    waits = [100 * s.wait_fraction for s in plan.prediction.stages] if plan.prediction else []
+    waits = {
+        "predicted": [s.wait_fraction for s in plan.prediction.stages] if plan.prediction else (),
+        "replayed": replay.wait_fractions.tolist() if replay else (),
+        "measured": run.wait_fractions if run else (),
+    }
     columns = [
         Column(title="stage", cells=[str(i) for i in range(len(stages))], css="left"),
         *(Column(group="layers", title=k, cells=[f"{n}" for n in v]) for k, v in counts.items()),
-        *_pair("forward, ms", *([time.forward_ms for time in side] for side in both)),
-        *_pair("backward, ms", *([time.backward_ms for time in side] for side in both)),
-        *_pair("waiting, %", waits, [100 * w for w in run.wait_fractions] if run else []),
+        *_beside("forward, ms", {k: [time.forward_ms for time in v] for k, v in times.items()}),
+        *_beside("backward, ms", {k: [time.backward_ms for time in v] for k, v in times.items()}),
+        *_beside("waiting, %", {k: [100 * share for share in v] for k, v in waits.items()}),
     ]
     count = micro_batches_per_step(plan)
     per = f"Times of a step of {count:.4g} micro-batches; " if count else ""
-    return table(columns, f"{per}backward includes recomputation.")
+    mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
+    return table(columns, f"{per}backward includes recomputation.{mean}")
 
 
-def memory_table(plan: Plan, run: RunSummary | None) -> str:
-    """Predicted memory by kind, the sum against the device's, and the measured peak."""
+def memory_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+    """Predicted memory by kind, the sum against the device's, and the replayed and measured peak.
+
+    Beside the replayed one stands what it should be by the prediction.
+    """
     columns = [Column(title="stage", cells=[str(i) for i in range(len(plan.stages))], css="left")]
     if plan.prediction:
         columns += _predicted_memory(
             [stage.memory for stage in plan.prediction.stages], memory_cap_gib(plan.cluster)
         )
+    caption = "Memory of one device of each stage at the peak of the step."
+    if replay:
+        peaks = {
+            "predicted": replayed_peaks_as_predicted(plan, replay),
+            "peak": [stage.peak_gib for stage in replay.stages],
+        }
+        columns += _beside("replayed, GiB", peaks)
+        if not all(stage.with_working_memory for stage in replay.stages):
+            caption += " A replay on a CPU measures no working memory: predicted beside it is "
+            caption += "the rest."
     if run:
         cells = aligned(run.peak_gib)
         columns.append(Column(group="measured, GiB", title="peak", cells=cells, css="bold"))
     if len(columns) == 1:
         return ""
-    return table(columns, "Memory of one device of each stage at the peak of the step.")
+    return table(columns, caption)
 
 
 def _predicted_memory(memories: Sequence[StageMemory], cap_gib: float) -> list[Column]:
@@ -243,7 +267,9 @@ def sources_table(lengths: Lengths) -> str:
     return table(columns, "Samples by source; bar heights are relative to the row's highest.")
 
 
-def provenance_facts(plan: Plan, records: Sequence[StepRecord]) -> str:
+def provenance_facts(
+    plan: Plan, replay: ReplaySummary | None, records: Sequence[StepRecord]
+) -> str:
     """What the page was made from."""
     entries = [("Plan schema", f"version {plan.schema_version}")]
     entries += [
@@ -263,6 +289,9 @@ def provenance_facts(plan: Plan, records: Sequence[StepRecord]) -> str:
             ("Data", f"<code>sha256 {escape(origin.data_sha256)}</code>"),
             ("Tokenizer", f"<code>sha256 {escape(origin.tokenizer_sha256)}</code>"),
         ]
+    if replay:
+        steps = ", ".join(f"{step:,}" for step in replay.info.steps)
+        entries += [("Replayed steps", f"{steps}, on {escape(replay.info.device)}")]
     if records:
         seen = f"{len(records):,} steps, {records[0].step:,} to {records[-1].step:,}"
         entries += [("Run log", seen)]

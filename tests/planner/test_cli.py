@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import typer
 from plan_cases import example_lengths, example_profile
+from replay_cases import write_replay
 
 import omnibal
 from omnibal import cli
@@ -21,6 +22,7 @@ from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import read_packs
 from omnibal.plan import read_plan
+from omnibal.planner import cost_of_plan, data_of_plan
 
 PACK_KEYS = (
     "samples packed packs packs_lower_bound gap samples_per_pack fill_tiles fill_tokens pad_ratio "
@@ -52,7 +54,7 @@ FLAGS = {
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
-    "report": "--output -o --run --json",
+    "report": "--output -o --run --replay --json",
 }
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
 PROFILE = "profile --model internvl-digits --max-tiles 8 --max-tokens 512 --tokens-per-sample 64"
@@ -176,6 +178,39 @@ def test_plan_check_and_report(capsys, tmp_path, lengths_file):
     run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
     assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
+
+
+def test_report_of_a_replay(capsys, tmp_path, lengths_file):
+    """Prevents a replay that only the page shows, or one that is shown as a run's measurement."""
+    for dp in (1, 2):
+        run(PLAN, "--dp", dp, "--lengths", lengths_file, "-o", tmp_path / f"plan {dp}")
+    directory, replay = tmp_path / "plan 2", tmp_path / "replay"
+    plan = read_plan(directory)
+    cost, data = cost_of_plan(plan, directory), data_of_plan(plan, directory)
+    write_replay(replay, plan, cost, data, (0, 2), factors=(2.0, 2.0))
+    capsys.readouterr()
+    report = ("report", directory, "--replay", replay, "-o", tmp_path / "r.html")
+    run(*report, "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == ["replay", "report"]
+    replayed = printed["replay"]
+    assert (replayed["steps"], replayed["device"]) == ([0, 2], "one device")
+    assert replayed["step_ms"] > replayed["predicted_step_ms"] > replayed["step_ms"] / 2
+    assert sum(replayed["lost_ms"].values()) == pytest.approx(replayed["step_ms"])
+    assert replayed["peak_gib"] == [1.5, 2.5]
+    assert replayed["predicted_peak_gib"] == [s.memory.peak_gib for s in plan.prediction.stages]
+    run(*report)
+    shown = capsys.readouterr().out
+    error = replayed["predicted_step_ms"] / replayed["step_ms"] - 1
+    assert f"{replayed['predicted_step_ms']:,.0f} ms ({error:+.1%})" in shown
+    assert f"{replayed['step_ms']:,.0f} ms" in shown
+    assert f"{replayed['wait_fractions'][1]:.1%}" in shown
+    assert "2.50 GiB" in shown
+    assert "measured" not in shown
+    other = failure(
+        capsys, "report", tmp_path / "plan 1", "--replay", replay, "-o", tmp_path / "r.html"
+    )
+    assert "is the replay of another plan" in other
 
 
 def test_readable_output_shows_the_figures(capsys, tmp_path, lengths_file):

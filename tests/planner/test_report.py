@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from replay_cases import write_replay
 
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
@@ -33,9 +34,13 @@ from omnibal.plan import (
     Stage,
     StageMemory,
     StagePrediction,
+    read_plan,
     write_plan,
 )
+from omnibal.planner import cost_of_plan, data_of_plan
+from omnibal.replay import StageReplay, read_replay
 from omnibal.report import write_report
+from omnibal.report.text import milliseconds
 from omnibal.report.timeline import representative_step
 from omnibal.runlog import (
     RUN_FILE,
@@ -652,3 +657,113 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
 
 def tag_points(attributes: dict[str, str | None]) -> int:
     return len((attributes["points"] or "").split())
+
+
+REPLAYED = (3, 50, 110)
+
+
+def write_replay_of(plan_directory: Path, directory: Path, **info) -> list[StageReplay]:
+    plan = read_plan(plan_directory)
+    cost, data = cost_of_plan(plan, plan_directory), data_of_plan(plan, plan_directory)
+    return write_replay(
+        directory,
+        plan,
+        cost,
+        data,
+        REPLAYED,
+        factors=(1.5, 1.25),
+        with_working_memory=False,
+        **info,
+    )
+
+
+@pytest.fixture(scope="module")
+def replays(directories: tuple[Path, Path]) -> list[StageReplay]:
+    return write_replay_of(directories[0], directories[0].parent / "replay")
+
+
+@pytest.fixture(scope="module")
+def three_columns(directories: tuple[Path, Path], replays: list[StageReplay]) -> str:
+    plan_directory, run_directory = directories
+    output = plan_directory.parent / "replayed.html"
+    write_report(plan_directory, run_directory, output, plan_directory.parent / "replay")
+    return output.read_text("ascii")
+
+
+def test_replayed_times_stand_between_predicted_and_measured(
+    page: str, three_columns: str, replays: list[StageReplay]
+) -> None:
+    """Prevents a replay's time of other steps, ranks or units beside the run's and prediction's."""
+    before, after = rows_under(page, "Stages"), rows_under(three_columns, "Stages")
+    rank_steps = len(REPLAYED) * DP
+    for old, new, replay in zip(before, after, replays, strict=True):
+        replayed = [new.pop(column) for column in (11, 8, 5)]
+        assert new == old
+        assert replayed[2] == f"{sum(replay.forward_ms) / rank_steps:.1f}"
+        assert replayed[1] == f"{sum(replay.backward_ms) / rank_steps:.1f}"
+    assert len(after[0]) + 3 == 4 + 3 * 3
+    head = three_columns.split("<h2>Stages</h2>")[1].split("</thead>")[0]
+    heads = re.findall(r"<th[^>]*>(\w+)</th>", head)
+    assert heads[-9:] == ["predicted", "replayed", "measured"] * 3
+
+
+def test_replay_has_its_own_step_bubble_and_memory(
+    directories: tuple[Path, Path], three_columns: str, replays: list[StageReplay]
+) -> None:
+    """Prevents a replay's deviation from other steps' prediction, and working memory that was not
+    measured in what is compared with the measured peak."""
+    plan_directory = directories[0]
+    plan = read_plan(plan_directory)
+    cost, data = cost_of_plan(plan, plan_directory), data_of_plan(plan, plan_directory)
+    replay = read_replay(plan_directory.parent / "replay", plan, cost, data)
+    text = Page(three_columns).text
+    error = 1 - replay.predicted_step_ms / replay.step_ms
+    of_these = f"{milliseconds(replay.predicted_step_ms)}, {100 * error:.1f} % too low"
+    assert f"replayed {milliseconds(replay.step_ms)}; for the replayed steps the cost" in text
+    assert f"model says {of_these}" in text
+    assert f"predicted 13.4 %; replayed {100 * replay.bubble_fraction:.1f} %" in text
+    # Activations of 1 and 2 GiB on 0.5 GiB of weights; predicted is all but the working memory.
+    assert "2.50 GiB replayed where 2.41 were predicted" in text
+    rows = rows_under(three_columns, "Time and memory")
+    assert [row[8:] for row in rows] == [["2.97", "1.50", "3.41"], ["2.41", "2.50", "3.11"]]
+    assert "A replay on a CPU measures no working memory" in text
+    assert three_columns.count('class="replayed"><title>replayed: ') == len(STAGES)
+    stacks = re.findall(
+        r"Where the (\w+) step&#x27;s time goes</h3>.*?ideal ([\d.]+) (\w+)", three_columns
+    )
+    ideal = milliseconds(replay.lost.ideal_ms).split()
+    assert stacks == [("predicted", "141", "ms"), ("replayed", *ideal)]
+    assert "3 steps of the plan, each stage by itself on one device" in text
+    assert "with random content of the plan's sizes; median of 3 repetitions" in text
+    assert "3, 50, 110, on one device" in text
+
+
+def test_page_without_a_replay_does_not_speak_of_one(page: str) -> None:
+    """Prevents empty columns, and styles or notes of what was not given."""
+    assert "replay" not in page.lower()
+
+
+def test_page_of_a_replay_alone(tmp_path: Path) -> None:
+    """Prevents a replay that needs a run or a prediction, and code in the name of its device."""
+    write_plan_directory(tmp_path / "plan", prediction=False)
+    write_replay_of(
+        tmp_path / "plan", tmp_path / "replay", device=HOSTILE, repetitions=1, processes=2,
+        content="data",
+    )  # fmt: skip
+    write_report(tmp_path / "plan", None, tmp_path / "r.html", tmp_path / "replay")
+    parsed = Page((tmp_path / "r.html").read_text("ascii"))
+    assert parsed.names.isdisjoint({"script", "img"})
+    # In the note and under provenance.
+    assert parsed.text.count(HOSTILE) == 2
+    assert "(2 stages at the same time), with the samples of the data; measured once" in parsed.text
+    assert "no run was given" not in parsed.text
+    assert "<small>predicted" not in parsed.text
+    assert len(rows_under((tmp_path / "r.html").read_text(), "Stages")[0]) == 4 + 3
+
+
+def test_plan_without_micro_batches_has_no_replay(tmp_path: Path) -> None:
+    """Prevents a traceback where there is nothing that could have been replayed."""
+    write_plan_directory(tmp_path / "plan", data=False)
+    with pytest.raises(UserError, match="has no micro-batches to replay"):
+        write_report(tmp_path / "plan", None, tmp_path / "r.html", tmp_path / "replay")
+    assert not (tmp_path / "r.html").exists()

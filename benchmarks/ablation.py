@@ -1,0 +1,686 @@
+"""The ablation of the OmniBal paper (Table 7) on real code: what each kind of balance brings.
+
+    python benchmarks/ablation.py [--rounds 20] [--replay-rounds 8] [--only trained|replayed]
+
+Five plans of the same samples, from common practice (random micro-batches of four padded to the
+longest, stages of equal parameters, everything recomputed) to the full system, of a model with the
+proportions of InternViT-6B and InternLM2-20B:
+
+* trained: two stages in two processes on the digits dataset, read, trained and logged as usual;
+* replayed: four stages x two data-parallel ranks, stage by stage, on random content in the sizes of
+  the two published length files, put together by the schedule (`tools/replay.py`).
+
+In every round each plan takes one step, in alternating order, between them a round of the profiler,
+from which all steps are predicted afterwards; ratios are medians over the rounds. Plans are made
+from a short profile beforehand. Prints the tables and writes ablation.json and ablation.svg.
+
+Takes half an hour on two cores. Each finished half stays in work/ablation, and is measured again
+with --anew.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from ablation_runs import PAIR, Planned, TrainedStep, TrainingData, Workers, ask
+from ablation_variants import (
+    MODEL_FILE,
+    PRECISION,
+    PUBLISHED,
+    REPOSITORY,
+    AblationJob,
+    Variant,
+    described,
+    full_steps,
+    make_variant,
+    real_lengths,
+)
+from quality import digits_lengths, make_digits_dataset
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from rich.table import Table
+
+from megatron.vlm.profiler import ProfileOptions, device_name
+from megatron.vlm.replay import MicroBatchTimes
+from omnibal.config import Frozen, load_cluster, load_model
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.profile import Profile, fitted_cost, read_profile
+from omnibal.data.lengths import Lengths
+from omnibal.files import atomic, read_json_model, write_json_model
+from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.stage_cost import GIB, stage_times
+from omnibal.plan import Caps, LostTime, Parallel
+from omnibal.planner import PlanResult
+from omnibal.replay import (
+    ReplayInfo,
+    ReplaySummary,
+    StageReplay,
+    heaviest_rows,
+    plan_sha256,
+    summarise_replay,
+)
+from omnibal.report.comparison import ShownStep, before_and_after
+from omnibal.runlog import StageRecord
+
+STEP_BAR, MEMORY_BAR, PREDICTION_BAR = 0.05, 0.03, 0.10
+UPDATES = 3
+"""Timed of every plan and stage in a round of replays."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where and on what the plans are compared."""
+
+    name: str
+    parallel: Parallel
+    layers: tuple[int, int]
+    """Of the vision and of the language tower: a quarter or a half of 45 and 48."""
+    caps: Caps
+    samples_per_step: int
+    memory_gib: float
+    """Of a process; nine tenths of it may be filled."""
+    trained: bool
+    common_bar: float
+    """Speed over the common practice's, and over the careful practice's."""
+    careful_bar: float
+
+
+LAYOUTS = (
+    Layout(
+        name="trained",
+        parallel=Parallel(pipeline=2),
+        layers=(11, 12),
+        caps=Caps(max_tiles=12, max_tokens=400),
+        samples_per_step=64,
+        memory_gib=0.25,
+        trained=True,
+        common_bar=1.8,
+        careful_bar=1.3,
+    ),
+    Layout(
+        name="replayed",
+        parallel=Parallel(pipeline=4, data=2),
+        layers=(23, 24),
+        caps=Caps(max_tiles=15, max_tokens=256),
+        samples_per_step=128,
+        memory_gib=0.28,
+        trained=False,
+        common_bar=2.5,
+        careful_bar=1.5,
+    ),
+)
+
+
+class Shown(Frozen):
+    """The micro-batches of a step's first rank, for the picture; all are [micro-batches][...]."""
+
+    samples: int
+    forward_ms: tuple[tuple[float, ...], ...]
+    backward_ms: tuple[tuple[float, ...], ...]
+    recompute_ms: tuple[tuple[float, ...], ...]
+    forward_link_ms: tuple[tuple[float, ...], ...]
+    backward_link_ms: tuple[tuple[float, ...], ...]
+
+
+class Composed(Frozen):
+    """Steps put together from measured times of micro-batches."""
+
+    step_ms: tuple[float, ...]
+    """Of every round."""
+    waits: tuple[float, ...]
+    """Share of the steps, of every stage."""
+    recompute_fraction: float
+    lost: LostTime
+
+
+class Trained(Frozen):
+    """Real steps."""
+
+    step_ms: tuple[float, ...]
+    waits: tuple[float, ...]
+    optimizer_ms: float
+    """Means of a step; of the stage that takes longest, as the next one."""
+    data_ms: float
+    logging_ms: float
+    activations_mib: tuple[float, ...]
+    """Of every stage at its peak, in the heaviest step of the run."""
+    lost: LostTime
+    """Of steps put together from the real ones' forwards, backwards and updates."""
+
+
+class VariantResult(Frozen):
+    """One plan in all rounds."""
+
+    variant: Variant
+    stages: str
+    micro_batches: float
+    """Of a rank in a step, mean."""
+    samples: tuple[int, ...]
+    """Of the step of every round."""
+    predicted_ms: tuple[float, ...]
+    replayed: Composed
+    trained: Trained | None
+    predicted_mib: tuple[float, ...]
+    """Of every stage at the run's peak: state, and activations kept for the backward pass."""
+    replayed_mib: tuple[float, ...]
+    replayed_activations_mib: tuple[float, ...]
+    shown: Shown
+
+    @property
+    def step_ms(self) -> np.ndarray:
+        """As they really were, or as they were put together where nothing was trained."""
+        return np.array(self.trained.step_ms if self.trained else self.replayed.step_ms)
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        return self.trained.waits if self.trained else self.replayed.waits
+
+    @property
+    def predicted_error(self) -> float:
+        return median_error(self.predicted_ms, self.step_ms)
+
+
+class LayoutResult(Frozen):
+    """All plans of a layout."""
+
+    layout: str
+    device: str
+    samples_per_step: int
+    variants: tuple[VariantResult, ...]
+
+    def speed_up(self, variant: VariantResult, over: VariantResult) -> float:
+        """Samples per second over another's: the median round."""
+        rates = np.array(variant.samples) / variant.step_ms
+        return float(np.median(rates / (np.array(over.samples) / over.step_ms)))
+
+    def predicted_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
+        """The same of predicted steps."""
+        rates = np.array(variant.samples) / variant.predicted_ms
+        return float(np.median(rates / (np.array(over.samples) / over.predicted_ms)))
+
+
+class AblationResult(Frozen):
+    """What ablation.json holds."""
+
+    layouts: tuple[LayoutResult, ...]
+
+
+def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Of the median round, as a share of what was measured."""
+    return float(np.median(np.array(predicted) / np.array(measured)) - 1)
+
+
+def prepared_digits(work: Path) -> TrainingData:
+    """The digits dataset, made and scanned unless it is there."""
+    digits = work / "digits"
+    make_digits_dataset(["--output", str(digits)])
+    return TrainingData(
+        meta=digits / "train" / "meta.json",
+        tokenizer=digits / "tokenizer.model",
+        lengths=digits_lengths(digits),
+    )
+
+
+def first_profile(work: Path) -> Profile:
+    """What the plans are made from; measured unless it is there."""
+    path = work / "profile.json"
+    if not path.exists():
+        command = [
+            "profile", "--model", MODEL_FILE, "--max-tiles", 24, "--max-tokens", 512,
+            "--tokens-per-sample", 64, "--precision", PRECISION, "--processes", PAIR, "-o", path,
+        ]  # fmt: skip
+        subprocess.run([sys.executable, "-m", "omnibal", *map(str, command)], check=True)
+    return read_profile(path)
+
+
+def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
+    """What the variants of a layout have in common."""
+    model = load_model(str(MODEL_FILE))
+    vision, language = layout.layers
+    towers = {
+        "vision": model.vision.model_copy(update={"layers": vision}),
+        "language": model.language.model_copy(update={"layers": language}),
+    }
+    node = {"memory_gib": layout.memory_gib, "gpus_per_node": layout.parallel.world_size}
+    return AblationJob(
+        model=model.model_copy(update=towers),
+        parallel=layout.parallel,
+        cluster=load_cluster("laptop-cpu").model_copy(update=node),
+        caps=layout.caps,
+        samples_per_step=layout.samples_per_step,
+        lengths=lengths,
+        profile=profile,
+        seed=0,
+    )
+
+
+def planned_variants(job: AblationJob, rounds: int) -> dict[Variant, tuple[PlanResult, Planned]]:
+    """Every variant's plan, and the steps of it that the rounds take."""
+    results = {variant: make_variant(job, variant) for variant in Variant}
+    return {
+        variant: (
+            result,
+            Planned(
+                plan=result.plan,
+                packs=result.data[0],
+                lengths=result.data[1],
+                steps=full_steps(result, variant)[:rounds],
+            ),
+        )
+        for variant, result in results.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Round:
+    """One step of a variant, everywhere."""
+
+    replayed: list[MicroBatchTimes]
+    """Of every stage."""
+    update_ms: list[list[float]]
+    trained: list[TrainedStep] | None
+    """Of both ranks."""
+
+
+def run_rounds(
+    workers: Workers, planned: Mapping[Variant, Planned], rounds: int, trains: bool
+) -> dict[Variant, list[Round]]:
+    """Everybody in turn, in another order every time."""
+    kept: dict[Variant, list[Round]] = {variant: [] for variant in planned}
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for number in progress.track(range(rounds), description="rounds"):
+            for variant in list(planned)[:: -1 if number % 2 else 1]:
+                step = int(planned[variant].steps[number])
+                trained = ask(workers.pair, "train", variant, step) if trains else None
+                replayed = workers.replay("replay", variant, step)
+                updates = [workers.replay("update_ms", variant) for _ in range(UPDATES)]
+                kept[variant].append(Round(replayed=replayed, update_ms=updates, trained=trained))
+            ask(workers.pair, "profile")
+    return kept
+
+
+def stage_replays(
+    planned: Planned,
+    times: Sequence[Sequence[MicroBatchTimes]],
+    update_ms: np.ndarray,
+    memory: Sequence[tuple[int, int]],
+) -> list[StageReplay]:
+    """Rounds as replays of every stage.
+
+    Args:
+        times: [rounds][stages].
+        update_ms: [stages].
+        memory: bytes of state and activations of every stage.
+    """
+    rows = np.concatenate([planned.rows(step) for step in planned.steps])
+    return [
+        StageReplay(
+            stage=stage,
+            rows=tuple(rows.tolist()),
+            forward_ms=tuple(np.concatenate([one[stage].forward_ms for one in times]).tolist()),
+            backward_ms=tuple(np.concatenate([one[stage].backward_ms for one in times]).tolist()),
+            recompute_ms=tuple(np.concatenate([one[stage].recompute_ms for one in times]).tolist()),
+            update_ms=float(update_ms[stage]),
+            state_gib=state / GIB,
+            activations_gib=activations / GIB,
+            with_working_memory=False,
+        )
+        for stage, (state, activations) in enumerate(memory)
+    ]
+
+
+def summary_of(planned: Planned, cost: CostModel, replays: Sequence[StageReplay]) -> ReplaySummary:
+    """The rounds' steps, put together."""
+    info = ReplayInfo(
+        plan_sha256=plan_sha256(planned.plan),
+        steps=tuple(planned.steps.tolist()),
+        repetitions=1,
+        content="random",
+        device=device_name(),
+        processes=PAIR,
+    )
+    return summarise_replay(info, replays, planned.plan, cost, planned.packs, planned.lengths)
+
+
+def variant_result(
+    variant: Variant,
+    planned: Planned,
+    cost: CostModel,
+    rounds: Sequence[Round],
+    memory: Sequence[tuple[int, int]],
+    trained_bytes: Sequence[int] | None,
+) -> VariantResult:
+    """All that was seen of a variant.
+
+    Args:
+        cost: of the profile that was measured between the steps.
+        memory: bytes of state and activations of every stage, replayed.
+        trained_bytes: of activations, in real steps.
+    """
+    update_ms = np.median([one.update_ms for one in rounds], axis=(0, 1))
+    replays = stage_replays(planned, [one.replayed for one in rounds], update_ms, memory)
+    summary = summary_of(planned, cost, replays)
+    sizes = np.diff(planned.packs.packs.offsets)
+    stages = planned.plan.prediction.stages
+    kept_gib = [replay.predicted_gib(stages[replay.stage].memory) for replay in replays]
+    return VariantResult(
+        variant=variant,
+        stages=described(planned.plan.stages),
+        micro_batches=float(
+            np.mean([len(planned.rows(step)) for step in planned.steps])
+            / planned.plan.parallel.data
+        ),
+        samples=tuple(int(sizes[planned.rows(step)].sum()) for step in planned.steps),
+        predicted_ms=tuple(summary.predicted_each_step_ms.tolist()),
+        replayed=Composed(
+            step_ms=tuple(summary.each_step_ms.tolist()),
+            waits=tuple(summary.wait_fractions.tolist()),
+            recompute_fraction=summary.recompute_fraction,
+            lost=summary.lost,
+        ),
+        trained=(
+            trained_result(planned, cost, rounds, memory, trained_bytes)
+            if trained_bytes is not None
+            else None
+        ),
+        predicted_mib=tuple(gib * 1024 for gib in kept_gib),
+        replayed_mib=tuple(replay.peak_gib * 1024 for replay in replays),
+        replayed_activations_mib=tuple(activations / MIB for _, activations in memory),
+        shown=shown_step(planned, cost, summary, rounds),
+    )
+
+
+def trained_result(
+    planned: Planned,
+    cost: CostModel,
+    rounds: Sequence[Round],
+    memory: Sequence[tuple[int, int]],
+    trained_bytes: Sequence[int],
+) -> Trained:
+    """The real steps of a variant.
+
+    What of a backward recomputes is not told apart in a real step: it is the replay's.
+    """
+    records = np.array([[_figures(stage) for stage in one.trained[0].stages] for one in rounds])
+    step_ms = [one.trained[0].step_ms for one in rounds]
+    wait_ms, optimizer_ms, data_ms = np.moveaxis(records, -1, 0)
+    times = [
+        [
+            replace(real.times, recompute_ms=again.recompute_ms)
+            for real, again in zip(one.trained, one.replayed, strict=True)
+        ]
+        for one in rounds
+    ]
+    replays = stage_replays(planned, times, np.median(optimizer_ms, axis=0), memory)
+    return Trained(
+        step_ms=tuple(step_ms),
+        waits=tuple(np.median(wait_ms / np.array(step_ms)[:, None], axis=0).tolist()),
+        optimizer_ms=float(optimizer_ms.mean(axis=0).max()),
+        data_ms=float(data_ms.mean(axis=0).max()),
+        logging_ms=float(np.mean([one.trained[0].logging_ms for one in rounds])),
+        activations_mib=tuple(size / MIB for size in trained_bytes),
+        lost=summary_of(planned, cost, replays).lost,
+    )
+
+
+def _figures(stage: StageRecord) -> tuple[float, float, float]:
+    return stage.wait_ms, stage.optimizer_ms, stage.data_ms
+
+
+def shown_step(
+    planned: Planned, cost: CostModel, summary: ReplaySummary, rounds: Sequence[Round]
+) -> Shown:
+    """The replayed step of median time, of its first data-parallel rank."""
+    number = int(np.argsort(summary.each_step_ms)[(len(rounds) - 1) // 2])
+    rows = planned.rows(int(planned.steps[number]))
+    first = planned.packs.dp_rank[rows] == 0
+    features = pack_features(planned.packs.packs.take(rows[first]), planned.lengths)
+    links = stage_times(cost, planned.plan.stages, features)
+    times = rounds[number].replayed
+    return Shown(
+        samples=int(np.diff(planned.packs.packs.offsets)[rows].sum()),
+        forward_ms=np.stack([one.forward_ms[first] for one in times], axis=1).tolist(),
+        backward_ms=np.stack([one.backward_ms[first] for one in times], axis=1).tolist(),
+        recompute_ms=np.stack([one.recompute_ms[first] for one in times], axis=1).tolist(),
+        forward_link_ms=links.forward_link_ms.tolist(),
+        backward_link_ms=links.backward_link_ms.tolist(),
+    )
+
+
+def measure(
+    layout: Layout, job: AblationJob, data: TrainingData | None, rounds: int
+) -> LayoutResult:
+    """Plan, train and replay a layout's variants."""
+    both = planned_variants(job, rounds)
+    planned = {variant: one for variant, (_, one) in both.items()}
+    options = ProfileOptions(
+        max_tiles=24, max_tokens=512, tokens_per_sample=64, layers=4, repetitions=rounds
+    )
+    workers = Workers((job.model, PRECISION, job.cluster, options), planned, data)
+    try:
+        memory, trained_bytes = {}, {}
+        for variant, one in planned.items():
+            heaviest = [
+                heaviest_rows(job.cost, one.plan, stage, one.packs, one.lengths)
+                for stage in range(len(one.plan.stages))
+            ]
+            memory[variant] = [
+                workers.replay("memory_bytes", variant, rows)[stage]
+                for stage, rows in enumerate(heaviest)
+            ]
+            if data is not None:
+                steps = [int(one.packs.step[rows[0]]) for rows in heaviest]
+                peaks = [ask(workers.pair, "activation_bytes", variant, step) for step in steps]
+                trained_bytes[variant] = np.max(peaks, axis=0).tolist()
+        kept = run_rounds(workers, planned, rounds, data is not None)
+        profile = ask(workers.pair, "finished_profile")[0]
+    finally:
+        workers.end()
+    cost = fitted_cost(profile, job.model, job.cluster, job.parallel, PRECISION)
+    return LayoutResult(
+        layout=layout.name,
+        device=device_name(),
+        samples_per_step=layout.samples_per_step,
+        variants=tuple(
+            variant_result(
+                variant, one, cost, kept[variant], memory[variant], trained_bytes.get(variant)
+            )
+            for variant, one in planned.items()
+        ),
+    )
+
+
+def table_of(layout: Layout, result: LayoutResult) -> Table:
+    """One row a variant."""
+    sizes = layout.parallel
+    rounds = len(result.variants[0].samples)
+    table = Table(
+        title=f"{layout.name}: PP {sizes.pipeline} x DP {sizes.data}, about "
+        f"{layout.samples_per_step} samples a step, {rounds} rounds, {result.device}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("vision+language layers (recomputed)", no_wrap=True)
+    names = ["packs", "step ms", "predicted", "speed", "predicted", "bubble", "waits of stages, %"]
+    names += ["recomputing", "peak MiB of stages", "predicted"]
+    names += ["replayed ms"] if layout.trained else []
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    common = result.variants[0]
+    for one in result.variants:
+        cells = [
+            one.variant,
+            one.stages,
+            f"{one.micro_batches:.1f}",
+            f"{np.median(one.step_ms):,.0f}",
+            f"{one.predicted_error:+.1%}",
+            f"x {result.speed_up(one, common):.2f}",
+            f"x {result.predicted_speed_up(one, common):.2f}",
+            f"{np.mean(one.waits):.0%}",
+            " ".join(f"{100 * wait:.0f}" for wait in one.waits),
+            f"{one.replayed.recompute_fraction:.0%}",
+            " ".join(f"{mib:.0f}" for mib in one.replayed_mib),
+            f"{memory_error(one):+.1%}",
+        ]
+        if one.trained:
+            cells.append(f"{replay_error(one):+.1%}")
+        table.add_row(*cells)
+    return table
+
+
+def memory_error(one: VariantResult) -> float:
+    """Of the prediction, on the stage where it is largest."""
+    errors = np.array(one.predicted_mib) / np.array(one.replayed_mib) - 1
+    return float(errors[np.abs(errors).argmax()])
+
+
+def replay_error(one: VariantResult) -> float:
+    """Of replayed steps, beside the real ones of the same rounds."""
+    return median_error(one.replayed.step_ms, one.trained.step_ms)
+
+
+def replay_memory_error(one: VariantResult) -> float:
+    """Of activations, on the stage where it is largest."""
+    errors = np.array(one.replayed_activations_mib) / np.array(one.trained.activations_mib) - 1
+    return float(errors[np.abs(errors).argmax()])
+
+
+def lost_table(layout: Layout, result: LayoutResult) -> Table:
+    """Where the mean step goes, of the practices and the full system."""
+    table = Table(
+        title=f"{layout.name}: where a step's time goes, ms", title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    table.add_column("", no_wrap=True)
+    shown = [one for one in result.variants if one.variant not in (Variant.DATA, Variant.MODEL)]
+    columns = [lost_entries(one) for one in shown]
+    for one in shown:
+        table.add_column(one.variant, justify="right", no_wrap=True)
+    for name in columns[0]:
+        total = [sum(entries.values()) for entries in columns]
+        table.add_row(
+            name,
+            *(
+                f"{entries[name]:,.0f} ({entries[name] / all_:.1%})"
+                for entries, all_ in zip(columns, total, strict=True)
+            ),
+        )
+    return table
+
+
+def lost_entries(one: VariantResult) -> dict[str, float]:
+    """By cause, from the ideal up; they add up to the mean step (and what is between two)."""
+    if one.trained is None:
+        return one.replayed.lost.named()
+    trained = one.trained
+    entries = trained.lost.named()
+    entries.pop("communication")  # which is the cost model's
+    entries["data"] = trained.data_ms
+    rest = float(np.mean(trained.step_ms)) - sum(entries.values())
+    return {**entries, "communication and rest": rest, "logging": trained.logging_ms}
+
+
+def verdicts(layout: Layout, result: LayoutResult) -> list[str]:
+    """Every bar, and whether it holds."""
+    common, careful, full = (
+        next(one for one in result.variants if one.variant is variant)
+        for variant in (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)
+    )
+    lines = [
+        verdict(f"speed over {over.variant}", result.speed_up(full, over), bar)
+        for over, bar in ((common, layout.common_bar), (careful, layout.careful_bar))
+    ]
+    errors = [one.predicted_error for one in result.variants]
+    lines.append(within("steps predicted", errors, PREDICTION_BAR))
+    if layout.trained:
+        lines.append(
+            within("replayed steps beside real ones", map(replay_error, result.variants), STEP_BAR)
+        )
+        lines.append(
+            within(
+                "replayed activations beside real ones",
+                map(replay_memory_error, result.variants),
+                MEMORY_BAR,
+            )
+        )
+    return [f"{layout.name}: {line}" for line in lines]
+
+
+def verdict(name: str, value: float, bar: float) -> str:
+    return f"{name}: {value:.2f}; the bar of {bar:g} {'holds' if value >= bar else 'is missed'}"
+
+
+def within(name: str, errors, bar: float) -> str:
+    worst = max(map(abs, errors))
+    return f"{name}: within {worst:.1%}; the bar of {bar:.0%} " + (
+        "holds" if worst <= bar else "is missed"
+    )
+
+
+def picture(result: LayoutResult) -> str:
+    """The common practice's step above the full system's, as replayed."""
+    first, last = result.variants[0], result.variants[-1]
+    return before_and_after(
+        "The same samples, before and after",
+        [_shown(result, first), _shown(result, last)],
+    )
+
+
+def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
+    times = {name: np.array(value) for name, value in one.shown if name.endswith("_ms")}
+    recompute_ms = times.pop("recompute_ms")
+    return ShownStep(
+        title=one.variant if one.variant is not Variant.MEMORY else "this project",
+        note=f"{one.stages}",
+        timeline=simulate_1f1b(**times),
+        recompute_ms=recompute_ms,
+        samples=one.shown.samples,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--replay-rounds", type=int, default=8)
+    parser.add_argument("--only", choices=[layout.name for layout in LAYOUTS])
+    parser.add_argument("--anew", action="store_true", help="measure what is kept again")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "ablation")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    profile, digits = first_profile(given.work), prepared_digits(given.work)
+    published = real_lengths(PUBLISHED, load_model(str(MODEL_FILE)))
+    console, results = Console(width=190), []
+    for layout in LAYOUTS:
+        if given.only not in (None, layout.name):
+            continue
+        path = given.work / f"{layout.name}.json"
+        if given.anew or not path.exists():
+            lengths = digits.lengths if layout.trained else published
+            job = job_of(layout, lengths, profile)
+            data = digits if layout.trained else None
+            rounds = given.rounds if layout.trained else given.replay_rounds
+            write_json_model(measure(layout, job, data, rounds), path)
+        result = read_json_model(LayoutResult, path, "remove it to measure again")
+        results.append(result)
+        console.print(table_of(layout, result))
+        console.print(lost_table(layout, result))
+        for line in verdicts(layout, result):
+            console.print(line)
+    if given.only is None:
+        write_json_model(AblationResult(layouts=tuple(results)), given.output / "ablation.json")
+        with atomic(given.output / "ablation.svg") as temporary:
+            temporary.write_text(picture(results[-1]), encoding="ascii")
+        print(f"wrote {given.output}/ablation.json and ablation.svg")
+
+
+if __name__ == "__main__":
+    main()

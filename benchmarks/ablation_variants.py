@@ -1,0 +1,458 @@
+"""The OmniBal paper's ablation (arXiv 2407.20761, Table 7): five plans of the same samples.
+
+    python benchmarks/ablation_variants.py --pp 4 --dp 2 --samples-per-step 128
+        [--profile profile.json]
+
+From what is usual to everything balanced, one step at a time. All train the same samples, about as
+many in a step; the first two in the same random order. A plan is made from measured costs where
+there is a profile, and can be trained where its lengths are a scan of data.
+
+Prints what is predicted of each, on the lengths of the two published files, scaled to the model.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
+from omnibal.cost.model import CostModel, Unit, UnitCost, pack_features
+from omnibal.cost.profile import Profile, read_profile
+from omnibal.data.fit import check_samples_fit
+from omnibal.data.lengths import Lengths, read_lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.steps import pack_epochs, steps_of
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
+from omnibal.pipeline.partition import SearchResult, search_stages
+from omnibal.pipeline.predict import predict
+from omnibal.pipeline.stage_cost import GIB
+from omnibal.pipeline.units import stage_units, stages_from_cuts
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Caps, DataPlan, Parallel, Plan, Prediction, Stage, memory_cap_gib
+from omnibal.planner import (
+    PlanRequest,
+    PlanResult,
+    check_parallel,
+    job_cost,
+    make_plan,
+    model_of_origin,
+)
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
+from paper import described  # noqa: E402
+
+from tools.make_lengths import make_lengths  # noqa: E402
+
+MODEL_FILE = REPOSITORY / "benchmarks" / "ablation_model.toml"
+PUBLISHED = REPOSITORY.parent / "shared" / "data" / "lengths"
+PUBLISHED_FILES = ("ai2d_train_12k_wh.json", "docvqa_train_10k_wh.json")
+PUBLISHED_TOKENS_PER_TILE = 256
+LEAST_TEXT_TOKENS = 2
+SYNTHETIC_SAMPLES = 22_624
+"""As many as the published files have."""
+SAMPLES_PER_BATCH = 4
+"""Of a micro-batch that is not packed."""
+PRECISION: Precision = "fp32"
+LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
+
+
+class Variant(StrEnum):
+    """Rows of the table; each has what the one before it has, and more."""
+
+    COMMON = "common practice"
+    """Random micro-batches padded to the longest sample, stages of equal parameters, every layer
+    recomputed."""
+    CAREFUL = "careful practice"
+    """Each global batch packed by tokens alone, stages of equally many layers."""
+    DATA = "+ data"
+    """This project's balanced packs."""
+    MODEL = "+ model"
+    """The split of least step time, every layer recomputed as before."""
+    MEMORY = "+ memory"
+    """Split and recomputed layers searched together, under the memory cap."""
+
+
+PLAIN = (Variant.COMMON, Variant.CAREFUL)
+"""Those whose steps are equally many samples, and not equally many packs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AblationJob:
+    """What all variants have in common."""
+
+    model: ModelConfig
+    parallel: Parallel
+    cluster: ClusterConfig
+    """Its memory holds every variant."""
+    caps: Caps
+    """Of packs; the careful practice keeps to max_tokens alone, the common one to neither."""
+    samples_per_step: int
+    """Of all ranks together; balanced packs come as near to it as whole packs can."""
+    lengths: Lengths
+    profile: Profile | None
+    """Measured costs; None to count operations and bytes instead."""
+    seed: int
+
+    @property
+    def cost(self) -> CostModel:
+        """Of the model with the tiling that the lengths were scanned with."""
+        model = model_of_origin(self.model, self.lengths.origin)
+        return job_cost(self.profile, model, self.cluster, self.parallel, PRECISION, ())
+
+    @property
+    def cap_bytes(self) -> float:
+        return memory_cap_gib(self.cluster) * GIB
+
+
+def make_variant(job: AblationJob, variant: Variant) -> PlanResult:
+    """One epoch of the job as the variant trains it; `check_plan` passes on what is saved of it.
+
+    The common practice's lengths are padded ones: each sample has the tokens of the longest of its
+    micro-batch, so that costs, sums and caps are those of what is computed.
+
+    Raises:
+        UserError: a sample exceeds the caps, the parallel sizes do not fit the model, or the
+            variant does not fit the memory cap.
+    """
+    check_samples_fit(job.lengths, job.caps)
+    match variant:
+        case Variant.COMMON:
+            steps = [fours(samples) for samples in random_steps(job)]
+            packs = deal_in_turn(steps, job.lengths, job.parallel.data)
+            lengths = padded_lengths(packs.packs, job.lengths)
+            return _plain_plan(job, packs, lengths, PartitionMethod.PARAMETER, "padded")
+        case Variant.CAREFUL:
+            steps = [first_fit(samples, job.lengths, job.caps) for samples in random_steps(job)]
+            packs = deal_in_turn(steps, job.lengths, job.parallel.data)
+            return _plain_plan(job, packs, job.lengths, PartitionMethod.LAYER, "first fit")
+        case Variant.DATA:
+            return make_plan(_balanced(job, PartitionMethod.LAYER, RecomputeRule.FULL))
+        case Variant.MODEL:
+            # Not from DATA, whose split may not fit where this one does.
+            return _searched_split(job, make_variant(job, Variant.MEMORY))
+        case Variant.MEMORY:
+            return make_plan(_balanced(job, PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST))
+
+
+def random_steps(job: AblationJob) -> list[np.ndarray]:
+    """Samples of every step in random order; the last step takes what is left."""
+    order = np.random.default_rng(job.seed).permutation(len(job.lengths))
+    return np.split(order, range(job.samples_per_step, len(order), job.samples_per_step))
+
+
+def fours(samples: np.ndarray) -> list[np.ndarray]:
+    """Micro-batches in the order given; the last one may be smaller."""
+    return np.split(samples, range(SAMPLES_PER_BATCH, len(samples), SAMPLES_PER_BATCH))
+
+
+def first_fit(samples: np.ndarray, lengths: Lengths, caps: Caps) -> list[np.ndarray]:
+    """Each sample in turn goes into the first pack that has room for its tokens."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for sample, tokens in zip(samples.tolist(), lengths.tokens[samples].tolist(), strict=True):
+        place = next((pack for pack, free in enumerate(room) if free >= tokens), len(room))
+        if place == len(room):
+            packs.append([])
+            room.append(caps.max_tokens)
+        packs[place].append(sample)
+        room[place] -= tokens
+    return [np.array(pack) for pack in packs]
+
+
+def deal_in_turn(
+    steps: Sequence[Sequence[np.ndarray]], lengths: Lengths, dp: int
+) -> ScheduledPacks:
+    """One epoch: the micro-batches of every step go round the ranks in the order drawn."""
+    in_step = np.array([len(drawn) for drawn in steps])
+    step = np.repeat(np.arange(len(steps)), in_step)
+    place = np.arange(len(step)) - np.repeat(np.cumsum(in_step) - in_step, in_step)
+    order = np.lexsort((place // dp, place % dp, step))
+    packs = Packs.from_lists([pack for drawn in steps for pack in drawn]).take(order)
+    return ScheduledPacks(
+        packs=packs,
+        step=step[order],
+        dp_rank=(place % dp)[order].astype(np.int32),
+        slot=(place // dp)[order].astype(np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+    )
+
+
+def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:
+    """The lengths with each sample as long as the longest of its pack; each is in one pack."""
+    tokens = np.empty_like(lengths.tokens)
+    tokens[packs.samples] = np.repeat(longest_tokens(packs, lengths), np.diff(packs.offsets))
+    return replace(lengths, tokens=tokens)
+
+
+def longest_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
+    """Tokens of the longest sample of every pack. [packs]"""
+    return np.maximum.reduceat(lengths.tokens[packs.samples], packs.offsets[:-1])
+
+
+def recomputing_cost(cost: CostModel) -> CostModel:
+    """The cost of a model that recomputes every layer, whatever a plan says."""
+    again = {unit: _recomputed(cost.units[unit]) for unit in LAYERS}
+    return replace(cost, units=cost.units | again)
+
+
+def _recomputed(unit: UnitCost) -> UnitCost:
+    return replace(
+        unit,
+        backward_ms=unit.backward_ms + unit.forward_ms,
+        activation_bytes=unit.boundary_bytes,
+        transient_bytes=unit.transient_bytes + unit.activation_bytes - unit.boundary_bytes,
+    )
+
+
+def _plain_plan(
+    job: AblationJob,
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    method: PartitionMethod,
+    packing: str,
+) -> PlanResult:
+    """The plan of given packs, with the stages of another method and every layer recomputed."""
+    packs = replace(packs, tokens=packs.packs.sums(lengths.tokens).astype(np.int32))
+    model = model_of_origin(job.model, lengths.origin)
+    check_parallel(model, job.parallel, job.cluster)
+    cost, features = job.cost, pack_features(packs.packs, lengths)
+    stages = baseline_stages(
+        method,
+        RecomputeRule.FULL,
+        cost,
+        model,
+        Workload.of(packs, features, job.parallel.data),
+        job.parallel.pipeline,
+        job.cap_bytes,
+    )
+    plan = Plan(
+        model=model,
+        precision=PRECISION,
+        parallel=job.parallel,
+        stages=stages,
+        cluster=job.cluster,
+        data=_data_plan(job, packs, lengths, packing),
+        prediction=predict(cost, model, job.parallel, stages, packs, features),
+    )
+    return PlanResult(plan=plan, data=(packs, lengths), profile=job.profile, search=None)
+
+
+def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths, packing: str) -> DataPlan:
+    """Caps are the largest that occur: nothing else bounds these packs."""
+    return DataPlan(
+        caps=Caps(max_tiles=max(int(packs.tiles.max()), 1), max_tokens=int(packs.tokens.max())),
+        method=packing,
+        seed=job.seed,
+        epochs=1,
+        packs_per_step=int(np.bincount(packs.step).max()),
+        micro_batches_per_step=int(packs.slot.max()) + 1,
+        samples=len(lengths),
+        packs=len(packs),
+        steps=packs.steps,
+        lengths_sha256=lengths.sha256,
+        packs_sha256=packs.sha256,
+        steps_sha256=steps_of(packs).sha256,
+        origin=lengths.origin,
+    )
+
+
+def _balanced(job: AblationJob, method: PartitionMethod, rule: RecomputeRule) -> PlanRequest:
+    """The product's plan, its steps as near to `samples_per_step` as equally many packs can be."""
+    ranks = job.parallel.data
+    request = PlanRequest(
+        model=job.model,
+        cluster=job.cluster,
+        parallel=job.parallel,
+        precision=PRECISION,
+        caps=job.caps,
+        lengths=job.lengths,
+        packing=PackingMethod.BALANCED,
+        packs_per_step=ranks,
+        epochs=1,
+        seed=job.seed,
+        profile=job.profile,
+        method=method,
+        recompute=rule,
+    )
+    # How many there are does not depend on the packs of a step.
+    (packs,) = pack_epochs(job.lengths, request.data_request)
+    of_a_rank = job.samples_per_step * len(packs) / len(job.lengths) / ranks
+    return replace(request, packs_per_step=max(round(of_a_rank), 1) * ranks)
+
+
+def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
+    """The same packs on the split that the search finds where every layer is recomputed."""
+    assert balanced.data is not None
+    (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
+    features = pack_features(packs.packs, lengths)
+    workload = Workload.of(packs, features, job.parallel.data)
+    found = search_stages(
+        recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
+    )
+    stages = _all_recomputed(model, found)
+    prediction = predict(cost, model, job.parallel, stages, packs, features)
+    plan = balanced.plan.model_copy(update={"stages": stages, "prediction": prediction})
+    return replace(balanced, plan=plan, search=replace(found, stages=stages))
+
+
+def _all_recomputed(model: ModelConfig, found: SearchResult) -> tuple[Stage, ...]:
+    cuts = list(accumulate(len(stage_units(stage)) for stage in found.stages[:-1]))
+    layers = [(stage.vision_layers, stage.language_layers) for stage in found.stages]
+    return stages_from_cuts(model, cuts, layers)
+
+
+def full_steps(result: PlanResult, variant: Variant) -> np.ndarray:
+    """Numbers of the steps that have what every step of the epoch but one has. int64 [steps]"""
+    assert result.data is not None and result.plan.data is not None
+    packs, _ = result.data
+    if variant in PLAIN:
+        samples = np.bincount(packs.step, weights=np.diff(packs.packs.offsets))
+        return np.flatnonzero(samples == samples[0])
+    return np.flatnonzero(np.bincount(packs.step) == result.plan.data.packs_per_step)
+
+
+def of_steps(packs: ScheduledPacks, steps: np.ndarray) -> ScheduledPacks:
+    """The micro-batches of some steps [steps], which are counted from 0 anew."""
+    rows = np.flatnonzero(np.isin(packs.step, steps))
+    return ScheduledPacks(
+        packs=packs.packs.take(rows),
+        step=np.unique(packs.step[rows], return_inverse=True)[1],
+        **{
+            name: getattr(packs, name)[rows]
+            for name in ("dp_rank", "slot", "epoch", "tiles", "tokens")
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What is predicted of a variant's full steps."""
+
+    variant: Variant
+    stages: tuple[Stage, ...]
+    samples_per_step: float
+    """Mean."""
+    speed_up: float
+    """Samples per second, over the common practice's."""
+    prediction: Prediction
+
+
+def predicted_rows(job: AblationJob, results: Mapping[Variant, PlanResult]) -> list[Row]:
+    """Rows of the table, by full steps alone; `results` must have the common practice."""
+    sizes = {variant: _of_full_steps(job, variant, result) for variant, result in results.items()}
+    usual = sizes[Variant.COMMON][1].samples_per_second_per_gpu
+    return [
+        Row(
+            variant=variant,
+            stages=results[variant].plan.stages,
+            samples_per_step=samples,
+            speed_up=prediction.samples_per_second_per_gpu / usual,
+            prediction=prediction,
+        )
+        for variant, (samples, prediction) in sizes.items()
+    ]
+
+
+def _of_full_steps(
+    job: AblationJob, variant: Variant, result: PlanResult
+) -> tuple[float, Prediction]:
+    """Mean samples of a full step, and what is predicted of all of them."""
+    assert result.data is not None
+    scheduled, lengths = result.data
+    packs = of_steps(scheduled, full_steps(result, variant))
+    features, plan = pack_features(packs.packs, lengths), result.plan
+    prediction = predict(job.cost, plan.model, plan.parallel, plan.stages, packs, features)
+    return len(packs.packs.samples) / packs.steps, prediction
+
+
+def real_lengths(published: Path, model: ModelConfig) -> Lengths:
+    """Tiles and texts of the two published files, in tokens of a model with smaller tiles.
+
+    Half of a text carries loss: the files do not say. Without them, and saying so, a synthetic
+    mixture is scaled alike.
+
+    Args:
+        published: folder of the files.
+    """
+    paths = [published / name for name in PUBLISHED_FILES]
+    if all(path.is_file() for path in paths):
+        lengths = read_lengths(paths)
+    else:
+        print(f"{published}: does not hold {' and '.join(PUBLISHED_FILES)}; synthetic lengths")
+        lengths = make_lengths("internvl", SYNTHETIC_SAMPLES, seed=0)
+    scale = PUBLISHED_TOKENS_PER_TILE // model.tokens_per_tile
+    text = -(-(lengths.tokens - PUBLISHED_TOKENS_PER_TILE * lengths.tiles) // scale)
+    text = np.maximum(text, LEAST_TEXT_TOKENS)
+    return replace(
+        lengths,
+        tokens=(lengths.tiles * model.tokens_per_tile + text).astype(np.int32),
+        loss_tokens=np.maximum(text // 2, 1).astype(np.int32),
+    )
+
+
+def table_of(job: AblationJob, rows: Sequence[Row]) -> Table:
+    sizes = job.parallel
+    table = Table(
+        title=f"{job.model.name}, PP {sizes.pipeline} x DP {sizes.data}, about "
+        f"{job.samples_per_step} samples a step; stages: vision+language layers (recomputed)",
+        title_justify="left",
+    )
+    table.add_column("variant")
+    table.add_column("stages", no_wrap=True)
+    for name in ("samples", "step ms", "samples/s", "bubble", "recompute", "peak GiB of stages"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        predicted = row.prediction
+        table.add_row(
+            row.variant,
+            described(row.stages),
+            f"{row.samples_per_step:.1f}",
+            f"{predicted.step_ms:,.0f}",
+            f"x {row.speed_up:.2f}",
+            f"{predicted.bubble_fraction:.0%}",
+            f"{predicted.lost.recompute_ms / predicted.step_ms:.0%}",
+            " ".join(f"{stage.memory.peak_gib:.3f}" for stage in predicted.stages),
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--samples-per-step", type=int, default=128)
+    parser.add_argument("--max-tiles", type=int, default=15)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--memory-gib", type=float, default=0.28, help="of a process")
+    parser.add_argument("--profile", type=Path, help="measured costs; counted without")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    model = load_model(str(MODEL_FILE))
+    node = {"memory_gib": given.memory_gib, "gpus_per_node": 64}
+    job = AblationJob(
+        model=model,
+        parallel=Parallel(pipeline=given.pp, data=given.dp),
+        cluster=load_cluster("laptop-cpu").model_copy(update=node),
+        caps=Caps(max_tiles=given.max_tiles, max_tokens=given.max_tokens),
+        samples_per_step=given.samples_per_step,
+        lengths=real_lengths(PUBLISHED, model),
+        profile=None if given.profile is None else read_profile(given.profile),
+        seed=given.seed,
+    )
+    results = {variant: make_variant(job, variant) for variant in Variant}
+    Console(width=180).print(table_of(job, predicted_rows(job, results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""One rank of a plan's job on a device of its own, its neighbours made up: how a plan for many
+devices is measured on one.
+
+The rank is built in Megatron-core's real groups of the job's size, over torch's communication
+backend that does nothing: its share of the model and of the optimizer is the one that it would have
+in the job. It runs the trainer's own schedule on the plan's packs, so as many micro-batches are in
+flight; what neighbours would send is random.
+
+Shapes are those of `megatron.vlm.stage`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
+from megatron.vlm.batch import MicroBatch
+from megatron.vlm.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
+from megatron.vlm.data import PackDataset, SampleReader
+from megatron.vlm.launch import shut_down_distributed
+from megatron.vlm.profiler import peak_activation_bytes, random_batch
+from megatron.vlm.schedule import (
+    Inbox,
+    PipelineLinks,
+    create_pipeline_links,
+    run_forward_backward,
+)
+from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
+from omnibal.plan import Parallel, Plan, memory_cap_gib
+from omnibal.replay import StageReplay
+
+_STILL = OptimizationOptions(
+    lr=0.0, min_lr=0.0, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
+    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+)  # fmt: skip
+"""All the work of an update, at a rate that keeps the weights as they are."""
+_UPDATES = 5
+"""Timed, of every stage."""
+
+
+class _RandomInbox(Inbox):
+    """Random tensors of the shapes that a neighbour would send."""
+
+    def _begin(self, tensor: torch.Tensor) -> None:
+        # Not what memory happens to hold: a CPU is many times slower on denormal numbers.
+        tensor.normal_()
+
+
+class StandInLinks(PipelineLinks):
+    """The links of a stage whose neighbours are not there."""
+
+    def inbox(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        source_rank: int,
+        group: dist.ProcessGroup,
+    ) -> Inbox:
+        return _RandomInbox(shapes, dtype, source_rank, group)
+
+
+@contextmanager
+def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
+    """Be the first rank of a stage in a job of these sizes, whose other ranks are not there."""
+    prepare_megatron_core()
+    dist.init_process_group(
+        "fake",
+        store=FakeStore(),
+        rank=stage * parallel.tensor * parallel.data,
+        world_size=parallel.world_size,
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            parallel.tensor, parallel.pipeline, create_gloo_process_groups=False
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        yield create_pipeline_links(StandInLinks)
+    finally:
+        shut_down_distributed()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroBatchTimes:
+    """Of a stage, for one rank's micro-batches of a step; all arrays are [micro-batches]."""
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    """Includes recomputation."""
+    recompute_ms: np.ndarray
+
+    @classmethod
+    def median(cls, repetitions: Sequence["MicroBatchTimes"]) -> "MicroBatchTimes":
+        """Of every micro-batch by itself."""
+        return cls(
+            forward_ms=np.median([one.forward_ms for one in repetitions], axis=0),
+            backward_ms=np.median([one.backward_ms for one in repetitions], axis=0),
+            recompute_ms=np.median([one.recompute_ms for one in repetitions], axis=0),
+        )
+
+
+class _RecomputeClock(PhaseClock):
+    """A clock that also takes the time of the layers that run again in every backward."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self._again: list[list[tuple[object, object]]] = []
+        self._begun: object = None
+        for tower in (trainer.stage.vision, trainer.stage.language):
+            for layer in tower.layers if tower is not None else ():
+                if layer.layer_number - 1 in tower.recompute_layers:
+                    layer.register_forward_pre_hook(self._begin)
+                    layer.register_forward_hook(self._end)
+
+    def switch(self, phase: Phase) -> None:
+        super().switch(phase)
+        if phase is Phase.BACKWARD:
+            self._again.append([])
+
+    # The first time, core's checkpoint runs a layer without recording gradients.
+    def _begin(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._begun = moment()
+
+    def _end(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._again[-1].append((self._begun, moment()))
+
+    def times(self) -> MicroBatchTimes:
+        """Stop; of all micro-batches since the last stop."""
+        intervals, again = self.stop(), self._again
+        self._again = []
+        forward_ms = each_ms(intervals, Phase.FORWARD)
+        # A stage that is frozen together with all before it has no backward.
+        nothing = [0.0] * len(forward_ms)
+        recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in again]
+        return MicroBatchTimes(
+            forward_ms=np.array(forward_ms),
+            backward_ms=np.array(each_ms(intervals, Phase.BACKWARD) or nothing),
+            recompute_ms=np.array(recompute_ms or nothing),
+        )
+
+
+class StageReplayer:
+    """A stage of a plan, built inside `standing_in`, that runs steps as often as one likes."""
+
+    def __init__(self, plan: Plan, links: StandInLinks) -> None:
+        before = torch.cuda.memory_allocated() if has_cuda() else 0
+        self._trainer = build_trainer(plan, links, _STILL, steps=1, seed=0, can_save=False)
+        self._clock = _RecomputeClock(self._trainer)
+        self.update_ms()  # which makes the optimizer's state
+        self.state_bytes = state_bytes_of(self._trainer)
+        if has_cuda():
+            self.state_bytes = torch.cuda.memory_allocated() - before
+
+    def step(self, batches: Sequence[MicroBatch]) -> MicroBatchTimes:
+        """Forward and backward of one rank's micro-batches of a step, in the plan's order."""
+        self._trainer.zero_gradients()
+        self._run(batches)
+        return self._clock.times()
+
+    def _run(self, batches: Sequence[MicroBatch]) -> None:
+        trainer, counts = self._trainer, [(batch.tiles, batch.tokens) for batch in batches]
+        self._clock.switch(Phase.WAIT)
+        run_forward_backward(
+            trainer.plan, trainer.model, trainer.links, iter(batches), counts, self._clock
+        )
+
+    def activation_bytes(self, batches: Sequence[MicroBatch]) -> int:
+        """What the step needs at most besides the state; see `peak_activation_bytes`."""
+        self._trainer.zero_gradients()
+        peak = peak_activation_bytes(self._trainer, partial(self._run, batches))
+        self._clock.times()
+        return peak
+
+    def update_ms(self) -> float:
+        """What happens once in a step: gradients zeroed, their norm, clipping, weight update.
+
+        Of zero gradients, as those of made-up inputs need not be finite.
+        """
+        begun = moment()
+        self._trainer.zero_gradients()
+        self._trainer.update_weights(1.0)
+        ended = moment()
+        if has_cuda():
+            torch.cuda.synchronize()
+        return elapsed_ms(begun, ended)
+
+
+def state_bytes_of(trainer: Trainer) -> int:
+    """Weights, gradients and the optimizer's state, each storage once."""
+    tensors = [*trainer.stage.parameters(), *trainer.stage.buffers()]
+    for buffer in trainer.model.buffers:
+        tensors += [data for data in (buffer.param_data, buffer.grad_data) if data is not None]
+    for optimizer in trainer.optimizer.chained_optimizers:
+        kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
+        for parameter, state in kept.items():
+            tensors += [parameter, *(value for value in state.values() if torch.is_tensor(value))]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+LoadRows = Callable[[np.ndarray], list[MicroBatch]]
+"""The micro-batches of rows of the packs, as one stage needs them, on this device."""
+
+
+def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
+    """Random content in the packs' own sizes."""
+    loss_tokens = packs.packs.sums(lengths.loss_tokens)
+
+    def load(rows: np.ndarray) -> list[MicroBatch]:
+        return [
+            random_batch(
+                plan.model,
+                int(packs.tiles[row]),
+                tuple(lengths.tokens[packs.packs[row]].tolist()),
+                max(int(loss_tokens[row]), 1),
+                plan.stages[stage],
+            )
+            for row in rows
+        ]
+
+    return load
+
+
+def read_rows(
+    plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths, reader: SampleReader
+) -> LoadRows:
+    """The packs' own samples."""
+    every_row = np.arange(len(packs))
+    dataset = PackDataset(reader, packs, lengths, every_row, plan.stages[stage])
+
+    def load(rows: np.ndarray) -> list[MicroBatch]:
+        found = [dataset[int(row)] for row in rows]
+        for item in found:
+            if isinstance(item, UserError):
+                raise item
+        return [batch.to(current_device()) for batch in found]
+
+    return load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageWork:
+    """What a stage is to run: rows of the packs."""
+
+    steps: tuple[np.ndarray, ...]
+    """Of one rank's micro-batches of a step, each timed by itself."""
+    heaviest: np.ndarray
+    """Of the rank and step that need most memory."""
+    repetitions: int
+    """Of every step; one more of the first warms up."""
+
+    @property
+    def runs(self) -> int:
+        """Steps of single ranks in all, the warm-up and the one for memory included."""
+        return len(self.steps) * self.repetitions + 2
+
+
+def replay_stage(
+    plan: Plan, stage: int, work: StageWork, load: LoadRows, on_run: Callable[[], None]
+) -> StageReplay:
+    """Build a stage of the plan alone on this device, and run it.
+
+    Args:
+        on_run: called after every run of the work.
+
+    Raises:
+        UserError: the stage needs more memory than it may fill, or a sample cannot be read.
+    """
+    limit_memory(memory_cap_gib(plan.cluster))
+    try:
+        with standing_in(plan.parallel, stage) as links:
+            return _replay(StageReplayer(plan, links), stage, work, load, on_run)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"stage {stage} ran out of memory: it may fill {memory_cap_gib(plan.cluster):.2f} GiB "
+            f"({plan.cluster.memory_gib:g} GiB of a device) and its heaviest step needs more, by "
+            f"{str(error).splitlines()[0]}; plan with a smaller --memory-gib, or recompute more"
+        ) from error
+
+
+def _replay(
+    replayer: StageReplayer,
+    stage: int,
+    work: StageWork,
+    load: LoadRows,
+    on_run: Callable[[], None],
+) -> StageReplay:
+    activation_bytes = replayer.activation_bytes(load(work.heaviest))
+    on_run()
+    replayer.step(load(work.steps[0]))
+    on_run()
+    times = []
+    for rows in work.steps:
+        batches, repetitions = load(rows), []
+        for _ in range(work.repetitions):
+            repetitions.append(replayer.step(batches))
+            on_run()
+        times.append(MicroBatchTimes.median(repetitions))
+    update_ms = [replayer.update_ms() for _ in range(_UPDATES)]
+    return StageReplay(
+        stage=stage,
+        rows=tuple(np.concatenate(work.steps).tolist()),
+        forward_ms=tuple(np.concatenate([one.forward_ms for one in times]).tolist()),
+        backward_ms=tuple(np.concatenate([one.backward_ms for one in times]).tolist()),
+        recompute_ms=tuple(np.concatenate([one.recompute_ms for one in times]).tolist()),
+        update_ms=float(np.median(update_ms)),
+        state_gib=replayer.state_bytes / 2**30,
+        activations_gib=activation_bytes / 2**30,
+        with_working_memory=has_cuda(),
+    )
+
+
+def limit_memory(cap_gib: float) -> None:
+    """On CUDA, let this process allocate no more than so much of its device."""
+    if has_cuda():
+        total = torch.cuda.get_device_properties(current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(cap_gib * 2**30 / total, 1.0))

@@ -1,0 +1,198 @@
+"""One call of tools/replay.py: inputs checked, stages shared out, results kept as they come."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from megatron.vlm.backend import has_cuda
+from megatron.vlm.data import SampleReader
+from megatron.vlm.job import check_same_data
+from megatron.vlm.launch import Launch
+from megatron.vlm.profiler import device_name
+from megatron.vlm.replay import LoadRows, StageWork, random_rows, read_rows, replay_stage
+from omnibal.check import check_plan
+from omnibal.cost.model import CostModel
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.errors import UserError
+from omnibal.plan import Plan, read_plan
+from omnibal.planner import cost_of_plan, data_of_plan
+from omnibal.replay import (
+    ReplayInfo,
+    chosen_steps,
+    heaviest_rows,
+    open_replay,
+    plan_sha256,
+    read_stages,
+    rows_of_steps,
+    write_stage,
+)
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOptions:
+    """How much to replay."""
+
+    steps: int
+    """Of the run, at most, spread evenly over it."""
+    repetitions: int
+    """Of each step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReplayJob:
+    """A plan that has been checked, and what it is fed."""
+
+    plan: Plan
+    cost: CostModel
+    packs: ScheduledPacks
+    lengths: Lengths
+    reader: SampleReader | None
+    """None for random content."""
+
+    def rows_of(self, stage: int) -> LoadRows:
+        """The stage's micro-batches."""
+        if self.reader is None:
+            return random_rows(self.plan, stage, self.packs, self.lengths)
+        return read_rows(self.plan, stage, self.packs, self.lengths, self.reader)
+
+    def work_of(self, stage: int, info: ReplayInfo) -> StageWork:
+        """Every step, rank by rank, so that as many micro-batches are in flight as in the job."""
+        rows = rows_of_steps(self.packs, info.steps)
+        place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
+        borders = np.flatnonzero(np.diff(place)) + 1
+        return StageWork(
+            steps=tuple(np.split(rows, borders)),
+            heaviest=heaviest_rows(self.cost, self.plan, stage, self.packs, self.lengths),
+            repetitions=info.repetitions,
+        )
+
+
+def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None) -> ReplayJob:
+    """Read and check what is to be replayed.
+
+    Raises:
+        UserError: the plan does not hold, or data and tokenizer are not the plan's.
+    """
+    check_plan(plan_directory)
+    plan = read_plan(plan_directory)
+    files = data_of_plan(plan, plan_directory)
+    if files is None:
+        raise UserError(
+            f"{plan_directory}: the plan has neither data nor shapes, so there is nothing to "
+            "replay; give a plan of `omnibal plan`"
+        )
+    packs, lengths = files
+    return ReplayJob(
+        plan=plan,
+        cost=cost_of_plan(plan, plan_directory),
+        packs=packs,
+        lengths=lengths,
+        reader=_reader(plan, data, tokenizer),
+    )
+
+
+def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> SampleReader | None:
+    if data is None and tokenizer_path is None:
+        return None
+    if data is None or tokenizer_path is None:
+        raise UserError(
+            "--data and --tokenizer-model go together: give both, or neither for random content "
+            "of the plan's sizes"
+        )
+    if plan.data is None or plan.data.origin is None:
+        raise UserError(
+            f"--data {data}: the plan does not say which data its lengths are of; leave --data and "
+            "--tokenizer-model out, for random content of the plan's sizes"
+        )
+    annotations, tokenizer = Annotations.open(data), open_tokenizer(tokenizer_path)
+    check_same_data("the tokenizer", tokenizer.sha256, plan.data.origin.tokenizer_sha256)
+    check_same_data(str(data), annotations.sha256, plan.data.origin.data_sha256)
+    return SampleReader(annotations, tokenizer, plan.model)
+
+
+def replay_info(job: ReplayJob, options: ReplayOptions, processes: int) -> ReplayInfo:
+    """What distinguishes this replay from others."""
+    return ReplayInfo(
+        plan_sha256=plan_sha256(job.plan),
+        steps=chosen_steps(job.packs, options.steps),
+        repetitions=options.repetitions,
+        content="random" if job.reader is None else "data",
+        device=device_name(),
+        processes=processes,
+    )
+
+
+def replay_stages(
+    job: ReplayJob,
+    options: ReplayOptions,
+    stages: Sequence[int],
+    output: Path,
+    launch: Launch,
+    store: dist.Store,
+) -> None:
+    """Replay those stages that are not kept yet, each on one process; returns when all are done.
+
+    Args:
+        output: directory that a file of each stage goes to.
+        store: through which the processes have met.
+
+    Raises:
+        UserError: `output` holds another replay, or a stage does not fit into memory.
+    """
+    if has_cuda():
+        torch.cuda.set_device(launch.local_rank)
+    else:
+        torch.set_num_threads(1)  # as each process of a job on a CPU has
+    info = replay_info(job, options, launch.world_size)
+    if launch.rank == 0:
+        open_replay(output, info)
+        store.set("replay", "open")
+    store.wait(["replay"])
+    open_replay(output, info)
+    kept = {replay.stage for replay in read_stages(output, job.plan)}
+    # Nobody may write before everybody has read.
+    _together(store, "read", launch.world_size)
+    left = [stage for stage in stages if stage not in kept]
+    work = {stage: job.work_of(stage, info) for stage in left}
+    with _progress(launch, store, sum(one.runs for one in work.values())) as on_run:
+        for stage in left[launch.rank :: launch.world_size]:
+            write_stage(
+                replay_stage(job.plan, stage, work[stage], job.rows_of(stage), on_run), output
+            )
+        _together(store, "done", launch.world_size, lambda: on_run(0))
+
+
+def _together(
+    store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until every process has come here; unlike a barrier of the store, without a limit."""
+    store.add(name, 1)
+    while store.add(name, 0) < processes:
+        meanwhile()
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def _progress(launch: Launch, store: dist.Store, total: int) -> Iterator[Callable[..., None]]:
+    """A bar over the runs of all processes, on the first one's terminal."""
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=launch.rank != 0) as progress:
+        task = progress.add_task("replaying steps of single ranks", total=total)
+
+        def on_run(runs: int = 1) -> None:
+            progress.update(task, completed=store.add("runs", runs))
+
+        yield on_run

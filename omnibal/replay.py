@@ -1,0 +1,303 @@
+"""A replay: what single stages of a plan took on one device, put together to whole steps.
+
+`tools/replay.py` builds one stage after another, feeds each the plan's packs and keeps what it
+measured, a file per stage. Here these become a step: measured times of every micro-batch in the
+plan's schedule, with links and reductions between devices from the cost model, as no other device
+was there. So a plan for many devices is tried on one.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from omnibal.config import Frozen
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
+from omnibal.files import read_json_model, write_json_model
+from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
+from omnibal.pipeline.simulate import StepTimes, predict_steps, simulate_run
+from omnibal.pipeline.stage_cost import in_flight_features, once_a_step_ms
+from omnibal.pipeline.units import UNITS, recomputed_counts, unit_counts
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import LostTime, Plan, Stage, StageMemory
+
+INFO_FILE = "replay.json"
+_REMEDY = "replay the plan anew with tools/replay.py, into another directory"
+
+
+class ReplayInfo(Frozen):
+    """What is replayed, written before the first stage, so that nothing else is added to it."""
+
+    plan_sha256: str
+    """Of all of the plan but its prediction."""
+    steps: tuple[NonNegativeInt, ...]
+    """Of the run; all ranks' micro-batches of each are replayed."""
+    repetitions: PositiveInt
+    content: Literal["data", "random"]
+    """Of the micro-batches; their sizes are the plan's."""
+    device: str
+    processes: PositiveInt
+    """That replayed stages at the same time."""
+
+
+class StageReplay(Frozen):
+    """What one stage took on one device; times per micro-batch, medians of the repetitions."""
+
+    stage: NonNegativeInt
+    rows: tuple[NonNegativeInt, ...]
+    """Of the packs, ascending; the next three have as many entries."""
+    forward_ms: tuple[NonNegativeFloat, ...]
+    backward_ms: tuple[NonNegativeFloat, ...]
+    """Includes recomputation."""
+    recompute_ms: tuple[NonNegativeFloat, ...]
+    update_ms: NonNegativeFloat
+    """Once a step: zeroed gradients, norm, clipping and weight update."""
+    state_gib: NonNegativeFloat
+    """Weights, gradients and optimizer."""
+    activations_gib: NonNegativeFloat
+    """At the peak of the replayed steps, the heaviest of the run among them."""
+    with_working_memory: bool
+    """Whether `activations_gib` is everything beyond the state (CUDA), or what is kept for the
+    backward pass (CPU)."""
+
+    @model_validator(mode="after")
+    def _as_many(self) -> "StageReplay":
+        counts = {len(self.forward_ms), len(self.backward_ms), len(self.recompute_ms)}
+        if counts != {len(self.rows)}:
+            raise ValueError("rows, forward_ms, backward_ms and recompute_ms differ in length")
+        return self
+
+    @property
+    def peak_gib(self) -> float:
+        """Measured memory of the device."""
+        return self.state_gib + self.activations_gib
+
+    def predicted_gib(self, memory: StageMemory) -> float:
+        """What of a prediction `peak_gib` should be."""
+        left_out = 0.0 if self.with_working_memory else memory.transient_gib
+        return memory.peak_gib - left_out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReplaySummary:
+    """Whole steps of a replayed plan; times are means over the replayed steps."""
+
+    info: ReplayInfo
+    stages: tuple[StageReplay, ...]
+    """All stages of the plan, in order."""
+    each_step_ms: np.ndarray
+    """[steps]."""
+    predicted_each_step_ms: np.ndarray
+    """[steps]; of the same steps."""
+    forward_ms: np.ndarray
+    """[stages]; of a data-parallel rank in a step, as are the next two."""
+    backward_ms: np.ndarray
+    recompute_ms: np.ndarray
+    wait_fractions: np.ndarray
+    """[stages]."""
+    lost: LostTime
+
+    @property
+    def step_ms(self) -> float:
+        return float(self.each_step_ms.mean())
+
+    @property
+    def predicted_step_ms(self) -> float:
+        """Of the replayed steps, which are some of the plan's."""
+        return float(self.predicted_each_step_ms.mean())
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the step in which a stage waits, mean over stages."""
+        return float(self.wait_fractions.mean())
+
+    @property
+    def recompute_fraction(self) -> float:
+        """Share of all computing that is done for the second time."""
+        return float(self.recompute_ms.sum() / (self.forward_ms + self.backward_ms).sum())
+
+
+def plan_sha256(plan: Plan) -> str:
+    """Hash of all of a plan but its prediction."""
+    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
+
+
+def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
+    """At most so many steps, spread evenly over the run."""
+    count = min(most, packs.steps)
+    return tuple(np.linspace(0, packs.steps - 1, count).round().astype(int).tolist())
+
+
+def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
+    """Rows of all ranks' packs in these steps, ascending."""
+    return np.flatnonzero(np.isin(packs.step, steps))
+
+
+def heaviest_rows(
+    cost: CostModel, plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths
+) -> np.ndarray:
+    """Rows of one rank's step of the run in which the stage is predicted to keep the most."""
+    features = pack_features(packs.packs, lengths)
+    in_flight = in_flight_features(features, packs.slot, len(plan.stages) - stage)
+    worst = int((in_flight @ _kept_bytes(cost, plan.stages[stage])).argmax())
+    same = (packs.step == packs.step[worst]) & (packs.dp_rank == packs.dp_rank[worst])
+    return np.flatnonzero(same)
+
+
+def _kept_bytes(cost: CostModel, stage: Stage) -> np.ndarray:
+    """By feature, of what a stage keeps of a micro-batch. [5]"""
+    activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
+    boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
+    recomputed = recomputed_counts(stage)
+    return (unit_counts(stage) - recomputed) @ activation + recomputed @ boundary
+
+
+def stage_file(directory: Path, stage: int) -> Path:
+    """Where the replay of a stage is kept."""
+    return directory / f"stage_{stage}.json"
+
+
+def write_stage(replay: StageReplay, directory: Path) -> None:
+    """Keep what a stage took."""
+    write_json_model(replay, stage_file(directory, replay.stage))
+
+
+def read_stages(directory: Path, plan: Plan) -> tuple[StageReplay, ...]:
+    """The stages that have been replayed so far, in order.
+
+    Raises:
+        UserError: a file does not follow the schema.
+    """
+    paths = [stage_file(directory, stage) for stage in range(len(plan.stages))]
+    return tuple(read_json_model(StageReplay, path, _REMEDY) for path in paths if path.exists())
+
+
+def open_replay(directory: Path, info: ReplayInfo) -> None:
+    """Begin a replay in a directory, or go on with one of the same plan and settings.
+
+    Raises:
+        UserError: the directory holds another replay.
+    """
+    path = directory / INFO_FILE
+    if path.exists():
+        kept = read_json_model(ReplayInfo, path, _REMEDY)
+        if kept != info:
+            differs = [name for name, value in info if value != dict(kept)[name]]
+            raise UserError(
+                f"{directory}: holds a replay with another {differs[0]}; only the same replay can "
+                "be gone on with: give another -o, or remove it"
+            )
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json_model(info, path)
+
+
+def read_replay(
+    directory: Path, plan: Plan, cost: CostModel, data: tuple[ScheduledPacks, Lengths]
+) -> ReplaySummary:
+    """A finished replay of the plan, put together.
+
+    Raises:
+        UserError: the directory holds no replay, one of another plan, or not yet all stages.
+    """
+    info = read_json_model(ReplayInfo, directory / INFO_FILE, _REMEDY)
+    if info.plan_sha256 != plan_sha256(plan):
+        raise UserError(
+            f"{directory}: is the replay of another plan (sha256 {info.plan_sha256[:12]}, not "
+            f"{plan_sha256(plan)[:12]}); give the one of this plan, or {_REMEDY}"
+        )
+    stages = read_stages(directory, plan)
+    missing = sorted(set(range(len(plan.stages))) - {replay.stage for replay in stages})
+    if missing:
+        raise UserError(
+            f"{directory}: stage {missing[0]} is not replayed yet ({len(missing)} of "
+            f"{len(plan.stages)} are not), and a step needs them all: give the same command of "
+            "tools/replay.py again, with --stages all"
+        )
+    return summarise_replay(info, stages, plan, cost, *data)
+
+
+def summarise_replay(
+    info: ReplayInfo,
+    replays: Sequence[StageReplay],
+    plan: Plan,
+    cost: CostModel,
+    packs: ScheduledPacks,
+    lengths: Lengths,
+) -> ReplaySummary:
+    """Steps of all stages' measured times in the plan's schedule."""
+    rows = rows_of_steps(packs, info.steps)
+    for replay in replays:
+        if not np.array_equal(replay.rows, rows):
+            raise UserError(
+                f"the replay of stage {replay.stage} is not of the packs of its steps; {_REMEDY}"
+            )
+    workload = Workload(
+        features=pack_features(packs.packs.take(rows), lengths),
+        step=packs.step[rows],
+        dp_rank=packs.dp_rank[rows],
+        slot=packs.slot[rows],
+        data_parallel_size=plan.parallel.data,
+    )
+    reduction_ms, _ = once_a_step_ms(cost, plan.stages)
+    update_ms = np.array([replay.update_ms for replay in replays])
+    causes = measured_causes(replays, causes_of(cost, plan.stages, workload.features))
+    steps = predict_steps(causes.all, workload, reduction_ms, update_ms)
+    ranks = len(steps.step_ms) * plan.parallel.data
+    return ReplaySummary(
+        info=info,
+        stages=tuple(replays),
+        each_step_ms=steps.step_ms,
+        predicted_each_step_ms=simulate_run(cost, plan.stages, workload).step_ms,
+        forward_ms=causes.all.forward_ms.sum(axis=0) / ranks,
+        backward_ms=causes.all.backward_ms.sum(axis=0) / ranks,
+        recompute_ms=causes.all.recompute_ms.sum(axis=0) / ranks,
+        wait_fractions=wait_fractions(steps),
+        lost=lost_time_of(causes, workload, reduction_ms, update_ms, float(steps.step_ms.mean())),
+    )
+
+
+def wait_fractions(steps: StepTimes) -> np.ndarray:
+    """Share of the steps in which each stage neither computes nor updates weights. [stages]"""
+    return np.maximum(1 - steps.busy_ms.sum(axis=0) / steps.step_ms.sum(), 0)
+
+
+def measured_causes(replays: Sequence[StageReplay], predicted: CauseTimes) -> CauseTimes:
+    """Measured times in place of predicted ones.
+
+    One device alone exchanges nothing with tensor-parallel ranks: that time is added as it is
+    predicted. What it computes on padding is the predicted share of what was measured.
+    """
+    forward_ms = np.stack([replay.forward_ms for replay in replays], axis=1)
+    backward_ms = np.stack([replay.backward_ms for replay in replays], axis=1)
+    recompute_ms = np.stack([replay.recompute_ms for replay in replays], axis=1)
+    all_, silent, needed = predicted.all, predicted.silent, predicted.needed
+    return CauseTimes(
+        all=replace(
+            all_,
+            forward_ms=forward_ms + (all_.forward_ms - silent.forward_ms),
+            backward_ms=backward_ms + (all_.backward_ms - silent.backward_ms),
+            recompute_ms=recompute_ms + (all_.recompute_ms - silent.recompute_ms),
+        ),
+        silent=replace(
+            silent, forward_ms=forward_ms, backward_ms=backward_ms, recompute_ms=recompute_ms
+        ),
+        needed=replace(
+            needed,
+            forward_ms=forward_ms * _share(needed.forward_ms, silent.forward_ms),
+            backward_ms=backward_ms * _share(needed.backward_ms, silent.backward_ms),
+            recompute_ms=recompute_ms * _share(needed.recompute_ms, silent.recompute_ms),
+        ),
+    )
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Element by element; all of it where there is nothing."""
+    return np.divide(part, whole, out=np.ones_like(whole), where=whole > 0)

@@ -1,0 +1,86 @@
+"""Made-up replays: every stage takes what the cost model says of one device alone, or a factor."""
+
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.pipeline.lost_time import causes_of
+from omnibal.pipeline.stage_cost import once_a_step_ms
+from omnibal.plan import Plan
+from omnibal.replay import (
+    ReplayInfo,
+    StageReplay,
+    open_replay,
+    plan_sha256,
+    rows_of_steps,
+    write_stage,
+)
+
+
+def replay_info(plan: Plan, steps: tuple[int, ...], **changes) -> ReplayInfo:
+    defaults = {
+        "plan_sha256": plan_sha256(plan),
+        "steps": steps,
+        "repetitions": 3,
+        "content": "random",
+        "device": "one device",
+        "processes": 1,
+    }
+    return ReplayInfo(**(defaults | changes))
+
+
+def stage_replays(
+    plan: Plan,
+    cost: CostModel,
+    data: tuple[ScheduledPacks, Lengths],
+    steps: tuple[int, ...],
+    factors: tuple[float, ...],
+    *,
+    with_working_memory: bool = True,
+) -> list[StageReplay]:
+    """Stage s takes `factors[s]` times what it is predicted to take without other devices, and
+    keeps `s + 1` GiB of activations."""
+    packs, lengths = data
+    rows = rows_of_steps(packs, steps)
+    silent = causes_of(cost, plan.stages, pack_features(packs.packs.take(rows), lengths)).silent
+    _, update_ms = once_a_step_ms(cost, plan.stages)
+    return [
+        StageReplay(
+            stage=stage,
+            rows=tuple(rows.tolist()),
+            forward_ms=tuple(factor * silent.forward_ms[:, stage]),
+            backward_ms=tuple(factor * silent.backward_ms[:, stage]),
+            recompute_ms=tuple(factor * silent.recompute_ms[:, stage]),
+            update_ms=float(update_ms[stage]),
+            state_gib=0.5,
+            activations_gib=stage + 1.0,
+            with_working_memory=with_working_memory,
+        )
+        for stage, factor in enumerate(factors)
+    ]
+
+
+def write_replay(
+    directory: Path,
+    plan: Plan,
+    cost: CostModel,
+    data: tuple[ScheduledPacks, Lengths],
+    steps: tuple[int, ...] | None = None,
+    *,
+    factors: tuple[float, ...] | None = None,
+    with_working_memory: bool = True,
+    **info,
+) -> list[StageReplay]:
+    """A replay directory; of all steps if none are named, and as predicted if no factors are."""
+    chosen = tuple(np.unique(data[0].step).tolist()) if steps is None else steps
+    open_replay(directory, replay_info(plan, chosen, **info))
+    factors = factors or (1.0,) * len(plan.stages)
+    replays = stage_replays(
+        plan, cost, data, chosen, factors, with_working_memory=with_working_memory
+    )
+    for replay in replays:
+        write_stage(replay, directory)
+    return replays

@@ -1,0 +1,249 @@
+"""Replays put together to steps, against the prediction and against steps simulated one by one."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cost_cases import random_cost
+from plan_cases import request
+from replay_cases import replay_info, write_replay
+
+from omnibal.config import load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
+from omnibal.pipeline.predict import predict
+from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.stage_cost import GIB, once_a_step_ms, stage_memories, stage_times
+from omnibal.pipeline.units import UNITS, recomputed_counts, stages_from_cuts, unit_counts
+from omnibal.plan import Parallel, Plan, Prediction
+from omnibal.planner import make_plan
+from omnibal.replay import (
+    chosen_steps,
+    heaviest_rows,
+    open_replay,
+    read_replay,
+    read_stages,
+    rows_of_steps,
+    write_stage,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    plan: Plan
+    cost: CostModel
+    data: tuple[ScheduledPacks, Lengths]
+
+    @property
+    def features(self) -> np.ndarray:
+        return pack_features(self.data[0].packs, self.data[1])
+
+    def predict(self) -> Prediction:
+        plan = self.plan
+        packs = self.data[0]
+        return predict(self.cost, plan.model, plan.parallel, plan.stages, packs, self.features)
+
+
+def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
+    """Unequal packs of the example lengths, in steps of two data-parallel ranks."""
+    model, hardware = load_model(name), load_cluster(cluster)
+    made = make_plan(request())
+    changes = {"model": model, "cluster": hardware, "parallel": parallel, "prediction": None}
+    plan = made.plan.model_copy(update=changes | {"stages": stages_from_cuts(model, **stages)})
+    cost = analytic_cost(model, hardware, parallel, plan.precision)
+    return Job(plan=plan, cost=cost, data=made.data)
+
+
+@pytest.fixture(scope="module")
+def small() -> Job:
+    """Four stages of the digits model, some layers of them recomputed."""
+    return job_of(
+        "internvl-digits",
+        "laptop-cpu",
+        Parallel(pipeline=4, data=2),
+        cuts=(2, 5, 8),
+        recomputed=[(1, 0), (3, 0), (0, 1), (0, 0)],
+    )
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel() -> Job:
+    """Two stages whose 25 vision heads are padded to 26, on two tensor-parallel ranks."""
+    return job_of(
+        "internvl-chat-1.5-6b-20b",
+        "a100-80g",
+        Parallel(tensor=2, pipeline=2, data=2, sequence_parallel=True),
+        cuts=(40,),
+        recomputed=[(10, 0), (0, 20)],
+    )
+
+
+@pytest.mark.parametrize("name", ["small", "tensor_parallel"])
+def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: str) -> None:
+    """Prevents a replay that adds to, or leaves out of, what was measured: every difference from
+    the prediction must be the devices'."""
+    job = request.getfixturevalue(name)
+    write_replay(tmp_path / "replay", job.plan, job.cost, job.data)
+    replay = read_replay(tmp_path / "replay", job.plan, job.cost, job.data)
+    predicted = job.predict()
+    assert replay.step_ms == pytest.approx(predicted.step_ms)
+    assert replay.predicted_step_ms == pytest.approx(predicted.step_ms)
+    assert replay.bubble_fraction == pytest.approx(predicted.bubble_fraction)
+    assert replay.lost.model_dump() == pytest.approx(predicted.lost.model_dump(), abs=1e-9)
+    assert sum(replay.lost.model_dump().values()) == pytest.approx(replay.step_ms)
+    packs = job.data[0]
+    per_step = len(packs) / (packs.steps * job.plan.parallel.data)
+    for stage, expected in enumerate(predicted.stages):
+        assert replay.wait_fractions[stage] == pytest.approx(expected.wait_fraction)
+        assert replay.forward_ms[stage] == pytest.approx(expected.forward_ms * per_step)
+        assert replay.backward_ms[stage] == pytest.approx(expected.backward_ms * per_step)
+    assert 0 < replay.recompute_fraction < 0.5
+    if name == "tensor_parallel":
+        assert replay.lost.padding_ms > 0 < replay.lost.communication_ms
+
+
+def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_path: Path) -> None:
+    """Prevents measured times in another stage's, rank's or micro-batch's place."""
+    packs, steps, factors = small.data[0], (0, 3, 7), (1.0, 1.0, 2.0, 1.0)
+    write_replay(tmp_path / "replay", small.plan, small.cost, small.data, steps, factors=factors)
+    replay = read_replay(tmp_path / "replay", small.plan, small.cost, small.data)
+    times = stage_times(small.cost, small.plan.stages, small.features)
+    reduction_ms, update_ms = once_a_step_ms(small.cost, small.plan.stages)
+    expected, busy = [], []
+    for step in steps:
+        ranks = []
+        for rank in range(2):
+            rows = (packs.step == step) & (packs.dp_rank == rank)
+            one = simulate_1f1b(
+                times.forward_ms[rows] * factors,
+                times.backward_ms[rows] * factors,
+                times.forward_link_ms[rows],
+                times.backward_link_ms[rows],
+            )
+            ranks.append(one)
+        ends = np.max([one.finish_ms for one in ranks], axis=0) + reduction_ms
+        expected.append(ends.max() + update_ms.max())
+        computes = np.mean([one.busy_ms for one in ranks], axis=0)
+        busy.append(computes + reduction_ms + update_ms)
+    assert replay.each_step_ms == pytest.approx(expected)
+    assert (replay.each_step_ms > replay.predicted_each_step_ms).all()
+    waits = 1 - np.sum(busy, axis=0) / np.sum(expected)
+    assert replay.wait_fractions == pytest.approx(waits)
+
+
+def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) -> None:
+    """Prevents working memory from passing for an error of the prediction where none is measured,
+    and from being left out where it is."""
+    stages = small.predict().stages
+    for counted in (True, False):
+        replays = write_replay(
+            tmp_path / f"{counted}", small.plan, small.cost, small.data, (0,),
+            with_working_memory=counted,
+        )  # fmt: skip
+        for replay, stage in zip(replays, stages, strict=True):
+            memory = stage.memory
+            kept = memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
+            kept += memory.activations_gib + (memory.transient_gib if counted else 0)
+            assert replay.predicted_gib(memory) == pytest.approx(kept)
+            assert replay.peak_gib == pytest.approx(0.5 + replay.stage + 1)
+
+
+def test_replay_of_another_plan_is_refused(small: Job, tmp_path: Path) -> None:
+    """Prevents times of other stages or packs beside this plan's prediction; a prediction alone
+    may change, as it does where a plan is given other costs."""
+    write_replay(tmp_path / "replay", small.plan, small.cost, small.data, (0,))
+    predicted = small.plan.model_copy(update={"prediction": small.predict()})
+    read_replay(tmp_path / "replay", predicted, small.cost, small.data)
+    fewer = tuple(s.model_copy(update={"recompute_vision": ()}) for s in small.plan.stages)
+    other = small.plan.model_copy(update={"stages": fewer})
+    with pytest.raises(UserError, match="is the replay of another plan"):
+        read_replay(tmp_path / "replay", other, small.cost, small.data)
+
+
+def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
+    """Prevents a step without the stages that were not replayed yet."""
+    folder = tmp_path / "replay"
+    with pytest.raises(UserError, match=r"replay\.json: no such file"):
+        read_replay(folder, small.plan, small.cost, small.data)
+    write_replay(folder, small.plan, small.cost, small.data, (0,))
+    for stage in (1, 2):
+        (folder / f"stage_{stage}.json").unlink()
+    assert [kept.stage for kept in read_stages(folder, small.plan)] == [0, 3]
+    with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are not\)"):
+        read_replay(folder, small.plan, small.cost, small.data)
+
+
+def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
+    """Prevents stages of other steps, content or devices from being put into one step."""
+    info = replay_info(small.plan, (0, 1))
+    open_replay(tmp_path / "replay", info)
+    open_replay(tmp_path / "replay", info)
+    for name, value in (("steps", (0, 2)), ("content", "data"), ("device", "another")):
+        with pytest.raises(UserError, match=f"holds a replay with another {name}"):
+            open_replay(
+                tmp_path / "replay", replay_info(small.plan, **({"steps": (0, 1)} | {name: value}))
+            )
+
+
+def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
+    """Prevents times of one micro-batch in another's place, and lists that do not fit."""
+    folder = tmp_path / "replay"
+    replays = write_replay(folder, small.plan, small.cost, small.data, (0,))
+    rows = tuple(row + 1 for row in replays[2].rows)
+    write_stage(replays[2].model_copy(update={"rows": rows}), folder)
+    with pytest.raises(UserError, match="stage 2 is not of the packs of its steps"):
+        read_replay(folder, small.plan, small.cost, small.data)
+    write_stage(replays[2].model_copy(update={"rows": rows[:-1]}), folder)
+    with pytest.raises(UserError, match="differ in length"):
+        read_replay(folder, small.plan, small.cost, small.data)
+    for replay in replays:
+        write_stage(replay.model_copy(update={"rows": rows}), folder)
+    with pytest.raises(UserError, match="stage 0 is not of the packs of its steps"):
+        read_replay(folder, small.plan, small.cost, small.data)
+
+
+def test_steps_are_spread_over_the_run(small: Job) -> None:
+    """Prevents replaying only a run's beginning, a step twice, or some ranks' packs."""
+    packs = small.data[0]
+    assert chosen_steps(packs, 10**6) == tuple(range(packs.steps))
+    few = chosen_steps(packs, 3)
+    assert few == (0, round((packs.steps - 1) / 2), packs.steps - 1)
+    rows = rows_of_steps(packs, few)
+    assert sorted({*packs.step[rows].tolist()}) == list(few)
+    assert len(rows) == sum((packs.step == step).sum() for step in few)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> None:
+    """Prevents a measured peak of lighter micro-batches than the predicted one is of."""
+    packs, stages = small.data[0], small.plan.stages
+    cost, features = random_cost(np.random.default_rng(seed)), small.features
+    if seed == 0:
+        # Inputs, which stage 1 keeps alone, grow with tokens, all else with squared lengths.
+        inputs, inner = 1e4 * np.eye(5)[2], 1e6 * np.eye(5)[3]
+        kept = {"boundary_bytes": inputs, "activation_bytes": inputs + inner}
+        cost = replace(cost, units={kind: replace(u, **kept) for kind, u in cost.units.items()})
+    memories = stage_memories(cost, stages, packs.slot, features)
+    for index, stage in enumerate(stages):
+        kept = sum(
+            (held - again) * cost.units[unit].activation_bytes
+            + again * cost.units[unit].boundary_bytes
+            for unit, held, again in zip(
+                UNITS, unit_counts(stage), recomputed_counts(stage), strict=True
+            )
+        )
+        peaks = {}
+        for step in range(packs.steps):
+            for rank in range(2):
+                own = np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
+                sizes, most = features[own] @ kept, len(stages) - index
+                windows = [sizes[max(0, end - most) : end].sum() for end in range(1, len(own) + 1)]
+                peaks[tuple(own)] = max(windows)
+        rows = heaviest_rows(cost, small.plan, index, *small.data)
+        assert peaks[tuple(rows)] == pytest.approx(max(peaks.values()))
+        assert peaks[tuple(rows)] / GIB == pytest.approx(memories[index].activations_gib)
+        assert peaks[tuple(rows)] > min(peaks.values())

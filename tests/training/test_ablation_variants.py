@@ -1,0 +1,340 @@
+"""The ablation's plans: the same samples in each, costs of what is computed, the best split."""
+
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+
+from megatron.vlm.clock import PhaseClock
+from megatron.vlm.schedule import run_forward_backward
+from megatron.vlm.train import build_trainer
+from omnibal.check import check_plan
+from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.cost.model import pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs
+from omnibal.errors import DoesNotFit, UserError
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage_cost import stage_memories, stage_times
+from omnibal.pipeline.units import (
+    LANGUAGE_LAYER,
+    UNITS,
+    VISION_LAYER,
+    stages_from_cuts,
+    unit_sequence,
+)
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Caps, Parallel
+from omnibal.planner import PlanResult, save_plan
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from ablation_padding import padded_to_longest
+from ablation_variants import (
+    MODEL_FILE,
+    PUBLISHED_FILES,
+    AblationJob,
+    Variant,
+    first_fit,
+    full_steps,
+    make_variant,
+    of_steps,
+    padded_lengths,
+    predicted_rows,
+    real_lengths,
+    recomputing_cost,
+)
+
+SAMPLES_PER_STEP = 22
+"""Not whole micro-batches of four."""
+
+
+def random_lengths(model: ModelConfig, samples: int) -> Lengths:
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(0, 5, samples)
+    text = rng.integers(3, 60, samples)
+    return Lengths(
+        tiles=tiles.astype(np.int32),
+        tokens=(tiles * model.tokens_per_tile + text).astype(np.int32),
+        loss_tokens=(text // 3).astype(np.int32),
+        source=np.zeros(samples, np.int32),
+        source_names=("random",),
+        origin=None,
+    )
+
+
+def job_of(model: ModelConfig, samples: int = 300, memory_gib: float = 4.0, **sizes) -> AblationJob:
+    node = {"memory_gib": memory_gib, "gpus_per_node": 8}
+    return AblationJob(
+        model=model,
+        parallel=Parallel(**({"pipeline": 3, "data": 2} | sizes)),
+        cluster=load_cluster("laptop-cpu").model_copy(update=node),
+        caps=Caps(max_tiles=8, max_tokens=300),
+        samples_per_step=SAMPLES_PER_STEP,
+        lengths=random_lengths(model, samples),
+        profile=None,
+        seed=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def job() -> AblationJob:
+    return job_of(load_model("internvl-digits"))
+
+
+@pytest.fixture(scope="module")
+def results(job: AblationJob) -> dict[Variant, PlanResult]:
+    return {variant: make_variant(job, variant) for variant in Variant}
+
+
+def test_every_plan_is_sound_and_trains_each_sample_once(results, tmp_path):
+    """Prevents: a comparison of runs that leave out samples, or that training would refuse."""
+    for variant, result in results.items():
+        save_plan(result, tmp_path / variant.name)
+        assert check_plan(tmp_path / variant.name)
+        packs, lengths = result.data
+        assert sorted(packs.packs.samples.tolist()) == list(range(len(lengths)))
+
+
+def test_plain_variants_have_the_same_samples_in_every_step(job, results):
+    """Prevents: careful practice that wins by another order of samples, or by larger steps."""
+    common, careful = (results[v].data[0] for v in (Variant.COMMON, Variant.CAREFUL))
+    assert common.steps == careful.steps == -(-len(job.lengths) // SAMPLES_PER_STEP)
+    for step in range(common.steps):
+        own = [
+            set(of_steps(packs, np.array([step])).packs.samples.tolist())
+            for packs in (common, careful)
+        ]
+        assert own[0] == own[1]
+        last = step == common.steps - 1
+        assert len(own[0]) == (len(job.lengths) % SAMPLES_PER_STEP if last else SAMPLES_PER_STEP)
+
+
+def test_packs_are_balanced_at_about_the_same_step(job, results):
+    """Prevents: balance that wins by a larger global batch, and packs that differ between rows."""
+    balanced = [results[v] for v in (Variant.DATA, Variant.MODEL, Variant.MEMORY)]
+    assert len({result.plan.data.packs_sha256 for result in balanced}) == 1
+    plan, (packs, lengths) = balanced[0].plan, balanced[0].data
+    samples_per_pack = len(lengths) / len(packs)
+    per_step = plan.data.packs_per_step
+    assert per_step % job.parallel.data == 0
+    half_a_round = job.parallel.data / 2 * samples_per_pack
+    assert abs(per_step * samples_per_pack - SAMPLES_PER_STEP) <= half_a_round
+
+
+def test_common_features_are_those_of_padded_micro_batches(job, results):
+    """Prevents: padding that costs nothing, or that is counted as tiles or loss."""
+    packs, padded = results[Variant.COMMON].data
+    features = pack_features(packs.packs, padded)
+    lengths = job.lengths
+    for row in range(len(packs)):
+        samples = packs.packs[row].tolist()
+        assert 1 <= len(samples) <= 4
+        longest = max(int(lengths.tokens[sample]) for sample in samples)
+        by_hand = [
+            1,
+            sum(int(lengths.tiles[sample]) for sample in samples),
+            len(samples) * longest,
+            len(samples) * longest**2,
+            sum(int(lengths.loss_tokens[sample]) for sample in samples),
+        ]
+        assert features[row].tolist() == by_hand
+        assert packs.tokens[row] == by_hand[2]
+
+
+def test_plain_micro_batches_go_round_the_ranks(results):
+    """Prevents: a baseline whose ranks have unequally many micro-batches, or other ones."""
+    packs, _ = results[Variant.COMMON].data
+    full = of_steps(packs, full_steps(results[Variant.COMMON], Variant.COMMON))
+    # Six micro-batches of which the last drawn has two samples: rank 1 has it, in its last slot.
+    for step in range(full.steps):
+        rows = full.step == step
+        assert full.dp_rank[rows].tolist() == [0, 0, 0, 1, 1, 1]
+        assert full.slot[rows].tolist() == [0, 1, 2, 0, 1, 2]
+        assert np.diff(full.packs.offsets)[rows].tolist() == [4, 4, 4, 4, 4, 2]
+
+
+def test_first_fit_takes_the_first_pack_with_room():
+    """Prevents: careful practice that packs worse, or looks at tiles."""
+    lengths = replace(
+        random_lengths(load_model("internvl-digits"), 6),
+        tokens=np.array([6, 5, 4, 5, 1, 9], np.int32),
+        tiles=np.full(6, 9, np.int32),
+    )
+    packs = first_fit(np.array([1, 0, 2, 3, 5, 4]), lengths, Caps(max_tiles=1, max_tokens=10))
+    assert [pack.tolist() for pack in packs] == [[1, 2, 4], [0], [3], [5]]
+
+
+def test_recompute_of_each_variant(results):
+    """Prevents: a row that has another row's recomputation."""
+    for variant, result in results.items():
+        for stage in result.plan.stages:
+            layers = stage.vision_layers + stage.language_layers
+            assert stage.recomputed_layers == (0 if variant is Variant.MEMORY else layers)
+
+
+def test_searched_split_is_the_best_of_all():
+    """Prevents: the row of the balanced model with a split for other costs than its own."""
+    base = load_model("internvl-digits")
+    layers = {"vision": 3, "language": 4}
+    model = base.model_copy(
+        update={
+            tower: getattr(base, tower).model_copy(update={"layers": count})
+            for tower, count in layers.items()
+        }
+    )
+    job = job_of(model, samples=180)
+    result = make_variant(job, Variant.MODEL)
+    packs, lengths = result.data
+    workload = Workload.of(packs, pack_features(packs.packs, lengths), job.parallel.data)
+    step_ms = {}
+    units = unit_sequence(model)
+    for cuts in combinations(range(1, len(units)), job.parallel.pipeline - 1):
+        runs = [units[i:j] for i, j in zip((0, *cuts), (*cuts, len(units)), strict=True)]
+        kinds = UNITS[VISION_LAYER], UNITS[LANGUAGE_LAYER]
+        again = [tuple(run.count(kind) for kind in kinds) for run in runs]
+        if all(map(any, again)):
+            stages = stages_from_cuts(model, cuts, again)
+            step_ms[stages] = simulate_run(job.cost, stages, workload).step_ms.mean()
+    assert len(step_ms) > 15
+    best = min(step_ms.values())
+    assert step_ms[result.plan.stages] == pytest.approx(best, rel=1e-9)
+    assert result.search.step_ms == pytest.approx(best, rel=1e-6)
+
+
+def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
+    """Prevents: a search that knows other times or memory than the plan it is for."""
+    packs, lengths = results[Variant.DATA].data
+    features = pack_features(packs.packs, lengths)
+    again = results[Variant.DATA].plan.stages
+    kept = [
+        stage.model_copy(update={"recompute_vision": (), "recompute_language": ()})
+        for stage in again
+    ]
+    assumed = recomputing_cost(job.cost)
+    wanted, found = stage_times(job.cost, again, features), stage_times(assumed, kept, features)
+    np.testing.assert_allclose(found.forward_ms, wanted.forward_ms)
+    np.testing.assert_allclose(found.backward_ms, wanted.backward_ms)
+    wanted_gib, found_gib = (
+        [memory.peak_gib for memory in stage_memories(*given, packs.slot, features)]
+        for given in ((job.cost, again), (assumed, kept))
+    )
+    assert found_gib == pytest.approx(wanted_gib)
+
+
+def test_searched_split_fits_as_recomputed():
+    """Prevents: a split that is refused for memory which recomputation frees, or that overfills."""
+    model = load_model("internvl-digits")
+    roomy = make_variant(job_of(model, pipeline=2), Variant.MODEL)
+    packs, lengths = roomy.data
+    features = pack_features(packs.packs, lengths)
+    cost = job_of(model, pipeline=2).cost
+    peak_gib = max(
+        m.peak_gib for m in stage_memories(cost, roomy.plan.stages, packs.slot, features)
+    )
+    just = job_of(model, pipeline=2, memory_gib=peak_gib / 0.9 * 1.000001)
+    assert make_variant(just, Variant.MODEL).plan.stages == roomy.plan.stages
+    assert any(stage.recomputed_layers for stage in make_variant(just, Variant.MEMORY).plan.stages)
+    with pytest.raises(DoesNotFit):
+        make_variant(job_of(model, pipeline=2, memory_gib=peak_gib / 4), Variant.MODEL)
+
+
+def test_samples_over_the_caps_are_refused_by_every_variant(job):
+    """Prevents: plain rows of samples that the balanced ones cannot have."""
+    tight = replace(job, caps=Caps(max_tiles=2, max_tokens=300))
+    for variant in Variant:
+        with pytest.raises(UserError, match="exceed the caps"):
+            make_variant(tight, variant)
+
+
+def test_rows_are_of_full_steps(job, results):
+    """Prevents: speed-ups that an epoch's odd step distorts."""
+    rows = {row.variant: row for row in predicted_rows(job, results)}
+    assert rows[Variant.COMMON].speed_up == 1
+    assert rows[Variant.COMMON].samples_per_step == SAMPLES_PER_STEP
+    usual = SAMPLES_PER_STEP / rows[Variant.COMMON].prediction.step_ms
+    for variant, row in rows.items():
+        packs, lengths = results[variant].data
+        steps = full_steps(results[variant], variant)
+        assert len(steps) >= packs.steps - 1
+        workload = Workload.of(packs, pack_features(packs.packs, lengths), job.parallel.data)
+        all_ms = simulate_run(job.cost, row.stages, workload).step_ms
+        assert row.prediction.step_ms == pytest.approx(all_ms[steps].mean())
+        rate = row.samples_per_step / row.prediction.step_ms
+        assert row.speed_up == pytest.approx(rate / usual)
+
+
+def test_real_lengths_are_scaled(tmp_path, capsys):
+    """Prevents: texts or tiles of another size than the model's, and unsaid synthetic lengths."""
+    model = load_model(str(MODEL_FILE))
+    assert model.tokens_per_tile == 16
+    records = '[{"vit_num": 3, "token_num": 809, "image_flags": 1}, '
+    records += '{"vit_num": 1, "token_num": 260, "image_flags": 1}]'
+    for name in PUBLISHED_FILES:
+        (tmp_path / name).write_text(records)
+    lengths = real_lengths(tmp_path, model)
+    # 41 tokens of text are 3, and 4 are 2, the least.
+    assert lengths.tokens.tolist() == [3 * 16 + 3, 16 + 2] * 2
+    assert lengths.tiles.tolist() == [3, 1] * 2
+    assert lengths.loss_tokens.tolist() == [1, 1] * 2
+    assert not capsys.readouterr().out
+    synthetic = real_lengths(tmp_path / "none", model)
+    assert "synthetic" in capsys.readouterr().out
+    assert (synthetic.tokens >= 16 * synthetic.tiles + 2).all()
+
+
+def test_padded_lengths_follow_their_packs():
+    """Prevents: a sample with the padding of another one's micro-batch."""
+    lengths = random_lengths(load_model("internvl-digits"), 5)
+    lengths = replace(lengths, tokens=np.array([7, 3, 9, 4, 5], np.int32))
+    padded = padded_lengths(Packs.from_lists([[4, 1], [2], [3, 0]]), lengths)
+    assert padded.tokens.tolist() == [7, 5, 9, 7, 5]
+
+
+def gradients(links, plan, batch):
+    """Loss and every parameter's gradient of one micro-batch."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=0)
+    trainer.model.zero_grad_buffer()
+    counts = counts_of([batch])
+    losses = run_forward_backward(plan, trainer.model, links, iter([batch]), counts, PhaseClock())
+    grads = {name: p.main_grad.clone() for name, p in trainer.stage.named_parameters()}
+    return torch.stack(losses).sum().item(), grads
+
+
+def test_padding_changes_neither_loss_nor_gradients():
+    """Prevents: padding that is attended to, learned, or that moves an image or an answer."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model))
+    batch = toy_batch(model, [(1, 9), (0, 6), (2, 20), (1, 4)], seed=5)
+    padded = padded_to_longest(batch)
+    longest = max(batch.segment_tokens)
+    assert padded.segment_tokens == (longest,) * 4
+    assert padded.tokens == len(padded.token_ids_S) == 4 * longest > batch.tokens
+    (plain_loss, plain), (padded_loss, with_padding) = (
+        run_ranks(plan.parallel, gradients, plan, one)[0] for one in (batch, padded)
+    )
+    assert padded_loss == pytest.approx(plain_loss, rel=1e-6)
+    assert plain_loss > 0 and all(grad.any() for grad in plain.values())
+    for name, grad in plain.items():
+        torch.testing.assert_close(with_padding[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_padding_of_a_stage_without_tokens():
+    """Prevents: a stage in the middle that trains other shapes than the ends do."""
+    batch = toy_batch(toy_model(), [(1, 9), (0, 6)], seed=5)
+    middle = replace(
+        batch,
+        token_ids_S=None,
+        image_positions_M=None,
+        loss_positions_L=None,
+        labels_L=None,
+        loss_weights_L=None,
+    )
+    padded, whole = padded_to_longest(middle), padded_to_longest(batch)
+    assert (padded.tokens, padded.segment_tokens) == (whole.tokens, whole.segment_tokens)
+    assert padded.token_ids_S is None and padded.loss_positions_L is None

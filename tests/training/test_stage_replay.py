@@ -1,0 +1,185 @@
+"""One rank of a job alone, against the same rank among the others."""
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from toy import OPTIONS, counts_of, stages_of, toy_model, toy_plan
+
+from megatron.vlm.launch import Launch, open_store
+from megatron.vlm.profiler import peak_activation_bytes, random_batch
+from megatron.vlm.replay import StageReplayer, state_bytes_of, random_rows, standing_in
+from megatron.vlm.replay_job import ReplayOptions, load_replay, replay_stages
+from megatron.vlm.train import build_trainer, train_step
+from omnibal.config import Part, load_cluster
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.plan import Caps, Parallel
+from omnibal.planner import PlanRequest, make_plan, save_plan
+from omnibal.replay import read_replay, read_stages, stage_file
+
+MODEL = toy_model()
+SIZES = [(3, (20, 40), 7), (1, (30,), 30), (4, (50, 9, 41), 1), (2, (35,), 4), (0, (25,), 5)]
+
+
+def batches_for(stage):
+    return [random_batch(MODEL, *sizes, stage) for sizes in SIZES]
+
+
+def bytes_of_rank(links, plan):
+    """Of a real rank: state after a step, and the most that a step keeps."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=0)
+    batches = batches_for(plan.stages[links.rank])
+
+    def step():
+        train_step(trainer, iter(batches), counts_of(batches))
+
+    step()
+    return state_bytes_of(trainer), peak_activation_bytes(trainer, step)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "recompute", "sizes", "frozen"),
+    [
+        pytest.param((3, 6), {"vision": (0, 3), "language": (1, 2)}, {}, (), id="pp3"),
+        pytest.param((6,), {"vision": (1,)}, {"data": 2}, (), id="pp2-dp2"),
+        pytest.param(
+            (4, 7), {}, {"tensor": 2, "sequence_parallel": True}, (), id="pp3-tp2-sequence"
+        ),
+        pytest.param((3,), {"language": (0,)}, {}, (Part.VISION,), id="frozen-vision"),
+    ],
+)
+def test_a_rank_alone_needs_what_it_needs_in_the_job(cuts, recompute, sizes, frozen):
+    """Prevents: a plan that fits when its stages are tried alone, and not when they train.
+
+    State and kept activations of every stage, to the byte.
+    """
+    stages = stages_of(MODEL, *cuts, **recompute)
+    plan = toy_plan(MODEL, stages, **sizes).model_copy(update={"frozen": frozen})
+    ranks = run_ranks(plan.parallel, bytes_of_rank, plan)
+    per_stage = plan.parallel.world_size // len(stages)
+    for number, stage in enumerate(stages):
+        with standing_in(plan.parallel, number) as links:
+            replayer = StageReplayer(plan, links)
+            alone = replayer.state_bytes, replayer.activation_bytes(batches_for(stage))
+        assert alone == ranks[number * per_stage]
+
+
+def test_times_belong_to_the_micro_batches_that_took_them():
+    """Prevents: forwards, backwards and recomputation that are counted to another micro-batch.
+
+    One pack is 40 times as large as the others, in one place after another; and every layer is
+    recomputed, or none.
+    """
+    large, small = random_batch(MODEL, 80, (1600,), 50), random_batch(MODEL, 2, (40,), 5)
+    everything = {"vision": (0, 1, 2, 3), "language": (0, 1, 2)}
+    for recompute in ({}, everything):
+        plan = toy_plan(MODEL, stages_of(MODEL, 3, 7, **recompute))
+        with standing_in(plan.parallel, 1) as links:
+            replayer = StageReplayer(plan, links)
+            replayer.step([small, large])
+            for place in range(5):
+                times = replayer.step([large if place == i else small for i in range(5)])
+                for each_ms in (times.forward_ms, times.backward_ms):
+                    assert each_ms.shape == (5,) and each_ms.argmax() == place
+                again = times.recompute_ms
+                assert (again < times.backward_ms).all()
+                assert again.argmax() == place if recompute else not again.any()
+
+
+def test_replaying_changes_no_weight():
+    """Prevents: weights that run away on made-up gradients, until nothing is finite."""
+    plan = toy_plan(MODEL, stages_of(MODEL, 6), data=2)
+    with standing_in(plan.parallel, 1) as links:
+        replayer = StageReplayer(plan, links)
+        before = [weight.clone() for weight in replayer._trainer.stage.parameters()]
+        for _ in range(2):
+            replayer.step(batches_for(plan.stages[1]))
+            replayer.update_ms()
+        for weight, old in zip(replayer._trainer.stage.parameters(), before, strict=True):
+            assert torch.equal(weight, old)
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """A plan of two stages and two ranks, of lengths that say nothing of their data."""
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(0, 5, 60).astype(np.int32)
+    text = rng.integers(4, 30, 60).astype(np.int32)
+    lengths = Lengths(
+        tiles=tiles,
+        tokens=tiles * MODEL.tokens_per_tile + text,
+        loss_tokens=text // 2,
+        source=np.zeros(60, np.int32),
+        source_names=("random",),
+        origin=None,
+    )
+    cluster = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
+    request = PlanRequest(
+        model=MODEL,
+        cluster=cluster,
+        parallel=Parallel(pipeline=2, data=2),
+        precision="fp32",
+        caps=Caps(max_tiles=8, max_tokens=120),
+        lengths=lengths,
+        packing=PackingMethod.BALANCED,
+        packs_per_step=6,
+        epochs=1,
+        seed=0,
+        profile=None,
+    )
+    save_plan(make_plan(request), tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def replay(planned, output, stages, steps=2):
+    launch = Launch(rank=0, world_size=1, local_rank=0)
+    job = load_replay(planned, None, None)
+    options = ReplayOptions(steps=steps, repetitions=2)
+    replay_stages(job, options, stages, output, launch, open_store(launch))
+    return job
+
+
+def test_a_stopped_replay_goes_on(planned, tmp_path):
+    """Prevents: a replay of hours that starts again, or that mixes two settings."""
+    output = tmp_path / "replay"
+    job = replay(planned, output, [0])
+    with pytest.raises(UserError, match="stage 1 is not replayed yet"):
+        read_replay(output, job.plan, job.cost, (job.packs, job.lengths))
+    first = stage_file(output, 0).read_bytes()
+    with pytest.raises(UserError, match="another steps"):
+        replay(planned, output, [1], steps=1)
+    replay(planned, output, [0, 1])
+    assert stage_file(output, 0).read_bytes() == first
+    summary = read_replay(output, job.plan, job.cost, (job.packs, job.lengths))
+    assert len(summary.each_step_ms) == 2
+    stages = read_stages(output, job.plan)
+    rows = np.flatnonzero(np.isin(job.packs.step, summary.info.steps))
+    for stage, replayed in enumerate(stages):
+        assert np.array_equal(replayed.rows, rows)
+        # A step takes at least what its busiest stage computes.
+        busy_ms = np.sum(replayed.forward_ms) + np.sum(replayed.backward_ms)
+        assert summary.each_step_ms.sum() >= busy_ms / 2 > 0
+        predicted = replayed.predicted_gib(job.plan.prediction.stages[stage].memory)
+        assert replayed.peak_gib == pytest.approx(predicted, rel=0.5)
+
+
+def test_random_content_has_the_packs_sizes(planned):
+    """Prevents: a replay of other micro-batches than the plan's."""
+    job = load_replay(planned, None, None)
+    load = random_rows(job.plan, 1, job.packs, job.lengths)
+    for row, batch in enumerate(load(np.arange(len(job.packs)))):
+        assert (batch.tiles, batch.tokens) == (job.packs.tiles[row], job.packs.tokens[row])
+        assert sum(batch.segment_tokens) == batch.tokens
+        assert batch.pixels_TCPP is None
+        samples = job.packs.packs[row]
+        assert len(batch.labels_L) == job.lengths.loss_tokens[samples].sum()
+
+
+def test_data_that_is_not_the_plans_is_refused(planned, tmp_path):
+    """Prevents: a replay of samples that the plan does not hold."""
+    with pytest.raises(UserError, match="go together"):
+        load_replay(planned, tmp_path / "meta.json", None)
+    with pytest.raises(UserError, match="does not say which data"):
+        load_replay(planned, tmp_path / "meta.json", tmp_path / "tokenizer.model")
