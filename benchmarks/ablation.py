@@ -1,6 +1,6 @@
 """The ablation of the OmniBal paper (Table 7) on real code: what each kind of balance brings.
 
-    python benchmarks/ablation.py [--rounds 20] [--replay-rounds 8] [--only trained|replayed]
+    python benchmarks/ablation.py [--rounds 45] [--replay-rounds 8] [--only trained|replayed]
 
 Five plans of the same samples, from common practice (random micro-batches of four padded to the
 longest, stages of equal parameters, everything recomputed) to the full system, of a model with the
@@ -65,9 +65,10 @@ from omnibal.replay import (
     summarise_replay,
 )
 from omnibal.report.comparison import ShownStep, before_and_after
-from omnibal.runlog import StageRecord
 
 STEP_BAR, MEMORY_BAR, PREDICTION_BAR = 0.05, 0.03, 0.10
+USUAL_STEPS = 24
+"""Of every plan, trained in a row."""
 UPDATES = 3
 """Timed of every plan and stage in a round of replays."""
 MIB = 2**20
@@ -96,9 +97,9 @@ LAYOUTS = (
         name="trained",
         parallel=Parallel(pipeline=2),
         layers=(11, 12),
-        caps=Caps(max_tiles=12, max_tokens=400),
-        samples_per_step=64,
-        memory_gib=0.25,
+        caps=Caps(max_tiles=10, max_tokens=300),
+        samples_per_step=48,
+        memory_gib=0.18,
         trained=True,
         common_bar=1.8,
         careful_bar=1.3,
@@ -143,13 +144,15 @@ class Trained(Frozen):
     """Real steps."""
 
     step_ms: tuple[float, ...]
+    """Of every round, of samples that were read before."""
     waits: tuple[float, ...]
-    optimizer_ms: float
-    """Means of a step; of the stage that takes longest, as the next one."""
-    data_ms: float
-    logging_ms: float
     activations_mib: tuple[float, ...]
     """Of every stage at its peak, in the heaviest step of the run."""
+    usual_step_ms: float
+    """The next four are means of steps in a row, read ahead and logged as usual."""
+    data_ms: float
+    """Waiting for samples; of the stage that waits longest."""
+    logging_ms: float
     lost: LostTime
     """Of steps put together from the real ones' forwards, backwards and updates."""
 
@@ -298,7 +301,10 @@ def run_rounds(
         for number in progress.track(range(rounds), description="rounds"):
             for variant in list(planned)[:: -1 if number % 2 else 1]:
                 step = int(planned[variant].steps[number])
-                trained = ask(workers.pair, "train", variant, step) if trains else None
+                trained = None
+                if trains:
+                    ask(workers.pair, "load", variant, number)
+                    trained = ask(workers.pair, "train", variant, step)
                 replayed = workers.replay("replay", variant, step)
                 updates = [workers.replay("update_ms", variant) for _ in range(UPDATES)]
                 kept[variant].append(Round(replayed=replayed, update_ms=updates, trained=trained))
@@ -355,14 +361,16 @@ def variant_result(
     cost: CostModel,
     rounds: Sequence[Round],
     memory: Sequence[tuple[int, int]],
-    trained_bytes: Sequence[int] | None,
+    trained_bytes: Sequence[int],
+    usual: Sequence[Sequence[TrainedStep]],
 ) -> VariantResult:
     """All that was seen of a variant.
 
     Args:
         cost: of the profile that was measured between the steps.
         memory: bytes of state and activations of every stage, replayed.
-        trained_bytes: of activations, in real steps.
+        trained_bytes: of activations, in real steps; empty where nothing was trained, as `usual`.
+        usual: the first steps in a row, of both ranks.
     """
     update_ms = np.median([one.update_ms for one in rounds], axis=(0, 1))
     replays = stage_replays(planned, [one.replayed for one in rounds], update_ms, memory)
@@ -386,9 +394,7 @@ def variant_result(
             lost=summary.lost,
         ),
         trained=(
-            trained_result(planned, cost, rounds, memory, trained_bytes)
-            if trained_bytes is not None
-            else None
+            trained_result(planned, cost, rounds, memory, trained_bytes, usual) if usual else None
         ),
         predicted_mib=tuple(gib * 1024 for gib in kept_gib),
         replayed_mib=tuple(replay.peak_gib * 1024 for replay in replays),
@@ -403,35 +409,38 @@ def trained_result(
     rounds: Sequence[Round],
     memory: Sequence[tuple[int, int]],
     trained_bytes: Sequence[int],
+    usual: Sequence[Sequence[TrainedStep]],
 ) -> Trained:
     """The real steps of a variant.
 
-    What of a backward recomputes is not told apart in a real step: it is the replay's.
+    What of a backward recomputes is not told apart in a real step: it is the replay's share.
     """
-    records = np.array([[_figures(stage) for stage in one.trained[0].stages] for one in rounds])
-    step_ms = [one.trained[0].step_ms for one in rounds]
-    wait_ms, optimizer_ms, data_ms = np.moveaxis(records, -1, 0)
+    step_ms = np.array([one.trained[0].step_ms for one in rounds])
+    wait_ms = np.array([[stage.wait_ms for stage in one.trained[0].stages] for one in rounds])
+    first, _ = usual
+    records = [one.stages for one in first]
+    data_ms = np.mean([[stage.data_ms for stage in stages] for stages in records], axis=0)
+    update_ms = np.mean([[stage.optimizer_ms for stage in stages] for stages in records], axis=0)
     times = [
         [
-            replace(real.times, recompute_ms=again.recompute_ms)
-            for real, again in zip(one.trained, one.replayed, strict=True)
+            replace(
+                real.times,
+                recompute_ms=again.recompute_ms / again.backward_ms * real.times.backward_ms,
+            )
+            for real, again in zip(ranks, one.replayed, strict=True)
         ]
-        for one in rounds
+        for ranks, one in zip(zip(*usual, strict=True), rounds[: len(first)], strict=True)
     ]
-    replays = stage_replays(planned, times, np.median(optimizer_ms, axis=0), memory)
+    run = replace(planned, steps=planned.steps[: len(first)])
     return Trained(
-        step_ms=tuple(step_ms),
-        waits=tuple(np.median(wait_ms / np.array(step_ms)[:, None], axis=0).tolist()),
-        optimizer_ms=float(optimizer_ms.mean(axis=0).max()),
-        data_ms=float(data_ms.mean(axis=0).max()),
-        logging_ms=float(np.mean([one.trained[0].logging_ms for one in rounds])),
+        step_ms=tuple(step_ms.tolist()),
+        waits=tuple(np.median(wait_ms / step_ms[:, None], axis=0).tolist()),
         activations_mib=tuple(size / MIB for size in trained_bytes),
-        lost=summary_of(planned, cost, replays).lost,
+        usual_step_ms=float(np.mean([one.step_ms for one in first])),
+        data_ms=float(data_ms.max()),
+        logging_ms=float(np.mean([one.logging_ms for one in first])),
+        lost=summary_of(run, cost, stage_replays(run, times, update_ms, memory)).lost,
     )
-
-
-def _figures(stage: StageRecord) -> tuple[float, float, float]:
-    return stage.wait_ms, stage.optimizer_ms, stage.data_ms
 
 
 def shown_step(
@@ -465,7 +474,7 @@ def measure(
     )
     workers = Workers((job.model, PRECISION, job.cluster, options), planned, data)
     try:
-        memory, trained_bytes = {}, {}
+        memory, trained_bytes, usual = {}, {}, {}
         for variant, one in planned.items():
             heaviest = [
                 heaviest_rows(job.cost, one.plan, stage, one.packs, one.lengths)
@@ -480,6 +489,9 @@ def measure(
                 peaks = [ask(workers.pair, "activation_bytes", variant, step) for step in steps]
                 trained_bytes[variant] = np.max(peaks, axis=0).tolist()
         kept = run_rounds(workers, planned, rounds, data is not None)
+        for variant in planned if data is not None else ():
+            log = data.meta.parent / "steps.log"
+            usual[variant] = ask(workers.pair, "train_as_usual", variant, USUAL_STEPS, log)
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
@@ -490,7 +502,13 @@ def measure(
         samples_per_step=layout.samples_per_step,
         variants=tuple(
             variant_result(
-                variant, one, cost, kept[variant], memory[variant], trained_bytes.get(variant)
+                variant,
+                one,
+                cost,
+                kept[variant],
+                memory[variant],
+                trained_bytes.get(variant, ()),
+                usual.get(variant, ()),
             )
             for variant, one in planned.items()
         ),
@@ -554,13 +572,13 @@ def replay_memory_error(one: VariantResult) -> float:
 
 
 def lost_table(layout: Layout, result: LayoutResult) -> Table:
-    """Where the mean step goes, of the practices and the full system."""
+    """Where the mean step of every plan goes."""
     table = Table(
         title=f"{layout.name}: where a step's time goes, ms", title_justify="left",
         box=box.SIMPLE_HEAD,
     )  # fmt: skip
     table.add_column("", no_wrap=True)
-    shown = [one for one in result.variants if one.variant not in (Variant.DATA, Variant.MODEL)]
+    shown = result.variants
     columns = [lost_entries(one) for one in shown]
     for one in shown:
         table.add_column(one.variant, justify="right", no_wrap=True)
@@ -584,8 +602,8 @@ def lost_entries(one: VariantResult) -> dict[str, float]:
     entries = trained.lost.named()
     entries.pop("communication")  # which is the cost model's
     entries["data"] = trained.data_ms
-    rest = float(np.mean(trained.step_ms)) - sum(entries.values())
-    return {**entries, "communication and rest": rest, "logging": trained.logging_ms}
+    rest = trained.usual_step_ms - sum(entries.values())
+    return entries | {"communication and rest": rest, "logging": trained.logging_ms}
 
 
 def verdicts(layout: Layout, result: LayoutResult) -> list[str]:
@@ -648,7 +666,7 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=45)
     parser.add_argument("--replay-rounds", type=int, default=8)
     parser.add_argument("--only", choices=[layout.name for layout in LAYOUTS])
     parser.add_argument("--anew", action="store_true", help="measure what is kept again")
@@ -658,7 +676,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     profile, digits = first_profile(given.work), prepared_digits(given.work)
     published = real_lengths(PUBLISHED, load_model(str(MODEL_FILE)))
-    console, results = Console(width=190), []
+    console, results = Console(width=230), []
     for layout in LAYOUTS:
         if given.only not in (None, layout.name):
             continue

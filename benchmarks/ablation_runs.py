@@ -9,8 +9,8 @@ import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -77,7 +77,7 @@ class TrainedStep:
     stages: tuple[StageRecord, ...]
     """Of all ranks."""
     logging_ms: float
-    """To bring the stages' figures together."""
+    """To bring the stages' figures together, and to write them where a log is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,11 +128,12 @@ class TrainWorker:
             variant: build_trainer(one.plan, links, OPTIMIZATION, steps=len(one.steps), seed=0)
             for variant, one in planned.items()
         }
-        self._batches = {
-            variant: load_batches(_dataset(one, data, rank), 0, current_device())
+        self._datasets = {
+            variant: _dataset(one, data, rank)
             for variant, one in planned.items()
             if data is not None
         }
+        self._loaded: list[MicroBatch] = []
 
     def profile(self) -> None:
         """A round of the profiler."""
@@ -142,16 +143,42 @@ class TrainWorker:
         """What all rounds say together."""
         return self._profiler.result(self._rounds)
 
+    def load(self, variant: Variant, number: int) -> None:
+        """Read the micro-batches of a round's step, so that nothing else is done during it."""
+        one, dataset = self._planned[variant], self._datasets[variant]
+        sizes = [len(one.rows(step)) for step in one.steps[: number + 1]]
+        first = sum(sizes[:-1])
+        self._loaded = [_read(dataset[item]) for item in range(first, first + sizes[-1])]
+
     def train(self, variant: Variant, step: int) -> TrainedStep:
-        """A real step, on the next micro-batches of the variant's data."""
+        """A real step, on what is loaded."""
+        return self._train(variant, step, iter(self._loaded))
+
+    def train_as_usual(self, variant: Variant, count: int, log: Path) -> list[TrainedStep]:
+        """The first steps one after another, read ahead meanwhile and logged."""
+        batches = load_batches(self._datasets[variant], 0, current_device())
+        with closing(batches):
+            steps = self._planned[variant].steps[:count].tolist()
+            return [self._train(variant, step, batches, log) for step in steps]
+
+    def _train(
+        self,
+        variant: Variant,
+        step: int,
+        batches: Iterator[MicroBatch],
+        log: Path | None = None,
+    ) -> TrainedStep:
         one, trainer = self._planned[variant], self._trainers[variant]
         dist.barrier()
         begun = time.perf_counter()
-        result = train_step(trainer, self._batches[variant], _counts(one, step))
+        result = train_step(trainer, batches, _counts(one, step))
         if has_cuda():
             torch.cuda.synchronize()
         ended = time.perf_counter()
         records = gather_stage_records(trainer.links, result.phases_ms)
+        if log is not None and trainer.links.is_first:
+            with log.open("a") as lines:
+                lines.write("".join(record.model_dump_json() + "\n" for record in records))
         logged = time.perf_counter()
         forward_ms = np.array(each_ms(result.intervals, Phase.FORWARD))
         return TrainedStep(
@@ -172,6 +199,12 @@ class TrainWorker:
         batches = load(one.rows(step))
         run = partial(train_step, trainer, iter(batches), _counts(one, step))
         return peak_activation_bytes(trainer, run)
+
+
+def _read(found: MicroBatch | UserError) -> MicroBatch:
+    if isinstance(found, UserError):
+        raise found
+    return found.to(current_device())
 
 
 def _counts(one: Planned, step: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from toy import OPTIONS, counts_of, stages_of, toy_model, toy_plan
 
 from megatron.vlm.launch import Launch, open_store
 from megatron.vlm.profiler import peak_activation_bytes, random_batch
-from megatron.vlm.replay import StageReplayer, state_bytes_of, random_rows, standing_in
+from megatron.vlm.replay import StageReplayer, random_rows, standing_in, state_bytes_of
 from megatron.vlm.replay_job import ReplayOptions, load_replay, replay_stages
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import Part, load_cluster
