@@ -29,7 +29,6 @@ import numpy as np
 from ablation_runs import PAIR, Planned, TrainedStep, TrainingData, Workers, ask
 from ablation_variants import (
     MODEL_FILE,
-    PRECISION,
     PUBLISHED,
     REPOSITORY,
     AblationJob,
@@ -236,7 +235,7 @@ def first_profile(work: Path) -> Profile:
     if not path.exists():
         command = [
             "profile", "--model", MODEL_FILE, "--max-tiles", 24, "--max-tokens", 512,
-            "--tokens-per-sample", 64, "--precision", PRECISION, "--processes", PAIR, "-o", path,
+            "--tokens-per-sample", 64, "--precision", "fp32", "--processes", PAIR, "-o", path,
         ]  # fmt: skip
         subprocess.run([sys.executable, "-m", "omnibal", *map(str, command)], check=True)
     return read_profile(path)
@@ -472,7 +471,7 @@ def measure(
     options = ProfileOptions(
         max_tiles=24, max_tokens=512, tokens_per_sample=64, layers=4, repetitions=rounds
     )
-    workers = Workers((job.model, PRECISION, job.cluster, options), planned, data)
+    workers = Workers((job.model, job.precision, job.cluster, options), planned, data)
     try:
         memory, trained_bytes, usual = {}, {}, {}
         for variant, one in planned.items():
@@ -495,7 +494,7 @@ def measure(
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
-    cost = fitted_cost(profile, job.model, job.cluster, job.parallel, PRECISION)
+    cost = fitted_cost(profile, job.model, job.cluster, job.parallel, job.precision)
     return LayoutResult(
         layout=layout.name,
         device=device_name(),

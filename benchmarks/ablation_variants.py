@@ -61,7 +61,6 @@ SYNTHETIC_SAMPLES = 22_624
 """As many as the published files have."""
 SAMPLES_PER_BATCH = 4
 """Of a micro-batch that is not packed."""
-PRECISION: Precision = "fp32"
 LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 
 
@@ -101,12 +100,13 @@ class AblationJob:
     profile: Profile | None
     """Measured costs; None to count operations and bytes instead."""
     seed: int
+    precision: Precision = "fp32"
 
     @property
     def cost(self) -> CostModel:
         """Of the model with the tiling that the lengths were scanned with."""
         model = model_of_origin(self.model, self.lengths.origin)
-        return job_cost(self.profile, model, self.cluster, self.parallel, PRECISION, ())
+        return job_cost(self.profile, model, self.cluster, self.parallel, self.precision, ())
 
     @property
     def cap_bytes(self) -> float:
@@ -238,7 +238,7 @@ def _plain_plan(
     )
     plan = Plan(
         model=model,
-        precision=PRECISION,
+        precision=job.precision,
         parallel=job.parallel,
         stages=stages,
         cluster=job.cluster,
@@ -274,7 +274,7 @@ def _balanced(job: AblationJob, method: PartitionMethod, rule: RecomputeRule) ->
         model=job.model,
         cluster=job.cluster,
         parallel=job.parallel,
-        precision=PRECISION,
+        precision=job.precision,
         caps=job.caps,
         lengths=job.lengths,
         packing=PackingMethod.BALANCED,

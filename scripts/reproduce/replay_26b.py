@@ -1,0 +1,109 @@
+"""The job of the paper's ablation (InternViT-6B and InternLM2-20B on A100s), tried on one device.
+
+    python scripts/reproduce/replay_26b.py [--work work/replay_26b] [--steps 2]
+
+Plans the published lengths for TP 2 x PP 4 x DP 4 as common practice, careful practice and this
+project do (`benchmarks/ablation_variants.py`), at real sizes in bf16 under an 80 GB cap, from
+counted costs, and replays every stage of each with tools/replay.py: of two tensor-parallel ranks
+the first, whose linears are half as wide, without the exchange with the other, which is added as it
+is predicted. Needs a CUDA device of 80 GB or more; --model, --cluster, --tp and --precision try it
+on less. What is finished stays in --work, and the same command goes on.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from paper import ABLATION_JOB, CAPS, described, print_table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from ablation_variants import (  # noqa: E402
+    PUBLISHED,
+    AblationJob,
+    Variant,
+    make_variant,
+    real_lengths,
+)
+
+from omnibal.config import load_cluster, load_model  # noqa: E402
+from omnibal.planner import PlanResult, save_plan  # noqa: E402
+from omnibal.replay import ReplaySummary, read_replay  # noqa: E402
+
+VARIANTS = (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)
+
+
+def replayed(result: PlanResult, job: AblationJob, folder: Path, steps: int) -> ReplaySummary:
+    """Save the plan and replay all of its stages, unless that is done."""
+    plan, replay = folder / "plan", folder / "replay"
+    save_plan(result, plan)
+    command = [sys.executable, REPOSITORY / "tools" / "replay.py", plan, "-o", replay]
+    subprocess.run([*map(str, command), "--steps", str(steps), "--repetitions", "1"], check=True)
+    return read_replay(replay, result.plan, job.cost, result.data)
+
+
+def samples_per_second(result: PlanResult, summary: ReplaySummary) -> float:
+    """Of the replayed steps."""
+    packs, _ = result.data
+    rows = [row for row, step in enumerate(packs.step.tolist()) if step in summary.info.steps]
+    samples = len(packs.packs.take(rows).samples)
+    return 1e3 * samples / float(summary.each_step_ms.sum())
+
+
+def print_result(
+    results: Mapping[Variant, PlanResult], summaries: Mapping[Variant, ReplaySummary]
+) -> None:
+    rates = {one: samples_per_second(results[one], summaries[one]) for one in summaries}
+    rows = [
+        [
+            variant,
+            described(results[variant].plan.stages),
+            f"{summary.step_ms:,.0f}",
+            f"{summary.predicted_step_ms / summary.step_ms - 1:+.1%}",
+            f"{rates[variant] / rates[Variant.COMMON]:.2f}",
+            f"{summary.bubble_fraction:.0%}",
+            f"{summary.recompute_fraction:.0%}",
+            " ".join(f"{stage.peak_gib:.1f}" for stage in summary.stages),
+        ]
+        for variant, summary in summaries.items()
+    ]
+    columns = ("", "vision+language (recomputed)", "step ms", "predicted", "speed", "bubble")
+    device = next(iter(summaries.values())).info.device
+    print_table(f"Replayed on {device}", (*columns, "recomputing", "peak GiB"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "replay_26b")
+    parser.add_argument("--steps", type=int, default=2, help="of the run, to be replayed")
+    parser.add_argument("--samples-per-step", type=int, default=512)
+    parser.add_argument("--model", default=ABLATION_JOB.model)
+    parser.add_argument("--cluster", default="a100-80g")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    given = parser.parse_args()
+    model = load_model(given.model)
+    sizes = {"tensor": given.tp, "data": 4, "sequence_parallel": given.tp > 1}
+    job = AblationJob(
+        model=model,
+        parallel=ABLATION_JOB.parallel.model_copy(update=sizes),
+        cluster=load_cluster(given.cluster),
+        caps=CAPS,
+        samples_per_step=given.samples_per_step,
+        lengths=real_lengths(PUBLISHED, model),
+        profile=None,
+        seed=0,
+        precision=given.precision,
+    )
+    results = {variant: make_variant(job, variant) for variant in VARIANTS}
+    summaries = {
+        variant: replayed(result, job, given.work / variant.name.lower(), given.steps)
+        for variant, result in results.items()
+    }
+    print_result(results, summaries)
+
+
+if __name__ == "__main__":
+    main()
