@@ -50,11 +50,11 @@ from omnibal.config import Frozen, load_cluster, load_model
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost, read_profile
 from omnibal.data.lengths import Lengths
+from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.files import atomic, read_json_model, write_json_model
 from omnibal.pipeline.simulate import simulate_1f1b
 from omnibal.pipeline.stage_cost import GIB, stage_times
 from omnibal.plan import Caps, LostTime, Parallel
-from omnibal.planner import PlanResult
 from omnibal.replay import (
     ReplayInfo,
     ReplaySummary,
@@ -71,6 +71,11 @@ USUAL_STEPS = 24
 UPDATES = 3
 """Timed of every plan and stage in a round of replays."""
 MIB = 2**20
+PRACTICE = {
+    Variant.COMMON: "random micro-batches of four padded to the longest, all recomputed",
+    Variant.MEMORY: "balanced packs, split and recomputation searched together",
+}
+"""What the picture says of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,18 +267,23 @@ def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
     )
 
 
-def planned_variants(job: AblationJob, rounds: int) -> dict[Variant, tuple[PlanResult, Planned]]:
-    """Every variant's plan, and the steps of it that the rounds take."""
+def planned_variants(job: AblationJob, rounds: int) -> dict[Variant, Planned]:
+    """Every variant's plan, and the steps of it that the rounds take.
+
+    Raises:
+        UserError: one has fewer full steps.
+    """
     results = {variant: make_variant(job, variant) for variant in Variant}
+    steps = {variant: full_steps(result, variant) for variant, result in results.items()}
+    fewest = min(len(own) for own in steps.values())
+    if fewest < rounds:
+        raise UserError(f"{rounds} rounds were asked for, and there are {fewest} full steps")
     return {
-        variant: (
-            result,
-            Planned(
-                plan=result.plan,
-                packs=result.data[0],
-                lengths=result.data[1],
-                steps=full_steps(result, variant)[:rounds],
-            ),
+        variant: Planned(
+            plan=result.plan,
+            packs=result.data[0],
+            lengths=result.data[1],
+            steps=steps[variant][:rounds],
         )
         for variant, result in results.items()
     }
@@ -453,7 +463,7 @@ def shown_step(
     links = stage_times(cost, planned.plan.stages, features)
     times = rounds[number].replayed
     return Shown(
-        samples=int(np.diff(planned.packs.packs.offsets)[rows].sum()),
+        samples=int(np.diff(planned.packs.packs.offsets)[rows[first]].sum()),
         forward_ms=np.stack([one.forward_ms[first] for one in times], axis=1).tolist(),
         backward_ms=np.stack([one.backward_ms[first] for one in times], axis=1).tolist(),
         recompute_ms=np.stack([one.recompute_ms[first] for one in times], axis=1).tolist(),
@@ -466,8 +476,7 @@ def measure(
     layout: Layout, job: AblationJob, data: TrainingData | None, rounds: int
 ) -> LayoutResult:
     """Plan, train and replay a layout's variants."""
-    both = planned_variants(job, rounds)
-    planned = {variant: one for variant, (_, one) in both.items()}
+    planned = planned_variants(job, rounds)
     options = ProfileOptions(
         max_tiles=24, max_tokens=512, tokens_per_sample=64, layers=4, repetitions=rounds
     )
@@ -480,11 +489,11 @@ def measure(
                 for stage in range(len(one.plan.stages))
             ]
             memory[variant] = [
-                workers.replay("memory_bytes", variant, rows)[stage]
-                for stage, rows in enumerate(heaviest)
+                max(workers.replay("memory_bytes", variant, rows)[stage] for rows in of_stage)
+                for stage, of_stage in enumerate(heaviest)
             ]
             if data is not None:
-                steps = [int(one.packs.step[rows[0]]) for rows in heaviest]
+                steps = {int(one.packs.step[rows[0]]) for of_stage in heaviest for rows in of_stage}
                 peaks = [ask(workers.pair, "activation_bytes", variant, step) for step in steps]
                 trained_bytes[variant] = np.max(peaks, axis=0).tolist()
         kept = run_rounds(workers, planned, rounds, data is not None)
@@ -646,7 +655,7 @@ def picture(result: LayoutResult) -> str:
     """The common practice's step above the full system's, as replayed."""
     first, last = result.variants[0], result.variants[-1]
     return before_and_after(
-        "The same samples, before and after",
+        "The same samples, before and after: a pipeline of four stages",
         [_shown(result, first), _shown(result, last)],
     )
 
@@ -656,7 +665,7 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
     recompute_ms = times.pop("recompute_ms")
     return ShownStep(
         title=one.variant if one.variant is not Variant.MEMORY else "this project",
-        note=f"{one.stages}",
+        note=f"{PRACTICE[one.variant]}; vision+language layers of the stages: {one.stages}",
         timeline=simulate_1f1b(**times),
         recompute_ms=recompute_ms,
         samples=one.shown.samples,
@@ -672,7 +681,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "ablation")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs")
     given = parser.parse_args()
+    try:
+        run(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+def run(given: argparse.Namespace) -> None:
+    """Measure what is not kept, and print and write all."""
     given.work.mkdir(parents=True, exist_ok=True)
+    if given.anew:
+        (given.work / "profile.json").unlink(missing_ok=True)
     profile, digits = first_profile(given.work), prepared_digits(given.work)
     published = real_lengths(PUBLISHED, load_model(str(MODEL_FILE)))
     console, results = Console(width=230), []

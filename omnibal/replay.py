@@ -44,7 +44,7 @@ class ReplayInfo(Frozen):
     """Of the micro-batches; their sizes are the plan's."""
     device: str
     processes: PositiveInt
-    """That replayed stages at the same time."""
+    """That shared the stages."""
 
 
 class StageReplay(Frozen):
@@ -62,7 +62,7 @@ class StageReplay(Frozen):
     state_gib: NonNegativeFloat
     """Weights, gradients and optimizer."""
     activations_gib: NonNegativeFloat
-    """At the peak of the replayed steps, the heaviest of the run among them."""
+    """At the peak of the steps of the run that are predicted to need most."""
     with_working_memory: bool
     """Whether `activations_gib` is everything beyond the state (CUDA), or what is kept for the
     backward pass (CPU)."""
@@ -130,9 +130,12 @@ def plan_sha256(plan: Plan) -> str:
 
 
 def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
-    """At most so many steps, spread evenly over the run."""
+    """At most so many steps: the middle ones of equal parts of the run.
+
+    Not its ends: the last step of plain batches has what is left over.
+    """
     count = min(most, packs.steps)
-    return tuple(np.linspace(0, packs.steps - 1, count).round().astype(int).tolist())
+    return tuple(((2 * np.arange(count) + 1) * packs.steps // (2 * count)).tolist())
 
 
 def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
@@ -142,21 +145,29 @@ def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
 
 def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths
-) -> np.ndarray:
-    """Rows of one rank's step of the run in which the stage is predicted to keep the most."""
+) -> tuple[np.ndarray, ...]:
+    """Rows of one rank's step of the run in which the stage is predicted to keep the most, and, if
+    it is another one, of that with the micro-batch that takes most working memory."""
     features = pack_features(packs.packs, lengths)
     in_flight = in_flight_features(features, packs.slot, len(plan.stages) - stage)
-    worst = int((in_flight @ _kept_bytes(cost, plan.stages[stage])).argmax())
-    same = (packs.step == packs.step[worst]) & (packs.dp_rank == packs.dp_rank[worst])
-    return np.flatnonzero(same)
+    kept, working = _bytes_by_feature(cost, plan.stages[stage])
+    worst = {int((in_flight @ kept).argmax()), int((features @ working.T).max(axis=1).argmax())}
+    places = {(int(packs.step[row]), int(packs.dp_rank[row])) for row in worst}
+    return tuple(
+        np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
+        for step, rank in sorted(places)
+    )
 
 
-def _kept_bytes(cost: CostModel, stage: Stage) -> np.ndarray:
-    """By feature, of what a stage keeps of a micro-batch. [5]"""
+def _bytes_by_feature(cost: CostModel, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
+    """Of a micro-batch: what a stage keeps, [5], and its kinds' working memory, [kinds, 5]."""
     activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
     boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
-    recomputed = recomputed_counts(stage)
-    return (unit_counts(stage) - recomputed) @ activation + recomputed @ boundary
+    transient = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
+    counts, recomputed = unit_counts(stage), recomputed_counts(stage)
+    again = (recomputed > 0)[:, None] * (activation - boundary)
+    kept = (counts - recomputed) @ activation + recomputed @ boundary
+    return kept, (counts > 0)[:, None] * (transient + again)
 
 
 def stage_file(directory: Path, stage: int) -> Path:

@@ -41,6 +41,7 @@ def replay(
     repetitions: Annotated[int, typer.Option(min=1, help="of each step; medians count")] = 3,
 ) -> None:
     launch = Launch.from_environment()
+    launch.check_device()
     job = load_replay(plan, data, tokenizer_model)
     numbers = _stage_numbers(stages, len(job.plan.stages))
     options = ReplayOptions(steps=steps, repetitions=repetitions)

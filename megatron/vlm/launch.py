@@ -49,6 +49,10 @@ class Launch:
                 f"{parallel.world_size}; launch that many (torchrun --nproc-per-node), or plan "
                 "anew with `omnibal plan --tp --pp --dp`"
             )
+        self.check_device()
+
+    def check_device(self) -> None:
+        """Raises UserError if there is no device for this process."""
         if has_cuda() and self.local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"process {self.local_rank} of this node has no device: the node has "

@@ -250,12 +250,13 @@ def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[Mi
         tokens = max(round(options.max_tokens * token_share), 1)
         tiles = max(round(options.max_tiles * tile_share), 1)
         samples = max(round(tokens / options.tokens_per_sample), 1)
-        yield random_batch(
+        batch = random_batch(
             model,
             min(tiles, tokens // model.tokens_per_tile),
             _segments(tokens, samples, even),
             max(round(tokens * loss_share), 1),
         )
+        yield batch.to(current_device())
 
 
 def _segments(tokens: int, samples: int, even: bool) -> tuple[int, ...]:
@@ -272,7 +273,7 @@ def random_batch(
     loss_tokens: int,
     stage: Stage | None = None,
 ) -> MicroBatch:
-    """A micro-batch of these sizes with random content.
+    """A micro-batch of these sizes with random content, on the host.
 
     Args:
         stage: whose fields it has; None for those of all stages.
@@ -292,8 +293,7 @@ def random_batch(
         fields["loss_positions_L"] = positions
         fields["labels_L"] = ids[positions]
         fields["loss_weights_L"] = torch.ones(len(positions))
-    batch = MicroBatch(tiles=tiles, tokens=tokens, segment_tokens=segment_tokens, **fields)
-    return batch.to(current_device())
+    return MicroBatch(tiles=tiles, tokens=tokens, segment_tokens=segment_tokens, **fields)
 
 
 def _unit_functions(

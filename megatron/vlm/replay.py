@@ -9,10 +9,12 @@ flight; what neighbours would send is random.
 Shapes are those of `megatron.vlm.stage`.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -43,7 +45,7 @@ _STILL = OptimizationOptions(
     lr=0.0, min_lr=0.0, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
-"""All the work of an update, at a rate that keeps the weights as they are."""
+"""All the work of an update; the weights are put back after it in any case."""
 _UPDATES = 5
 """Timed, of every stage."""
 
@@ -115,6 +117,7 @@ class _RecomputeClock(PhaseClock):
         super().__init__()
         self._again: list[list[tuple[object, object]]] = []
         self._begun: object = None
+        self._in_backward = False
         for tower in (trainer.stage.vision, trainer.stage.language):
             for layer in tower.layers if tower is not None else ():
                 if layer.layer_number - 1 in tower.recompute_layers:
@@ -123,16 +126,16 @@ class _RecomputeClock(PhaseClock):
 
     def switch(self, phase: Phase) -> None:
         super().switch(phase)
-        if phase is Phase.BACKWARD:
+        self._in_backward = phase is Phase.BACKWARD
+        if self._in_backward:
             self._again.append([])
 
-    # The first time, core's checkpoint runs a layer without recording gradients.
     def _begin(self, *_: object) -> None:
-        if torch.is_grad_enabled():
+        if self._in_backward:
             self._begun = moment()
 
     def _end(self, *_: object) -> None:
-        if torch.is_grad_enabled():
+        if self._in_backward:
             self._again[-1].append((self._begun, moment()))
 
     def times(self) -> MicroBatchTimes:
@@ -151,16 +154,23 @@ class _RecomputeClock(PhaseClock):
 
 
 class StageReplayer:
-    """A stage of a plan, built inside `standing_in`, that runs steps as often as one likes."""
+    """A stage of a plan, built inside `standing_in`, that runs steps as often as one likes.
+
+    Micro-batches are given on the host, and are copied to the device one by one.
+    """
 
     def __init__(self, plan: Plan, links: StandInLinks) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._trainer = build_trainer(plan, links, _STILL, steps=1, seed=0, can_save=False)
+        self._weights = [weight.detach().cpu().clone() for weight in self._parameters()]
         self._clock = _RecomputeClock(self._trainer)
         self.update_ms()  # which makes the optimizer's state
         self.state_bytes = state_bytes_of(self._trainer)
         if has_cuda():
             self.state_bytes = torch.cuda.memory_allocated() - before
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self._trainer.stage.parameters()
 
     def step(self, batches: Sequence[MicroBatch]) -> MicroBatchTimes:
         """Forward and backward of one rank's micro-batches of a step, in the plan's order."""
@@ -170,30 +180,43 @@ class StageReplayer:
 
     def _run(self, batches: Sequence[MicroBatch]) -> None:
         trainer, counts = self._trainer, [(batch.tiles, batch.tokens) for batch in batches]
+        coming = (batch.to(current_device()) for batch in batches)
         self._clock.switch(Phase.WAIT)
         run_forward_backward(
-            trainer.plan, trainer.model, trainer.links, iter(batches), counts, self._clock
+            trainer.plan, trainer.model, trainer.links, coming, counts, self._clock
         )
 
     def activation_bytes(self, batches: Sequence[MicroBatch]) -> int:
-        """What the step needs at most besides the state; see `peak_activation_bytes`."""
+        """What the step, or the update after it, needs at most besides the state; see
+        `peak_activation_bytes`."""
         self._trainer.zero_gradients()
         peak = peak_activation_bytes(self._trainer, partial(self._run, batches))
         self._clock.times()
+        if has_cuda():
+            peak = max(peak, peak_activation_bytes(self._trainer, self.update_ms))
         return peak
 
     def update_ms(self) -> float:
         """What happens once in a step: gradients zeroed, their norm, clipping, weight update.
 
-        Of zero gradients, as those of made-up inputs need not be finite.
+        Of made-up gradients that are finite and large enough to be clipped.
         """
-        begun = moment()
-        self._trainer.zero_gradients()
-        self._trainer.update_weights(1.0)
-        ended = moment()
+        trainer, moments = self._trainer, [moment()]
+        trainer.zero_gradients()
+        moments.append(moment())
+        for buffer in trainer.model.buffers:
+            buffer.grad_data.fill_(1.0)
+        moments.append(moment())
+        trainer.update_weights(1.0)
+        moments.append(moment())
+        # The rate is 0, but a rank that stands alone gathers its own shard in the others' places.
+        with torch.no_grad():
+            for weight, kept in zip(self._parameters(), self._weights, strict=True):
+                weight.copy_(kept)
         if has_cuda():
             torch.cuda.synchronize()
-        return elapsed_ms(begun, ended)
+        zeroing_ms, _, updating_ms = (elapsed_ms(*ends) for ends in pairwise(moments))
+        return zeroing_ms + updating_ms
 
 
 def state_bytes_of(trainer: Trainer) -> int:
@@ -210,7 +233,7 @@ def state_bytes_of(trainer: Trainer) -> int:
 
 
 LoadRows = Callable[[np.ndarray], list[MicroBatch]]
-"""The micro-batches of rows of the packs, as one stage needs them, on this device."""
+"""The micro-batches of rows of the packs, as one stage needs them, on the host."""
 
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
@@ -244,7 +267,7 @@ def read_rows(
         for item in found:
             if isinstance(item, UserError):
                 raise item
-        return [batch.to(current_device()) for batch in found]
+        return found
 
     return load
 
@@ -255,15 +278,15 @@ class StageWork:
 
     steps: tuple[np.ndarray, ...]
     """Of one rank's micro-batches of a step, each timed by itself."""
-    heaviest: np.ndarray
-    """Of the rank and step that need most memory."""
+    heaviest: tuple[np.ndarray, ...]
+    """Of the ranks and steps that may need most memory."""
     repetitions: int
     """Of every step; one more of the first warms up."""
 
     @property
     def runs(self) -> int:
         """Steps of single ranks in all, the warm-up and the one for memory included."""
-        return len(self.steps) * self.repetitions + 2
+        return len(self.steps) * self.repetitions + len(self.heaviest) + 1
 
 
 def replay_stage(
@@ -277,16 +300,21 @@ def replay_stage(
     Raises:
         UserError: the stage needs more memory than it may fill, or a sample cannot be read.
     """
-    limit_memory(memory_cap_gib(plan.cluster))
+    limit_memory(plan)
     try:
         with standing_in(plan.parallel, stage) as links:
             return _replay(StageReplayer(plan, links), stage, work, load, on_run)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"stage {stage} ran out of memory: it may fill {memory_cap_gib(plan.cluster):.2f} GiB "
-            f"({plan.cluster.memory_gib:g} GiB of a device) and its heaviest step needs more, by "
-            f"{str(error).splitlines()[0]}; plan with a smaller --memory-gib, or recompute more"
+            f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
+            f"fill of a device ({str(error).splitlines()[0]}); see that nothing else is on this "
+            "one, or plan with a smaller --memory-gib than the cluster has"
         ) from error
+    finally:
+        # Core's buffers and their hooks hold each other; the next stage needs the memory.
+        gc.collect()
+        if has_cuda():
+            torch.cuda.empty_cache()
 
 
 def _replay(
@@ -296,8 +324,10 @@ def _replay(
     load: LoadRows,
     on_run: Callable[[], None],
 ) -> StageReplay:
-    activation_bytes = replayer.activation_bytes(load(work.heaviest))
-    on_run()
+    activation_bytes = 0
+    for rows in work.heaviest:
+        activation_bytes = max(activation_bytes, replayer.activation_bytes(load(rows)))
+        on_run()
     replayer.step(load(work.steps[0]))
     on_run()
     times = []
@@ -321,8 +351,20 @@ def _replay(
     )
 
 
-def limit_memory(cap_gib: float) -> None:
-    """On CUDA, let this process allocate no more than so much of its device."""
-    if has_cuda():
-        total = torch.cuda.get_device_properties(current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(cap_gib * 2**30 / total, 1.0))
+def limit_memory(plan: Plan) -> None:
+    """On CUDA, let this process allocate no more than a stage may fill.
+
+    Raises:
+        UserError: the device has less.
+    """
+    if not has_cuda():
+        return
+    cap_gib = memory_cap_gib(plan.cluster)
+    total_gib = torch.cuda.get_device_properties(current_device()).total_memory / 2**30
+    if total_gib < cap_gib:
+        raise UserError(
+            f"this device has {total_gib:.1f} GiB, and a stage may fill {cap_gib:.1f} GiB of a "
+            f"{plan.cluster.device}; replay on one that has as much, or plan for this one with "
+            f"--memory-gib {total_gib:.0f}"
+        )
+    torch.cuda.set_per_process_memory_fraction(cap_gib / total_gib)

@@ -209,13 +209,14 @@ def _about(replay: ReplaySummary) -> str:
     """What was done for the figures that are called replayed, and what they are not."""
     info = replay.info
     steps, repetitions = len(info.steps), info.repetitions
-    several = f" ({info.processes:,} stages at the same time)" if info.processes > 1 else ""
+    several = f" ({info.processes:,} processes shared them)" if info.processes > 1 else ""
     repeated = f"median of {repetitions:,} repetitions" if repetitions > 1 else "measured once"
     content = {"data": "the samples of the data", "random": "random content of the plan's sizes"}
     return (
         f"Replayed: {steps:,} step{'s' * (steps > 1)} of the plan, each stage by itself on "
-        f"{info.device}{several}, with {content[info.content]}; {repeated}. Links and reductions "
-        "between devices are the cost model's, as no other device was there."
+        f"{info.device}{several}, with {content[info.content]}; {repeated}. What devices exchange "
+        "is the cost model's, as no other device was there; reading samples, logging and drop path "
+        "are left out."
     )
 
 

@@ -1,6 +1,6 @@
 """The job of the paper's ablation (InternViT-6B and InternLM2-20B on A100s), tried on one device.
 
-    python scripts/reproduce/replay_26b.py [--work work/replay_26b] [--steps 2]
+    python scripts/reproduce/replay_26b.py [--work work/replay_26b] [--steps 1]
 
 Plans the published lengths for TP 2 x PP 4 x DP 4 as common practice, careful practice and this
 project do (`benchmarks/ablation_variants.py`), at real sizes in bf16 under an 80 GB cap, from
@@ -29,18 +29,21 @@ from ablation_variants import (  # noqa: E402
 )
 
 from omnibal.config import load_cluster, load_model  # noqa: E402
+from omnibal.errors import EXIT_USER_ERROR, UserError  # noqa: E402
 from omnibal.planner import PlanResult, save_plan  # noqa: E402
-from omnibal.replay import ReplaySummary, read_replay  # noqa: E402
+from omnibal.replay import ReplaySummary, plan_sha256, read_replay  # noqa: E402
 
 VARIANTS = (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)
 
 
 def replayed(result: PlanResult, job: AblationJob, folder: Path, steps: int) -> ReplaySummary:
     """Save the plan and replay all of its stages, unless that is done."""
-    plan, replay = folder / "plan", folder / "replay"
+    plan, replay = folder / "plan", folder / f"replay_{plan_sha256(result.plan)[:8]}_{steps}"
     save_plan(result, plan)
     command = [sys.executable, REPOSITORY / "tools" / "replay.py", plan, "-o", replay]
-    subprocess.run([*map(str, command), "--steps", str(steps), "--repetitions", "1"], check=True)
+    ended = subprocess.run([*map(str, command), "--steps", str(steps)], check=False)
+    if ended.returncode:
+        sys.exit(ended.returncode)
     return read_replay(replay, result.plan, job.cost, result.data)
 
 
@@ -53,7 +56,9 @@ def samples_per_second(result: PlanResult, summary: ReplaySummary) -> float:
 
 
 def print_result(
-    results: Mapping[Variant, PlanResult], summaries: Mapping[Variant, ReplaySummary]
+    results: Mapping[Variant, PlanResult],
+    summaries: Mapping[Variant, ReplaySummary],
+    cluster: str,
 ) -> None:
     rates = {one: samples_per_second(results[one], summaries[one]) for one in summaries}
     rows = [
@@ -71,19 +76,28 @@ def print_result(
     ]
     columns = ("", "vision+language (recomputed)", "step ms", "predicted", "speed", "bubble")
     device = next(iter(summaries.values())).info.device
-    print_table(f"Replayed on {device}", (*columns, "recomputing", "peak GiB"), rows)
+    title = f"Replayed on {device}; what devices exchange, and the prediction: {cluster}"
+    print_table(title, (*columns, "recomputing", "peak GiB"), rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "replay_26b")
-    parser.add_argument("--steps", type=int, default=2, help="of the run, to be replayed")
+    parser.add_argument("--steps", type=int, default=1, help="of the run, to be replayed")
     parser.add_argument("--samples-per-step", type=int, default=512)
     parser.add_argument("--model", default=ABLATION_JOB.model)
     parser.add_argument("--cluster", default="a100-80g")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    given = parser.parse_args()
+    try:
+        replay_variants(parser.parse_args())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+def replay_variants(given: argparse.Namespace) -> None:
+    """Plan and replay all of them, and print what was measured."""
     model = load_model(given.model)
     sizes = {"tensor": given.tp, "data": 4, "sequence_parallel": given.tp > 1}
     job = AblationJob(
@@ -102,7 +116,7 @@ def main() -> None:
         variant: replayed(result, job, given.work / variant.name.lower(), given.steps)
         for variant, result in results.items()
     }
-    print_result(results, summaries)
+    print_result(results, summaries, given.cluster)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,14 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.simulate import simulate_1f1b
-from omnibal.pipeline.stage_cost import GIB, once_a_step_ms, stage_memories, stage_times
+from omnibal.pipeline.stage_cost import (
+    GIB,
+    memory_table,
+    memory_tables,
+    once_a_step_ms,
+    stage_memories,
+    stage_times,
+)
 from omnibal.pipeline.units import UNITS, recomputed_counts, stages_from_cuts, unit_counts
 from omnibal.plan import Parallel, Plan, Prediction
 from omnibal.planner import make_plan
@@ -211,7 +218,9 @@ def test_steps_are_spread_over_the_run(small: Job) -> None:
     packs = small.data[0]
     assert chosen_steps(packs, 10**6) == tuple(range(packs.steps))
     few = chosen_steps(packs, 3)
-    assert few == (0, round((packs.steps - 1) / 2), packs.steps - 1)
+    parts = np.array_split(np.arange(packs.steps), 3)
+    # Well inside their parts: a run's last step may be another's half.
+    assert all(part[0] < step < part[-1] for part, step in zip(parts, few, strict=True))
     rows = rows_of_steps(packs, few)
     assert sorted({*packs.step[rows].tolist()}) == list(few)
     assert len(rows) == sum((packs.step == step).sum() for step in few)
@@ -243,7 +252,16 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
                 sizes, most = features[own] @ kept, len(stages) - index
                 windows = [sizes[max(0, end - most) : end].sum() for end in range(1, len(own) + 1)]
                 peaks[tuple(own)] = max(windows)
-        rows = heaviest_rows(cost, small.plan, index, *small.data)
-        assert peaks[tuple(rows)] == pytest.approx(max(peaks.values()))
-        assert peaks[tuple(rows)] / GIB == pytest.approx(memories[index].activations_gib)
-        assert peaks[tuple(rows)] > min(peaks.values())
+        chosen = [tuple(rows) for rows in heaviest_rows(cost, small.plan, index, *small.data)]
+        heaviest = max(peaks[rows] for rows in chosen)
+        assert heaviest == pytest.approx(max(peaks.values())) and heaviest > min(peaks.values())
+        assert heaviest / GIB == pytest.approx(memories[index].activations_gib)
+        table = memory_tables(cost, features, packs.slot, len(stages))[index]
+        working = []
+        for rows in chosen:
+            own = features[list(rows)]
+            alone = memory_table(cost, own, own)
+            working.append(alone.transient_bytes(unit_counts(stage), recomputed_counts(stage)))
+        most = table.transient_bytes(unit_counts(stage), recomputed_counts(stage))
+        assert max(working) == pytest.approx(most)
+        assert len(set(chosen)) == len(chosen) <= 2

@@ -755,7 +755,7 @@ def test_page_of_a_replay_alone(tmp_path: Path) -> None:
     assert parsed.names.isdisjoint({"script", "img"})
     # In the note and under provenance.
     assert parsed.text.count(HOSTILE) == 2
-    assert "(2 stages at the same time), with the samples of the data; measured once" in parsed.text
+    assert "(2 processes shared them), with the samples of the data; measured once" in parsed.text
     assert "no run was given" not in parsed.text
     assert "<small>predicted" not in parsed.text
     assert len(rows_under((tmp_path / "r.html").read_text(), "Stages")[0]) == 4 + 3

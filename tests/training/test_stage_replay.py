@@ -48,6 +48,7 @@ def bytes_of_rank(links, plan):
             (4, 7), {}, {"tensor": 2, "sequence_parallel": True}, (), id="pp3-tp2-sequence"
         ),
         pytest.param((3,), {"language": (0,)}, {}, (Part.VISION,), id="frozen-vision"),
+        pytest.param((6,), {"vision": (1,)}, {}, (Part.VISION,), id="frozen-but-named"),
     ],
 )
 def test_a_rank_alone_needs_what_it_needs_in_the_job(cuts, recompute, sizes, frozen):
@@ -89,11 +90,13 @@ def test_times_belong_to_the_micro_batches_that_took_them():
 
 
 def test_replaying_changes_no_weight():
-    """Prevents: weights that run away on made-up gradients, until nothing is finite."""
+    """Prevents: weights that run away on made-up gradients, until nothing is finite, or that are
+    overwritten where a rank alone gathers those of others."""
     plan = toy_plan(MODEL, stages_of(MODEL, 6), data=2)
     with standing_in(plan.parallel, 1) as links:
+        trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
+        before = [weight.detach().clone() for weight in trainer.stage.parameters()]
         replayer = StageReplayer(plan, links)
-        before = [weight.clone() for weight in replayer._trainer.stage.parameters()]
         for _ in range(2):
             replayer.step(batches_for(plan.stages[1]))
             replayer.update_ms()
