@@ -1,18 +1,21 @@
 """The ablation of the OmniBal paper (Table 7) on real code: what each kind of balance brings.
 
-    python benchmarks/ablation.py [--rounds 45] [--replay-rounds 8] [--only trained|replayed]
+    python benchmarks/ablation.py [--rounds 30] [--replay-rounds 8] [--only trained|replayed]
 
 Five plans of the same samples, from common practice (random micro-batches of four padded to the
 longest, stages of equal parameters, everything recomputed) to the full system, of a model with the
 proportions of InternViT-6B and InternLM2-20B:
 
-* trained: two stages in two processes on the digits dataset, read, trained and logged as usual;
+* trained: two stages in two processes on the digits dataset, its samples read before each step,
+  and then once more in a row, read ahead and logged as usual;
 * replayed: four stages x two data-parallel ranks, stage by stage, on random content in the sizes of
   the two published length files, put together by the schedule (`tools/replay.py`).
 
 In every round each plan takes one step, in alternating order, between them a round of the profiler,
-from which all steps are predicted afterwards; ratios are medians over the rounds. Plans are made
-from a short profile beforehand. Prints the tables and writes ablation.json and ablation.svg.
+from which all steps are predicted afterwards; ratios are medians over the rounds. Only full steps
+count: a balanced epoch's one step with what is left over (often its lightest packs) is no part of
+it. Plans are made from a short profile beforehand. Prints the tables and writes ablation.json and
+ablation.svg.
 
 Takes half an hour on two cores. Each finished half stays in work/ablation, and is measured again
 with --anew.
@@ -151,7 +154,7 @@ class Trained(Frozen):
     """Of every round, of samples that were read before."""
     waits: tuple[float, ...]
     activations_mib: tuple[float, ...]
-    """Of every stage at its peak, in the heaviest step of the run."""
+    """Of every stage at its peak, in the heaviest steps of the run, with random content."""
     usual_step_ms: float
     """The next four are means of steps in a row, read ahead and logged as usual."""
     data_ms: float
@@ -205,6 +208,20 @@ class LayoutResult(Frozen):
         """Samples per second over another's: the median round."""
         rates = np.array(variant.samples) / variant.step_ms
         return float(np.median(rates / (np.array(over.samples) / over.step_ms)))
+
+    def usual_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
+        """The same of trained steps in a row, samples read and steps logged beside them."""
+        rates = [
+            np.mean(one.samples[:USUAL_STEPS])
+            / (one.trained.usual_step_ms + one.trained.logging_ms)
+            for one in (variant, over)
+        ]
+        return float(rates[0] / rates[1])
+
+    def speed_up_quartiles(self, variant: VariantResult, over: VariantResult) -> np.ndarray:
+        """Of the rounds. [2]"""
+        rates = np.array(variant.samples) / variant.step_ms
+        return np.percentile(rates / (np.array(over.samples) / over.step_ms), [25, 75])
 
     def predicted_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
         """The same of predicted steps."""
@@ -308,7 +325,7 @@ def run_rounds(
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for number in progress.track(range(rounds), description="rounds"):
-            for variant in list(planned)[:: -1 if number % 2 else 1]:
+            for variant in _turned(list(planned), number):
                 step = int(planned[variant].steps[number])
                 trained = None
                 if trains:
@@ -319,6 +336,13 @@ def run_rounds(
                 kept[variant].append(Round(replayed=replayed, update_ms=updates, trained=trained))
             ask(workers.pair, "profile")
     return kept
+
+
+def _turned(variants: list[Variant], number: int) -> list[Variant]:
+    """Another first one every round, and every other round backwards."""
+    first = number // 2 % len(variants)
+    turned = variants[first:] + variants[:first]
+    return turned[::-1] if number % 2 else turned
 
 
 def stage_replays(
@@ -424,9 +448,10 @@ def trained_result(
 
     What of a backward recomputes is not told apart in a real step: it is the replay's share.
     """
-    step_ms = np.array([one.trained[0].step_ms for one in rounds])
+    step_ms = np.array([max(rank.step_ms for rank in one.trained) for one in rounds])
     wait_ms = np.array([[stage.wait_ms for stage in one.trained[0].stages] for one in rounds])
     first, _ = usual
+    usual_ms = np.mean([max(rank.step_ms for rank in ranks) for ranks in zip(*usual, strict=True)])
     records = [one.stages for one in first]
     data_ms = np.mean([[stage.data_ms for stage in stages] for stages in records], axis=0)
     update_ms = np.mean([[stage.optimizer_ms for stage in stages] for stages in records], axis=0)
@@ -445,7 +470,7 @@ def trained_result(
         step_ms=tuple(step_ms.tolist()),
         waits=tuple(np.median(wait_ms / step_ms[:, None], axis=0).tolist()),
         activations_mib=tuple(size / MIB for size in trained_bytes),
-        usual_step_ms=float(np.mean([one.step_ms for one in first])),
+        usual_step_ms=float(usual_ms),
         data_ms=float(data_ms.max()),
         logging_ms=float(np.mean([one.logging_ms for one in first])),
         lost=summary_of(run, cost, stage_replays(run, times, update_ms, memory)).lost,
@@ -535,20 +560,29 @@ def table_of(layout: Layout, result: LayoutResult) -> Table:
     )
     table.add_column("", no_wrap=True)
     table.add_column("vision+language layers (recomputed)", no_wrap=True)
-    names = ["packs", "step ms", "predicted", "speed", "predicted", "bubble", "waits of stages, %"]
+    names = [
+        "packs",
+        "step ms",
+        "predicted",
+        "speed (quartiles)",
+        "predicted",
+        "bubble",
+        "waits of stages, %",
+    ]
     names += ["recomputing", "peak MiB of stages", "predicted"]
     names += ["replayed ms"] if layout.trained else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     common = result.variants[0]
     for one in result.variants:
+        low, high = result.speed_up_quartiles(one, common)
         cells = [
             one.variant,
             one.stages,
             f"{one.micro_batches:.1f}",
             f"{np.median(one.step_ms):,.0f}",
             f"{one.predicted_error:+.1%}",
-            f"x {result.speed_up(one, common):.2f}",
+            f"x {result.speed_up(one, common):.2f} ({low:.2f}-{high:.2f})",
             f"x {result.predicted_speed_up(one, common):.2f}",
             f"{np.mean(one.waits):.0%}",
             " ".join(f"{100 * wait:.0f}" for wait in one.waits),
@@ -625,10 +659,16 @@ def verdicts(layout: Layout, result: LayoutResult) -> list[str]:
         for over, bar in ((common, layout.common_bar), (careful, layout.careful_bar))
     ]
     errors = [one.predicted_error for one in result.variants]
-    lines.append(within("steps predicted", errors, PREDICTION_BAR))
+    lines.append(within("median steps predicted", errors, PREDICTION_BAR))
     if layout.trained:
+        speeds = (result.usual_speed_up(full, over) for over in (common, careful))
+        lines.append("speed in a row, samples read meanwhile: {:.2f} and {:.2f}".format(*speeds))
         lines.append(
-            within("replayed steps beside real ones", map(replay_error, result.variants), STEP_BAR)
+            within(
+                "median replayed steps beside real ones",
+                map(replay_error, result.variants),
+                STEP_BAR,
+            )
         )
         lines.append(
             within(
@@ -651,11 +691,30 @@ def within(name: str, errors, bar: float) -> str:
     )
 
 
+def markdown_of(result: AblationResult) -> str:
+    """The README's table."""
+    trained, replayed = result.layouts
+    lines = [
+        "| | trained | predicted | replayed | predicted | waiting | recomputing |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for real, alone in zip(trained.variants, replayed.variants, strict=True):
+        cells = [real.variant.value]
+        for layout, one in ((trained, real), (replayed, alone)):
+            common = layout.variants[0]
+            cells.append(f"{layout.speed_up(one, common):.2f}")
+            predicted = layout.predicted_speed_up(one, common)
+            cells.append(f"{predicted:.2f}, step {one.predicted_error:+.0%}")
+        cells += [f"{np.mean(alone.waits):.0%}", f"{alone.replayed.recompute_fraction:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def picture(result: LayoutResult) -> str:
     """The common practice's step above the full system's, as replayed."""
     first, last = result.variants[0], result.variants[-1]
     return before_and_after(
-        "The same samples, before and after: a pipeline of four stages",
+        "One step of each: a pipeline of four stages, before and after",
         [_shown(result, first), _shown(result, last)],
     )
 
@@ -674,7 +733,7 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=45)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--replay-rounds", type=int, default=8)
     parser.add_argument("--only", choices=[layout.name for layout in LAYOUTS])
     parser.add_argument("--anew", action="store_true", help="measure what is kept again")
@@ -691,7 +750,7 @@ def main() -> None:
 def run(given: argparse.Namespace) -> None:
     """Measure what is not kept, and print and write all."""
     given.work.mkdir(parents=True, exist_ok=True)
-    if given.anew:
+    if given.anew and given.only is None:
         (given.work / "profile.json").unlink(missing_ok=True)
     profile, digits = first_profile(given.work), prepared_digits(given.work)
     published = real_lengths(PUBLISHED, load_model(str(MODEL_FILE)))
@@ -713,7 +772,9 @@ def run(given: argparse.Namespace) -> None:
         for line in verdicts(layout, result):
             console.print(line)
     if given.only is None:
-        write_json_model(AblationResult(layouts=tuple(results)), given.output / "ablation.json")
+        both = AblationResult(layouts=tuple(results))
+        print(markdown_of(both))
+        write_json_model(both, given.output / "ablation.json")
         with atomic(given.output / "ablation.svg") as temporary:
             temporary.write_text(picture(results[-1]), encoding="ascii")
         print(f"wrote {given.output}/ablation.json and ablation.svg")

@@ -1,7 +1,8 @@
 """The OmniBal paper's ablation (arXiv 2407.20761, Table 7): five plans of the same samples.
 
-    python benchmarks/ablation_variants.py --pp 4 --dp 2 --samples-per-step 128
-        [--profile profile.json]
+    python benchmarks/ablation_variants.py [--profile profile.json]
+    python benchmarks/ablation_variants.py --model internvl-chat-1.5-6b-20b --cluster a100-80g \
+        --tp 2 --dp 4 --samples-per-step 512 --max-tiles 9 --max-tokens 4096 --precision bf16
 
 From what is usual to everything balanced, one step at a time. All train the same samples, about as
 many in a step; the first two in the same random order. A plan is made from measured costs where
@@ -429,26 +430,34 @@ def table_of(job: AblationJob, rows: Sequence[Row]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(MODEL_FILE), help="preset or TOML file")
+    parser.add_argument("--cluster", default="laptop-cpu", help="preset or TOML file")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--samples-per-step", type=int, default=128)
     parser.add_argument("--max-tiles", type=int, default=15)
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--memory-gib", type=float, default=0.28, help="of a process")
+    parser.add_argument("--memory-gib", type=float, help="of a device, if not the cluster's")
     parser.add_argument("--profile", type=Path, help="measured costs; counted without")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    model = load_model(str(MODEL_FILE))
-    node = {"memory_gib": given.memory_gib, "gpus_per_node": 64}
+    model, cluster = load_model(given.model), load_cluster(given.cluster)
+    if given.memory_gib is not None:
+        cluster = cluster.model_copy(update={"memory_gib": given.memory_gib})
     job = AblationJob(
         model=model,
-        parallel=Parallel(pipeline=given.pp, data=given.dp),
-        cluster=load_cluster("laptop-cpu").model_copy(update=node),
+        parallel=Parallel(
+            tensor=given.tp, pipeline=given.pp, data=given.dp, sequence_parallel=given.tp > 1
+        ),
+        cluster=cluster,
         caps=Caps(max_tiles=given.max_tiles, max_tokens=given.max_tokens),
         samples_per_step=given.samples_per_step,
         lengths=real_lengths(PUBLISHED, model),
         profile=None if given.profile is None else read_profile(given.profile),
         seed=given.seed,
+        precision=given.precision,
     )
     results = {variant: make_variant(job, variant) for variant in Variant}
     Console(width=180).print(table_of(job, predicted_rows(job, results)))

@@ -132,10 +132,19 @@ def plan_sha256(plan: Plan) -> str:
 def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
     """At most so many steps: the middle ones of equal parts of the run.
 
-    Not its ends: the last step of plain batches has what is left over.
+    Of those that have the usual number of packs or of samples, whichever more of them have: a step
+    with what is left over is not like the others.
     """
-    count = min(most, packs.steps)
-    return tuple(((2 * np.arange(count) + 1) * packs.steps // (2 * count)).tolist())
+    sizes = np.diff(packs.packs.offsets)
+    in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
+    usual = np.flatnonzero(max((_is_most_frequent(counts) for counts in in_step), key=np.sum))
+    count = min(most, len(usual))
+    return tuple(usual[(2 * np.arange(count) + 1) * len(usual) // (2 * count)].tolist())
+
+
+def _is_most_frequent(counts: np.ndarray) -> np.ndarray:
+    """Where a count is the one that occurs most."""
+    return counts == np.bincount(counts).argmax()
 
 
 def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:

@@ -156,7 +156,8 @@ class _RecomputeClock(PhaseClock):
 class StageReplayer:
     """A stage of a plan, built inside `standing_in`, that runs steps as often as one likes.
 
-    Micro-batches are given on the host, and are copied to the device one by one.
+    Micro-batches are given on the host, and are copied to the device one by one; training, which
+    reads ahead, has the inputs of up to two more there.
     """
 
     def __init__(self, plan: Plan, links: StandInLinks) -> None:
@@ -301,20 +302,23 @@ def replay_stage(
         UserError: the stage needs more memory than it may fill, or a sample cannot be read.
     """
     limit_memory(plan)
+    failure = None
     try:
         with standing_in(plan.parallel, stage) as links:
             return _replay(StageReplayer(plan, links), stage, work, load, on_run)
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
-            f"fill of a device ({str(error).splitlines()[0]}); see that nothing else is on this "
-            "one, or plan with a smaller --memory-gib than the cluster has"
-        ) from error
+        failure = str(error).splitlines()[0]
     finally:
         # Core's buffers and their hooks hold each other; the next stage needs the memory.
         gc.collect()
         if has_cuda():
             torch.cuda.empty_cache()
+    # Not from within the handler: the error's traceback would hold the stage.
+    raise UserError(
+        f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
+        f"fill of a device ({failure}); see that nothing else is on this one, or plan with a "
+        "smaller --memory-gib than the cluster has"
+    )
 
 
 def _replay(

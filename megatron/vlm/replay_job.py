@@ -167,22 +167,21 @@ def replay_stages(
     _together(store, "read", launch.world_size)
     left = [stage for stage in stages if stage not in kept]
     work = {stage: job.work_of(stage, info) for stage in left}
-    failed: list[UserError] = []
     with _progress(launch, store, sum(one.runs for one in work.values())) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
             try:
                 replayed = replay_stage(job.plan, stage, work[stage], job.rows_of(stage), on_run)
                 write_stage(replayed, output)
             except UserError as error:
-                failed.append(error)  # the other stages are worth having
+                # The other stages are worth having. The error itself would hold this one's memory.
+                store.set(f"failed {stage}", str(error))
         _together(store, "done", launch.world_size, lambda: on_run(0))
-    store.add("left", 1)
-    if launch.rank == 0:
-        # It may serve the store, which the others still ask.
-        while store.add("left", 0) < launch.world_size:
-            time.sleep(_POLL_S)
-    if failed:
-        raise failed[0]
+    failures = [
+        store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
+    ]
+    _together(store, "told", launch.world_size)
+    if failures and launch.rank == 0:
+        raise UserError("; ".join(failures))
 
 
 def _together(

@@ -36,14 +36,17 @@ from omnibal.replay import ReplaySummary, plan_sha256, read_replay  # noqa: E402
 VARIANTS = (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)
 
 
-def replayed(result: PlanResult, job: AblationJob, folder: Path, steps: int) -> ReplaySummary:
-    """Save the plan and replay all of its stages, unless that is done."""
+def replayed(
+    result: PlanResult, job: AblationJob, folder: Path, steps: int
+) -> ReplaySummary | None:
+    """Save the plan and replay all of its stages, unless that is done; None where one failed, which
+    has said why."""
     plan, replay = folder / "plan", folder / f"replay_{plan_sha256(result.plan)[:8]}_{steps}"
     save_plan(result, plan)
     command = [sys.executable, REPOSITORY / "tools" / "replay.py", plan, "-o", replay]
     ended = subprocess.run([*map(str, command), "--steps", str(steps)], check=False)
     if ended.returncode:
-        sys.exit(ended.returncode)
+        return None
     return read_replay(replay, result.plan, job.cost, result.data)
 
 
@@ -61,13 +64,14 @@ def print_result(
     cluster: str,
 ) -> None:
     rates = {one: samples_per_second(results[one], summaries[one]) for one in summaries}
+    first = next(iter(rates.values()))
     rows = [
         [
             variant,
             described(results[variant].plan.stages),
             f"{summary.step_ms:,.0f}",
             f"{summary.predicted_step_ms / summary.step_ms - 1:+.1%}",
-            f"{rates[variant] / rates[Variant.COMMON]:.2f}",
+            f"{rates[variant] / first:.2f}",
             f"{summary.bubble_fraction:.0%}",
             f"{summary.recompute_fraction:.0%}",
             " ".join(f"{stage.peak_gib:.1f}" for stage in summary.stages),
@@ -116,7 +120,11 @@ def replay_variants(given: argparse.Namespace) -> None:
         variant: replayed(result, job, given.work / variant.name.lower(), given.steps)
         for variant, result in results.items()
     }
-    print_result(results, summaries, given.cluster)
+    done = {variant: summary for variant, summary in summaries.items() if summary is not None}
+    if done:
+        print_result(results, done, given.cluster)
+    if len(done) < len(summaries):
+        sys.exit(EXIT_USER_ERROR)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """One rank of a job alone, against the same rank among the others."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 from toy import OPTIONS, counts_of, stages_of, toy_model, toy_plan
 
+from megatron.vlm import replay as replay_module
 from megatron.vlm.launch import Launch, open_store
 from megatron.vlm.profiler import peak_activation_bytes, random_batch
 from megatron.vlm.replay import StageReplayer, random_rows, standing_in, state_bytes_of
@@ -165,7 +168,30 @@ def test_a_stopped_replay_goes_on(planned, tmp_path):
         busy_ms = np.sum(replayed.forward_ms) + np.sum(replayed.backward_ms)
         assert summary.each_step_ms.sum() >= busy_ms / 2 > 0
         predicted = replayed.predicted_gib(job.plan.prediction.stages[stage].memory)
+        # Counted costs know little of what kernels on a CPU keep.
         assert replayed.peak_gib == pytest.approx(predicted, rel=0.5)
+
+
+def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, monkeypatch):
+    """Prevents: hours of other stages lost with one, or its memory missing in the next."""
+    output, built = tmp_path / "replay", []
+
+    class Failing(StageReplayer):
+        def __init__(self, plan, links):
+            super().__init__(plan, links)
+            built.append(weakref.ref(self._trainer.stage))
+            assert all(earlier() is None for earlier in built[:-1])
+
+        def step(self, batches):
+            if self._trainer.links.rank == 0:
+                raise torch.OutOfMemoryError("Tried to allocate 7 GiB")
+            return super().step(batches)
+
+    monkeypatch.setattr(replay_module, "StageReplayer", Failing)
+    with pytest.raises(UserError, match=r"stage 0 needs more .*Tried to allocate 7 GiB"):
+        replay(planned, output, [0, 1])
+    assert [one.stage for one in read_stages(output, load_replay(planned, None, None).plan)] == [1]
+    assert len(built) == 2
 
 
 def test_random_content_has_the_packs_sizes(planned):
