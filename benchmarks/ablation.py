@@ -695,7 +695,7 @@ def markdown_of(result: AblationResult) -> str:
     """The README's table."""
     trained, replayed = result.layouts
     lines = [
-        "| | trained | predicted | replayed | predicted | waiting | recomputing |",
+        "| | trained | predicted | replayed | predicted | replayed: waits | recomputes |",
         "|---|---|---|---|---|---|---|",
     ]
     for real, alone in zip(trained.variants, replayed.variants, strict=True):

@@ -66,7 +66,7 @@ LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 
 
 class Variant(StrEnum):
-    """Rows of the table; each has what the one before it has, and more."""
+    """Rows of the table; from one to the next something is done better."""
 
     COMMON = "common practice"
     """Random micro-batches padded to the longest sample, stages of equal parameters, every layer

@@ -306,8 +306,8 @@ def run_table(
         peak = replayed.predicted_gib(predicted.stages[stage].memory) if predicted else None
         add(
             f"stage {stage} peak",
-            predicted="" if peak is None else f"{peak:.2f} GiB",
-            replayed=f"{replayed.peak_gib:.2f} GiB",
+            predicted="" if peak is None else _size(peak),
+            replayed=_size(replayed.peak_gib),
         )
     for name, count in run.incidents().items() if run else ():
         add(name, measured=f"{count:,}")
@@ -322,7 +322,7 @@ def run_table(
 
 def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
     """What each of the replayed stages took, times per micro-batch."""
-    times = ("forward ms", "backward ms", "recompute ms", "update ms", "peak GiB")
+    times = ("forward ms", "backward ms", "recompute ms", "update ms", "peak")
     table = _table("Replayed stages, per micro-batch", "stage", "packs", *times)
     # Else too wide for 80 characters.
     table.pad_edge = False
@@ -336,13 +336,19 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
             f"{np.mean(replay.backward_ms):,.2f}",
             f"{np.mean(replay.recompute_ms):,.2f}",
             f"{replay.update_ms:,.2f}",
-            f"{replay.peak_gib:.2f}",
+            _size(replay.peak_gib),
         ]
         if plan.prediction is not None:
             predicted_gib = replay.predicted_gib(plan.prediction.stages[replay.stage].memory)
-            cells.append(f"{predicted_gib:.2f}")
+            cells.append(_size(predicted_gib))
         table.add_row(*cells)
     return table
+
+
+def _size(gib: float) -> str:
+    """Three digits at least."""
+    mib = 1024 * gib
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.3g} MiB" if mib < 100 else f"{mib:.0f} MiB"
 
 
 def _with_error(predicted_ms: float, taken_ms: float) -> str:
