@@ -29,9 +29,9 @@ from megatron.vlm.clock import Phase, each_ms
 from megatron.vlm.data import PackDataset, SampleReader, load_batches
 from megatron.vlm.launch import Launch, initialize_distributed
 from megatron.vlm.loop import gather_stage_records
-from megatron.vlm.profiler import ProfileOptions, Profiler, peak_activation_bytes
+from megatron.vlm.profiler import OPTIMIZATION, ProfileOptions, Profiler, peak_activation_bytes
 from megatron.vlm.replay import MicroBatchTimes, StageReplayer, random_rows, standing_in
-from megatron.vlm.train import OptimizationOptions, build_trainer, train_step
+from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations
@@ -44,10 +44,6 @@ from omnibal.runlog import StageRecord
 
 PAIR = 2
 """Processes that train and profile, and that replay at the same time."""
-OPTIMIZATION = OptimizationOptions(
-    lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
-    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

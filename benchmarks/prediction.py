@@ -33,6 +33,7 @@ from megatron.vlm.batch import MicroBatch
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.loop import own_rows
 from megatron.vlm.profiler import (
+    OPTIMIZATION,
     ProfileOptions,
     Profiler,
     Round,
@@ -40,7 +41,7 @@ from megatron.vlm.profiler import (
     random_batch,
 )
 from megatron.vlm.schedule import PipelineLinks
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer, train_step
+from megatron.vlm.train import Trainer, build_trainer, train_step
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import pack_features
 from omnibal.cost.profile import Profile, fitted_cost
@@ -61,10 +62,6 @@ STEPS = 10
 STEPS_PER_PASS = 2
 FOREIGN_LOAD = 0.1
 """Of a core, that other programs may take in a pass: less is as good as none."""
-OPTIMIZATION = OptimizationOptions(
-    lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
-    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

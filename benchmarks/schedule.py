@@ -46,10 +46,10 @@ from megatron.vlm.batch import MicroBatch
 from megatron.vlm.clock import Phase, PhaseClock
 from megatron.vlm.configs import parameter_dtype
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.profiler import random_batch
+from megatron.vlm.profiler import OPTIMIZATION, random_batch
 from megatron.vlm.schedule import PipelineLinks, run_forward_backward
 from megatron.vlm.stage import boundary_shape
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
+from megatron.vlm.train import Trainer, build_trainer
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -74,10 +74,6 @@ EQUAL_PACK = (10, (64,) * 6, 60)
 SAMPLES = 1600
 SAME = 1e-5
 RESAMPLINGS = 2000
-OPTIMIZATION = OptimizationOptions(
-    lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
-    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
-)  # fmt: skip
 
 Pack = tuple[int, tuple[int, ...], int]
 """As `EQUAL_PACK`."""

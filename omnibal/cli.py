@@ -666,19 +666,13 @@ def simulate(
     from omnibal.cost.model import pack_features
     from omnibal.pipeline.simulate import simulate_run
     from omnibal.pipeline.workload import Workload
-    from omnibal.planner import cost_of_plan, data_of_plan
+    from omnibal.planner import cost_of_plan, steps_of_plan
     from omnibal.report.trace import chrome_trace
 
     if trace is not None:
         _check_output(trace, "--trace")
     planned = read_plan(directory)
-    files = data_of_plan(planned, directory)
-    if files is None:
-        raise UserError(
-            f"{directory}: the plan has neither data nor shapes, so there is nothing to replay; "
-            "give a plan of `omnibal plan`"
-        )
-    packs, samples = files
+    packs, samples = steps_of_plan(planned, directory)
     cost = cost_of_plan(planned, directory)
     features = pack_features(packs.packs, samples)
     workload = Workload.of(packs, features, planned.parallel.data)

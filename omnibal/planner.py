@@ -216,6 +216,21 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
     return _read_data(plan.data, directory)
 
 
+def steps_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths]:
+    """`data_of_plan`, where there must be steps to go through.
+
+    Raises:
+        UserError: as `data_of_plan`, or the plan has neither data nor shapes.
+    """
+    data = data_of_plan(plan, directory)
+    if data is None:
+        raise UserError(
+            f"{directory}: the plan has neither data nor shapes, so there is nothing to replay; "
+            "give a plan of `omnibal plan`"
+        )
+    return data
+
+
 def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths]:
     packs, lengths = read_packs(directory / PACKS_FILE), read_lengths([directory / LENGTHS_FILE])
     for name, given, planned in (

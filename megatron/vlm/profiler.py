@@ -64,10 +64,11 @@ _PACK_SHARES = (
     (_SMALLEST_SHARE, _SMALLEST_SHARE, 0.3, False),
 )
 """Packs to measure: shares of both caps and of tokens with loss, and whether samples are equal."""
-_OPTIMIZATION = OptimizationOptions(
+OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
+"""Of what is only measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +242,7 @@ def _whole_stage_trainer(
     """Every process holds all kinds of unit and `depth` layers of each tower."""
     parallel = Parallel(pipeline=links.size)
     plan = _plan_of_whole_stages(model, precision, cluster, parallel, depth)
-    return build_trainer(plan, links, _OPTIMIZATION, steps=1, seed=0)
+    return build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0)
 
 
 def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:

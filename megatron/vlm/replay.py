@@ -27,25 +27,20 @@ from megatron.vlm.batch import MicroBatch
 from megatron.vlm.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.data import PackDataset, SampleReader
 from megatron.vlm.launch import shut_down_distributed
-from megatron.vlm.profiler import peak_activation_bytes, random_batch
+from megatron.vlm.profiler import OPTIMIZATION, peak_activation_bytes, random_batch
 from megatron.vlm.schedule import (
     Inbox,
     PipelineLinks,
     create_pipeline_links,
     run_forward_backward,
 )
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
+from megatron.vlm.train import Trainer, build_trainer
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.plan import Parallel, Plan, memory_cap_gib
 from omnibal.replay import StageReplay
 
-_STILL = OptimizationOptions(
-    lr=0.0, min_lr=0.0, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
-    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
-)  # fmt: skip
-"""All the work of an update; the weights are put back after it in any case."""
 _UPDATES = 5
 """Timed, of every stage."""
 
@@ -162,7 +157,7 @@ class StageReplayer:
 
     def __init__(self, plan: Plan, links: StandInLinks) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
-        self._trainer = build_trainer(plan, links, _STILL, steps=1, seed=0, can_save=False)
+        self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False)
         self._weights = [weight.detach().cpu().clone() for weight in self._parameters()]
         self._clock = _RecomputeClock(self._trainer)
         self.update_ms()  # which makes the optimizer's state
@@ -210,7 +205,7 @@ class StageReplayer:
         moments.append(moment())
         trainer.update_weights(1.0)
         moments.append(moment())
-        # The rate is 0, but a rank that stands alone gathers its own shard in the others' places.
+        # Steps are to be alike; and a lone rank gathers its own shard in the others' places.
         with torch.no_grad():
             for weight, kept in zip(self._parameters(), self._weights, strict=True):
                 weight.copy_(kept)

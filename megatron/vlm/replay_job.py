@@ -26,7 +26,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
 from omnibal.plan import Plan, read_plan
-from omnibal.planner import cost_of_plan, data_of_plan
+from omnibal.planner import cost_of_plan, steps_of_plan
 from omnibal.replay import (
     ReplayInfo,
     chosen_steps,
@@ -88,13 +88,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """
     check_plan(plan_directory)
     plan = read_plan(plan_directory)
-    files = data_of_plan(plan, plan_directory)
-    if files is None:
-        raise UserError(
-            f"{plan_directory}: the plan has neither data nor shapes, so there is nothing to "
-            "replay; give a plan of `omnibal plan`"
-        )
-    packs, lengths = files
+    packs, lengths = steps_of_plan(plan, plan_directory)
     return ReplayJob(
         plan=plan,
         cost=cost_of_plan(plan, plan_directory),

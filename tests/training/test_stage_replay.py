@@ -1,5 +1,6 @@
 """One rank of a job alone, against the same rank among the others."""
 
+import time
 import weakref
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from ranks import run_ranks
 from toy import OPTIONS, counts_of, stages_of, toy_model, toy_plan
 
+from megatron.vlm import clock
 from megatron.vlm import replay as replay_module
 from megatron.vlm.launch import Launch, open_store
 from megatron.vlm.profiler import peak_activation_bytes, random_batch
@@ -70,13 +72,16 @@ def test_a_rank_alone_needs_what_it_needs_in_the_job(cuts, recompute, sizes, fro
         assert alone == ranks[number * per_stage]
 
 
-def test_times_belong_to_the_micro_batches_that_took_them():
+def test_times_belong_to_the_micro_batches_that_took_them(monkeypatch):
     """Prevents: forwards, backwards and recomputation that are counted to another micro-batch.
 
     One pack is 40 times as large as the others, in one place after another; and every layer is
     recomputed, or none.
     """
-    large, small = random_batch(MODEL, 80, (1600,), 50), random_batch(MODEL, 2, (40,), 5)
+    # Of the processor, as a busy machine may keep any micro-batch waiting.
+    monkeypatch.setattr(clock, "moment", time.thread_time)
+    monkeypatch.setattr(replay_module, "moment", time.thread_time)
+    large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
     everything = {"vision": (0, 1, 2, 3), "language": (0, 1, 2)}
     for recompute in ({}, everything):
         plan = toy_plan(MODEL, stages_of(MODEL, 3, 7, **recompute))
