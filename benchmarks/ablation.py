@@ -206,8 +206,12 @@ class LayoutResult(Frozen):
 
     def speed_up(self, variant: VariantResult, over: VariantResult) -> float:
         """Samples per second over another's: the median round."""
-        rates = np.array(variant.samples) / variant.step_ms
-        return float(np.median(rates / (np.array(over.samples) / over.step_ms)))
+        return float(np.median(self._speed_ups(variant, over)))
+
+    def _speed_ups(self, variant: VariantResult, over: VariantResult) -> np.ndarray:
+        """Of every round. [rounds]"""
+        samples = np.array(variant.samples) / np.array(over.samples)
+        return samples * over.step_ms / variant.step_ms
 
     def usual_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
         """The same of trained steps in a row, samples read and steps logged beside them."""
@@ -220,8 +224,7 @@ class LayoutResult(Frozen):
 
     def speed_up_quartiles(self, variant: VariantResult, over: VariantResult) -> np.ndarray:
         """Of the rounds. [2]"""
-        rates = np.array(variant.samples) / variant.step_ms
-        return np.percentile(rates / (np.array(over.samples) / over.step_ms), [25, 75])
+        return np.percentile(self._speed_ups(variant, over), [25, 75])
 
     def predicted_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
         """The same of predicted steps."""
@@ -514,8 +517,8 @@ def measure(
                 for stage in range(len(one.plan.stages))
             ]
             memory[variant] = [
-                max(workers.replay("memory_bytes", variant, rows)[stage] for rows in of_stage)
-                for stage, of_stage in enumerate(heaviest)
+                max(ask([worker], "memory_bytes", variant, rows)[0] for rows in of_stage)
+                for worker, of_stage in zip(workers.stages, heaviest, strict=True)
             ]
             if data is not None:
                 steps = {int(one.packs.step[rows[0]]) for of_stage in heaviest for rows in of_stage}

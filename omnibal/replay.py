@@ -22,11 +22,14 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
-from omnibal.pipeline.simulate import StepTimes, predict_steps, simulate_run
-from omnibal.pipeline.stage_cost import in_flight_features, once_a_step_ms
-from omnibal.pipeline.units import UNITS, recomputed_counts, unit_counts
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage_cost import (
+    bytes_by_feature,
+    in_flight_features,
+    once_a_step_ms,
+)
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import LostTime, Plan, Stage, StageMemory
+from omnibal.plan import LostTime, Plan, StageMemory
 
 INFO_FILE = "replay.json"
 _REMEDY = "replay the plan anew with tools/replay.py, into another directory"
@@ -159,24 +162,13 @@ def heaviest_rows(
     it is another one, of that with the micro-batch that takes most working memory."""
     features = pack_features(packs.packs, lengths)
     in_flight = in_flight_features(features, packs.slot, len(plan.stages) - stage)
-    kept, working = _bytes_by_feature(cost, plan.stages[stage])
+    kept, working = bytes_by_feature(cost, plan.stages[stage])
     worst = {int((in_flight @ kept).argmax()), int((features @ working.T).max(axis=1).argmax())}
     places = {(int(packs.step[row]), int(packs.dp_rank[row])) for row in worst}
     return tuple(
         np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
         for step, rank in sorted(places)
     )
-
-
-def _bytes_by_feature(cost: CostModel, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
-    """Of a micro-batch: what a stage keeps, [5], and its kinds' working memory, [kinds, 5]."""
-    activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
-    boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
-    transient = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
-    counts, recomputed = unit_counts(stage), recomputed_counts(stage)
-    again = (recomputed > 0)[:, None] * (activation - boundary)
-    kept = (counts - recomputed) @ activation + recomputed @ boundary
-    return kept, (counts > 0)[:, None] * (transient + again)
 
 
 def stage_file(directory: Path, stage: int) -> Path:
@@ -259,34 +251,26 @@ def summarise_replay(
             raise UserError(
                 f"the replay of stage {replay.stage} is not of the packs of its steps; {_REMEDY}"
             )
-    workload = Workload(
-        features=pack_features(packs.packs.take(rows), lengths),
-        step=packs.step[rows],
-        dp_rank=packs.dp_rank[rows],
-        slot=packs.slot[rows],
-        data_parallel_size=plan.parallel.data,
-    )
-    reduction_ms, _ = once_a_step_ms(cost, plan.stages)
+    features = pack_features(packs.packs, lengths)
+    workload = Workload.of(packs, features, plan.parallel.data).of_steps(info.steps)
+    reduction_ms, predicted_update_ms = once_a_step_ms(cost, plan.stages)
     update_ms = np.array([replay.update_ms for replay in replays])
-    causes = measured_causes(replays, causes_of(cost, plan.stages, workload.features))
+    predicted = causes_of(cost, plan.stages, workload.features)
+    predicted_steps = predict_steps(predicted.all, workload, reduction_ms, predicted_update_ms)
+    causes = measured_causes(replays, predicted)
     steps = predict_steps(causes.all, workload, reduction_ms, update_ms)
     ranks = len(steps.step_ms) * plan.parallel.data
     return ReplaySummary(
         info=info,
         stages=tuple(replays),
         each_step_ms=steps.step_ms,
-        predicted_each_step_ms=simulate_run(cost, plan.stages, workload).step_ms,
+        predicted_each_step_ms=predicted_steps.step_ms,
         forward_ms=causes.all.forward_ms.sum(axis=0) / ranks,
         backward_ms=causes.all.backward_ms.sum(axis=0) / ranks,
         recompute_ms=causes.all.recompute_ms.sum(axis=0) / ranks,
-        wait_fractions=wait_fractions(steps),
+        wait_fractions=steps.wait_fractions,
         lost=lost_time_of(causes, workload, reduction_ms, update_ms, float(steps.step_ms.mean())),
     )
-
-
-def wait_fractions(steps: StepTimes) -> np.ndarray:
-    """Share of the steps in which each stage neither computes nor updates weights. [stages]"""
-    return np.maximum(1 - steps.busy_ms.sum(axis=0) / steps.step_ms.sum(), 0)
 
 
 def measured_causes(replays: Sequence[StageReplay], predicted: CauseTimes) -> CauseTimes:

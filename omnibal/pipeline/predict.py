@@ -47,7 +47,7 @@ def predict(
     times = stage_times(cost, stages, workload.features)
     total_ms = float(simulated.step_ms.sum())
     step_ms = total_ms / len(simulated.step_ms)
-    wait_fraction = np.maximum(1 - simulated.busy_ms.sum(axis=0) / total_ms, 0)
+    wait_fraction = simulated.wait_fractions
     run_ms = step_ms * scheduled.steps
     return Prediction(
         cost_source=cost.source,

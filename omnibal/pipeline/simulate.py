@@ -162,6 +162,11 @@ class StepTimes:
     busy_ms: np.ndarray
     """[steps, p]; compute, reduction and update, mean over the data-parallel ranks."""
 
+    @property
+    def wait_fractions(self) -> np.ndarray:
+        """Share of the steps in which each stage neither computes nor updates weights. [p]"""
+        return np.maximum(1 - self.busy_ms.sum(axis=0) / self.step_ms.sum(), 0)
+
 
 def predict_steps(
     times: StageTimes, workload: Workload, reduction_ms: np.ndarray, optimizer_ms: np.ndarray

@@ -253,6 +253,17 @@ def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -
     ]
 
 
+def bytes_by_feature(cost: CostModel, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
+    """Of a micro-batch: what a stage keeps, [5], and its kinds' working memory, [kinds, 5]."""
+    activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
+    boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
+    transient = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
+    counts, recomputed = unit_counts(stage), recomputed_counts(stage)
+    again = (recomputed > 0)[:, None] * (activation - boundary)
+    kept = (counts - recomputed) @ activation + recomputed @ boundary
+    return kept, (counts > 0)[:, None] * (transient + again)
+
+
 def undominated(rows: np.ndarray) -> np.ndarray:
     """The distinct rows [n, k] that no other row equals or exceeds in every column."""
     columns = np.ascontiguousarray(rows.T)

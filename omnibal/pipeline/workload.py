@@ -1,5 +1,6 @@
 """The micro-batches that stages are made for: what simulator, search and methods are given."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +36,11 @@ class Workload:
         steps = np.unique(self.step)
         if len(steps) <= most:
             return self
-        chosen = steps[np.linspace(0, len(steps) - 1, most).round().astype(np.int64)]
-        picked = np.isin(self.step, chosen)
+        return self.of_steps(steps[np.linspace(0, len(steps) - 1, most).round().astype(np.int64)])
+
+    def of_steps(self, steps: Sequence[int] | np.ndarray) -> "Workload":
+        """These steps alone; their numbers stay as they are."""
+        picked = np.isin(self.step, steps)
         return Workload(
             features=self.features[picked],
             step=self.step[picked],
