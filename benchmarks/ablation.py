@@ -1,24 +1,24 @@
 """The ablation of the OmniBal paper (Table 7) on real code: what each kind of balance brings.
 
-    python benchmarks/ablation.py [--rounds 30] [--replay-rounds 8] [--only trained|replayed]
+    python benchmarks/ablation.py [--rounds 30] [--replay-rounds 10] [--only trained|replayed]
 
 Five plans of the same samples, from common practice (random micro-batches of four padded to the
-longest, stages of equal parameters, everything recomputed) to the full system, of a model with the
-proportions of InternViT-6B and InternLM2-20B:
+longest, stages of equal parameters, everything recomputed) to the full system, of two models with
+the proportions of InternViT-6B and InternLM2-20B:
 
 * trained: two stages in two processes on the digits dataset, its samples read before each step,
   and then once more in a row, read ahead and logged as usual;
-* replayed: four stages x two data-parallel ranks, stage by stage, on random content in the sizes of
-  the two published length files, put together by the schedule (`tools/replay.py`).
+* replayed: four stages x two data-parallel ranks of wider layers, stage by stage, on random content
+  in the sizes of the two published length files, put together by the schedule (`tools/replay.py`).
 
 In every round each plan takes one step, in alternating order, between them a round of the profiler,
-from which all steps are predicted afterwards; ratios are medians over the rounds. Only full steps
-count: a balanced epoch's one step with what is left over (often its lightest packs) is no part of
-it. Plans are made from a short profile beforehand. Prints the tables and writes ablation.json and
-ablation.svg.
+from which all steps are predicted afterwards; ratios are medians over the rounds. Each turn starts
+with a little of the same that does not count. Only full steps count: a balanced epoch's one step
+with what is left over (often its lightest packs) is no part of it. Plans are made from a short
+profile beforehand. Prints the tables and writes ablation.json and ablation.svg.
 
-Takes half an hour on two cores. Each finished half stays in work/ablation, and is measured again
-with --anew.
+Takes three quarters of an hour on two cores. Each finished half stays in work/ablation, and is
+measured again with --anew.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from ablation_variants import (
     MODEL_FILE,
     PUBLISHED,
     REPOSITORY,
+    WIDE_MODEL_FILE,
     AblationJob,
     Variant,
     described,
@@ -86,6 +87,9 @@ class Layout:
     """Where and on what the plans are compared."""
 
     name: str
+    model_file: Path
+    profiled: tuple[int, int, int]
+    """Tiles and tokens of the largest packs that are profiled, and tokens of a sample in them."""
     parallel: Parallel
     layers: tuple[int, int]
     """Of the vision and of the language tower: a quarter or a half of 45 and 48."""
@@ -102,6 +106,8 @@ class Layout:
 LAYOUTS = (
     Layout(
         name="trained",
+        model_file=MODEL_FILE,
+        profiled=(24, 512, 64),
         parallel=Parallel(pipeline=2),
         layers=(11, 12),
         caps=Caps(max_tiles=10, max_tokens=300),
@@ -113,11 +119,13 @@ LAYOUTS = (
     ),
     Layout(
         name="replayed",
+        model_file=WIDE_MODEL_FILE,
+        profiled=(24, 288, 36),
         parallel=Parallel(pipeline=4, data=2),
         layers=(23, 24),
-        caps=Caps(max_tiles=15, max_tokens=256),
-        samples_per_step=128,
-        memory_gib=0.28,
+        caps=Caps(max_tiles=15, max_tokens=144),
+        samples_per_step=256,
+        memory_gib=0.3,
         trained=False,
         common_bar=2.5,
         careful_bar=1.5,
@@ -254,21 +262,28 @@ def prepared_digits(work: Path) -> TrainingData:
     )
 
 
-def first_profile(work: Path) -> Profile:
+def first_profile(layout: Layout, work: Path) -> Profile:
     """What the plans are made from; measured unless it is there."""
-    path = work / "profile.json"
+    path = profile_file(layout, work)
     if not path.exists():
+        tiles, tokens, tokens_per_sample = layout.profiled
         command = [
-            "profile", "--model", MODEL_FILE, "--max-tiles", 24, "--max-tokens", 512,
-            "--tokens-per-sample", 64, "--precision", "fp32", "--processes", PAIR, "-o", path,
+            "profile", "--model", layout.model_file, "--max-tiles", tiles, "--max-tokens", tokens,
+            "--tokens-per-sample", tokens_per_sample, "--precision", "fp32",
+            "--processes", PAIR, "-o", path,
         ]  # fmt: skip
         subprocess.run([sys.executable, "-m", "omnibal", *map(str, command)], check=True)
     return read_profile(path)
 
 
+def profile_file(layout: Layout, work: Path) -> Path:
+    """Where the first profile is kept."""
+    return work / f"profile-{layout.name}.json"
+
+
 def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
     """What the variants of a layout have in common."""
-    model = load_model(str(MODEL_FILE))
+    model = load_model(str(layout.model_file))
     vision, language = layout.layers
     towers = {
         "vision": model.vision.model_copy(update={"layers": vision}),
@@ -505,8 +520,13 @@ def measure(
 ) -> LayoutResult:
     """Plan, train and replay a layout's variants."""
     planned = planned_variants(job, rounds)
+    tiles, tokens, tokens_per_sample = layout.profiled
     options = ProfileOptions(
-        max_tiles=24, max_tokens=512, tokens_per_sample=64, layers=4, repetitions=rounds
+        max_tiles=tiles,
+        max_tokens=tokens,
+        tokens_per_sample=tokens_per_sample,
+        layers=4,
+        repetitions=rounds,
     )
     workers = Workers((job.model, job.precision, job.cluster, options), planned, data)
     try:
@@ -737,7 +757,7 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--replay-rounds", type=int, default=8)
+    parser.add_argument("--replay-rounds", type=int, default=10)
     parser.add_argument("--only", choices=[layout.name for layout in LAYOUTS])
     parser.add_argument("--anew", action="store_true", help="measure what is kept again")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "ablation")
@@ -753,19 +773,20 @@ def main() -> None:
 def run(given: argparse.Namespace) -> None:
     """Measure what is not kept, and print and write all."""
     given.work.mkdir(parents=True, exist_ok=True)
-    if given.anew and given.only is None:
-        (given.work / "profile.json").unlink(missing_ok=True)
-    profile, digits = first_profile(given.work), prepared_digits(given.work)
-    published = real_lengths(PUBLISHED, load_model(str(MODEL_FILE)))
+    digits = prepared_digits(given.work)
     console, results = Console(width=230), []
     for layout in LAYOUTS:
         if given.only not in (None, layout.name):
             continue
         path = given.work / f"{layout.name}.json"
         if given.anew or not path.exists():
-            lengths = digits.lengths if layout.trained else published
-            job = job_of(layout, lengths, profile)
-            data = digits if layout.trained else None
+            if given.anew:
+                profile_file(layout, given.work).unlink(missing_ok=True)
+            data, lengths = digits, digits.lengths
+            if not layout.trained:
+                data = None
+                lengths = real_lengths(PUBLISHED, load_model(str(layout.model_file)))
+            job = job_of(layout, lengths, first_profile(layout, given.work))
             rounds = given.rounds if layout.trained else given.replay_rounds
             write_json_model(measure(layout, job, data, rounds), path)
         result = read_json_model(LayoutResult, path, "remove it to measure again")

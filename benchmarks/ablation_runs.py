@@ -44,6 +44,9 @@ from omnibal.runlog import StageRecord
 
 PAIR = 2
 """Processes that train and profile, and that replay at the same time."""
+WARM_UP = 4
+"""Micro-batches before a step that counts: after the others' turns the first ones find the caches
+cold, as they are in no run of one plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -132,7 +135,8 @@ class TrainWorker:
         self._loaded: list[MicroBatch] = []
 
     def profile(self) -> None:
-        """A round of the profiler."""
+        """A round of the profiler, after one that warms up."""
+        self._profiler.round()
         self._rounds.append(self._profiler.round())
 
     def finished_profile(self) -> Profile:
@@ -147,7 +151,9 @@ class TrainWorker:
         self._loaded = [_read(dataset[item]) for item in range(first, first + sizes[-1])]
 
     def train(self, variant: Variant, step: int) -> TrainedStep:
-        """A real step, on what is loaded."""
+        """A real step on what is loaded, warmed up."""
+        some = _counts(self._planned[variant], step)[:WARM_UP]
+        train_step(self._trainers[variant], iter(self._loaded), some)
         return self._train(variant, step, iter(self._loaded))
 
     def train_as_usual(self, variant: Variant, count: int, log: Path) -> list[TrainedStep]:
@@ -237,9 +243,10 @@ class ReplayWorker:
         }
 
     def replay(self, variant: Variant, step: int) -> MicroBatchTimes:
-        """A step of all ranks, one after another."""
+        """A step of all ranks, one after another, warmed up."""
         one = self._planned[variant]
         rows = one.rows(step)
+        self._replay(variant, rows[:WARM_UP])
         ranks = [rows[one.packs.dp_rank[rows] == rank] for rank in range(one.plan.parallel.data)]
         times = [self._replay(variant, own) for own in ranks]
         return MicroBatchTimes(

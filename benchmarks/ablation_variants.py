@@ -30,7 +30,7 @@ from omnibal.data.fit import check_samples_fit
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import pack_epochs, steps_of
+from omnibal.data.steps import pack_epochs
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
@@ -42,6 +42,7 @@ from omnibal.planner import (
     PlanRequest,
     PlanResult,
     check_parallel,
+    describe_data,
     job_cost,
     make_plan,
     model_of_origin,
@@ -54,6 +55,7 @@ from paper import described  # noqa: E402
 from tools.make_lengths import make_lengths  # noqa: E402
 
 MODEL_FILE = REPOSITORY / "benchmarks" / "ablation_model.toml"
+WIDE_MODEL_FILE = REPOSITORY / "benchmarks" / "ablation_wide_model.toml"
 PUBLISHED = REPOSITORY.parent / "shared" / "data" / "lengths"
 PUBLISHED_FILES = ("ai2d_train_12k_wh.json", "docvqa_train_10k_wh.json")
 PUBLISHED_TOKENS_PER_TILE = 256
@@ -210,7 +212,7 @@ def recomputing_cost(cost: CostModel) -> CostModel:
 def _recomputed(unit: UnitCost) -> UnitCost:
     return replace(
         unit,
-        backward_ms=unit.backward_ms + unit.forward_ms,
+        backward_ms=unit.backward_ms + unit.recompute_ms,
         activation_bytes=unit.boundary_bytes,
         transient_bytes=unit.transient_bytes + unit.activation_bytes - unit.boundary_bytes,
     )
@@ -251,20 +253,15 @@ def _plain_plan(
 
 def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths, packing: str) -> DataPlan:
     """Caps are the largest that occur: nothing else bounds these packs."""
-    return DataPlan(
+    return describe_data(
+        packs,
+        lengths,
         caps=Caps(max_tiles=max(int(packs.tiles.max()), 1), max_tokens=int(packs.tokens.max())),
         method=packing,
         seed=job.seed,
         epochs=1,
         packs_per_step=int(np.bincount(packs.step).max()),
         micro_batches_per_step=int(packs.slot.max()) + 1,
-        samples=len(lengths),
-        packs=len(packs),
-        steps=packs.steps,
-        lengths_sha256=lengths.sha256,
-        packs_sha256=packs.sha256,
-        steps_sha256=steps_of(packs).sha256,
-        origin=lengths.origin,
     )
 
 
@@ -430,15 +427,15 @@ def table_of(job: AblationJob, rows: Sequence[Row]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(MODEL_FILE), help="preset or TOML file")
+    parser.add_argument("--model", default=str(WIDE_MODEL_FILE), help="preset or TOML file")
     parser.add_argument("--cluster", default="laptop-cpu", help="preset or TOML file")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--samples-per-step", type=int, default=128)
+    parser.add_argument("--samples-per-step", type=int, default=256)
     parser.add_argument("--max-tiles", type=int, default=15)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=144)
     parser.add_argument("--memory-gib", type=float, help="of a device, if not the cluster's")
     parser.add_argument("--profile", type=Path, help="measured costs; counted without")
     parser.add_argument("--seed", type=int, default=0)

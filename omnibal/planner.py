@@ -419,13 +419,37 @@ def _packs(
 
 
 def _data_plan(request: PlanRequest, lengths: Lengths, packs: ScheduledPacks) -> DataPlan:
-    return DataPlan(
+    return describe_data(
+        packs,
+        lengths,
         caps=request.caps,
         method=request.packing,
         seed=request.seed,
         epochs=request.epochs,
         packs_per_step=request.packs_per_step,
         micro_batches_per_step=request.micro_batches,
+    )
+
+
+def describe_data(
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    *,
+    caps: Caps,
+    method: str,
+    seed: int,
+    epochs: int,
+    packs_per_step: int,
+    micro_batches_per_step: int,
+) -> DataPlan:
+    """What a plan says of its packs, by which a run knows them again; they were made as told."""
+    return DataPlan(
+        caps=caps,
+        method=method,
+        seed=seed,
+        epochs=epochs,
+        packs_per_step=packs_per_step,
+        micro_batches_per_step=micro_batches_per_step,
         samples=len(lengths),
         packs=len(packs),
         steps=packs.steps,

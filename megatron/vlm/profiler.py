@@ -4,8 +4,10 @@
 
 Each process builds one stage that holds every kind of unit and runs micro-batches through it,
 forward and then backward, as training does, so that caches are as cold and the machine as busy as
-they will be then, and takes the times between units in passing. All processes measure at the same
-moment; their mean counts.
+they will be then, and takes the times between units in passing. It does so twice, the second time
+with every layer recomputed: what that adds is less than another forward, since nothing is kept in
+the first one and the caches are warm after the second. All processes measure at the same moment;
+their mean counts.
 
 Shapes are those of `megatron.vlm.stage`.
 """
@@ -27,6 +29,7 @@ from typing import get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from rich.console import Console
 from rich.progress import track
 
@@ -36,7 +39,13 @@ from megatron.vlm.clock import elapsed_ms, moment
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.schedule import PipelineLinks
 from megatron.vlm.stage import IMAGE_CHANNELS, VLMStage
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer, train_step
+from megatron.vlm.train import (
+    OptimizationOptions,
+    SeenBatches,
+    Trainer,
+    build_trainer,
+    global_sums,
+)
 from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
 from omnibal.cost.model import Unit
 from omnibal.cost.profile import (
@@ -51,6 +60,7 @@ from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.plan import Parallel, Plan, Stage
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
+_RECOMPUTED = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 _SMALLEST_SHARE = 0.25
 _PACK_SHARES = (
     # tiles, tokens, loss, even: no column follows from the others, so every cost can be told.
@@ -147,6 +157,7 @@ class Profiler:
             self._shallow_optimizer = [_measure_optimizer(build(depth=1), options.repetitions)]
             gc.collect()  # of the shallow stage, before the deep one needs its memory
         self._trainer = build(depth=deep)
+        self._update = RepeatedUpdate(self._trainer)
         self._kept_bytes = [
             kept_bytes_of_units(self._trainer.stage, batch) for batch in self._batches
         ]
@@ -159,7 +170,10 @@ class Profiler:
             for unit, forward_ms, backward_ms in _unit_times_ms(self._trainer.stage, batch):
                 samples_ms[index, unit, "forward"].append(forward_ms)
                 samples_ms[index, unit, "backward"].append(backward_ms)
-        samples_ms["optimizer"].append(_update_ms(self._trainer))
+            for unit, *both_ms in _unit_times_ms(self._trainer.stage, batch, recompute=True):
+                if unit in _RECOMPUTED:
+                    samples_ms[index, unit, "recomputing"].append(sum(both_ms))
+        samples_ms["optimizer"].append(self._update.timed_ms())
         for size in _LINK_BYTES if self._links.size > 1 else ():
             samples_ms["link", size] += _one_way_ms(self._links, size)
         return samples_ms
@@ -187,6 +201,7 @@ class Profiler:
                     loss_tokens=len(batch.loss_positions_L),
                     forward_ms=mean_ms[index, unit, "forward"],
                     backward_ms=mean_ms[index, unit, "backward"],
+                    recompute_ms=_recompute_ms(mean_ms, index, unit),
                     activation_bytes=self._kept_bytes[index][unit],
                 )
                 for index, batch in enumerate(self._batches)
@@ -199,6 +214,14 @@ class Profiler:
                 if self._links.size > 1
             ),
         )
+
+
+def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: Unit) -> float | None:
+    """What recomputing adds to forward and backward; None where no stage recomputes the unit."""
+    if unit not in _RECOMPUTED:
+        return None
+    without_ms = mean_ms[batch, unit, "forward"] + mean_ms[batch, unit, "backward"]
+    return max(mean_ms[batch, unit, "recomputing"] - without_ms, 0.0)
 
 
 def device_name() -> str:
@@ -297,9 +320,10 @@ def random_batch(
     return MicroBatch(tiles=tiles, tokens=tokens, segment_tokens=segment_tokens, **fields)
 
 
-def _unit_functions(
-    stage: VLMStage, batch: MicroBatch
-) -> list[tuple[Unit, Callable[[torch.Tensor | None], torch.Tensor]]]:
+UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
+
+
+def _unit_functions(stage: VLMStage, batch: MicroBatch) -> list[tuple[Unit, UnitFunction]]:
     """The stage's forward, cut into its units."""
     packed = batch.packed_seq_params(current_device())
     rotary = stage.rotary(max(batch.segment_tokens))
@@ -325,17 +349,25 @@ def _unit_functions(
     ]
 
 
-def _unit_times_ms(stage: VLMStage, batch: MicroBatch) -> Iterator[tuple[Unit, float, float]]:
+def _unit_times_ms(
+    stage: VLMStage, batch: MicroBatch, *, recompute: bool = False
+) -> Iterator[tuple[Unit, float, float]]:
     """One pass over a pack: every unit's forward and backward time, in model order.
 
     Both directions run in one go, as in training, and moments are taken in passing. A unit's
     backward has begun when the gradient of its output is there.
+
+    Args:
+        recompute: whether layers keep nothing but their input, and run again in the backward.
     """
     dist.barrier()
     units, hidden = [], None
     forward, backward = [moment()], []
     for unit, function in _unit_functions(stage, batch):
-        hidden = function(hidden)
+        if recompute and unit in _RECOMPUTED:
+            hidden = tensor_parallel.checkpoint(function, False, hidden)
+        else:
+            hidden = function(hidden)
         hidden.register_hook(lambda gradient: backward.append(moment()))
         units.append(unit)
         forward.append(moment())
@@ -498,16 +530,41 @@ def _parameters(trainer: Trainer) -> int:
 
 
 def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasurement:
-    samples_ms = [_update_ms(trainer) for _ in range(repetitions + 1)]
+    update = RepeatedUpdate(trainer)
+    samples_ms = [update.timed_ms() for _ in range(repetitions + 1)]
     return OptimizerMeasurement(
         parameters=_parameters(trainer), optimizer_ms=_mean_ms(samples_ms[1:])
     )
 
 
-def _update_ms(trainer: Trainer) -> float:
-    """A step without micro-batches: all that happens once in every step."""
-    dist.barrier()
-    return _timed_ms(partial(train_step, trainer, iter(()), []))
+class RepeatedUpdate:
+    """What happens once in a step: gradients zeroed, sums exchanged, clipping, weight update.
+
+    Of made-up gradients that are finite and large enough to be clipped. The weights are put back
+    after it, so that every one finds the same.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._weights = [weight.detach().cpu().clone() for weight in trainer.stage.parameters()]
+
+    def timed_ms(self) -> float:
+        """One update; collective over all ranks."""
+        trainer = self._trainer
+        dist.barrier()
+        zeroing_ms = _timed_ms(trainer.zero_gradients)
+        for buffer in trainer.model.buffers:
+            buffer.grad_data.fill_(1.0)
+        updating_ms = _timed_ms(self._exchange_and_update)
+        # In a replay, a lone rank has gathered its own shard in the others' places.
+        with torch.no_grad():
+            for weight, kept in zip(trainer.stage.parameters(), self._weights, strict=True):
+                weight.copy_(kept)
+        return zeroing_ms + updating_ms
+
+    def _exchange_and_update(self) -> None:
+        global_sums(self._trainer.links, [], SeenBatches())
+        self._trainer.update_weights(1.0)
 
 
 def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:

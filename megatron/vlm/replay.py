@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from megatron.vlm.batch import MicroBatch
 from megatron.vlm.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.data import PackDataset, SampleReader
 from megatron.vlm.launch import shut_down_distributed
-from megatron.vlm.profiler import OPTIMIZATION, peak_activation_bytes, random_batch
+from megatron.vlm.profiler import OPTIMIZATION, RepeatedUpdate, peak_activation_bytes, random_batch
 from megatron.vlm.schedule import (
     Inbox,
     PipelineLinks,
@@ -158,15 +157,12 @@ class StageReplayer:
     def __init__(self, plan: Plan, links: StandInLinks) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False)
-        self._weights = [weight.detach().cpu().clone() for weight in self._parameters()]
+        self._update = RepeatedUpdate(self._trainer)
         self._clock = _RecomputeClock(self._trainer)
         self.update_ms()  # which makes the optimizer's state
         self.state_bytes = state_bytes_of(self._trainer)
         if has_cuda():
             self.state_bytes = torch.cuda.memory_allocated() - before
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self._trainer.stage.parameters()
 
     def step(self, batches: Sequence[MicroBatch]) -> MicroBatchTimes:
         """Forward and backward of one rank's micro-batches of a step, in the plan's order."""
@@ -193,26 +189,8 @@ class StageReplayer:
         return peak
 
     def update_ms(self) -> float:
-        """What happens once in a step: gradients zeroed, their norm, clipping, weight update.
-
-        Of made-up gradients that are finite and large enough to be clipped.
-        """
-        trainer, moments = self._trainer, [moment()]
-        trainer.zero_gradients()
-        moments.append(moment())
-        for buffer in trainer.model.buffers:
-            buffer.grad_data.fill_(1.0)
-        moments.append(moment())
-        trainer.update_weights(1.0)
-        moments.append(moment())
-        # Steps are to be alike; and a lone rank gathers its own shard in the others' places.
-        with torch.no_grad():
-            for weight, kept in zip(self._parameters(), self._weights, strict=True):
-                weight.copy_(kept)
-        if has_cuda():
-            torch.cuda.synchronize()
-        zeroing_ms, _, updating_ms = (elapsed_ms(*ends) for ends in pairwise(moments))
-        return zeroing_ms + updating_ms
+        """What happens once in a step; see `RepeatedUpdate`."""
+        return self._update.timed_ms()
 
 
 def state_bytes_of(trainer: Trainer) -> int:

@@ -257,6 +257,7 @@ def _unit_cost(
         return UnitCost(
             forward_ms=forward_ms,
             backward_ms=nothing,
+            recompute_ms=nothing,
             collective_ms=np.stack([collective_ms, nothing]),
             padding_ms=np.zeros((2, len(FEATURES))),
             activation_bytes=nothing,
@@ -285,6 +286,7 @@ def _unit_cost(
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
+        recompute_ms=forward_ms,
         collective_ms=np.stack([collective_ms, back_collective_ms]),
         padding_ms=np.zeros((2, len(FEATURES))),
         activation_bytes=kept_bytes,

@@ -39,6 +39,9 @@ class UnitCost:
     """[5]."""
     backward_ms: np.ndarray
     """[5]; without recomputation. 0 where nothing up to this unit is trained."""
+    recompute_ms: np.ndarray
+    """[5]; what recomputing the unit adds to the backward; may be less than another forward, as
+    caches are warm. 0 where there is no backward."""
     collective_ms: np.ndarray
     """[2, 5]; the parts of forward and backward that tensor-parallel ranks exchange data in."""
     padding_ms: np.ndarray

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from scipy.optimize import nnls
 
 from omnibal.config import ClusterConfig, Frozen, ModelConfig, Part, Precision
@@ -46,6 +46,8 @@ class UnitMeasurement(Frozen):
     forward_ms: PositiveFloat
     backward_ms: PositiveFloat
     """Without recomputation."""
+    recompute_ms: NonNegativeFloat | None = None
+    """What recomputing the unit adds to forward and backward together. None: not measured."""
     activation_bytes: NonNegativeInt | None
     """Kept for backward, parameters left out; the unit's input counts where backward needs it, so
     that units add up to a stage. None: not measured."""
@@ -81,7 +83,7 @@ class Profile(Frozen):
     links: tuple[LinkMeasurement, ...] = ()
 
 
-Quantity = Literal["forward_ms", "backward_ms", "activation_bytes"]
+Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _TIMES: tuple[Quantity, ...] = ("forward_ms", "backward_ms")
 
@@ -231,6 +233,10 @@ def _fitted_unit(
             )
         times[quantity] = _fit(features, measured, unit)
     backward_share = _share(features, counted.backward_ms, counted_trained.backward_ms)
+    recompute_ms = times["forward_ms"]
+    features, measured = _series(profile, unit, "recompute_ms")
+    if len(measured):
+        recompute_ms = _fit(features, measured, unit)
     features, measured = _series(profile, unit, "activation_bytes")
     activation_bytes = counted.activation_bytes
     if len(measured):
@@ -242,6 +248,7 @@ def _fitted_unit(
         counted,
         forward_ms=times["forward_ms"],
         backward_ms=backward_share * times["backward_ms"],
+        recompute_ms=recompute_ms if backward_share else 0 * recompute_ms,
         collective_ms=np.zeros((2, len(FEATURES))),
         padding_ms=np.zeros((2, len(FEATURES))),
         activation_bytes=activation_bytes,
@@ -260,6 +267,7 @@ def _series(profile: Profile, unit: Unit, quantity: Quantity) -> tuple[np.ndarra
         values: dict[Quantity, float | None] = {
             "forward_ms": m.forward_ms,
             "backward_ms": m.backward_ms,
+            "recompute_ms": m.recompute_ms,
             "activation_bytes": m.activation_bytes,
         }
         if m.unit == unit and values[quantity] is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import FEATURES, CostModel
+from omnibal.cost.model import FEATURES, CostModel, Unit
 from omnibal.pipeline.critical_path import (
     BACKWARD,
     FORWARD,
@@ -39,6 +39,7 @@ from omnibal.pipeline.units import (
 )
 from omnibal.pipeline.workload import Workload
 
+_LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 _COMPUTE = slice(FORWARD.start, BACKWARD.stop)
 _LINKS = slice(SEND.start, RECEIVE.stop)
 Edges = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -72,8 +73,8 @@ class Runs:
 class Structure:
     """What is known of all splits of a model before any is looked at."""
 
-    unit_terms: np.ndarray
-    """What a unit of each kind adds to a stage, and a cut right after it. [kinds, TERMS]"""
+    recompute_ms: np.ndarray
+    """[2, 5]; what recomputing a vision and a language layer adds to a backward."""
     runs: Runs
     weights: np.ndarray
     """Of the structural paths, averaged over the steps. [p, paths, p, TERMS]"""
@@ -85,7 +86,7 @@ class Structure:
         """For pipelines of so many stages on these steps."""
         unit_terms = _unit_terms(cost)
         return cls(
-            unit_terms=unit_terms,
+            recompute_ms=np.stack([cost.units[unit].recompute_ms for unit in _LAYERS]),
             runs=possible_runs(cost, model),
             weights=_structural_paths(steps, unit_terms, stages),
         )

@@ -113,6 +113,8 @@ def _without_collectives(cost: CostModel, *, padding: bool) -> CostModel:
             unit,
             forward_ms=unit.forward_ms - forward_ms,
             backward_ms=unit.backward_ms - backward_ms,
+            # A unit that runs again exchanges and pads as much again.
+            recompute_ms=np.maximum(unit.recompute_ms - forward_ms, 0),
         )
 
     return replace(cost, units={kind: bare(unit) for kind, unit in cost.units.items()})

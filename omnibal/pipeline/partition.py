@@ -36,8 +36,6 @@ from omnibal.pipeline.critical_path import (
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
 from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.units import (
-    LANGUAGE_LAYER,
-    VISION_LAYER,
     stages_from_cuts,
 )
 from omnibal.pipeline.workload import Workload
@@ -221,7 +219,7 @@ def _problem(
         tables=memory_tables(cost, workload.features, workload.slot, pipeline_size),
         memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
-        extreme_ms=_extreme_ms(simulator.steps, structure.unit_terms),
+        extreme_ms=_extreme_ms(simulator.steps, structure.recompute_ms),
     )
 
 
@@ -275,7 +273,6 @@ def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
 def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Options:
     """The chosen runs with every recomputed set that fits at that stage and may be the best."""
     structure, runs = problem.structure, problem.structure.runs
-    layer_forward = structure.unit_terms[[VISION_LAYER, LANGUAGE_LAYER], FORWARD]
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     sets = useful_recomputes(
         problem.tables[stage], counts, problem.extreme_ms, problem.memory_cap_bytes
@@ -287,7 +284,7 @@ def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Opti
     which = np.repeat(first[kind], number) + place
     vision, language = sets.vision[which], sets.language[which]
     terms = runs.terms[run].copy()
-    terms[:, BACKWARD] += np.stack([vision, language], axis=1) @ layer_forward
+    terms[:, BACKWARD] += np.stack([vision, language], axis=1) @ structure.recompute_ms
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)
     options = _Options(
@@ -312,10 +309,14 @@ def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> lis
     return kept[::-1]
 
 
-def _extreme_ms(steps: SampledSteps, unit_terms: np.ndarray) -> np.ndarray:
-    """Forward of a vision and a language layer, where they differ most either way. [2, 2]"""
+def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray) -> np.ndarray:
+    """Recomputing a vision and a language layer, where they differ most either way. [2, 2]
+
+    Args:
+        recompute_ms: [2, 5]; of the two.
+    """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
-    layers_ms = steps.features[real] @ unit_terms[[VISION_LAYER, LANGUAGE_LAYER], FORWARD].T
+    layers_ms = steps.features[real] @ recompute_ms.T
     # What costs nothing says nothing, and would make all sets equal.
     total_ms = layers_ms.sum(axis=1)
     layers_ms = layers_ms[total_ms > 0] if total_ms.any() else layers_ms

@@ -38,7 +38,7 @@ def useful_recomputes(
 
     Args:
         counts: [stages, kinds] units of each stage.
-        extreme_ms: [2, 2]; forward time of a vision and of a language layer, on the micro-batches
+        extreme_ms: [2, 2]; time to recompute a vision and a language layer, on the micro-batches
             where the first is largest and smallest beside the second, of those where either takes
             any time.
     """

@@ -57,8 +57,7 @@ def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) 
         -1, len(FEATURES)
     )
     returns = backward_bytes.any(axis=1)
-    # Where nothing is kept for a backward, nothing is computed again.
-    recompute = forward * (backward > 0).any(axis=1, keepdims=True)
+    recompute = np.stack([cost.units[unit].recompute_ms for unit in UNITS])
     recompute_ms = features @ (again @ recompute).T
     return StageTimes(
         forward_ms=features @ (held @ forward).T,

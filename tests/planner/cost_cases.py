@@ -41,6 +41,7 @@ def random_cost(rng: np.random.Generator) -> CostModel:
         return UnitCost(
             forward_ms=forward_ms,
             backward_ms=backward_ms,
+            recompute_ms=0.7 * forward_ms + 0.1 * forward_ms[::-1],
             collective_ms=0.1 * np.stack([forward_ms, backward_ms]),
             padding_ms=np.zeros((2, 5)),
             activation_bytes=boundary_bytes + rng.uniform(0, 8e6, 5),

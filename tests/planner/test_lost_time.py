@@ -51,6 +51,7 @@ def plain_cost(stage_ms: tuple[float, float, float]) -> CostModel:
             unit,
             forward_ms=shares[kind] * per_tile,
             backward_ms=2 * shares[kind] * per_tile,
+            recompute_ms=shares[kind] * per_tile,
             collective_ms=np.zeros((2, 5)),
             output_bytes=0 * per_tile,
             output_gradient_bytes=0 * per_tile,

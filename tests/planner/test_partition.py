@@ -61,7 +61,7 @@ def run_options(cost: CostModel, held: tuple[Unit, ...], features: np.ndarray) -
             transient = features @ unit_cost.transient_bytes
             if left.get(unit, 0):
                 left[unit] -= 1
-                backward += features @ unit_cost.forward_ms
+                backward += features @ unit_cost.recompute_ms
                 kept += features @ unit_cost.boundary_bytes
                 transient += features @ (unit_cost.activation_bytes - unit_cost.boundary_bytes)
             else:
@@ -329,7 +329,12 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
         units = dict(cost.units)
         for layer, feature in zip(LAYERS, (1, 2), strict=True):
             forward_ms = rng.uniform(0.5, 1) * np.eye(5)[feature]
-            units[layer] = replace(units[layer], forward_ms=forward_ms, backward_ms=2 * forward_ms)
+            units[layer] = replace(
+                units[layer],
+                forward_ms=forward_ms,
+                backward_ms=2 * forward_ms,
+                recompute_ms=0.8 * forward_ms,
+            )
         cost = replace(cost, units=units)
         features = random_features(rng, 4)
         features[0, 1:3] = 0
@@ -349,7 +354,7 @@ def test_steps_that_take_no_time_are_searched():
     rng = np.random.default_rng(0)
     cost, nothing = random_cost(rng), np.zeros(5)
     units = {
-        unit: replace(unit_cost, forward_ms=nothing, backward_ms=nothing)
+        unit: replace(unit_cost, forward_ms=nothing, backward_ms=nothing, recompute_ms=nothing)
         for unit, unit_cost in cost.units.items()
     }
     model, packs = small_model(2, 2), random_packs(rng, 3)

@@ -47,6 +47,7 @@ def true_cost() -> CostModel:
                 known,
                 forward_ms=3 * known.forward_ms + overhead_ms,
                 backward_ms=5 * known.backward_ms + 2 * overhead_ms,
+                recompute_ms=2 * known.forward_ms + overhead_ms / 2,
                 activation_bytes=1.1 * known.activation_bytes,
             )
             for unit, known in cost.units.items()
@@ -60,7 +61,7 @@ def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
     for unit, known in true_cost().units.items():
         for shape in SHAPES:
             features = np.array([1, *shape])
-            factor = rng.uniform(1 - noise, 1 + noise, 2)
+            factor = rng.uniform(1 - noise, 1 + noise, 3)
             measurements.append(
                 UnitMeasurement(
                     unit=unit,
@@ -70,6 +71,7 @@ def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
                     loss_tokens=shape[3],
                     forward_ms=features @ known.forward_ms * factor[0],
                     backward_ms=features @ known.backward_ms * factor[1],
+                    recompute_ms=features @ known.recompute_ms * factor[2],
                     activation_bytes=round(features @ known.activation_bytes),
                 )
             )
@@ -99,6 +101,7 @@ def test_exact_measurements_give_back_the_true_costs():
             cost = fitted.units[unit]
             assert features @ cost.forward_ms == pytest.approx(features @ known.forward_ms)
             assert features @ cost.backward_ms == pytest.approx(features @ known.backward_ms)
+            assert features @ cost.recompute_ms == pytest.approx(features @ known.recompute_ms)
             assert features @ cost.activation_bytes == pytest.approx(
                 features @ known.activation_bytes, rel=1e-3, abs=1
             )
@@ -114,18 +117,19 @@ def test_noise_stays_a_relative_error_of_its_own_size():
     """Prevents fits in which the largest micro-batch outweighs all small ones."""
     residuals = fit_residuals(measured(noise=0.05))
     times = [r for r in residuals if r.quantity != "activation_bytes"]
-    assert len(times) == 2 * len(Unit)
+    assert len(times) == 3 * len(Unit)
     assert all(0 < r.median_error < 0.05 and r.max_error < 0.12 for r in times)
     assert all(r.measurements == len(SHAPES) for r in times)
 
 
 def test_what_was_not_measured_is_counted():
-    """Prevents zero memory, optimizer or link costs from a profile of times only."""
+    """Prevents zero memory, recomputation, optimizer or link costs from a profile without them."""
     profile = measured(optimizer=(), links=())
     profile = profile.model_copy(
         update={
             "measurements": tuple(
-                m.model_copy(update={"activation_bytes": None}) for m in profile.measurements
+                m.model_copy(update={"activation_bytes": None, "recompute_ms": None})
+                for m in profile.measurements
             )
         }
     )
@@ -134,6 +138,9 @@ def test_what_was_not_measured_is_counted():
     for unit in Unit:
         np.testing.assert_array_equal(
             fitted.units[unit].activation_bytes, counted.units[unit].activation_bytes
+        )
+        np.testing.assert_array_equal(
+            fitted.units[unit].recompute_ms, fitted.units[unit].forward_ms
         )
     assert fitted.optimizer_ms_per_parameter == counted.optimizer_ms_per_parameter
     assert fitted.link_ms_per_byte == counted.link_ms_per_byte

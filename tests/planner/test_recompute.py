@@ -66,6 +66,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
     return UnitCost(
         forward_ms=np.array([0.0, 0, 1, 0, 0]),
         backward_ms=np.array([0.0, 0, 2, 0, 0]),
+        recompute_ms=np.array([0.0, 0, 0.75, 0, 0]),
         collective_ms=np.zeros((2, 5)),
         padding_ms=np.zeros((2, 5)),
         activation_bytes=kept,
@@ -105,8 +106,8 @@ def test_stage_memory_and_time_by_hand():
     np.testing.assert_allclose(memory.transient_gib * GIB, 3 * 20 * 1e6)
     times = stage_times(cost, [stage], features)
     np.testing.assert_allclose(times.forward_ms, [[6], [9]])
-    np.testing.assert_allclose(times.recompute_ms, [[2], [3]])
-    np.testing.assert_allclose(times.backward_ms, [[14], [21]])
+    np.testing.assert_allclose(times.recompute_ms, [[1.5], [2.25]])
+    np.testing.assert_allclose(times.backward_ms, [[13.5], [20.25]])
 
 
 def test_recomputed_layers_bring_back_their_activations_as_working_memory():

@@ -136,6 +136,31 @@ def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
     assert len({m.bytes for m in profile.links}) >= 3
 
 
+def runs_of_layers(links, plan):
+    profiler, runs = Profiler(plan.model, plan.precision, plan.cluster, links, PROFILE), []
+    stage = profiler._trainer.stage
+    for layer in (*stage.vision.layers, *stage.language.layers):
+        layer.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    before = [weight.clone() for weight in stage.parameters()]
+    result = profiler.result([profiler.round()])
+    unchanged = all(map(torch.equal, before, stage.parameters()))
+    return result, runs.count(True), runs.count(False), unchanged
+
+
+def test_layers_are_also_measured_recomputed():
+    """Prevents a cost of recomputation of something else, and weights that drift with updates."""
+    model = toy_model()
+    profile, with_graph, without, unchanged = run_ranks(
+        Parallel(pipeline=1), runs_of_layers, toy_plan(model, stages_of(model))
+    )[0]
+    layers, packs = 4, len({(m.tiles, m.tokens) for m in profile.measurements})
+    # Plain; and forward without a graph, then again with one.
+    assert (with_graph, without) == (layers * packs * 2, layers * packs)
+    assert unchanged
+    recomputed = {m.unit for m in profile.measurements if m.recompute_ms is not None}
+    assert recomputed == {Unit.VISION_LAYER, Unit.LANGUAGE_LAYER}
+
+
 @pytest.mark.parametrize(
     ("max_tiles", "max_tokens", "tokens_per_sample"),
     [(12, 448, 57), (6, 384, 73), (16, 4096, 700), (8, 120, 100)],
