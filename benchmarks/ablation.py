@@ -12,10 +12,11 @@ the proportions of InternViT-6B and InternLM2-20B:
   in the sizes of the two published length files, put together by the schedule (`tools/replay.py`).
 
 In every round each plan takes one step, in alternating order, between them a round of the profiler,
-from which all steps are predicted afterwards; ratios are medians over the rounds. Each turn starts
-with a little of the same that does not count. Only full steps count: a balanced epoch's one step
-with what is left over (often its lightest packs) is no part of it. Plans are made from a short
-profile beforehand. Prints the tables and writes ablation.json and ablation.svg.
+from which all steps are predicted afterwards; ratios are medians over the steps, of which two are
+replayed in several rounds. Each turn starts with a little of the same that does not count. Only
+full steps count: a balanced epoch's one step with what is left over (often its lightest packs) is
+no part of it. Plans are made from a short profile beforehand. Prints the tables and writes
+ablation.json and ablation.svg.
 
 Takes three quarters of an hour on two cores. Each finished half stays in work/ablation, and is
 measured again with --anew.
@@ -72,6 +73,10 @@ from omnibal.report.comparison import ShownStep, before_and_after
 STEP_BAR, MEMORY_BAR, PREDICTION_BAR = 0.05, 0.03, 0.10
 USUAL_STEPS = 24
 """Of every plan, trained in a row."""
+REPLAYED_STEPS = 2
+"""Of every plan where nothing is trained, in turn. Stages are replayed one after another while the
+machine changes its speed, and a step takes as long as the slowest: composed of single times, it is
+the longer the more equal its stages are. So the mean of several rounds counts."""
 UPDATES = 3
 """Timed of every plan and stage in a round of replays."""
 MIB = 2**20
@@ -148,7 +153,9 @@ class Composed(Frozen):
     """Steps put together from measured times of micro-batches."""
 
     step_ms: tuple[float, ...]
-    """Of every round."""
+    """Of every step, from the mean times of the rounds that ran it."""
+    rounds_ms: tuple[float, ...]
+    """Of every round, from its own times."""
     waits: tuple[float, ...]
     """Share of the steps, of every stage."""
     recompute_fraction: float
@@ -180,7 +187,7 @@ class VariantResult(Frozen):
     micro_batches: float
     """Of a rank in a step, mean."""
     samples: tuple[int, ...]
-    """Of the step of every round."""
+    """Of every step."""
     predicted_ms: tuple[float, ...]
     replayed: Composed
     trained: Trained | None
@@ -194,6 +201,11 @@ class VariantResult(Frozen):
     def step_ms(self) -> np.ndarray:
         """As they really were, or as they were put together where nothing was trained."""
         return np.array(self.trained.step_ms if self.trained else self.replayed.step_ms)
+
+    @property
+    def rounds_ms(self) -> np.ndarray:
+        """As `step_ms`, of every round by itself."""
+        return np.array(self.trained.step_ms if self.trained else self.replayed.rounds_ms)
 
     @property
     def waits(self) -> tuple[float, ...]:
@@ -213,13 +225,9 @@ class LayoutResult(Frozen):
     variants: tuple[VariantResult, ...]
 
     def speed_up(self, variant: VariantResult, over: VariantResult) -> float:
-        """Samples per second over another's: the median round."""
-        return float(np.median(self._speed_ups(variant, over)))
-
-    def _speed_ups(self, variant: VariantResult, over: VariantResult) -> np.ndarray:
-        """Of every round. [rounds]"""
+        """Samples per second over another's: the median step."""
         samples = np.array(variant.samples) / np.array(over.samples)
-        return samples * over.step_ms / variant.step_ms
+        return float(np.median(samples * over.step_ms / variant.step_ms))
 
     def usual_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
         """The same of trained steps in a row, samples read and steps logged beside them."""
@@ -231,8 +239,10 @@ class LayoutResult(Frozen):
         return float(rates[0] / rates[1])
 
     def speed_up_quartiles(self, variant: VariantResult, over: VariantResult) -> np.ndarray:
-        """Of the rounds. [2]"""
-        return np.percentile(self._speed_ups(variant, over), [25, 75])
+        """Of the single rounds. [2]"""
+        step = np.arange(len(variant.rounds_ms)) % len(variant.samples)
+        samples = np.array(variant.samples)[step] / np.array(over.samples)[step]
+        return np.percentile(samples * over.rounds_ms / variant.rounds_ms, [25, 75])
 
     def predicted_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
         """The same of predicted steps."""
@@ -302,8 +312,8 @@ def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
     )
 
 
-def planned_variants(job: AblationJob, rounds: int) -> dict[Variant, Planned]:
-    """Every variant's plan, and the steps of it that the rounds take.
+def planned_variants(job: AblationJob, count: int) -> dict[Variant, Planned]:
+    """Every variant's plan, and so many steps of it that the rounds take in turn.
 
     Raises:
         UserError: one has fewer full steps.
@@ -311,14 +321,14 @@ def planned_variants(job: AblationJob, rounds: int) -> dict[Variant, Planned]:
     results = {variant: make_variant(job, variant) for variant in Variant}
     steps = {variant: full_steps(result, variant) for variant, result in results.items()}
     fewest = min(len(own) for own in steps.values())
-    if fewest < rounds:
-        raise UserError(f"{rounds} rounds were asked for, and there are {fewest} full steps")
+    if fewest < count:
+        raise UserError(f"{count} steps are to be run, and there are {fewest} full ones")
     return {
         variant: Planned(
             plan=result.plan,
             packs=result.data[0],
             lengths=result.data[1],
-            steps=steps[variant][:rounds],
+            steps=steps[variant][:count],
         )
         for variant, result in results.items()
     }
@@ -344,7 +354,8 @@ def run_rounds(
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for number in progress.track(range(rounds), description="rounds"):
             for variant in _turned(list(planned), number):
-                step = int(planned[variant].steps[number])
+                steps = planned[variant].steps
+                step = int(steps[number % len(steps)])
                 trained = None
                 if trains:
                     ask(workers.pair, "load", variant, number)
@@ -424,7 +435,8 @@ def variant_result(
         usual: the first steps in a row, of both ranks.
     """
     update_ms = np.median([one.update_ms for one in rounds], axis=(0, 1))
-    replays = stage_replays(planned, [one.replayed for one in rounds], update_ms, memory)
+    times = mean_times(rounds, len(planned.steps))
+    replays = stage_replays(planned, times, update_ms, memory)
     summary = summary_of(planned, cost, replays)
     sizes = np.diff(planned.packs.packs.offsets)
     stages = planned.plan.prediction.stages
@@ -440,6 +452,10 @@ def variant_result(
         predicted_ms=tuple(summary.predicted_each_step_ms.tolist()),
         replayed=Composed(
             step_ms=tuple(summary.each_step_ms.tolist()),
+            rounds_ms=tuple(
+                round_ms(planned, cost, number, one, update_ms, memory)
+                for number, one in enumerate(rounds)
+            ),
             waits=tuple(summary.wait_fractions.tolist()),
             recompute_fraction=summary.recompute_fraction,
             lost=summary.lost,
@@ -450,8 +466,37 @@ def variant_result(
         predicted_mib=tuple(gib * 1024 for gib in kept_gib),
         replayed_mib=tuple(replay.peak_gib * 1024 for replay in replays),
         replayed_activations_mib=tuple(activations / MIB for _, activations in memory),
-        shown=shown_step(planned, cost, summary, rounds),
+        shown=shown_step(planned, cost, summary, times),
     )
+
+
+def mean_times(rounds: Sequence[Round], steps: int) -> list[list[MicroBatchTimes]]:
+    """Of every step and stage, over the rounds that ran it. [steps][stages]"""
+    same_step = [[one.replayed for one in rounds[step::steps]] for step in range(steps)]
+    return [[mean(times) for times in zip(*own, strict=True)] for own in same_step]
+
+
+def mean(times: Sequence[MicroBatchTimes]) -> MicroBatchTimes:
+    """Of every micro-batch by itself."""
+    return MicroBatchTimes(
+        forward_ms=np.mean([one.forward_ms for one in times], axis=0),
+        backward_ms=np.mean([one.backward_ms for one in times], axis=0),
+        recompute_ms=np.mean([one.recompute_ms for one in times], axis=0),
+    )
+
+
+def round_ms(
+    planned: Planned,
+    cost: CostModel,
+    number: int,
+    one: Round,
+    update_ms: np.ndarray,
+    memory: Sequence[tuple[int, int]],
+) -> float:
+    """The step of a round, put together from its own times."""
+    run = replace(planned, steps=planned.steps[[number % len(planned.steps)]])
+    replays = stage_replays(run, [one.replayed], update_ms, memory)
+    return float(summary_of(run, cost, replays).each_step_ms[0])
 
 
 def trained_result(
@@ -496,20 +541,27 @@ def trained_result(
 
 
 def shown_step(
-    planned: Planned, cost: CostModel, summary: ReplaySummary, rounds: Sequence[Round]
+    planned: Planned,
+    cost: CostModel,
+    summary: ReplaySummary,
+    times: Sequence[Sequence[MicroBatchTimes]],
 ) -> Shown:
-    """The replayed step of median time, of its first data-parallel rank."""
-    number = int(np.argsort(summary.each_step_ms)[(len(rounds) - 1) // 2])
+    """The replayed step of median time, of its first data-parallel rank.
+
+    Args:
+        times: [steps][stages].
+    """
+    number = int(np.argsort(summary.each_step_ms)[(len(times) - 1) // 2])
     rows = planned.rows(int(planned.steps[number]))
     first = planned.packs.dp_rank[rows] == 0
     features = pack_features(planned.packs.packs.take(rows[first]), planned.lengths)
     links = stage_times(cost, planned.plan.stages, features)
-    times = rounds[number].replayed
+    shown = times[number]
     return Shown(
         samples=int(np.diff(planned.packs.packs.offsets)[rows[first]].sum()),
-        forward_ms=np.stack([one.forward_ms[first] for one in times], axis=1).tolist(),
-        backward_ms=np.stack([one.backward_ms[first] for one in times], axis=1).tolist(),
-        recompute_ms=np.stack([one.recompute_ms[first] for one in times], axis=1).tolist(),
+        forward_ms=np.stack([one.forward_ms[first] for one in shown], axis=1).tolist(),
+        backward_ms=np.stack([one.backward_ms[first] for one in shown], axis=1).tolist(),
+        recompute_ms=np.stack([one.recompute_ms[first] for one in shown], axis=1).tolist(),
         forward_link_ms=links.forward_link_ms.tolist(),
         backward_link_ms=links.backward_link_ms.tolist(),
     )
@@ -519,7 +571,7 @@ def measure(
     layout: Layout, job: AblationJob, data: TrainingData | None, rounds: int
 ) -> LayoutResult:
     """Plan, train and replay a layout's variants."""
-    planned = planned_variants(job, rounds)
+    planned = planned_variants(job, rounds if layout.trained else min(rounds, REPLAYED_STEPS))
     tiles, tokens, tokens_per_sample = layout.profiled
     options = ProfileOptions(
         max_tiles=tiles,
@@ -574,7 +626,7 @@ def measure(
 def table_of(layout: Layout, result: LayoutResult) -> Table:
     """One row a variant."""
     sizes = layout.parallel
-    rounds = len(result.variants[0].samples)
+    rounds = len(result.variants[0].rounds_ms)
     table = Table(
         title=f"{layout.name}: PP {sizes.pipeline} x DP {sizes.data}, about "
         f"{layout.samples_per_step} samples a step, {rounds} rounds, {result.device}",

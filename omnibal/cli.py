@@ -662,7 +662,7 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay all steps of a plan on its own packs."""
+    """Simulate all steps of a plan on its own packs."""
     from omnibal.cost.model import pack_features
     from omnibal.pipeline.simulate import simulate_run
     from omnibal.pipeline.workload import Workload

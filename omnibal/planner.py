@@ -225,7 +225,7 @@ def steps_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths]
     data = data_of_plan(plan, directory)
     if data is None:
         raise UserError(
-            f"{directory}: the plan has neither data nor shapes, so there is nothing to replay; "
+            f"{directory}: the plan has neither data nor shapes, so it has no steps; "
             "give a plan of `omnibal plan`"
         )
     return data

@@ -107,7 +107,7 @@ def _read(
     if replay_directory is not None:
         if data is None:
             raise UserError(
-                "a plan with neither data nor shapes has no micro-batches to replay; give the plan "
+                "a plan with neither data nor shapes has no steps to replay; give the plan "
                 f"that {replay_directory} is of, or no replay"
             )
         replay = read_replay(replay_directory, plan, cost, data)

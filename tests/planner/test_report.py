@@ -764,6 +764,6 @@ def test_page_of_a_replay_alone(tmp_path: Path) -> None:
 def test_plan_without_micro_batches_has_no_replay(tmp_path: Path) -> None:
     """Prevents a traceback where there is nothing that could have been replayed."""
     write_plan_directory(tmp_path / "plan", data=False)
-    with pytest.raises(UserError, match="has no micro-batches to replay"):
+    with pytest.raises(UserError, match="has no steps to replay"):
         write_report(tmp_path / "plan", None, tmp_path / "r.html", tmp_path / "replay")
     assert not (tmp_path / "r.html").exists()

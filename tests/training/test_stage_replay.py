@@ -25,6 +25,12 @@ from omnibal.planner import PlanRequest, make_plan, save_plan
 from omnibal.replay import read_replay, read_stages, stage_file
 
 MODEL = toy_model()
+FROZEN = {"frozen": (Part.VISION,)}
+TIED = {
+    "model": MODEL.model_copy(
+        update={"language": MODEL.language.model_copy(update={"tied_head": True})}
+    )
+}
 SIZES = [(3, (20, 40), 7), (1, (30,), 30), (4, (50, 9, 41), 1), (2, (35,), 4), (0, (25,), 5)]
 
 
@@ -45,24 +51,26 @@ def bytes_of_rank(links, plan):
 
 
 @pytest.mark.parametrize(
-    ("cuts", "recompute", "sizes", "frozen"),
+    ("cuts", "recompute", "sizes", "changes"),
     [
-        pytest.param((3, 6), {"vision": (0, 3), "language": (1, 2)}, {}, (), id="pp3"),
-        pytest.param((6,), {"vision": (1,)}, {"data": 2}, (), id="pp2-dp2"),
+        pytest.param((3, 6), {"vision": (0, 3), "language": (1, 2)}, {}, {}, id="pp3"),
+        pytest.param((6,), {"vision": (1,)}, {"data": 2}, {}, id="pp2-dp2"),
         pytest.param(
-            (4, 7), {}, {"tensor": 2, "sequence_parallel": True}, (), id="pp3-tp2-sequence"
+            (4, 7), {}, {"tensor": 2, "sequence_parallel": True}, {}, id="pp3-tp2-sequence"
         ),
-        pytest.param((3,), {"language": (0,)}, {}, (Part.VISION,), id="frozen-vision"),
-        pytest.param((6,), {"vision": (1,)}, {}, (Part.VISION,), id="frozen-but-named"),
+        pytest.param((3,), {"language": (0,)}, {}, FROZEN, id="frozen-vision"),
+        pytest.param((6,), {"vision": (1,)}, {}, FROZEN, id="frozen-but-named"),
+        pytest.param((3, 7), {"language": (0, 2)}, {}, TIED, id="tied-head-apart"),
+        pytest.param((4,), {}, {"data": 2}, TIED, id="tied-head-in-one-stage"),
     ],
 )
-def test_a_rank_alone_needs_what_it_needs_in_the_job(cuts, recompute, sizes, frozen):
+def test_a_rank_alone_needs_what_it_needs_in_the_job(cuts, recompute, sizes, changes):
     """Prevents: a plan that fits when its stages are tried alone, and not when they train.
 
     State and kept activations of every stage, to the byte.
     """
     stages = stages_of(MODEL, *cuts, **recompute)
-    plan = toy_plan(MODEL, stages, **sizes).model_copy(update={"frozen": frozen})
+    plan = toy_plan(MODEL, stages, **sizes).model_copy(update=changes)
     ranks = run_ranks(plan.parallel, bytes_of_rank, plan)
     per_stage = plan.parallel.world_size // len(stages)
     for number, stage in enumerate(stages):
