@@ -1,6 +1,6 @@
 """The ablation of the OmniBal paper (Table 7) on real code: what each kind of balance brings.
 
-    python benchmarks/ablation.py [--rounds 30] [--replay-rounds 10] [--only trained|replayed]
+    python benchmarks/ablation.py [--rounds 24] [--replay-rounds 6] [--only trained|replayed]
 
 Five plans of the same samples, from common practice (random micro-batches of four padded to the
 longest, stages of equal parameters, everything recomputed) to the full system, of two models with
@@ -329,6 +329,7 @@ def planned_variants(job: AblationJob, count: int) -> dict[Variant, Planned]:
             packs=result.data[0],
             lengths=result.data[1],
             steps=steps[variant][:count],
+            cost=job.cost,
         )
         for variant, result in results.items()
     }
@@ -808,8 +809,8 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--replay-rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--replay-rounds", type=int, default=6)
     parser.add_argument("--only", choices=[layout.name for layout in LAYOUTS])
     parser.add_argument("--anew", action="store_true", help="measure what is kept again")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "ablation")

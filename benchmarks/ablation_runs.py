@@ -30,9 +30,16 @@ from megatron.vlm.data import PackDataset, SampleReader, load_batches
 from megatron.vlm.launch import Launch, initialize_distributed
 from megatron.vlm.loop import gather_stage_records
 from megatron.vlm.profiler import OPTIMIZATION, ProfileOptions, Profiler, peak_activation_bytes
-from megatron.vlm.replay import MicroBatchTimes, StageReplayer, random_rows, standing_in
+from megatron.vlm.replay import (
+    MicroBatchTimes,
+    StageReplayer,
+    predicted_waits,
+    random_rows,
+    standing_in,
+)
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -59,6 +66,8 @@ class Planned:
     """Padded ones, where micro-batches are padded."""
     steps: np.ndarray
     """Of the run, that are trained or replayed; one in every round."""
+    cost: CostModel
+    """By which stages wait for each other while they are replayed."""
 
     def rows(self, step: int) -> np.ndarray:
         """Of all ranks' packs of a step."""
@@ -233,7 +242,7 @@ class ReplayWorker:
         parallel = next(iter(planned.values())).plan.parallel
         self._standing_in = ExitStack()  # for as long as the process lives
         links = self._standing_in.enter_context(standing_in(parallel, stage))
-        self._planned = planned
+        self._planned, self._stage = planned, stage
         self._replayers = {
             variant: StageReplayer(one.plan, links) for variant, one in planned.items()
         }
@@ -246,7 +255,7 @@ class ReplayWorker:
         """A step of all ranks, one after another, warmed up."""
         one = self._planned[variant]
         rows = one.rows(step)
-        self._replay(variant, rows[:WARM_UP])
+        self._replayers[variant].step(self._load[variant](rows[:WARM_UP]))
         ranks = [rows[one.packs.dp_rank[rows] == rank] for rank in range(one.plan.parallel.data)]
         times = [self._replay(variant, own) for own in ranks]
         return MicroBatchTimes(
@@ -256,7 +265,11 @@ class ReplayWorker:
         )
 
     def _replay(self, variant: Variant, rows: np.ndarray) -> MicroBatchTimes:
-        return self._replayers[variant].step(self._load[variant](rows))
+        one = self._planned[variant]
+        waits = predicted_waits(
+            one.plan, self._stage, one.cost, one.packs.packs.take(rows), one.lengths
+        )
+        return self._replayers[variant].step(self._load[variant](rows), waits)
 
     def update_ms(self, variant: Variant) -> float:
         return self._replayers[variant].update_ms()

@@ -10,9 +10,10 @@ Shapes are those of `megatron.vlm.stage`.
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -34,9 +35,12 @@ from megatron.vlm.schedule import (
     run_forward_backward,
 )
 from megatron.vlm.train import Trainer, build_trainer
+from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
+from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
+from omnibal.pipeline.simulate import simulate_1f1b, waits_before
+from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import Parallel, Plan, memory_cap_gib
 from omnibal.replay import StageReplay
 
@@ -45,15 +49,35 @@ _UPDATES = 5
 
 
 class _RandomInbox(Inbox):
-    """Random tensors of the shapes that a neighbour would send."""
+    """Random tensors of the shapes that a neighbour would send, none before its time."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        source_rank: int,
+        group: dist.ProcessGroup,
+        waits_ms: Sequence[float],
+    ) -> None:
+        self._waits_ms = iter(waits_ms)
+        super().__init__(shapes, dtype, source_rank, group)
+
+    def take(self) -> torch.Tensor:
+        time.sleep(next(self._waits_ms) / 1e3)
+        return super().take()
 
     def _begin(self, tensor: torch.Tensor) -> None:
         # Not what memory happens to hold: a CPU is many times slower on denormal numbers.
         tensor.normal_()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StandInLinks(PipelineLinks):
     """The links of a stage whose neighbours are not there."""
+
+    waits_ms: dict[dist.ProcessGroup, Sequence[float]] = field(default_factory=dict)
+    """How long to wait for each of what comes in a step, by the group that it comes in. Groups that
+    are not named send at once."""
 
     def inbox(
         self,
@@ -62,7 +86,8 @@ class StandInLinks(PipelineLinks):
         source_rank: int,
         group: dist.ProcessGroup,
     ) -> Inbox:
-        return _RandomInbox(shapes, dtype, source_rank, group)
+        waits_ms = self.waits_ms.get(group, [0.0] * len(shapes))
+        return _RandomInbox(shapes, dtype, source_rank, group, waits_ms)
 
 
 @contextmanager
@@ -102,6 +127,29 @@ class MicroBatchTimes:
             backward_ms=np.median([one.backward_ms for one in repetitions], axis=0),
             recompute_ms=np.median([one.recompute_ms for one in repetitions], axis=0),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waits:
+    """Of a stage, for what neighbours send in one rank's step; each [micro-batches]."""
+
+    before_forward_ms: tuple[float, ...]
+    before_backward_ms: tuple[float, ...]
+
+
+def predicted_waits(
+    plan: Plan, stage: int, cost: CostModel, packs: Packs, lengths: Lengths
+) -> Waits:
+    """How long a stage stands idle in a step of one rank's `packs`, as it is predicted."""
+    times = stage_times(cost, plan.stages, pack_features(packs, lengths))
+    timeline = simulate_1f1b(
+        times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
+    )
+    before_forward_ms, before_backward_ms = waits_before(timeline)
+    return Waits(
+        before_forward_ms=tuple(before_forward_ms[:, stage].tolist()),
+        before_backward_ms=tuple(before_backward_ms[:, stage].tolist()),
+    )
 
 
 class _RecomputeClock(PhaseClock):
@@ -164,10 +212,20 @@ class StageReplayer:
         if has_cuda():
             self.state_bytes = torch.cuda.memory_allocated() - before
 
-    def step(self, batches: Sequence[MicroBatch]) -> MicroBatchTimes:
-        """Forward and backward of one rank's micro-batches of a step, in the plan's order."""
+    def step(self, batches: Sequence[MicroBatch], waits: Waits | None = None) -> MicroBatchTimes:
+        """Forward and backward of one rank's micro-batches of a step, in the plan's order.
+
+        Args:
+            waits: for what neighbours send, as long as it is predicted. A processor that has stood
+                idle computes more slowly at first.
+        """
+        links = self._trainer.links
+        if waits is not None:
+            links.waits_ms[links.activations] = waits.before_forward_ms
+            links.waits_ms[links.gradients] = waits.before_backward_ms
         self._trainer.zero_gradients()
         self._run(batches)
+        links.waits_ms.clear()
         return self._clock.times()
 
     def _run(self, batches: Sequence[MicroBatch]) -> None:
@@ -254,6 +312,8 @@ class StageWork:
     """Of one rank's micro-batches of a step, each timed by itself."""
     heaviest: tuple[np.ndarray, ...]
     """Of the ranks and steps that may need most memory."""
+    waits: tuple[Waits, ...]
+    """In each of the steps."""
     repetitions: int
     """Of every step; one more of the first warms up."""
 
@@ -308,10 +368,10 @@ def _replay(
     replayer.step(load(work.steps[0]))
     on_run()
     times = []
-    for rows in work.steps:
+    for rows, waits in zip(work.steps, work.waits, strict=True):
         batches, repetitions = load(rows), []
         for _ in range(work.repetitions):
-            repetitions.append(replayer.step(batches))
+            repetitions.append(replayer.step(batches, waits))
             on_run()
         times.append(MicroBatchTimes.median(repetitions))
     update_ms = [replayer.update_ms() for _ in range(_UPDATES)]

@@ -17,7 +17,14 @@ from megatron.vlm.data import SampleReader
 from megatron.vlm.job import check_same_data
 from megatron.vlm.launch import Launch
 from megatron.vlm.profiler import device_name
-from megatron.vlm.replay import LoadRows, StageWork, random_rows, read_rows, replay_stage
+from megatron.vlm.replay import (
+    LoadRows,
+    StageWork,
+    predicted_waits,
+    random_rows,
+    read_rows,
+    replay_stage,
+)
 from omnibal.check import check_plan
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
@@ -72,9 +79,14 @@ class ReplayJob:
         """Every step, rank by rank, so that as many micro-batches are in flight as in the job."""
         rows = rows_of_steps(self.packs, info.steps)
         place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
-        borders = np.flatnonzero(np.diff(place)) + 1
+        steps = np.split(rows, np.flatnonzero(np.diff(place)) + 1)
+        packs, lengths = self.packs.packs, self.lengths
         return StageWork(
-            steps=tuple(np.split(rows, borders)),
+            steps=tuple(steps),
+            waits=tuple(
+                predicted_waits(self.plan, stage, self.cost, packs.take(own), lengths)
+                for own in steps
+            ),
             heaviest=heaviest_rows(self.cost, self.plan, stage, self.packs, self.lengths),
             repetitions=info.repetitions,
         )

@@ -121,6 +121,23 @@ def simulate_steps(
     )
 
 
+def waits_before(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """How long every stage stands idle before each forward and each backward of one step, in ms.
+
+    Both [m, p].
+    """
+    micro_batches, stages = timeline.forward_start_ms.shape
+    start = np.stack([timeline.forward_start_ms, timeline.backward_start_ms])
+    end = np.stack([timeline.forward_end_ms, timeline.backward_end_ms])
+    waits = np.zeros_like(start)
+    for stage in range(stages):
+        passes, indices = np.array(_stage_order(stage, stages, micro_batches)).T
+        ended = np.append(0.0, end[passes, indices, stage][:-1])
+        waits[passes, indices, stage] = start[passes, indices, stage] - ended
+    # Differences of equal times may be a rounding error below 0.
+    return tuple(np.maximum(waits, 0.0))
+
+
 def _steps_last(values: np.ndarray, real: np.ndarray) -> np.ndarray:
     """[steps, m, k] to [m, k, steps], with 0 for micro-batches that do not exist."""
     return np.where(real[:, None], np.moveaxis(values, 0, -1), 0.0)

@@ -125,6 +125,22 @@ def test_varying_micro_batches_match_an_event_loop(m: int, p: int):
         assert_matches_event_loop(simulate_1f1b(*durations), durations)
 
 
+def test_waits_are_the_gaps_between_passes():
+    """Prevents waits that are counted to another pass, or the time of a pass as waiting."""
+    # Stage 0 runs F0 F1, waits for 2, B0, waits for 1, B1; stage 1 waits for 1, F0 B0 F1 B1.
+    ones, links = np.ones((2, 2)), np.zeros((2, 1))
+    drawn = simulate.simulate_1f1b(ones, 2 * ones, links, links)
+    before_forward, before_backward = simulate.waits_before(drawn)
+    assert before_forward.tolist() == [[0, 1], [0, 0]]
+    assert before_backward.tolist() == [[2, 0], [1, 0]]
+    rng = np.random.default_rng(3)
+    for m, p in ((1, 1), (1, 3), (2, 4), (7, 3), (5, 1)):
+        timeline = simulate.simulate_1f1b(*random_durations(rng, m, p))
+        waits = np.stack(simulate.waits_before(timeline))
+        assert (waits >= 0).all()
+        np.testing.assert_allclose(waits.sum(axis=(0, 1)) + timeline.busy_ms, timeline.finish_ms)
+
+
 def test_steps_of_different_lengths_match_an_event_loop():
     """Prevents micro-batches that do not exist from holding up those that do."""
     rng = np.random.default_rng(1)

@@ -13,8 +13,14 @@ from megatron.vlm import clock
 from megatron.vlm import replay as replay_module
 from megatron.vlm.launch import Launch, open_store
 from megatron.vlm.profiler import peak_activation_bytes, random_batch
-from megatron.vlm.replay import StageReplayer, random_rows, standing_in, state_bytes_of
-from megatron.vlm.replay_job import ReplayOptions, load_replay, replay_stages
+from megatron.vlm.replay import (
+    StageReplayer,
+    Waits,
+    random_rows,
+    standing_in,
+    state_bytes_of,
+)
+from megatron.vlm.replay_job import ReplayOptions, load_replay, replay_info, replay_stages
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import Part, load_cluster
 from omnibal.data.lengths import Lengths
@@ -103,6 +109,29 @@ def test_times_belong_to_the_micro_batches_that_took_them(monkeypatch):
                 again = times.recompute_ms
                 assert (again < times.backward_ms).all()
                 assert again.argmax() == place if recompute else not again.any()
+
+
+def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
+    """Prevents: a stage that never stands idle, or not where the schedule has it wait."""
+    slept = []
+    monkeypatch.setattr(replay_module.time, "sleep", lambda seconds: slept.append(1e3 * seconds))
+    plan = toy_plan(MODEL, stages_of(MODEL, 3, 7))
+    waits = Waits(before_forward_ms=(1.0, 2.0, 3.0), before_backward_ms=(10.0, 20.0, 30.0))
+    with standing_in(plan.parallel, 1) as links:
+        replayer = StageReplayer(plan, links)
+        replayer.step(batches_for(plan.stages[1])[:3], waits)
+        assert slept == pytest.approx([1, 2, 10, 3, 20, 30])
+        replayer.step(batches_for(plan.stages[1])[:3])
+        assert not any(slept[6:])
+    job = load_replay(planned, None, None)
+    info = replay_info(job, ReplayOptions(steps=1, repetitions=1), processes=1)
+    for stage in range(2):
+        work = job.work_of(stage, info)
+        for rows, own in zip(work.steps, work.waits, strict=True):
+            assert len(rows) == len(own.before_forward_ms) == len(own.before_backward_ms)
+        first = work.waits[0].before_forward_ms[0]
+        # The last stage waits for the first micro-batch, and the first one for nothing.
+        assert first > 0 if stage else first == 0
 
 
 def test_replaying_changes_no_weight():
@@ -195,10 +224,10 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, mon
             built.append(weakref.ref(self._trainer.stage))
             assert all(earlier() is None for earlier in built[:-1])
 
-        def step(self, batches):
+        def step(self, batches, waits=None):
             if self._trainer.links.rank == 0:
                 raise torch.OutOfMemoryError("Tried to allocate 7 GiB")
-            return super().step(batches)
+            return super().step(batches, waits)
 
     monkeypatch.setattr(replay_module, "StageReplayer", Failing)
     with pytest.raises(UserError, match=r"stage 0 needs more .*Tried to allocate 7 GiB"):
