@@ -216,11 +216,12 @@ class StageReplayer:
         """Forward and backward of one rank's micro-batches of a step, in the plan's order.
 
         Args:
-            waits: for what neighbours send, as long as it is predicted. A processor that has stood
-                idle computes more slowly at first.
+            waits: for what neighbours send, as long as it is predicted: a CPU that has stood idle
+                computes more slowly at first. On CUDA nothing waits, as in training the stream
+                does and not the host, which launches kernels meanwhile.
         """
         links = self._trainer.links
-        if waits is not None:
+        if waits is not None and not has_cuda():
             links.waits_ms[links.activations] = waits.before_forward_ms
             links.waits_ms[links.gradients] = waits.before_backward_ms
         self._trainer.zero_gradients()
