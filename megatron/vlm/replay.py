@@ -51,16 +51,9 @@ _UPDATES = 5
 class _RandomInbox(Inbox):
     """Random tensors of the shapes that a neighbour would send, none before its time."""
 
-    def __init__(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
-        source_rank: int,
-        group: dist.ProcessGroup,
-        waits_ms: Sequence[float],
-    ) -> None:
+    def __init__(self, waits_ms: Sequence[float], *of_inbox: object) -> None:
         self._waits_ms = iter(waits_ms)
-        super().__init__(shapes, dtype, source_rank, group)
+        super().__init__(*of_inbox)
 
     def take(self) -> torch.Tensor:
         time.sleep(next(self._waits_ms) / 1e3)
@@ -87,7 +80,7 @@ class StandInLinks(PipelineLinks):
         group: dist.ProcessGroup,
     ) -> Inbox:
         waits_ms = self.waits_ms.get(group, [0.0] * len(shapes))
-        return _RandomInbox(shapes, dtype, source_rank, group, waits_ms)
+        return _RandomInbox(waits_ms, shapes, dtype, source_rank, group)
 
 
 @contextmanager
