@@ -1,27 +1,34 @@
-"""The `balanced` packing: patterns of sizes, dealt out at random, then evened out to the cap.
+"""The `balanced` packing: as few packs as can be, which are mixtures of all lengths where they can.
 
-1. Samples are grouped into types of similar size, and column generation finds the patterns of types
-   that need the fewest packs (`omnibal.data.patterns`). This costs the same for any number of
-   samples.
-   Of the patterns that are as good, those are used that resemble the mean of all packs: packs are
-   then mixtures, alike in length, and no step is of one kind of sample.
-2. Every pattern is used a whole number of times, with samples drawn at random from its types.
-3. A pattern fits on average, a single pack perhaps not. Samples of equal tiles may trade places, so
-   in every round each pack offers one sample of a tile count, and the largest offer goes where the
-   rest is smallest. No other exchange of the offers has a smaller maximum, and after a few rounds
-   packs differ by a few tokens, which also makes them easy to match into steps.
-4. What is left over, about half a pack per type, is packed one pack at a time, each the most
-   valuable set of samples that fits, by exact sizes and the values of the patterns' dual solution.
+How few packs are possible depends on the data in three ways, and so does what is done:
+
+1. A handful of samples: all sets are looked at (`omnibal.data.few_samples`).
+2. Packs of many samples: the sums of tiles and tokens decide, and samples are dealt level to that
+   many packs (`omnibal.data.level`).
+3. All else: the patterns of sizes that need the fewest packs, by column generation
+   (`omnibal.data.patterns`).
+   - Samples are grouped into types of similar size. The cost depends on the number of types alone.
+   - Of the patterns that are as good, those are used that resemble the mean of all packs: packs
+     are then mixtures, alike in length, and no step is of one kind of sample.
+   - Every pattern is used a whole number of times, with samples drawn at random from its types.
+   - A pattern fits on average, a single pack perhaps not, until packs have traded samples of equal
+     tiles (`level.even_out`). They then differ by a few tokens, which makes them easy to match into
+     steps.
+   - What is left over, about half a pack a type, is packed on exact sizes (`omnibal.data.rest`).
+
+Types are too coarse where packs hold two or three samples. There best fit alone
+(`omnibal.data.best_fit`) may need fewer packs, and is taken where it does, although its packs are
+no mixtures.
 """
-
-from collections.abc import Iterator
 
 import numpy as np
 from scipy import sparse
 
+from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.fit import Seed, check_samples_fit
-from omnibal.data.isf import cut_groups
+from omnibal.data.isf import cut_groups, pack_isf
 from omnibal.data.lengths import Lengths
+from omnibal.data.level import Leading, deal_level, even_out
 from omnibal.data.packs import Packs
 from omnibal.data.patterns import (
     Grid,
@@ -34,8 +41,17 @@ from omnibal.data.patterns import (
     mixed_alike,
     most_copies,
 )
+from omnibal.data.rest import Rest
 from omnibal.plan import Caps
 
+_MANY_SAMPLES_PER_PACK = 12
+_LEVEL_EXTRA = 0.001
+"""Share of packs that level packs may take more than the sums of sizes need."""
+_UNMIXED_SAVING = 0.002
+"""Share of packs that packs which are no mixtures must save."""
+_MAX_TRIED = 50_000
+"""Samples on which best fit is tried first where there are more."""
+_MAX_TILE_LEVELS = 40
 _MAX_TYPES = 176
 _MIN_SAMPLES_PER_TYPE = 12
 """Mean; with fewer there is little to draw at random, and epochs would be packed alike."""
@@ -43,40 +59,122 @@ _MAX_ROUNDS = 100
 """Of column generation; it ends by itself in fewer."""
 _TOLERANCE = 2e-4
 _SPARE_SHARE = 4096
-"""Patterns leave this part of the token cap free, so that evening out has room."""
+"""Patterns of types leave this part of the token cap free, so that evening out has room."""
 _RANDOM_SAMPLES = 20_000
 """Drawn to see what random packs look like."""
-_MIN_EVENING_ROUNDS = 5
-_MAX_EVENING_ROUNDS = 15
-_REST_CELLS = 1 << 14
-_SIZE_VALUE = 1e-3
-"""Value of a pack's full capacity besides the dual values, which may be 0 for a whole dimension."""
-_VALUE_NOISE = 0.01
-"""Relative; among sets that are about as good, each epoch takes another."""
+_MAX_REPACKED = 3000
+"""Samples; with more, one pack more or less is next to nothing."""
 
 
 def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
-    """Pack all samples into about as few packs as can be.
+    """Pack all samples into about as few packs as can be, and never more than `pack_isf` does.
 
     Raises:
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)
-    tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
-    types = group_sizes(tiles, tokens, min(_MAX_TYPES, len(lengths) // _MIN_SAMPLES_PER_TYPE))
-    spare_tokens = caps.max_tokens // _SPARE_SHARE
+    tiles, tile_unit = _in_common_units(lengths.tiles)
+    tokens, token_unit = _in_common_units(lengths.tokens)
+    units = Caps(
+        max_tiles=max(caps.max_tiles // tile_unit, 1), max_tokens=caps.max_tokens // token_unit
+    )
+    if len(lengths) <= MAX_SAMPLES:
+        order = rng.permutation(len(lengths))
+        chosen = pack_exactly(tiles[order], tokens[order], units)
+        return Packs.from_lists([order[pack] for pack in chosen])
+    least = _by_sums(tiles, tokens, units)
+    if len(lengths) >= _MANY_SAMPLES_PER_PACK * least:
+        level = _pack_level((tiles, tokens), units, least, rng)
+        if level is not None:
+            return level
+    packs, fractional = _pack_by_patterns(tiles, tokens, units, rng)
+    if len(packs) - least > _UNMIXED_SAVING * len(packs):
+        packs = _best_fit_where_fewer(packs, tiles, tokens, units, rng)
+    if len(packs) > least:
+        rival = pack_isf(lengths, caps, seed)
+        packs = rival if len(rival) < len(packs) else packs
+    target = max(least, int(fractional)) + 1
+    if len(packs) > target and len(lengths) <= _MAX_REPACKED:
+        again = Rest(tiles, tokens, units).repack(
+            [packs[i] for i in range(len(packs))], target, rng
+        )
+        packs = Packs.from_lists(again)
+    return packs
+
+
+def _in_common_units(sizes: np.ndarray) -> tuple[np.ndarray, int]:
+    """Sizes [samples] in their greatest common divisor, as int64, and that divisor.
+
+    Lengths rounded to multiples of 256 are small numbers then, and what of a cap is no multiple
+    is no room.
+    """
+    unit = max(int(np.gcd.reduce(sizes)), 1)
+    return sizes.astype(np.int64) // unit, unit
+
+
+def _by_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:
+    """Packs that the sums of sizes need at least."""
+    return int(max(-(-tiles.sum() // caps.max_tiles), -(-tokens.sum() // caps.max_tokens)))
+
+
+def _pack_level(
+    sizes: tuple[np.ndarray, np.ndarray], caps: Caps, least: int, rng: np.random.Generator
+) -> Packs | None:
+    """Level packs, as many as the sums of sizes need or hardly more; None where some overflow."""
+    for count in (least, int(np.ceil(least * (1 + _LEVEL_EXTRA)))):
+        for leading in Leading:
+            packs = deal_level(sizes, count, caps, leading, rng)
+            most_tiles, most_tokens = (packs.sums(size).max() for size in sizes)
+            if most_tiles <= caps.max_tiles and most_tokens <= caps.max_tokens:
+                return packs
+    return None
+
+
+def _best_fit_where_fewer(
+    packs: Packs, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
+) -> Packs:
+    """Packs by best fit, if they are fewer by enough; of many samples some are tried first."""
+    needed = (1 - _UNMIXED_SAVING) * len(packs)
+    rest = Rest(tiles, tokens, caps)
+    if len(tiles) > _MAX_TRIED:
+        some = rng.permutation(len(tiles))[:_MAX_TRIED]
+        if len(rest.take(some).best_fit(rng)) / len(some) >= needed / len(tiles):
+            return packs
+    fitted = rest.best_fit(rng)
+    return Packs.from_lists(fitted) if len(fitted) < needed else packs
+
+
+def _pack_by_patterns(
+    tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
+) -> tuple[Packs, float]:
+    """Packs of patterns and of the rest; also how many packs the patterns need in parts."""
+    level = _tile_levels(tiles)
+    types = group_sizes(level, tokens, min(_MAX_TYPES, len(tiles) // _MIN_SAMPLES_PER_TYPE))
+    spare_tokens = caps.max_tokens // _SPARE_SHARE if _differ_inside(types, tokens) else 0
     reduced = Caps(max_tiles=caps.max_tiles, max_tokens=caps.max_tokens - spare_tokens)
-    mix = _mix_types(types, (tiles, tokens), reduced, rng)
+    mix = _mix_types(types, (level, tokens), reduced, rng)
     dealt, left = _deal(types, mix, rng)
-    even = _even_out(dealt, tiles, tokens, caps.max_tokens, rng)
+    even = even_out(dealt, level, tokens, caps.max_tokens, rng)
     kept, taken_out = _take_out_excess(even, tokens, caps.max_tokens)
     left = np.concatenate([left, taken_out])
-    size_values = tiles[left] / caps.max_tiles + tokens[left] / caps.max_tokens
-    values = _sample_values(types, mix)[left] + _SIZE_VALUE * size_values
-    values *= 1 + _VALUE_NOISE * rng.random(len(left))
-    rest = [left[chosen] for chosen in _fill_one_by_one(values, tiles[left], tokens[left], caps)]
-    return Packs.join([kept, Packs.from_lists(rest)])
+    rest = Rest(tiles[left], tokens[left], caps).pack(_sample_values(types, mix)[left], rng)
+    return Packs.join([kept, Packs.from_lists([left[pack] for pack in rest])]), mix.packs
+
+
+def _tile_levels(tiles: np.ndarray) -> np.ndarray:
+    """Tiles, rounded up to one of a limited number of levels. [samples]"""
+    counts = np.unique(tiles)
+    if len(counts) <= _MAX_TILE_LEVELS:
+        return tiles
+    levels = np.unique(np.quantile(tiles, np.linspace(0, 1, _MAX_TILE_LEVELS), method="higher"))
+    return levels[np.searchsorted(levels, tiles)]
+
+
+def _differ_inside(types: SizeTypes, tokens: np.ndarray) -> bool:
+    """Whether samples of one type differ in tokens."""
+    first, last = types.members[types.bounds[:-1]], types.members[types.bounds[1:] - 1]
+    return bool((tokens[first] < tokens[last]).any())
 
 
 def _mix_types(
@@ -174,60 +272,6 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
-def _even_out(
-    packs: Packs, tiles: np.ndarray, tokens: np.ndarray, max_tokens: int, rng: np.random.Generator
-) -> Packs:
-    """Exchange samples of equal tiles between packs until hardly any pack exceeds the cap."""
-    if not len(packs):
-        return packs
-    sample = packs.samples.copy()
-    pack_of_slot = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
-    pack_tokens = packs.sums(tokens)
-    offers = [
-        _Offers.of(np.flatnonzero(tiles[sample] == count), pack_of_slot)
-        for count in np.unique(tiles[sample])
-    ]
-    for number in range(_MAX_EVENING_ROUNDS):
-        for offer in offers:
-            slot, pack = offer.draw(rng), offer.packs
-            given = tokens[sample[slot]]
-            rest = pack_tokens[pack] - given
-            smallest_rest_first, largest_given_first = _ascending(rest), _ascending(given)[::-1]
-            source, target = slot[largest_given_first], slot[smallest_rest_first]
-            sample[target] = sample[source]
-            pack_tokens[pack[smallest_rest_first]] = (
-                rest[smallest_rest_first] + given[largest_given_first]
-            )
-        if number + 1 >= _MIN_EVENING_ROUNDS and pack_tokens.max() <= max_tokens:
-            break
-    return Packs(samples=sample, offsets=packs.offsets)
-
-
-class _Offers:
-    """Slots of one tile count, from which each pack that has any offers one at random."""
-
-    def __init__(self, slots: np.ndarray, first: np.ndarray, packs: np.ndarray):
-        self.packs = packs
-        self._slots = slots
-        self._first = first
-        self._counts = np.diff(first, append=len(slots))
-
-    @classmethod
-    def of(cls, slots: np.ndarray, pack_of_slot: np.ndarray) -> "_Offers":
-        packs = pack_of_slot[slots]
-        first = np.flatnonzero(np.diff(packs, prepend=-1))
-        return cls(slots, first, packs[first])
-
-    def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """A slot of each of `packs`."""
-        return self._slots[self._first + rng.integers(self._counts)]
-
-
-def _ascending(values: np.ndarray) -> np.ndarray:
-    """Order from small to large; equal values keep theirs, on any processor."""
-    return np.sort(values << 32 | np.arange(len(values))) & 0xFFFFFFFF
-
-
 def _take_out_excess(packs: Packs, tokens: np.ndarray, max_tokens: int) -> tuple[Packs, np.ndarray]:
     """Take samples out of the packs that exceed the cap; of one pack, the smallest that helps."""
     taken_out: list[np.ndarray] = []
@@ -252,65 +296,3 @@ def _sample_values(types: SizeTypes, mix: Mix) -> np.ndarray:
     values = np.empty(len(types.members))
     values[types.members] = np.repeat(mix.values, types.counts)
     return values
-
-
-def _fill_one_by_one(
-    values: np.ndarray, tiles: np.ndarray, tokens: np.ndarray, caps: Caps
-) -> Iterator[np.ndarray]:
-    """Packs [samples] of indices into the arguments, each as valuable as what is left allows."""
-    grid = Grid.of(min(caps.max_tiles, int(tiles.sum())), caps.max_tokens, _REST_CELLS)
-    tile_units = np.minimum(-(-tiles // grid.tile_unit), grid.tiles)
-    token_units = np.minimum(-(-tokens // grid.token_unit), grid.tokens)
-    # Samples of equal units and about equal value are copies of one item.
-    order = np.lexsort((-values, token_units, tile_units))
-    sizes = tile_units[order] << 32 | token_units[order]
-    starts = np.flatnonzero(np.diff(sizes, prepend=-1))
-    queues = np.split(order, starts[1:]) if len(order) else []
-    while queues:
-        bundles = [(index, n) for index, queue in enumerate(queues) for n in _doubling(len(queue))]
-        item = np.array([index for index, _ in bundles])
-        copies = np.array([n for _, n in bundles])
-        head = np.array([queue[0] for queue in queues])[item]
-        taken = _best_bundles(
-            copies * values[head], copies * tile_units[head], copies * token_units[head], grid
-        )
-        counts = np.bincount(item[taken], weights=copies[taken], minlength=len(queues)).astype(int)
-        yield np.concatenate([queue[:n] for queue, n in zip(queues, counts, strict=True)])
-        queues = [queue[n:] for queue, n in zip(queues, counts, strict=True) if n < len(queue)]
-
-
-def _doubling(count: int) -> list[int]:
-    """Bundles 1, 2, 4, ... and a rest, whose subsets give every number up to `count`.
-
-    Example:
-        >>> _doubling(10)
-        [1, 2, 4, 3]
-    """
-    bundles: list[int] = []
-    while count > 0:
-        bundles.append(min(1 << len(bundles), count))
-        count -= bundles[-1]
-    return bundles
-
-
-def _best_bundles(
-    values: np.ndarray, tiles: np.ndarray, tokens: np.ndarray, grid: Grid
-) -> list[int]:
-    """The most valuable set of bundles that fits the grid, as indices; each is taken once."""
-    table = np.zeros((grid.tiles + 1, grid.tokens + 1), np.float32)
-    fits = np.flatnonzero((tiles <= grid.tiles) & (tokens <= grid.tokens))
-    taken = np.zeros((len(fits), *table.shape), bool)
-    for row, bundle in enumerate(fits):
-        v, t = tiles[bundle], tokens[bundle]
-        below = table[v:, t:]
-        with_it = table[: len(below), : below.shape[1]] + np.float32(values[bundle])
-        np.greater(with_it, below, out=taken[row, v:, t:])
-        np.maximum(below, with_it, out=below)
-    chosen = []
-    tiles_left, tokens_left = grid.tiles, grid.tokens
-    for row in range(len(fits) - 1, -1, -1):
-        if taken[row, tiles_left, tokens_left]:
-            chosen.append(int(fits[row]))
-            tiles_left -= tiles[fits[row]]
-            tokens_left -= tokens[fits[row]]
-    return chosen

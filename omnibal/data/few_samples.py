@@ -1,0 +1,40 @@
+"""The fewest packs for a handful of samples, by looking at all subsets."""
+
+import numpy as np
+
+from omnibal.plan import Caps
+
+MAX_SAMPLES = 12
+
+
+def pack_exactly(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list[int]]:
+    """Fewest packs of at most `MAX_SAMPLES` samples, as lists of indices into the arguments.
+
+    A search in breadth: after k packs, all sets of samples that k packs can leave over. The next
+    pack always takes the first sample that is left, so that no set of packs is seen in two orders.
+
+    Args:
+        tiles, tokens: int64 [samples]; each sample fits alone.
+        caps: of every pack.
+    """
+    sets = np.arange(1 << len(tiles))
+    held = (sets[:, None] >> np.arange(len(tiles)) & 1).astype(np.int64)
+    fits = (held @ tiles <= caps.max_tiles) & (held @ tokens <= caps.max_tokens)
+    packable = [sets[fits & (sets & -sets == 1 << sample)] for sample in range(len(tiles))]
+    came_by = {int(sets[-1]): 0}
+    left_over = [int(sets[-1])]
+    while 0 not in came_by:
+        reached = []
+        for left in left_over:
+            candidates = packable[(left & -left).bit_length() - 1]
+            for pack in candidates[candidates & ~left == 0].tolist():
+                if left ^ pack not in came_by:
+                    came_by[left ^ pack] = pack
+                    reached.append(left ^ pack)
+        left_over = reached
+    packs, left = [], 0
+    while left != sets[-1]:
+        pack = came_by[left]
+        packs.append(np.flatnonzero(held[pack]).tolist())
+        left |= pack
+    return packs

@@ -1,0 +1,157 @@
+"""Packs made level: for packs of many samples, where the sums of sizes decide how few there are.
+
+With dozens of samples a pack, hardly any combination of sizes is wasteful; what counts is that no
+pack has more than its share. So a number of packs is given, the samples are dealt to them longest
+first (Graham, SIAM Journal on Applied Mathematics 17, 1969), and exchanges even out what is left.
+All packs are then mixtures of the same lengths.
+"""
+
+import heapq
+from enum import StrEnum
+
+import numpy as np
+
+from omnibal.data.packs import Packs
+from omnibal.plan import Caps
+
+_MIN_ROUNDS = 5
+_MAX_ROUNDS = 15
+
+_Load = tuple[float, float, float, float, int]
+"""What packs are compared by, the sum of both shares, share of tiles, share of tokens, pack."""
+
+
+class Leading(StrEnum):
+    """What samples are dealt by; exchanges then level the tokens."""
+
+    TILES = "tiles"
+    """Tiles come out level to the last one. Best where both caps are nearly reached."""
+    LARGER = "larger"
+    """Tiles or tokens, whichever is the larger part of its cap. Best with a few giants."""
+
+
+def deal_level(
+    sizes: tuple[np.ndarray, np.ndarray],
+    packs: int,
+    caps: Caps,
+    leading: Leading,
+    rng: np.random.Generator,
+) -> Packs:
+    """Deal all samples to a number of packs, level in tiles and tokens; a few may exceed a cap.
+
+    Args:
+        sizes: tiles and tokens, int64 [samples] each.
+        packs: at most as many as there are samples.
+        caps: of every pack.
+        leading: what the samples are dealt by.
+        rng: decides between equals, and which samples are exchanged.
+    """
+    tiles, tokens = sizes
+    shares = np.stack([tiles / caps.max_tiles, tokens / caps.max_tokens])
+    shuffled = rng.permutation(len(tiles))
+    if leading is Leading.TILES:
+        # Texts take no tiles, and are dealt by their tokens after all others.
+        seen = tiles[shuffled] > 0
+        parts = [(shuffled[seen], (1.0, 0.0)), (shuffled[~seen], (0.0, 1.0))]
+    else:
+        parts = [(shuffled, (1.0, 1.0))]
+    pack_of = np.empty(len(tiles), np.int64)
+    heap: list[_Load] = [(0.0, 0.0, 0.0, 0.0, pack) for pack in range(packs)]
+    for samples, weights in parts:
+        heap = _deal_longest_first(samples, shares, weights, heap, pack_of)
+    by_pack = np.argsort(pack_of, kind="stable")
+    held = np.bincount(pack_of, minlength=packs)
+    dealt = Packs(samples=by_pack, offsets=np.concatenate([[0], np.cumsum(held[held > 0])]))
+    # Only samples of equal tiles trade places, so tiles stay as they were dealt.
+    return even_out(dealt, tiles, tokens, caps.max_tokens, rng)
+
+
+def _deal_longest_first(
+    samples: np.ndarray,
+    shares: np.ndarray,
+    weights: tuple[float, float],
+    heap: list[_Load],
+    pack_of: np.ndarray,
+) -> list[_Load]:
+    """Give each sample to the least loaded pack, in `pack_of`; returns the packs' new loads."""
+    tile_weight, token_weight = weights
+    weighted = np.maximum(tile_weight * shares[0, samples], token_weight * shares[1, samples])
+    order = samples[np.lexsort((-shares[:, samples].sum(axis=0), -weighted))]
+    heap = [
+        (max(tile_weight * tiles, token_weight * tokens), tiles + tokens, tiles, tokens, pack)
+        for _, _, tiles, tokens, pack in heap
+    ]
+    heapq.heapify(heap)
+    taken_by = []
+    for sample_tiles, sample_tokens in shares[:, order].T.tolist():
+        _, _, tiles, tokens, pack = heap[0]
+        tiles, tokens = tiles + sample_tiles, tokens + sample_tokens
+        load = max(tile_weight * tiles, token_weight * tokens)
+        heapq.heapreplace(heap, (load, tiles + tokens, tiles, tokens, pack))
+        taken_by.append(pack)
+    pack_of[order] = taken_by
+    return heap
+
+
+def even_out(
+    packs: Packs, kind: np.ndarray, tokens: np.ndarray, max_tokens: int, rng: np.random.Generator
+) -> Packs:
+    """Exchange samples of one kind between packs until hardly any pack exceeds the token cap.
+
+    In every round each pack offers one sample of a kind, and the largest offer goes where the rest
+    is smallest. No other exchange of the offers has a smaller maximum.
+
+    Args:
+        packs: of indices into `kind` and `tokens`.
+        kind: int64 [samples]; only samples of equal kind trade places.
+        tokens: int64 [samples].
+        max_tokens: of a pack.
+        rng: decides what is offered.
+    """
+    if not len(packs):
+        return packs
+    sample = packs.samples.copy()
+    pack_of_slot = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    pack_tokens = packs.sums(tokens)
+    by_kind = np.argsort(kind[sample], kind="stable")
+    borders = np.flatnonzero(np.diff(kind[sample][by_kind])) + 1
+    offers = [_Offers.of(slots, pack_of_slot) for slots in np.split(by_kind, borders)]
+    for number in range(_MAX_ROUNDS):
+        for offer in offers:
+            slot, pack = offer.draw(rng), offer.packs
+            given = tokens[sample[slot]]
+            rest = pack_tokens[pack] - given
+            smallest_rest_first, largest_given_first = _ascending(rest), _ascending(given)[::-1]
+            source, target = slot[largest_given_first], slot[smallest_rest_first]
+            sample[target] = sample[source]
+            pack_tokens[pack[smallest_rest_first]] = (
+                rest[smallest_rest_first] + given[largest_given_first]
+            )
+        if number + 1 >= _MIN_ROUNDS and pack_tokens.max() <= max_tokens:
+            break
+    return Packs(samples=sample, offsets=packs.offsets)
+
+
+class _Offers:
+    """Slots of one kind, from which each pack that has any offers one at random."""
+
+    def __init__(self, slots: np.ndarray, first: np.ndarray, packs: np.ndarray):
+        self.packs = packs
+        self._slots = slots
+        self._first = first
+        self._counts = np.diff(first, append=len(slots))
+
+    @classmethod
+    def of(cls, slots: np.ndarray, pack_of_slot: np.ndarray) -> "_Offers":
+        packs = pack_of_slot[slots]
+        first = np.flatnonzero(np.diff(packs, prepend=-1))
+        return cls(slots, first, packs[first])
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """A slot of each of `packs`."""
+        return self._slots[self._first + rng.integers(self._counts)]
+
+
+def _ascending(values: np.ndarray) -> np.ndarray:
+    """Order from small to large; equal values keep theirs, on any processor."""
+    return np.sort(values << 32 | np.arange(len(values))) & 0xFFFFFFFF

@@ -1,0 +1,93 @@
+"""What patterns leave over: some hundred samples, packed in several ways, of which the best counts.
+
+Packs already made can be packed again the same way, some at a time, which is a local search
+(destroy and repair).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnibal.data.best_fit import pack_best_fit
+from omnibal.data.fill import fill_by_pairs, fill_one_by_one
+from omnibal.plan import Caps
+
+_SIZE_VALUE = 1e-3
+"""Value of a pack's full capacity besides the given values, which may be 0 for a dimension."""
+_VALUE_NOISE = 0.02
+"""Relative; among sets that are about as good, each epoch takes another."""
+_MAX_FILLED = 2000
+"""Samples; with more, filling one by one takes too long."""
+_WINDOW_PACKS = 12
+_ROUNDS = 60
+
+
+class Rest:
+    """Samples to be packed: their sizes, and how these compare with the caps."""
+
+    def __init__(self, tiles: np.ndarray, tokens: np.ndarray, caps: Caps):
+        self.tiles, self.tokens, self.caps = tiles, tokens, caps
+        tile_share, token_share = tiles / caps.max_tiles, tokens / caps.max_tokens
+        self.total = tile_share + token_share
+        self.larger = np.maximum(tile_share, token_share)
+
+    def take(self, samples: np.ndarray) -> "Rest":
+        """The rest that these samples alone would be."""
+        return Rest(self.tiles[samples], self.tokens[samples], self.caps)
+
+    def best_fit(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Best fit by three ideas of what is large, whichever needs the fewest packs."""
+        noise = self._noise(rng)
+        keys = ((self.total, self.total), (self.total, self.larger), (self.larger, self.larger))
+        packs = min(
+            (
+                pack_best_fit(self.tiles, self.tokens, values * noise, first * noise, self.caps)
+                for values, first in keys
+            ),
+            key=len,
+        )
+        return [np.array(pack) for pack in packs]
+
+    def pack(self, values: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        """Packs [samples], by best fit and by filling one by one with the values [samples]."""
+        ways = [self.best_fit(rng)]
+        if len(self.tiles) <= _MAX_FILLED and len(ways[0]) > np.ceil(values.sum() - 1e-6):
+            worth = (values + _SIZE_VALUE * self.total) * self._noise(rng)
+            ways.append(list(fill_one_by_one(self.tiles, self.tokens, worth, None, self.caps)))
+            ways += self._opened_by_largest(rng)
+        return min(ways, key=len)
+
+    def _opened_by_largest(self, rng: np.random.Generator) -> list[list[np.ndarray]]:
+        """Two packings, both filled one by one, each pack opened by the largest sample left."""
+        noise = self._noise(rng)
+        arguments = (self.tiles, self.tokens, self.total * noise, self.larger * noise, self.caps)
+        return [list(fill_one_by_one(*arguments)), list(fill_by_pairs(*arguments))]
+
+    def _noise(self, rng: np.random.Generator) -> np.ndarray:
+        return 1 + _VALUE_NOISE * rng.random(len(self.total))
+
+    def repack(
+        self, packs: Sequence[np.ndarray], target: int, rng: np.random.Generator
+    ) -> list[np.ndarray]:
+        """Packs [samples] with a few packed anew at a time, until there are `target` or time is up.
+
+        A change counts when packs become fewer, or as many and less alike: room collects in some,
+        until their samples go into others.
+        """
+        packs = list(packs)
+        for _ in range(_ROUNDS):
+            if len(packs) <= target:
+                break
+            fill = np.array([self.total[pack].sum() for pack in packs])
+            emptiest = np.argsort(fill + 0.2 * rng.random(len(packs)))[: _WINDOW_PACKS // 3]
+            others = np.setdiff1d(np.arange(len(packs)), emptiest)
+            chosen = {*emptiest, *rng.permutation(others)[: _WINDOW_PACKS - len(emptiest)]}
+            samples = np.concatenate([packs[index] for index in chosen])
+            ways = self.take(samples)._opened_by_largest(rng)
+            found = min(([samples[pack] for pack in way] for way in ways), key=self._rank)
+            if self._rank(found) < self._rank([packs[index] for index in chosen]):
+                packs = [pack for index, pack in enumerate(packs) if index not in chosen] + found
+        return packs
+
+    def _rank(self, packs: Sequence[np.ndarray]) -> tuple[int, float]:
+        return len(packs), -sum(self.total[pack].sum() ** 2 for pack in packs)
