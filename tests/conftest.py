@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
-# Before torch is imported: the forked ranks of these tests share no GPU.
+# Before torch is imported: the forked ranks of these tests share no GPU, and two processes of
+# tests, each with its ranks, share the cores: threads would only wait for each other.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
