@@ -31,8 +31,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "training"))
 from released import KINDS, save_released, transformers_model, write_tokenizer  # noqa: E402
 
-pytestmark = pytest.mark.quick
-
 MIB = 2**20
 SHARD_BYTES = 20_000
 

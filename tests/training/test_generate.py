@@ -20,8 +20,6 @@ from omnibal.data.sample import Sample, Turn
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.plan import Parallel
 
-pytestmark = pytest.mark.quick
-
 NEW_TOKENS = 6
 
 

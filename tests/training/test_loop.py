@@ -18,8 +18,6 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.runlog import RUN_FILE, read_run
 
-pytestmark = pytest.mark.quick
-
 STEPS = 8
 PACKS_PER_STEP = 2
 
