@@ -1,4 +1,4 @@
-# One place for the checks; `make check` is what a change must pass before it is sent.
+# Short names of the scripts; `make check` is what a change must pass before it is sent.
 SHELL = bash
 .PHONY: check format quick test
 
