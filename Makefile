@@ -1,17 +1,15 @@
-# One place for the checks; `make check` is what a change must pass before it is sent.
-PYTHON ?= .venv/bin/python
-
-.PHONY: check format test
+# Short names of the scripts; `make check` is what a change must pass before it is sent.
+SHELL = bash
+.PHONY: check format quick test
 
 check:
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy
-	$(MAKE) test
+	./scripts/check.sh
 
 format:
-	$(PYTHON) -m ruff check --fix .
-	$(PYTHON) -m ruff format .
+	. ./scripts/environment.sh && python -m ruff check --fix . && python -m ruff format .
+
+quick:
+	./scripts/test.sh -m quick
 
 test:
 	./scripts/test.sh

@@ -18,8 +18,8 @@ TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
 # transformers is what tests compare with: other implementations of models and tokenizers.
 DEVELOPMENT = [
-    *("hypothesis", "mypy", "pre-commit", "pytest", "ruff", "scikit-learn", "tensorboard"),
-    *("transformers", *WEBDATASET),
+    *("hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist", "ruff", "scikit-learn"),
+    *("tensorboard", "transformers", *WEBDATASET),
 ]
 
 setup(

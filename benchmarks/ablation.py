@@ -25,7 +25,7 @@ measured again with --anew.
 import argparse
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from ablation_variants import (
     make_variant,
     real_lengths,
 )
+from numpy.typing import ArrayLike
 from quality import digits_lengths, make_digits_dataset
 from rich import box
 from rich.console import Console
@@ -232,9 +233,9 @@ class LayoutResult(Frozen):
     def usual_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
         """The same of trained steps in a row, samples read and steps logged beside them."""
         rates = [
-            np.mean(one.samples[:USUAL_STEPS])
-            / (one.trained.usual_step_ms + one.trained.logging_ms)
+            np.mean(one.samples[:USUAL_STEPS]) / (trained.usual_step_ms + trained.logging_ms)
             for one in (variant, over)
+            if (trained := one.trained) is not None
         ]
         return float(rates[0] / rates[1])
 
@@ -256,7 +257,7 @@ class AblationResult(Frozen):
     layouts: tuple[LayoutResult, ...]
 
 
-def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
+def median_error(predicted: ArrayLike, measured: ArrayLike) -> float:
     """Of the median round, as a share of what was measured."""
     return float(np.median(np.array(predicted) / np.array(measured)) - 1)
 
@@ -323,16 +324,18 @@ def planned_variants(job: AblationJob, count: int) -> dict[Variant, Planned]:
     fewest = min(len(own) for own in steps.values())
     if fewest < count:
         raise UserError(f"{count} steps are to be run, and there are {fewest} full ones")
-    return {
-        variant: Planned(
+    planned = {}
+    for variant, result in results.items():
+        assert result.data is not None
+        packs, lengths = result.data
+        planned[variant] = Planned(
             plan=result.plan,
-            packs=result.data[0],
-            lengths=result.data[1],
+            packs=packs,
+            lengths=lengths,
             steps=steps[variant][:count],
             cost=job.cost,
         )
-        for variant, result in results.items()
-    }
+    return planned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -440,6 +443,7 @@ def variant_result(
     replays = stage_replays(planned, times, update_ms, memory)
     summary = summary_of(planned, cost, replays)
     sizes = np.diff(planned.packs.packs.offsets)
+    assert planned.plan.prediction is not None
     stages = planned.plan.prediction.stages
     kept_gib = [replay.predicted_gib(stages[replay.stage].memory) for replay in replays]
     return VariantResult(
@@ -512,8 +516,9 @@ def trained_result(
 
     What of a backward recomputes is not told apart in a real step: it is the replay's share.
     """
-    step_ms = np.array([max(rank.step_ms for rank in one.trained) for one in rounds])
-    wait_ms = np.array([[stage.wait_ms for stage in one.trained[0].stages] for one in rounds])
+    trained = [one.trained for one in rounds if one.trained is not None]
+    step_ms = np.array([max(rank.step_ms for rank in ranks) for ranks in trained])
+    wait_ms = np.array([[stage.wait_ms for stage in ranks[0].stages] for ranks in trained])
     first, _ = usual
     usual_ms = np.mean([max(rank.step_ms for rank in ranks) for ranks in zip(*usual, strict=True)])
     records = [one.stages for one in first]
@@ -598,9 +603,10 @@ def measure(
                 peaks = [ask(workers.pair, "activation_bytes", variant, step) for step in steps]
                 trained_bytes[variant] = np.max(peaks, axis=0).tolist()
         kept = run_rounds(workers, planned, rounds, data is not None)
-        for variant in planned if data is not None else ():
+        if data is not None:
             log = data.meta.parent / "steps.log"
-            usual[variant] = ask(workers.pair, "train_as_usual", variant, USUAL_STEPS, log)
+            for variant in planned:
+                usual[variant] = ask(workers.pair, "train_as_usual", variant, USUAL_STEPS, log)
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
@@ -680,11 +686,13 @@ def memory_error(one: VariantResult) -> float:
 
 def replay_error(one: VariantResult) -> float:
     """Of replayed steps, beside the real ones of the same rounds."""
+    assert one.trained is not None
     return median_error(one.replayed.step_ms, one.trained.step_ms)
 
 
 def replay_memory_error(one: VariantResult) -> float:
     """Of activations, on the stage where it is largest."""
+    assert one.trained is not None
     errors = np.array(one.replayed_activations_mib) / np.array(one.trained.activations_mib) - 1
     return float(errors[np.abs(errors).argmax()])
 
@@ -760,7 +768,7 @@ def verdict(name: str, value: float, bar: float) -> str:
     return f"{name}: {value:.2f}; the bar of {bar:g} {'holds' if value >= bar else 'is missed'}"
 
 
-def within(name: str, errors, bar: float) -> str:
+def within(name: str, errors: Iterable[float], bar: float) -> str:
     worst = max(map(abs, errors))
     return f"{name}: within {worst:.1%}; the bar of {bar:.0%} " + (
         "holds" if worst <= bar else "is missed"
@@ -835,9 +843,9 @@ def run(given: argparse.Namespace) -> None:
         if given.anew or not path.exists():
             if given.anew:
                 profile_file(layout, given.work).unlink(missing_ok=True)
-            data, lengths = digits, digits.lengths
+            data = digits if layout.trained else None
+            lengths = digits.lengths
             if not layout.trained:
-                data = None
                 lengths = real_lengths(PUBLISHED, load_model(str(layout.model_file)))
             job = job_of(layout, lengths, first_profile(layout, given.work))
             rounds = given.rounds if layout.trained else given.replay_rounds

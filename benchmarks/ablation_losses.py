@@ -91,9 +91,11 @@ def balanced_plan(lengths: Lengths, seed: int) -> tuple[Plan, ScheduledPacks]:
         seed=seed,
         profile=None,
     )
-    for_ranks, _ = make_plan(request).data
-    steps = steps_of(for_ranks)
+    for_ranks = make_plan(request)
+    assert for_ranks.data is not None
+    steps = steps_of(for_ranks.data[0])
     alone = make_plan(replace(request, parallel=Parallel(pipeline=1), steps=steps))
+    assert alone.data is not None
     return alone.plan, alone.data[0]
 
 

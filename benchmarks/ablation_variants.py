@@ -350,12 +350,13 @@ def predicted_rows(job: AblationJob, results: Mapping[Variant, PlanResult]) -> l
     """Rows of the table, by full steps alone; `results` must have the common practice."""
     sizes = {variant: _of_full_steps(job, variant, result) for variant, result in results.items()}
     usual = sizes[Variant.COMMON][1].samples_per_second_per_gpu
+    assert usual is not None
     return [
         Row(
             variant=variant,
             stages=results[variant].plan.stages,
             samples_per_step=samples,
-            speed_up=prediction.samples_per_second_per_gpu / usual,
+            speed_up=(prediction.samples_per_second_per_gpu or 0.0) / usual,
             prediction=prediction,
         )
         for variant, (samples, prediction) in sizes.items()

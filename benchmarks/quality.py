@@ -177,8 +177,10 @@ def make_plans(folder: Path, lengths: Lengths, seed: int) -> None:
         seed=seed,
         profile=None,
     )
-    for_ranks, _ = make_plan(request).data
-    alone = replace(request, parallel=Parallel(pipeline=1), steps=steps_of(for_ranks))
+    for_ranks = make_plan(request)
+    assert for_ranks.data is not None
+    steps = steps_of(for_ranks.data[0])
+    alone = replace(request, parallel=Parallel(pipeline=1), steps=steps)
     balanced = make_plan(alone)
     for batches, result in (
         (Batches.BALANCED, balanced),
@@ -194,6 +196,7 @@ def plan_folder(folder: Path, batches: Batches, seed: int) -> Path:
 
 def with_plain_batches(balanced: PlanResult, seed: int) -> PlanResult:
     """The same plan with other packs, in as many steps of every epoch."""
+    assert balanced.data is not None and balanced.plan.data is not None
     packs, lengths = balanced.data
     first_packs = np.flatnonzero(np.diff(packs.step, prepend=-1))
     steps = plain_steps(lengths, CAPS, np.bincount(packs.epoch[first_packs]).tolist(), seed)
@@ -252,6 +255,7 @@ def finished(folder: Path, batches: Batches, seed: int) -> Curve | None:
         return None
     curve = read_json_model(Curve, path, "remove it to train again")
     plan = read_plan(plan_folder(folder, batches, seed))
+    assert plan.data is not None
     return curve if curve.packs_sha256 == plan.data.packs_sha256 else None
 
 

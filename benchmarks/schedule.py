@@ -69,14 +69,14 @@ CAPS = Caps(max_tiles=12, max_tokens=448)
 WARMUP_STEPS = 3
 DISTINCT_STEPS = 5
 """Of the varying packs, which take turns; an odd number, so that each meets both orders."""
-EQUAL_PACK = (10, (64,) * 6, 60)
+Pack = tuple[int, tuple[int, ...], int]
+"""As `EQUAL_PACK`."""
+EQUAL_PACK: Pack = (10, (64,) * 6, 60)
 """Tiles, tokens of each sample, and loss tokens."""
 SAMPLES = 1600
 SAME = 1e-5
 RESAMPLINGS = 2000
 
-Pack = tuple[int, tuple[int, ...], int]
-"""As `EQUAL_PACK`."""
 ForwardBackward = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
 
 

@@ -3,13 +3,20 @@
 import os
 from pathlib import Path
 
-# Before torch is imported: the forked ranks of these tests share no GPU.
+# Before torch is imported: the forked ranks of these tests share no GPU, and two processes of
+# tests, each with its ranks, share the cores: threads would only wait for each other.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from tools.make_digits_dataset import make_dataset
+
+# An example takes as long as the machine's other work lets it.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")

@@ -7,29 +7,59 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY, TIMEOUT_S, Completed, launcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-REPOSITORY = Path(__file__).parent.parent
 MODEL = ("--model", "internvl-digits")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 CAPS = ("--max-tiles", "12", "--max-tokens", "400")
 
 
-def run(*command: object, processes: int | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if processes is not None:  # stands for a launcher: one rank of so many
-        environment |= {"RANK": "0", "WORLD_SIZE": str(processes)}
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+def run(*command: object, processes: int | None = None) -> Completed:
+    if command[: len(TORCHRUN)] == TORCHRUN:
+        return subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=REPOSITORY, text=True, capture_output=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
+    # A number of processes stands for a launcher: this is one rank of so many.
+    ranks = {} if processes is None else {"RANK": "0", "WORLD_SIZE": str(processes)}
+    return launcher().run(*command, **ranks)
+
+
+def run_pair(*command: object) -> Completed:
+    """Two ranks that are told where to meet, as Slurm does; what both said, one after the other."""
+    ranks = launcher().run_together(command, list(rank_environments(2)))
+    return Completed(
+        command,
+        max(abs(rank.returncode) for rank in ranks),
+        "".join(rank.stdout for rank in ranks),
+        "".join(rank.stderr for rank in ranks),
+    )
+
+
+def rank_environments(processes: int) -> Iterator[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for rank in range(processes):
+        yield {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+            "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+        }  # fmt: skip
 
 
 def succeed(*command: object) -> str:
     result = run(*command)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def pair_succeeds(*command: object) -> str:
+    result = run_pair(*command)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -94,13 +124,13 @@ def losses(save: Path) -> list[float]:
 def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, lengths, tmp_path):
     """Prevents: commands of the README that do not fit together.
 
-    Trains two steps under torchrun, resumes, evaluates, reports; then the same in one process.
+    Trains two steps under torchrun; resumes, evaluates, reports; then the same in one process.
     """
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     succeed(*TORCHRUN, *training(plan, digits, pair, "--train-iters", "2"))
     evaluate = ("--eval-data", digits / "heldout" / "meta.json", "--max-new-tokens", "3")
-    output = succeed(
-        *TORCHRUN, *training(plan, digits, pair, "--load", pair, "--train-iters", "3", *evaluate)
+    output = pair_succeeds(
+        *training(plan, digits, pair, "--load", pair, "--train-iters", "3", *evaluate)
     )
     assert f"resuming {pair} after step 2" in output
     succeed(*training(single_plan, digits, alone, "--train-iters", "3"))
@@ -156,7 +186,7 @@ def test_run_goes_on_with_other_data_parallel_ranks(single_plan, digits, tmp_pat
     succeed(*training(single_plan, digits, alone, "--train-iters", "4"))
     succeed(*training(single_plan, digits, elastic, "--train-iters", "2"))
     resume = training(wider, digits, elastic, "--load", elastic, "--train-iters", "4")
-    assert f"resuming {elastic} after step 2" in succeed(*TORCHRUN, *resume)
+    assert f"resuming {elastic} after step 2" in pair_succeeds(*resume)
     assert losses(elastic) == pytest.approx(losses(alone), rel=1e-4)
     seen = [[(r["samples"], r["tokens"]) for r in records(save)] for save in (elastic, alone)]
     assert seen[0] == seen[1]
@@ -285,8 +315,7 @@ def test_reports_of_a_run(long_plan, digits, tmp_path):
     stages with drop path and weighted loss.
     """
     save, board = tmp_path / "run", tmp_path / "board"
-    output = succeed(
-        *TORCHRUN,
+    output = pair_succeeds(
         *training(
             long_plan, digits, save, "--train-iters", "4", "--save-interval", "1",
             "--keep-checkpoints", "2", "--eval-data", digits / "heldout" / "meta.json",
@@ -315,20 +344,13 @@ def test_reports_of_a_run(long_plan, digits, tmp_path):
 
 def launched(*command: object, processes: int) -> list[subprocess.Popen]:
     """The ranks of a job, started as Slurm starts them: each by itself, told where to meet."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={
-                **os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(processes),
-            },
+            env={**os.environ, **environment},
         )
-        for rank in range(processes)
+        for environment in rank_environments(processes)
     ]  # fmt: skip
 
 
@@ -347,7 +369,7 @@ def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path
     Only one rank gets the signal. What then goes on equals a run that was left alone.
     """
     whole, save = tmp_path / "whole", tmp_path / "run"
-    succeed(*TORCHRUN, *training(long_plan, digits, whole))
+    pair_succeeds(*training(long_plan, digits, whole))
     ranks = launched(*training(long_plan, digits, save), processes=2)
     wait_for_steps(save, 1)
     ranks[1].send_signal(signal.SIGTERM)
@@ -360,7 +382,7 @@ def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path
     stale = records(save)[-1] | {"step": stopped, "loss": 99.0}
     with (save / "run.jsonl").open("a") as log:  # of a step that was trained and not saved
         log.write(json.dumps(stale) + "\n")
-    output = succeed(*TORCHRUN, *training(long_plan, digits, save, "--load", save))
+    output = pair_succeeds(*training(long_plan, digits, save, "--load", save))
     assert f"resuming {save} after step {stopped}" in output
     assert losses(save) == losses(whole)
 
@@ -386,7 +408,7 @@ def test_broken_image_is_passed_over_when_asked_to(plan, single_plan, digits, tm
         image.write_bytes(image.read_bytes()[:60])
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     options = ("--train-iters", "3", "--on-bad-sample", "skip")
-    result = run(*TORCHRUN, *training(plan, copy, pair, *options))
+    result = run_pair(*training(plan, copy, pair, *options))
     assert result.returncode == 0, result.stderr
     replaced = sum(record["replaced_samples"] for record in records(pair))
     assert replaced == result.stderr.count("passed over: ") > 0
@@ -406,7 +428,7 @@ def test_projector_is_trained_first_and_then_the_rest(lengths, single_plan, digi
     first, second = tmp_path / "first", tmp_path / "second"
     frozen = ("--freeze", "vision", "--freeze", "language", "--pp", "2")
     plan = plan_of(lengths, tmp_path / "plan", *frozen)
-    succeed(*TORCHRUN, *training(plan, digits, first, "--train-iters", "2"))
+    pair_succeeds(*training(plan, digits, first, "--train-iters", "2"))
     message = refuse(*training(single_plan, digits, first, "--load", first, "--finetune"))
     assert "holds a run of 2 steps" in message
     message = refuse(*training(single_plan, digits, tmp_path / "third", "--load", first))
@@ -444,10 +466,11 @@ def test_released_checkpoint_is_trained_and_goes_back(single_plan, digits, tmp_p
         "2", "--lengths", lengths, "--max-tiles", "12", "--max-tokens", "900", "-o", plan,
     )  # fmt: skip
     start = ("--load", imported, "--finetune", "--tokenizer-model", own, "--train-iters", "1")
-    said = succeed(*TORCHRUN, *training(plan, digits, save, *start))
+    said = pair_succeeds(*training(plan, digits, save, *start))
     assert f"starting from the weights of {imported}" in said
     succeed(convert, "export", save, "--like", released, "-o", tmp_path / "mine")
     mine = {path.name for path in (tmp_path / "mine").iterdir()}
     assert mine == {path.name for path in released.iterdir()} > {"config.json", "tokenizer.model"}
     image = digits / "heldout" / "images" / "digits_single-00000-0.png"
-    succeed("tools/chat.py", "--load", imported, "--image", image, "--prompt", "Which digit?")
+    chat = ("tools/chat.py", "--load", imported, "--image", image, "--prompt", "Which digit?")
+    subprocess.run([sys.executable, *chat], cwd=REPOSITORY, check=True)  # by itself, for once

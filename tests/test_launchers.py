@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 REPOSITORY = Path(__file__).parent.parent
 NODES_SCRIPT = REPOSITORY / "scripts" / "train_nodes.sh"
 ONE_NODE_SCRIPT = REPOSITORY / "scripts" / "train_8gpu.sh"

@@ -9,7 +9,7 @@ the whole text again, so this is to try a checkpoint, not to serve it.
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -19,6 +19,7 @@ from megatron.vlm.data import SampleReader
 from megatron.vlm.generate import generate, load_whole_model
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.config import Precision
+from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
@@ -47,7 +48,8 @@ def chat(
     tokenizer = open_tokenizer(_tokenizer_path(load, tokenizer_model))
     check_tokenizer(checkpoint.model, tokenizer)
     sample = _sample(prompt, image or [], system)
-    reader = SampleReader([sample], tokenizer, checkpoint.model)
+    # Generation asks the reader about samples that it is given, never for its own.
+    reader = SampleReader(cast(Annotations, [sample]), tokenizer, checkpoint.model)
     reader.tiles_per_image(sample)  # which finds missing images before the model is loaded
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
     try:

@@ -116,6 +116,7 @@ def export(
     if like is not None:
         planned = plan_export_like(stored, open_released(like), wanted_dtype)
     else:
+        assert layout is not None  # where --like is
         tokenizer = _tokenizer(run, tokenizer_model)
         note = _NO_TOKENIZER if tokenizer is None and not layout.is_original else ""
         planned = plan_export_as(stored, layout, wanted_dtype, tokenizer, _bytes(max_shard_size))

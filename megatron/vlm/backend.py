@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import queue
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
@@ -142,7 +143,7 @@ def _route_random_state_to_cpu() -> None:
         torch.default_generator.manual_seed(int(value))
 
     @contextlib.contextmanager
-    def fork(self, name: str = core_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+    def fork(self: Any, name: str = core_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         # Core restores the "CUDA" state and then checks that the CPU state did not move. Here both
         # are one generator, so only the tracked state may advance.
         outside = torch.get_rng_state()
@@ -218,7 +219,7 @@ def _repair_distributed_optimizer_save() -> None:
     DistributedOptimizer.get_parameter_state_dp_zero = gather_with_padding
 
 
-def _with_padding(packed: torch.Tensor, buffer) -> torch.Tensor:
+def _with_padding(packed: torch.Tensor, buffer: Any) -> torch.Tensor:
     """Values of all buckets, each where it is in core's buffer of parameters."""
     padded = packed.new_zeros(buffer.numel)
     parts = packed.split([bucket.numel_unpadded for bucket in buffer.buckets])

@@ -4,6 +4,7 @@ Shapes: S sequence, B batch, H hidden size.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -51,7 +52,7 @@ class PlannedBlock(TransformerBlock):
         attention_mask: None,
         branch_scales_L2B: torch.Tensor | None = None,
         **arguments: object,
-    ):
+    ) -> torch.Tensor:
         """[S, B, H] through all layers; B may be 0, as in a pack without images.
 
         Args:
@@ -78,7 +79,9 @@ class PlannedBlock(TransformerBlock):
         scales_L2B = self._branch_scales_L2B
         for index, layer in enumerate(self.layers):
 
-            def run(hidden_SBH: torch.Tensor, index=index, layer=layer) -> torch.Tensor:
+            def run(
+                hidden_SBH: torch.Tensor, index: int = index, layer: Any = layer
+            ) -> torch.Tensor:
                 if scales_L2B is not None:
                     scales_2B1 = scales_L2B[index].unsqueeze(-1).to(hidden_SBH.dtype)
                     layer.self_attn_bda.tile_scale_B1, layer.mlp_bda.tile_scale_B1 = scales_2B1

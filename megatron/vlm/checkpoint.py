@@ -337,7 +337,8 @@ def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     Raises:
         _RankError: it failed on some rank; the same error on every rank.
     """
-    result, failure = None, None
+    result: Any = None
+    failure = None
     try:
         result = work()
     except (Exception, CheckpointException) as error:

@@ -16,7 +16,7 @@ from omnibal.errors import UserError
 
 CHECKPOINT_BACKEND = ("torch_dist", 1)
 """Name and version of core's file format."""
-_NOT_ARCHITECTURE = {
+_NOT_ARCHITECTURE: dict[str, Any] = {
     "name": True,
     "tiling": True,
     "chat_template": True,

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class PhaseClock:
     """
 
     def __init__(self) -> None:
-        self._marks: list[tuple[Phase | None, object]] = []
+        self._marks: list[tuple[Phase | None, Any]] = []
 
     def switch(self, phase: Phase) -> None:
         """The phase that ran until now ends and `phase` begins."""
@@ -44,7 +45,9 @@ class PhaseClock:
         if has_cuda():
             torch.cuda.synchronize()
         intervals = tuple(
-            (phase, elapsed_ms(start, end)) for (phase, start), (_, end) in pairwise(self._marks)
+            (phase, elapsed_ms(start, end))
+            for (phase, start), (_, end) in pairwise(self._marks)
+            if phase is not None
         )
         self._marks.clear()
         return intervals
@@ -55,7 +58,7 @@ def each_ms(intervals: Iterable[Interval], phase: Phase) -> list[float]:
     return [ms for one, ms in intervals if one is phase]
 
 
-def moment() -> object:
+def moment() -> Any:
     """This moment on the current stream, or on the CPU's clock."""
     if not has_cuda():
         return time.perf_counter()
@@ -64,6 +67,6 @@ def moment() -> object:
     return event
 
 
-def elapsed_ms(start: object, end: object) -> float:
+def elapsed_ms(start: Any, end: Any) -> float:
     """Between two moments; on CUDA the device must have passed both."""
     return start.elapsed_time(end) if has_cuda() else (end - start) * 1e3

@@ -35,7 +35,7 @@ from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packs import ScheduledPacks, read_packs
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Plan, read_plan
+from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, read_plan
 from omnibal.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
@@ -58,8 +58,15 @@ class Job:
     training_data: Annotations | None
     heldout_data: Annotations | None
 
-    def reader(self, annotations: Annotations) -> SampleReader:
-        """Samples as this job's model takes them."""
+    @property
+    def data(self) -> DataPlan:
+        """What the packs were made from; without it a plan is refused before it becomes a job."""
+        assert self.plan.data is not None
+        return self.plan.data
+
+    def reader(self, annotations: Annotations | None) -> SampleReader:
+        """Samples, which the command line gave, as this job's model takes them."""
+        assert annotations is not None
         return SampleReader(annotations, self.tokenizer, self.plan.model)
 
     def say(self, line: str) -> None:
@@ -90,6 +97,7 @@ def load_job(arguments: argparse.Namespace, plan: Plan, launch: Launch) -> Job:
     """
     launch.check_against(plan.parallel)
     tokenizer = open_tokenizer(arguments.tokenizer_model)
+    assert plan.data is not None and plan.data.origin is not None
     origin = plan.data.origin
     check_same_data("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
     training_data = heldout_data = None
@@ -166,6 +174,7 @@ def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store) -> None:
 
 def train_plan(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> RunOutcome:
     """Train from the start or from --load to the end or to --train-iters."""
+    assert job.training_data is not None
     options = asdict(trainer.options) | {
         "seed": arguments.seed,
         "augmented": list(job.training_data.augmented),
@@ -259,7 +268,7 @@ def _open_run(job: Job, arguments: argparse.Namespace, first_step: int) -> Seque
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-    info = RunInfo(model=job.plan.model.name, packs_sha256=job.plan.data.packs_sha256)
+    info = RunInfo(model=job.plan.model.name, packs_sha256=job.data.packs_sha256)
     write_run_info(info, arguments.save)
     return sinks
 
@@ -301,7 +310,7 @@ def _validation(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> Va
     if arguments.eval_interval is None:
         return None
     reader = job.reader(job.heldout_data)
-    caps, sizes = job.plan.data.caps, job.plan.parallel
+    caps, sizes = job.data.caps, job.plan.parallel
     packs = pack_validation(reader, arguments.eval_samples, caps, sizes.data)
     if packs.left_out:
         job.say(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
@@ -322,7 +331,7 @@ def evaluate_heldout(job: Job, trainer: Trainer, arguments: argparse.Namespace, 
             trainer.model,
             trainer.links,
             job.plan,
-            job.plan.data.caps,
+            job.data.caps,
             job.reader(job.heldout_data),
             step,
             EvaluationOptions(

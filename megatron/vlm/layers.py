@@ -5,6 +5,9 @@ H hidden size, N heads, G key/value heads, D head size, T packed tokens, W width
 heads.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -80,7 +83,9 @@ class AllHeadsRMSNorm(torch.nn.Module):
             normed_SBW = F.rms_norm(flat_SBW, (self.width,), self.weight, self.eps)
         return normed_SBW.view_as(heads_SBND)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None):
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Core's name for what a checkpoint must know: the weight is divided along its axis."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -97,7 +102,9 @@ class _DividedRMSNorm(torch.autograd.Function):
     direction is exchanged. Computes in float32 and keeps no more than `F.rms_norm` does."""
 
     @staticmethod
-    def forward(ctx, x_SBW, weight_W, width: int, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_SBW: torch.Tensor, weight_W: torch.Tensor, width: int, eps: float
+    ) -> torch.Tensor:
         squares_SB1 = x_SBW.float().square().sum(-1, keepdim=True)
         dist.all_reduce(squares_SB1, group=parallel_state.get_tensor_model_parallel_group())
         scale_SB1 = torch.rsqrt(squares_SB1 / width + eps)
@@ -123,7 +130,7 @@ class UnbiasedColumnParallelLinear(ColumnParallelLinear):
     Core ties the two: `add_bias_linear` gives every linear of the tower a bias.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
         super().__init__(input_size, output_size, bias=False, **arguments)
 
 
@@ -144,10 +151,14 @@ class LayerScaledAdd(torch.nn.Module):
         self.tile_scale_B1: torch.Tensor | None = None
         """Drop path of the tiles that come next, set by the block that runs them, and good once."""
 
-    def forward(self, training: bool, fused: bool):
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         tile_scale_B1, self.tile_scale_B1 = self.tile_scale_B1, None
 
-        def add(branch_with_bias, residual_SBH: torch.Tensor, dropout: float) -> torch.Tensor:
+        def add(
+            branch_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+            residual_SBH: torch.Tensor,
+            dropout: float,
+        ) -> torch.Tensor:
             branch_SBH, bias_H = branch_with_bias
             if bias_H is not None:
                 branch_SBH = branch_SBH + bias_H
@@ -175,7 +186,7 @@ class PackedCoreAttention(MegatronModule):
         attention_type: str,
         cp_comm_type: str | None,
         softmax_scale: float | None,
-        pg_collection,
+        pg_collection: Any,
     ) -> None:
         super().__init__(config=config)
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -200,24 +211,38 @@ class PackedCoreAttention(MegatronModule):
         return attend_by_segment(query, key, value, packed_seq_params, self.causal).flatten(1)
 
 
-def _attend(query_BNSD, key_BGSD, value_BGSD, causal: bool) -> torch.Tensor:
+def _attend(
+    query_BNSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor, causal: bool
+) -> torch.Tensor:
     grouped = query_BNSD.shape[1] != key_BGSD.shape[1]
     return F.scaled_dot_product_attention(
         query_BNSD, key_BGSD, value_BGSD, is_causal=causal, enable_gqa=grouped
     )
 
 
-def attend_by_segment(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal: bool):
+def attend_by_segment(
+    query_TND: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    packed: PackedSeqParams,
+    causal: bool,
+) -> torch.Tensor:
     """One kernel call a sample: linear in the pack, and works on every device and type."""
     segments = packed.cu_seqlens_q_padded.diff().tolist()
-    contexts = [
-        _attend(*(x.transpose(0, 1).unsqueeze(0) for x in qkv), causal).squeeze(0).transpose(0, 1)
-        for qkv in zip(*(x.split(segments) for x in (query_TND, key_TGD, value_TGD)), strict=True)
-    ]
+    contexts = []
+    for qkv in zip(*(x.split(segments) for x in (query_TND, key_TGD, value_TGD)), strict=True):
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
+        contexts.append(_attend(query, key, value, causal).squeeze(0).transpose(0, 1))
     return torch.cat(contexts)
 
 
-def attend_flash(query_TND, key_TGD, value_TGD, packed: PackedSeqParams, causal: bool):
+def attend_flash(
+    query_TND: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    packed: PackedSeqParams,
+    causal: bool,
+) -> torch.Tensor:
     """One kernel call for the whole pack; CUDA and 16 bit only."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -254,7 +279,9 @@ def language_layer_spec() -> ModuleSpec:
     return _layer_spec(AttnMaskType.causal, ColumnParallelLinear, IdentityOp, get_bias_dropout_add)
 
 
-def _layer_spec(mask: AttnMaskType, linear_qkv: type, qk_norm: type, residual_add) -> ModuleSpec:
+def _layer_spec(
+    mask: AttnMaskType, linear_qkv: type, qk_norm: type, residual_add: Any
+) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -188,15 +188,16 @@ class TrainingLoop:
         )
 
     def _save_and_validate(self, step: int, stopped: bool) -> None:
-        options, validation = self._options, self._data.validation
+        options = self._options
         last = stopped or step == options.last_step
         # In a row of skipped steps the weights may be what is wrong: the last checkpoint stays.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
-        due = validation is not None and step % options.eval_interval == 0
+        is_due = options.eval_interval is not None and step % options.eval_interval == 0
+        validation = self._data.validation if is_due else None
         # What follows may take long, or fail, and meanwhile nobody would complete a save.
-        self._say(self._writer.finish() if last or due else self._writer.poll())
-        if due and not stopped:
+        self._say(self._writer.finish() if last or validation is not None else self._writer.poll())
+        if validation is not None and not stopped:
             record = validate(self._trainer, validation, step)
             if self._is_writer:
                 line = (

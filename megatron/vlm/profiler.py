@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -198,7 +198,7 @@ class Profiler:
                     tiles=batch.tiles,
                     tokens=batch.tokens,
                     squared_tokens=sum(length**2 for length in batch.segment_tokens),
-                    loss_tokens=len(batch.loss_positions_L),
+                    loss_tokens=len(cast(torch.Tensor, batch.loss_positions_L)),
                     forward_ms=mean_ms[index, unit, "forward"],
                     backward_ms=mean_ms[index, unit, "backward"],
                     recompute_ms=_recompute_ms(mean_ms, index, unit),
@@ -323,20 +323,21 @@ def random_batch(
 UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 
 
-def _unit_functions(stage: VLMStage, batch: MicroBatch) -> list[tuple[Unit, UnitFunction]]:
-    """The stage's forward, cut into its units."""
+def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, UnitFunction]]:
+    """The forward of a stage that holds every unit, cut into them."""
+    stage: Any = whole  # where no unit is None
     packed = batch.packed_seq_params(current_device())
     rotary = stage.rotary(max(batch.segment_tokens))
 
-    def vision_layer(layer):
+    def vision_layer(layer: Any) -> UnitFunction:
         return lambda hidden: layer(hidden, None)[0]
 
-    def language_layer(layer):
+    def language_layer(layer: Any) -> UnitFunction:
         return lambda hidden: layer(hidden, None, rotary_pos_emb=rotary, packed_seq_params=packed)[
             0
         ]
 
-    def head(hidden):
+    def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
     return [
@@ -361,7 +362,8 @@ def _unit_times_ms(
         recompute: whether layers keep nothing but their input, and run again in the backward.
     """
     dist.barrier()
-    units, hidden = [], None
+    units: list[Unit] = []
+    hidden: Any = None
     forward, backward = [moment()], []
     for unit, function in _unit_functions(stage, batch):
         if recompute and unit in _RECOMPUTED:
@@ -488,7 +490,8 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
-    stage, kept = trainer.stage, KeptActivations(trainer.stage)
+    kept = KeptActivations(trainer.stage)
+    stage: Any = trainer.stage  # whose methods are replaced for one step
     forward, set_input_tensor = stage.forward, stage.set_input_tensor
 
     def recorded_forward(batch: MicroBatch) -> torch.Tensor:

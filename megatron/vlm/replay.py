@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ _UPDATES = 5
 class _RandomInbox(Inbox):
     """Random tensors of the shapes that a neighbour would send, none before its time."""
 
-    def __init__(self, waits_ms: Sequence[float], *of_inbox: object) -> None:
+    def __init__(self, waits_ms: Sequence[float], *of_inbox: Any) -> None:
         self._waits_ms = iter(waits_ms)
         super().__init__(*of_inbox)
 
@@ -98,7 +99,7 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
             parallel.tensor, parallel.pipeline, create_gloo_process_groups=False
         )
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        yield create_pipeline_links(StandInLinks)
+        yield cast(StandInLinks, create_pipeline_links(StandInLinks))
     finally:
         shut_down_distributed()
 
@@ -153,8 +154,9 @@ class _RecomputeClock(PhaseClock):
         self._again: list[list[tuple[object, object]]] = []
         self._begun: object = None
         self._in_backward = False
-        for tower in (trainer.stage.vision, trainer.stage.language):
-            for layer in tower.layers if tower is not None else ():
+        towers = (trainer.stage.vision, trainer.stage.language)
+        for tower in (tower for tower in towers if tower is not None):
+            for layer in tower.layers:
                 if layer.layer_number - 1 in tower.recompute_layers:
                     layer.register_forward_pre_hook(self._begin)
                     layer.register_forward_hook(self._end)
@@ -197,6 +199,7 @@ class StageReplayer:
 
     def __init__(self, plan: Plan, links: StandInLinks) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
+        self._links = links
         self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False)
         self._update = RepeatedUpdate(self._trainer)
         self._clock = _RecomputeClock(self._trainer)
@@ -213,7 +216,7 @@ class StageReplayer:
                 computes more slowly at first. On CUDA nothing waits, as in training the stream
                 does and not the host, which launches kernels meanwhile.
         """
-        links = self._trainer.links
+        links = self._links
         if waits is not None and not has_cuda():
             links.waits_ms[links.activations] = waits.before_forward_ms
             links.waits_ms[links.gradients] = waits.before_backward_ms
@@ -289,10 +292,12 @@ def read_rows(
     dataset = PackDataset(reader, packs, lengths, every_row, plan.stages[stage])
 
     def load(rows: np.ndarray) -> list[MicroBatch]:
-        found = [dataset[int(row)] for row in rows]
-        for item in found:
+        found = []
+        for row in rows:
+            item = dataset[int(row)]
             if isinstance(item, UserError):
                 raise item
+            found.append(item)
         return found
 
     return load

@@ -84,6 +84,7 @@ def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> Pipeline
                 activations=groups[0],
                 gradients=groups[1],
             )
+    assert links is not None, "this rank is in no pipeline"
     _connect(links)
     return links
 
@@ -134,6 +135,7 @@ class Inbox:
 
     def take(self) -> torch.Tensor:
         """Wait for the next tensor and post the receive of the one after it."""
+        assert self._coming is not None, "more is taken than was announced"
         tensor, work = self._coming
         if work is not None:
             work.wait()
@@ -235,7 +237,7 @@ class _StageRun:
             self.clock.switch(Phase.BACKWARD)
             custom_backward(output, gradient)
         self.clock.switch(Phase.WAIT)
-        if self.input_gradients is not None:
+        if self.input_gradients is not None and received is not None:
             has_gradient = received.grad is not None
             self.input_gradients.put(received.grad if has_gradient else torch.zeros_like(received))
 

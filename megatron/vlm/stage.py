@@ -8,6 +8,7 @@ sequence parallelism so is S between the language embed and the head.
 
 import copy
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -174,7 +175,7 @@ class VLMStage(MegatronModule):
 
     def _describe_tied_weight(self) -> None:
         """Give the matrix that is embedding and head core's attributes of how it is shared."""
-        weight = self.shared_embedding_or_output_weight()
+        weight: Any = self.shared_embedding_or_output_weight()
         if self.share_embeddings_and_output_weights:
             # A bucket of its own: data-parallel ranks then divide both copies alike.
             weight.shared_embedding = True
@@ -228,7 +229,7 @@ class VLMStage(MegatronModule):
         return hidden
 
     def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
-        if batch.drop_path_keys_T is None:
+        if batch.drop_path_keys_T is None or self.vision is None:
             return None
         scales_L2T = branch_scales(
             batch.drop_path_keys_T,
@@ -240,6 +241,7 @@ class VLMStage(MegatronModule):
 
     def embed_tokens(self, batch: MicroBatch, image_features_KE: torch.Tensor) -> torch.Tensor:
         """[S, 1, E]: token embeddings, image features in the places of the image tokens."""
+        assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         embedded_S1E = embedded_S1E.index_put(
             (batch.image_positions_M, torch.zeros_like(batch.image_positions_M)), image_features_KE
@@ -260,6 +262,7 @@ class VLMStage(MegatronModule):
             )
         # Only positions that are asked for reach the vocabulary: in image-heavy packs, few do.
         wanted = batch.loss_positions_L if batch.labels_L is not None else batch.answer_positions_A
+        assert self.head is not None
         weight_WE = self.head.weight
         if weight_WE is None:
             weight_WE = self.shared_embedding_or_output_weight()
@@ -275,7 +278,9 @@ class VLMStage(MegatronModule):
         weights_L = batch.loss_weights_L
         return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None):
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Core's name for the stage as a checkpoint must know it, padding being no part of it."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, tensor in state.items():

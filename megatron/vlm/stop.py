@@ -2,7 +2,7 @@
 
 import signal
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 
 class StopSignal:
@@ -15,7 +15,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -44,7 +44,7 @@ def main() -> None:
                 step_ms.append(predicted.step_ms(chosen, data.isf))
                 stages = described(chosen)
             bmp_ms, joint_ms = step_ms
-            gain = "" if None in step_ms else f"{bmp_ms / joint_ms - 1:.1%}"
+            gain = f"{bmp_ms / joint_ms - 1:.1%}" if bmp_ms and joint_ms else ""
             cells = ["does not fit" if ms is None else f"{ms / 1e3:.2f} s" for ms in step_ms]
             rows.append([job.model, f"{memory_gib:g} GiB", *cells, gain, stages])
     columns = (

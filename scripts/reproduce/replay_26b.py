@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from paper import ABLATION_JOB, CAPS, described, print_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,13 +48,15 @@ def replayed(
     ended = subprocess.run([*map(str, command), "--steps", str(steps)], check=False)
     if ended.returncode:
         return None
+    assert result.data is not None
     return read_replay(replay, result.plan, job.cost, result.data)
 
 
 def samples_per_second(result: PlanResult, summary: ReplaySummary) -> float:
     """Of the replayed steps."""
+    assert result.data is not None
     packs, _ = result.data
-    rows = [row for row, step in enumerate(packs.step.tolist()) if step in summary.info.steps]
+    rows = np.flatnonzero(np.isin(packs.step, summary.info.steps))
     samples = len(packs.packs.take(rows).samples)
     return 1e3 * samples / float(summary.each_step_ms.sum())
 

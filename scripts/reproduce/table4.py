@@ -72,8 +72,10 @@ def main() -> None:
                 described(stages).replace(" ", "").replace("|", " | "),
             ]
         )
-    columns = ("method", "params", "here", "layers", "here", "fwd ms", "here", "sent MiB", "here")
-    columns += ("days", "here", "error", "vision+language (recomputed)")
+    columns = (
+        *("method", "params", "here", "layers", "here", "fwd ms", "here", "sent MiB", "here"),
+        *("days", "here", "error", "vision+language (recomputed)"),
+    )
     print_table("Table 4: paper and here", columns, rows)
 
 

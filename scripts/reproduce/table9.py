@@ -78,7 +78,7 @@ def main() -> None:
     given = arguments(__doc__)
     data, cluster = Data(given.samples, given.seed), cluster_of(given)
     compared = [compare(job, data, cluster) for job in TABLE_9]
-    columns = ("model", "baseline: paper", "days", "balanced: paper", "days")
+    columns: tuple[str, ...] = ("model", "baseline: paper", "days", "balanced: paper", "days")
     columns += ("speed-up: paper", "predicted", "error", "this project")
     print_table("Table 9: GPU days and speed-ups", columns, [row for row, _ in compared])
     columns = (

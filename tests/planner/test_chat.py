@@ -31,6 +31,8 @@ from omnibal.data.sample import Sample, Turn
 from omnibal.data.tokenizer import CONTROL_PIECES, Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 DIGITS = load_model("internvl-digits")
 SYSTEM = (
     "\u4f60\u662f\u7531\u4e0a\u6d77\u4eba\u5de5\u667a\u80fd\u5b9e\u9a8c\u5ba4\u8054\u5408\u5546"

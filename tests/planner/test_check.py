@@ -18,6 +18,8 @@ from omnibal.errors import UserError
 from omnibal.plan import Parallel, Plan, Stage, read_plan, write_plan
 from omnibal.planner import check_parallel, make_plan, save_plan
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:

@@ -24,6 +24,8 @@ from omnibal.data.packs import read_packs
 from omnibal.plan import read_plan
 from omnibal.planner import cost_of_plan, data_of_plan
 
+pytestmark = pytest.mark.quick
+
 PACK_KEYS = (
     "samples packed packs packs_lower_bound gap samples_per_pack fill_tiles fill_tokens pad_ratio "
     "dist_ratio_vision dist_ratio_language attention_balance_ratio straggler_factor steps seconds "

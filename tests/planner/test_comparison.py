@@ -9,6 +9,8 @@ import pytest
 from omnibal.pipeline.simulate import simulate_1f1b
 from omnibal.report.comparison import ShownStep, before_and_after
 
+pytestmark = pytest.mark.quick
+
 SVG = "{http://www.w3.org/2000/svg}"
 LEFT, RIGHT = 92, 1004
 

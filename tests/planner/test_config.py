@@ -7,6 +7,8 @@ import pytest
 from omnibal.config import ModelConfig, load_cluster, load_model, model_toml, preset_names
 from omnibal.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 DIGITS = load_model("internvl-digits")
 
 

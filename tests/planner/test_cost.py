@@ -15,6 +15,8 @@ from omnibal.pipeline.stage_cost import (
 from omnibal.pipeline.units import stage_units, stages_from_cuts, unit_sequence
 from omnibal.plan import Parallel, Stage
 
+pytestmark = pytest.mark.quick
+
 MODEL = load_model("internvl-chat-1.5-6b-20b")
 CLUSTER = load_cluster("a100-80g")
 PACK = np.array([1.0, 9, 4096, 4096**2, 4096])

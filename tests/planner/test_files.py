@@ -15,6 +15,8 @@ from omnibal.files import (
     write_json_model,
 )
 
+pytestmark = pytest.mark.quick
+
 
 class Inner(Frozen):
     count: PositiveInt

@@ -20,6 +20,8 @@ from omnibal.data.packs import (
 )
 from omnibal.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 COLUMNS = ("tiles", "tokens", "loss_tokens", "source")
 RECORDS = [
     {"vit_num": 3, "token_num": 900, "image_flags": [1, 1, 1]},

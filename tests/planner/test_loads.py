@@ -22,6 +22,8 @@ from omnibal.pipeline.stage_cost import model_ms
 from omnibal.plan import Caps, Parallel
 from omnibal.report.loads import LoadSetting, common_practice, draw_loads, write_loads
 
+pytestmark = pytest.mark.quick
+
 SVG = "{http://www.w3.org/2000/svg}"
 LEFT, RIGHT = 92, 1000
 ROUNDING = 0.1001

@@ -9,6 +9,8 @@ from omnibal.data.metrics import dist_ratio, measure_packs, pad_ratio, straggler
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.plan import Caps
 
+pytestmark = pytest.mark.quick
+
 
 def test_pad_ratio_is_equation_1():
     """Prevents a ratio over all rows at once instead of the mean over mini-batches."""

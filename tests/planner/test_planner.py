@@ -18,6 +18,8 @@ from omnibal.errors import UserError
 from omnibal.plan import Parallel, memory_cap_gib, read_plan
 from omnibal.planner import make_plan, save_plan
 
+pytestmark = pytest.mark.quick
+
 
 def saved_bytes(directory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

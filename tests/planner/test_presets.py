@@ -18,6 +18,8 @@ from omnibal.errors import UserError
 from omnibal.plan import Parallel
 from omnibal.planner import check_parallel
 
+pytestmark = pytest.mark.quick
+
 TOLERANCE = 0.015  # published sizes are rounded to two or three digits
 
 # Billions of parameters of whole checkpoints; their projector is counted in.

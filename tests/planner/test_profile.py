@@ -23,6 +23,8 @@ from omnibal.cost.profile import (
 from omnibal.errors import UserError
 from omnibal.plan import Parallel
 
+pytestmark = pytest.mark.quick
+
 MODEL = load_model("internvl-digits")
 CLUSTER = load_cluster("laptop-cpu")
 PARALLEL = Parallel(pipeline=2)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from cost_cases import random_cost, random_features, small_model
 
 from omnibal.cost.model import Unit, UnitCost
@@ -18,6 +19,8 @@ from omnibal.pipeline.stage_cost import (
     undominated,
 )
 from omnibal.pipeline.units import stages_from_cuts
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_best_fitting_set_is_always_among_the_useful_ones():

@@ -38,6 +38,8 @@ from omnibal.replay import (
     write_stage,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

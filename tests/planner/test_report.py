@@ -57,6 +57,8 @@ from omnibal.runlog import (
     write_run_info,
 )
 
+pytestmark = pytest.mark.quick
+
 HOSTILE = "<script>alert(1)</script>\"'><img src=http://evil.example/x>&amp;"
 DP, MICRO_BATCHES, STEPS = 2, 4, 120
 CAPS = Caps(max_tiles=12, max_tokens=640)

@@ -25,6 +25,8 @@ from omnibal.runlog import (
     write_run_info,
 )
 
+pytestmark = pytest.mark.quick
+
 STAGE = StageRecord(forward_ms=1, backward_ms=2, wait_ms=3, data_ms=0, optimizer_ms=1, peak_gib=0.5)
 
 

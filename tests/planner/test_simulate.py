@@ -20,6 +20,8 @@ from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Parallel
 
+pytestmark = pytest.mark.quick
+
 SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)]
 
 

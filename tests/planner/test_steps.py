@@ -25,6 +25,8 @@ from omnibal.data.steps import (
 from omnibal.errors import UserError
 from omnibal.plan import Caps
 
+pytestmark = pytest.mark.quick
+
 
 def single_sample_packs(tokens: np.ndarray) -> tuple[Packs, Lengths]:
     count = len(tokens)

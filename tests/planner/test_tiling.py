@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from omnibal.config import TilingConfig
 from omnibal.data.tiling import tile_count, tile_grid
 
+pytestmark = pytest.mark.quick
+
 SIDE = st.integers(1, 4000)
 
 

@@ -3,12 +3,15 @@
 import json
 
 import numpy as np
+import pytest
 from cost_cases import random_cost, random_features, small_model
 
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.report.trace import chrome_trace
+
+pytestmark = pytest.mark.quick
 
 MODEL = small_model(3, 3)
 STAGES = stages_from_cuts(MODEL, (3, 7), [(1, 0), (0, 0), (0, 1)])

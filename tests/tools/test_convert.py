@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import launcher
 from typer.testing import CliRunner
 
 from megatron.vlm.conversion import own_weights
@@ -96,8 +97,9 @@ def test_round_trip_by_the_command(tmp_path, checkpoint):
     assert imported.returncode == 0, imported.stderr
     assert "layout internvl-internlm2" in imported.stdout
     assert str(tmp_path / "run" / "model.toml") in imported.stdout and "bfloat16" in imported.stdout
-    exported = command(
-        "export", tmp_path / "run", "--like", checkpoint, "-o", tmp_path / "deep" / "out"
+    exported = launcher().run(
+        *("tools/convert.py", "export", tmp_path / "run"),
+        *("--like", checkpoint, "-o", tmp_path / "deep" / "out"),
     )
     assert exported.returncode == 0, exported.stderr
     assert f"wrote {tmp_path / 'deep' / 'out'}" in exported.stdout
@@ -105,7 +107,8 @@ def test_round_trip_by_the_command(tmp_path, checkpoint):
     assert content(tmp_path / "deep" / "out") == content(checkpoint)
     for done in (imported, exported):
         assert "Warning" not in done.stderr
-    refused = command("import", tmp_path / "run", "-o", tmp_path / "again")
+    again = ("import", tmp_path / "run", "-o", tmp_path / "again")
+    refused = launcher().run("tools/convert.py", *again)
     assert refused.returncode == 2 and refused.stdout == ""
     assert re.fullmatch(r"error: [^\n]*neither[^\n]*\n", refused.stderr)
     assert not (tmp_path / "again").exists()

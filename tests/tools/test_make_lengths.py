@@ -11,6 +11,8 @@ import pytest
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from tools.make_lengths import Part, Text, draw_part, main, make_lengths, measure, random_ratios
 
+pytestmark = pytest.mark.quick
+
 SIZES = {
     "sharegpt4v-100k": 102_025,
     "llava_zh": 157_712,

@@ -1,6 +1,9 @@
 """What pointing Megatron-core's CUDA calls at the CPU leaves as it was."""
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.quick
 
 
 def test_device_contexts_work():

@@ -42,6 +42,8 @@ from omnibal.plan import Plan
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "reproduce"))
 from paper import TABLE_9
 
+pytestmark = pytest.mark.quick
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece of a tensor begins and ends, by axis."""
 

@@ -11,6 +11,8 @@ from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 from megatron.vlm.drop_path import branch_scales
 from megatron.vlm.train import build_trainer, train_step
 
+pytestmark = pytest.mark.quick
+
 RATE = 0.5
 SAMPLES = [[(2, 9), (1, 14)], [(3, 5)], [(0, 6)]]
 

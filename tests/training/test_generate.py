@@ -1,13 +1,12 @@
 """Answers of a whole model in one process, against Transformers' own generation and decoding."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+from commands import Completed, launcher
 from PIL import Image
 from ranks import run_ranks
 from released import KINDS, PIECES, imported, save_released, transformers_model
@@ -21,7 +20,6 @@ from omnibal.data.sample import Sample, Turn
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.plan import Parallel
 
-ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 6
 
 
@@ -88,11 +86,8 @@ def test_answers_are_those_of_transformers(tmp_path, model_and_run):
         assert answer == expected
 
 
-def chat(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/chat.py", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+def chat(*arguments: object) -> Completed:
+    return launcher().run("tools/chat.py", *arguments)
 
 
 def test_chat_prints_the_answer(tmp_path, model_and_run):

@@ -8,6 +8,8 @@ import pytest
 from megatron.vlm.health import RunHealth
 from omnibal.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def test_spike_is_reported_and_noise_is_not():
     """Prevents: a jump of the loss that nobody sees, and a report in every tenth step."""

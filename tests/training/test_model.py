@@ -14,6 +14,8 @@ from megatron.vlm.initialize import initialize_parameters
 from megatron.vlm.stage import build_stage
 from omnibal.plan import Parallel
 
+pytestmark = pytest.mark.quick
+
 SAMPLES = [(2, 9), (0, 12), (1, 6), (3, 15)]
 ONE = Parallel(pipeline=1)
 

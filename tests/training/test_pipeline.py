@@ -14,6 +14,8 @@ from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.plan import Parallel
 
+pytestmark = pytest.mark.quick
+
 # Packs of different shapes; one has no image, one is a single sample, one only images' worth.
 STEPS = [
     [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],

@@ -1,5 +1,6 @@
 """Qwen2's bias on q, k and v: present where the model has it, absent elsewhere, and used."""
 
+import pytest
 import torch
 from ranks import run_ranks
 from toy import pack, stages_of, toy_model, toy_plan, toy_sample
@@ -7,6 +8,8 @@ from toy import pack, stages_of, toy_model, toy_plan, toy_sample
 from megatron.vlm.initialize import initialize_parameters
 from megatron.vlm.stage import build_stage
 from omnibal.plan import Parallel
+
+pytestmark = pytest.mark.quick
 
 SAMPLES = [(2, 9), (0, 12), (1, 6)]
 ONE = Parallel(pipeline=1)

@@ -7,7 +7,7 @@ RUN/tokenizer/       the tokenizer's files, for --tokenizer-model RUN/tokenizer
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,10 +132,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def check_tensors(
-    directory: Path, model: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]
+    directory: Path, model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]
 ) -> None:
     """Raise UserError unless the tensors are just those that the model is made of."""
-    expected, dtypes = {}, {}
+    expected: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, set] = {}
     for parameter in parameters(model):
         made_of = released(parameter, model, layout)
         expected |= dict(zip(made_of.names, made_of.shapes, strict=True))

@@ -152,7 +152,9 @@ class _WritePlanner(SavePlanner):
         self._read = read
         self._by_place: dict[tuple[str, torch.Size], Parameter] = {}
 
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         pass
 
     def create_local_plan(self) -> SavePlan:
@@ -203,9 +205,11 @@ class _ReadPlanner(LoadPlanner):
         for parameter, tensor in zip(parameters, values, strict=True):
             index = MetadataIndex(parameter.key, _chunk(parameter).offsets)
             self._values[index] = tensor if parameter.layer is None else tensor.unsqueeze(0)
-        self._metadata: Metadata | None = None
+        self._metadata: Any = None
 
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:

@@ -12,7 +12,7 @@ D head size.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -136,7 +136,7 @@ class Released:
 
 
 # Modules by their name here; a tuple stands for several released tensors.
-_Names = Mapping[str, str | tuple[str, ...]]
+_Names = dict[str, str | tuple[str, ...]]
 
 _ORIGINAL_VISION: _Names = {
     "input_layernorm": "norm1",

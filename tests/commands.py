@@ -1,0 +1,116 @@
+"""Commands as they are typed, in processes forked from one that has imported what they need.
+
+A Python that starts anew imports torch and Megatron-core for ten seconds. What runs here is the
+script's own file, as `__main__`, with its own arguments, environment, output and exit status. Only
+an import that it forgets would not be noticed: some test starts each script by itself too.
+"""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+_IMPORTED = (
+    "megatron.vlm.job",
+    "megatron.vlm.replay_job",
+    "megatron.vlm.generate",
+    "megatron.vlm.conversion.exporting",
+    "megatron.vlm.conversion.importing",
+    "omnibal.cli",
+)
+_ENDS = (".out", ".err")
+TIMEOUT_S = 300
+
+Completed = subprocess.CompletedProcess[str]
+
+
+class Launcher:
+    """The process that others are forked from; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, *command: object, **environment: str) -> Completed:
+        """`python COMMAND` in the repository, with more environment."""
+        [completed] = self.run_together(command, [environment])
+        return completed
+
+    def run_together(
+        self, command: tuple[object, ...], environments: list[Mapping[str, str]]
+    ) -> list[Completed]:
+        """The same several times at once, as the ranks of a job are; waits for all."""
+        words = [str(word) for word in command]
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [str(Path(folder) / str(number)) for number in range(len(environments))]
+            starts = [
+                {"words": words, "environment": dict(environment), "output": output}
+                for environment, output in zip(environments, outputs, strict=True)
+            ]
+            assert self._process.stdin is not None and self._process.stdout is not None
+            print(json.dumps(starts), file=self._process.stdin, flush=True)
+            codes = json.loads(self._process.stdout.readline())
+            return [
+                Completed(
+                    words,
+                    code,
+                    Path(f"{output}.out").read_text(),
+                    Path(f"{output}.err").read_text(),
+                )
+                for code, output in zip(codes, outputs, strict=True)
+            ]
+
+
+@cache
+def launcher() -> Launcher:
+    """The one of this process's tests."""
+    return Launcher()
+
+
+def _serve() -> None:
+    """Fork what each line of the input asks for; returns in the forked processes alone."""
+    sys.path.insert(0, str(REPOSITORY))
+    for module in _IMPORTED:
+        __import__(module)
+    while line := sys.stdin.readline():
+        children = []
+        for start in json.loads(line):
+            child = os.fork()
+            if child == 0:
+                _become(**start)
+                return
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        print(json.dumps([os.waitstatus_to_exitcode(status) for status in statuses]), flush=True)
+
+
+def _become(words: list[str], environment: dict[str, Any], output: str) -> None:
+    """Be the command, up to where the interpreter ends by itself."""
+    os.environ.update(environment)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    for descriptor, end in enumerate(_ENDS, start=1):
+        file = os.open(output + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, descriptor)
+    signal.alarm(TIMEOUT_S)  # whose signal ends a process that nobody else would
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _serve()
