@@ -103,7 +103,14 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
     edit_config(tie_word_embeddings=outer, **{f"{language}__tie_word_embeddings": inner})(there)
     run = imported(there, tmp_path / "run")
     assert open_newest(run).model.language.tied_head == tied
-    assert content(exported_like(run, there, tmp_path / "back")) == content(there)
+    back = content(exported_like(run, there, tmp_path / "back"))
+    if head is None and layout == "qwen2":
+        # What InternVL's own code loads must have the head's tensor, and so has more than came.
+        assert HEAD in tensors_of(tmp_path / "back")
+        assert back.pop("model.safetensors") != (there / "model.safetensors").read_bytes()
+        assert back == {"config.json": (there / "config.json").read_bytes()}
+    else:
+        assert back == content(there)
 
 
 def test_what_transformers_saves_again_is_read(tmp_path):

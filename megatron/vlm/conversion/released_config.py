@@ -480,6 +480,7 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "ps_version": "v2",
         "select_layer": -1,
         "template": model.chat_template,
+        "tie_word_embeddings": model.language.tied_head,
         "torch_dtype": dtype,
         "use_thumbnail": tiling.use_thumbnail,
         "vision_config": {
