@@ -48,7 +48,8 @@ def chat(
     check_tokenizer(checkpoint.model, tokenizer)
     sample = _sample(prompt, image or [], system)
     reader = SampleReader([sample], tokenizer, checkpoint.model)
-    reader.tiles_per_image(sample)  # which finds missing images before the model is loaded
+    # Which finds missing images and too long a text before the model is loaded.
+    reader.prompt(sample, 0, max_new_tokens, chatting=True)
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
     try:
         model = load_whole_model(load, checkpoint, precision)

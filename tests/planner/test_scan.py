@@ -131,6 +131,23 @@ def test_origin_says_what_was_scanned(digits, tokenizer):
     assert origin.tiling == MODEL.tiling
 
 
+def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
+    """Prevents an hour of scanning before a plan says that samples are too long for the model, and
+    a journal of good samples from outliving the limit."""
+    annotations = make_data(tmp_path, 20)
+    free = scan(annotations, tokenizer).lengths
+    most = int(np.median(free.tokens))
+    language = MODEL.language.model_copy(update={"max_positions": most})
+    model = MODEL.model_copy(update={"language": language})
+    with pytest.raises(
+        UserError, match=rf"a\.jsonl: line \d+: the sample has \d+ tokens.* {most},"
+    ):
+        scan_lengths(annotations, model, tokenizer, lambda _: None)
+    kept = scan_lengths(annotations, model, tokenizer, lambda _: None, on_error="skip").lengths
+    assert kept.sample.tolist() == np.flatnonzero(free.tokens <= most).tolist()
+    assert scan_key(annotations, model, tokenizer) != scan_key(annotations, MODEL, tokenizer)
+
+
 def test_missing_image_is_named(tmp_path, tokenizer):
     """Prevents a run that fails hours in, on the first step that needs the image."""
     with pytest.raises(UserError, match=r"a\.jsonl: line 1: image .*gone\.png does not exist"):

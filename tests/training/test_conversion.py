@@ -318,6 +318,8 @@ def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
             "tiling": TilingConfig(max_dynamic_patch=3),
             "chat_template": "Hermes-2",
             "system_message": "be short",
+            "chat_system_message": "talk",
+            "language": own.language.model_copy(update={"max_positions": 9999}),
         }
     )
     plan = toy_plan(other, stages_of(other))
@@ -557,8 +559,14 @@ BAD = {
         "internlm2", edit_config(vision_config__hidden_size=48), "config.json and the tensors"
     ),
     "other-image-size": (
-        "internlm2", edit_config(force_image_size=32), "is [1, 17, 24] and not [1, 65, 24]"
+        "internlm2", edit_config(force_image_size=32), "set it to 16 there to train on such tiles"
     ),
+    "other-encoder-size": (
+        "internlm2",
+        edit_config(force_image_size=None, vision_config__image_size=32),
+        "is [1, 17, 24] and not [1, 65, 24]",
+    ),
+    "padded-to-squares": ("internlm2", edit_config(pad2square=True), "pad2square true"),
     "mixed-types": (
         "transformers", edit_tensor(QUERY, torch.Tensor.bfloat16), "stored in several types"
     ),
