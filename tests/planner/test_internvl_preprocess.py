@@ -359,8 +359,11 @@ def test_empty_messages_are_closed_and_learned(released_of, kind, template):
         if template == "internvl2_5":
             assert (ids, labels) == internvl(call, template, talk, [])
         else:
-            theirs = call(pieces.prompt(SYSTEM, talk))
-            assert theirs.count(end) == messages - texts.count("")
+            assert call(pieces.prompt(SYSTEM, talk)).count(end) == messages - texts.count("")
+            theirs = internvl(call, template, talk, [])
+            assert (theirs is None) == (template != "internlm2-chat")
+            if theirs is not None:
+                assert theirs[1].count(end) == sum(map(bool, texts[1::2]))
 
 
 def open_record(folder: Path, **record: object) -> Sample:
