@@ -118,7 +118,7 @@ class _Language(BaseModel):
         if self._rope.kind != _SCALES_LATER:
             return {}
         most = self.max_position_embeddings or (32_768 if self.is_qwen2 else 2048)
-        return {"max_positions": most, "rope_factor": self._rope.factor or 1.0}
+        return {"max_positions": most, "rope_factor": self._rope.factor}
 
 
 class _TransformersLanguage(_Language):
