@@ -26,7 +26,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.plan import Caps, Parallel
-from omnibal.planner import PlanRequest, check_parallel, job_cost, model_of_origin
+from omnibal.planner import PlanRequest, check_parallel, job_cost, model_of_lengths
 from omnibal.trial import Job, micro_batches_at, packs_of, time_per_sample
 
 MAX_CANDIDATES = 32
@@ -306,7 +306,7 @@ def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
 def _model_and_cost(request: CapSearchRequest) -> tuple[ModelConfig, CostModel]:
     """As `make_plan` takes them; what is wrong with any caps is found here."""
     check_parallel(request.model, request.parallel, request.cluster)
-    model = model_of_origin(request.model, request.lengths.origin)
+    model = model_of_lengths(request.model, request.lengths)
     job = model, request.cluster, request.parallel, request.precision
     return model, job_cost(request.profile, *job, request.frozen)
 

@@ -13,7 +13,7 @@ from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import PACKS_FILE, DataPlan, Plan, Prediction, memory_cap_gib, read_plan
-from omnibal.planner import check_parallel, cost_of_plan, data_of_plan, model_of_origin
+from omnibal.planner import check_parallel, cost_of_plan, data_of_plan, model_of_lengths
 
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
@@ -131,7 +131,7 @@ def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
             "data.origin of plan.json is not that of lengths.parquet; both must say alike which "
             f"data the lengths were scanned from: restore the file, or {_ANEW}"
         )
-    if model_of_origin(plan.model, data.origin) != plan.model:
+    if model_of_lengths(plan.model, lengths) != plan.model:
         raise UserError(
             "the lengths were scanned with another tiling than model.tiling of plan.json; images "
             f"must be cut as they were counted: correct model.tiling, or {_ANEW}"

@@ -88,6 +88,15 @@ class LanguageConfig(Frozen):
     qkv_bias: bool = False
     norm_eps: PositiveFloat = 1e-5
     rope_base: PositiveInt = 1_000_000
+    max_positions: PositiveInt | None = Field(
+        default=None,
+        description="tokens of the longest sample; left out: any number",
+    )
+    rope_factor: PositiveFloat | None = Field(
+        default=None,
+        description="of the dynamic scaling that a released model's RoPE has beyond max_positions; "
+        "kept for exports, as no sample is longer",
+    )
     tied_head: bool = Field(
         default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
     )
@@ -98,6 +107,15 @@ class LanguageConfig(Frozen):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, "
                 f"and heads a multiple of kv_heads {self.kv_heads}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scales_beyond_a_limit(self) -> "LanguageConfig":
+        if self.rope_factor is not None and self.max_positions is None:
+            raise ValueError(
+                f"rope_factor {self.rope_factor} scales RoPE beyond max_positions, so that must be "
+                "given too"
             )
         return self
 
@@ -132,6 +150,10 @@ class ModelConfig(Frozen):
     system_message: str | None = Field(
         default=None,
         description="of conversations without their own; empty: none, left out: the template's",
+    )
+    chat_system_message: str | None = Field(
+        default=None,
+        description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
     )
 
     @model_validator(mode="after")

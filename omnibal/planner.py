@@ -12,7 +12,13 @@ from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost, read_profile, write_profile
-from omnibal.data.lengths import Lengths, LengthsOrigin, read_lengths, write_lengths
+from omnibal.data.lengths import (
+    Lengths,
+    LengthsOrigin,
+    check_positions,
+    read_lengths,
+    write_lengths,
+)
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.data.steps import DataRequest, Steps, deal_steps, draw_steps, size_load, steps_of
@@ -107,8 +113,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
             fits into memory.
     """
     check_parallel(request.model, request.parallel, request.cluster)
-    origin = request.lengths.origin if request.lengths is not None else None
-    model = model_of_origin(request.model, origin)
+    model = model_of_lengths(request.model, request.lengths)
     cost = _cost(request, model)
     shapes = Shapes(caps=request.caps, micro_batches_per_step=request.micro_batches)
     if request.lengths is None:
@@ -354,15 +359,22 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     ), lengths
 
 
-def model_of_origin(model: ModelConfig, origin: LengthsOrigin | None) -> ModelConfig:
+def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
     """The model with the tiling that the lengths were scanned with, as training must tile alike.
 
     Raises:
         UserError: the lengths were scanned for tiles of other sizes, another chat template or
-            another system message than the model's.
+            another system message than the model's, or a sample is longer than it may be.
     """
-    if origin is None:
+    if lengths is None:
         return model
+    longest = int(lengths.tokens.argmax())
+    source = lengths.source_names[lengths.source[longest]]
+    check_positions(int(lengths.tokens[longest]), model, f"sample {longest} of {source}")
+    return model if lengths.origin is None else _of_origin(model, lengths.origin)
+
+
+def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     given = (origin.image_size, origin.tokens_per_tile)
     needed = (model.vision.image_size, model.tokens_per_tile)
     if given != needed:

@@ -26,7 +26,7 @@ from omnibal.planner import (
     data_at_caps,
     job_cost,
     make_plan,
-    model_of_origin,
+    model_of_lengths,
 )
 
 
@@ -50,8 +50,7 @@ class Job:
                 another model, or the profile is of something else.
         """
         check_parallel(request.model, request.parallel, request.cluster)
-        origin = request.lengths.origin if request.lengths is not None else None
-        model = model_of_origin(request.model, origin)
+        model = model_of_lengths(request.model, request.lengths)
         job = model, request.cluster, request.parallel, request.precision
         cost = job_cost(request.profile, *job, request.frozen)
         return cls(request=request, packed=packed, model=model, cost=cost)

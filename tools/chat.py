@@ -50,7 +50,8 @@ def chat(
     sample = _sample(prompt, image or [], system)
     # Generation asks the reader about samples that it is given, never for its own.
     reader = SampleReader(cast(Annotations, [sample]), tokenizer, checkpoint.model)
-    reader.tiles_per_image(sample)  # which finds missing images before the model is loaded
+    # Which finds missing images and too long a text before the model is loaded.
+    reader.prompt(sample, 0, max_new_tokens, chatting=True)
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
     try:
         model = load_whole_model(load, checkpoint, precision)

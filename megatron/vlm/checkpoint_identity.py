@@ -21,7 +21,9 @@ _NOT_ARCHITECTURE: dict[str, Any] = {
     "tiling": True,
     "chat_template": True,
     "system_message": True,
+    "chat_system_message": True,
     "vision": {"layer_scale_init": True},
+    "language": {"max_positions": True, "rope_factor": True},
 }
 """How samples are prepared and weights begun: the same weights serve, whatever it is."""
 

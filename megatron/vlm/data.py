@@ -20,7 +20,7 @@ from omnibal.config import ModelConfig, TilingConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
 from omnibal.data.image_files import ImageFile, why_unreadable
-from omnibal.data.lengths import Lengths
+from omnibal.data.lengths import Lengths, check_positions
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.sample import Sample
 from omnibal.data.tiling import tile_count, tile_grid
@@ -113,18 +113,27 @@ class SampleReader:
             per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
         return encode_sample(sample, per_image, self.model, self.tokenizer)
 
-    def prompt(self, sample: Sample, turn: int) -> Prompt:
+    def prompt(self, sample: Sample, turn: int, room: int, chatting: bool = False) -> Prompt:
         """What precedes the answer of a turn; its images are cut as those of the whole sample.
+
+        Args:
+            room: tokens that the answer may have.
+            chatting: as `encode_prompt` has it.
 
         Raises:
             UnreadableImage: the header of an image cannot be read.
+            UserError: it is longer, with its answer, than the model takes.
         """
         sample = sample.shown(self.model.tiling)
         tiles = self.tiles_per_image(sample)
-        return Prompt(
-            token_ids=encode_prompt(sample, turn, tiles, self.model, self.tokenizer),
-            tiles=sum(tiles[: sample.images_until(turn)]),
+        token_ids = encode_prompt(sample, turn, tiles, self.model, self.tokenizer, chatting)
+        check_positions(
+            len(token_ids) + room,
+            self.model,
+            f"{sample.where}: a question with {room:,} tokens for its answer",
+            "shorten the question, or allow its answer fewer tokens",
         )
+        return Prompt(token_ids=token_ids, tiles=sum(tiles[: sample.images_until(turn)]))
 
     def check_images(self, sample: Sample, tiles: int) -> None:
         """Decode the images that the model is shown.

@@ -69,7 +69,7 @@ def evaluate(
         on_progress: receives (questions answered, questions) of this rank's share.
     """
     model.eval()
-    questions = list(_questions(reader, options.samples))
+    questions = list(_questions(reader, options))
     own = questions[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     waves = _waves(own, caps, micro_batches=2 * links.size, room=options.max_new_tokens)
     answered = 0
@@ -84,12 +84,12 @@ def evaluate(
     return _scored([answer for share in shares for answer in share], step)
 
 
-def _questions(reader: SampleReader, samples: int) -> Iterator[_Question]:
+def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Question]:
     total = len(reader.annotations)
-    for index in np.linspace(0, total - 1, min(samples, total)).round().astype(int):
+    for index in np.linspace(0, total - 1, min(options.samples, total)).round().astype(int):
         sample = reader.annotations[int(index)].shown(reader.model.tiling)
         for turn in range(len(sample.turns)):
-            prompt = reader.prompt(sample, turn)
+            prompt = reader.prompt(sample, turn, options.max_new_tokens)
             yield _Question(
                 sample=sample, turn=turn, tiles=prompt.tiles, prompt_ids=prompt.token_ids
             )

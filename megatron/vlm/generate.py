@@ -54,13 +54,15 @@ def generate(
 ) -> Iterator[int]:
     """Token ids of the answer to a sample's last question, one by one, without what ends it.
 
+    It is asked as InternVL's `chat` does: as it is written, with the model's message for that.
+
     The images are encoded once; the text is read anew for every token.
 
     Raises:
-        UserError: an image cannot be read.
+        UserError: an image cannot be read, or the model takes no text as long.
     """
     device = current_device()
-    prompt = reader.prompt(sample, len(sample.turns) - 1)
+    prompt = reader.prompt(sample, len(sample.turns) - 1, max_new_tokens, chatting=True)
     ids_S = torch.from_numpy(prompt.token_ids).to(device)
     pixels_TCPP = reader.pixels([sample])[: prompt.tiles].to(device)
     features_KE = stage.encode_images(_batch(ids_S, reader, pixels_TCPP))

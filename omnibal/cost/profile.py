@@ -108,8 +108,12 @@ def model_sha256(model: ModelConfig) -> str:
             "tiling": True,
             "chat_template": True,
             "system_message": True,
+            "chat_system_message": True,
             "vision": {"layers", "norm_eps", "layer_scale_init"},
-            "language": {"layers", "norm_eps", "rope_base", "tied_head"},
+            "language": {
+                *("layers", "norm_eps", "tied_head"),
+                *("rope_base", "max_positions", "rope_factor"),
+            },
         },
     )
     sizes["vision"]["layer_scale"] = model.vision.layer_scale_init is not None

@@ -138,7 +138,7 @@ def encode_sample(
             f"{len(sample.images)}"
         )
     template = _TEMPLATES[model.chat_template]
-    messages = _messages(sample, model)
+    messages = _messages(sample, model, chatting=False)
     answers = _answers(sample, messages, template)
     encode = _encode_apart if template.message_by_message else _encode_together
     token_ids, loss_mask = encode(messages, answers, template, tokenizer, sample)
@@ -161,13 +161,18 @@ def encode_prompt(
     tiles_per_image: Sequence[int],
     model: ModelConfig,
     tokenizer: Tokenizer,
+    chatting: bool = False,
 ) -> np.ndarray:
     """What precedes the answer of `turn`, reference answers of earlier turns included. int64
 
     It is how the whole conversation begins, unless a token of that straddles the end of this.
+
+    Args:
+        chatting: ask as InternVL's `chat` does instead: every text as it is given, after the
+            model's system message for that.
     """
     template = _TEMPLATES[model.chat_template]
-    messages = _messages(sample, model)
+    messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
     texts = [*asked, template.assistant]
     if not template.message_by_message:
@@ -178,21 +183,46 @@ def encode_prompt(
     return np.concatenate([_bos(template, tokenizer), np.insert(token_ids, before, context)])
 
 
-def _messages(sample: Sample, model: ModelConfig) -> list[str]:
+def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     """The system message if there is one, and a greeting, then questions and answers in turn."""
     template = _TEMPLATES[model.chat_template]
+    _check_texts(sample, template)
     close = template.end + template.after_end
-    default = template.system_message if model.system_message is None else model.system_message
-    system = default if sample.system is None else sample.system
-    empty_turn = template.message_by_message and sample.system == ""
-    messages = [f"{template.system}{system}{close}"] if system or empty_turn else []
+    system = _system(sample, model, chatting)
+    messages = [] if system is None else [f"{template.system}{system}{close}"]
     if _greets(sample, template):
         messages.append(f"{template.assistant}{sample.greeting}{close}")
     for turn in sample.turns:
-        question = as_written(turn.question, model).replace(IMAGE, IMAGE_START + IMAGE_END)
+        texts = [turn.question, turn.answer]
+        asked, answered = texts if chatting else [as_written(text, model) for text in texts]
+        question = asked.replace(IMAGE, IMAGE_START + IMAGE_END)
         messages.append(f"{template.user}{question}{close}")
-        messages.append(f"{template.assistant}{as_written(turn.answer, model)}{close}")
+        messages.append(f"{template.assistant}{answered}{close}")
     return messages
+
+
+def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
+    """The system message, empty where its turn is; None where there is no such turn."""
+    template = _TEMPLATES[model.chat_template]
+    if sample.system is not None:
+        return sample.system if sample.system or template.message_by_message else None
+    if chatting and model.chat_system_message is not None:
+        return model.chat_system_message
+    given = template.system_message if model.system_message is None else model.system_message
+    return given or None
+
+
+def _check_texts(sample: Sample, template: _Template) -> None:
+    """Refuse text in which the template's own pieces stand; those of others are plain text, or
+    whatever the tokenizer makes of them, as in InternVL."""
+    turns = [text for turn in sample.turns for text in (turn.question, turn.answer)]
+    texts = [sample.system or "", sample.greeting or "", *turns]
+    for piece in (IMAGE_START, IMAGE_CONTEXT, IMAGE_END, *template.pieces):
+        if any(piece in text for text in texts):
+            raise UserError(
+                f"{sample.where}: has {piece!r} in its text, which only the chat template may "
+                f"write; mark an image with {IMAGE}, and spell or remove any other use"
+            )
 
 
 def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:

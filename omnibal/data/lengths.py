@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, Strict
 
-from omnibal.config import ChatTemplate, Frozen, TilingConfig
+from omnibal.config import ChatTemplate, Frozen, ModelConfig, TilingConfig
 from omnibal.data.columns import Columns
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_text
@@ -87,6 +87,32 @@ class Lengths:
     def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
         """Where the samples of these rows stand in the annotations. int64 [rows]"""
         return rows if self.sample is None else self.sample[rows]
+
+
+_SHORTER = (
+    "shorten or leave out longer samples, or take max_positions and rope_factor out of the model's "
+    "TOML to go on unscaled"
+)
+
+
+def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTER) -> None:
+    """Refuse a sample that is longer than the model's RoPE serves as it is trained here.
+
+    Released models may scale it from there on, by the length of the sample, which is not done here.
+    Positions start anew with every sample of a pack, so it is samples that are limited.
+
+    Args:
+        what: has so many tokens.
+
+    Raises:
+        UserError: it is longer than the model's `max_positions`.
+    """
+    most = model.language.max_positions
+    if most is not None and tokens > most:
+        raise UserError(
+            f"{what} has {tokens:,} tokens, but language.max_positions of {model.name} is "
+            f"{most:,}, as RoPE is not scaled beyond it here; {remedy}"
+        )
 
 
 def write_lengths(lengths: Lengths, path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, VIDEO, VIDEO_LINE, Turn
-from omnibal.data.tokenizer import CONTROL_PIECES
 
 _VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))
 
@@ -167,9 +166,3 @@ def _check_texts(values: list[str]) -> None:
         raise InvalidRecordError(
             f"has text that is not Unicode ({error.reason}); mend its \\u escapes"
         ) from error
-    for piece in CONTROL_PIECES:
-        if any(piece in value for value in values):
-            raise InvalidRecordError(
-                f"has {piece!r} in its text, which only the chat template may write; mark an image "
-                f"with {IMAGE}, and spell or remove any other use"
-            )

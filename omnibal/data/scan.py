@@ -20,7 +20,7 @@ from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_sample
 from omnibal.data.image_files import ImageFile, why_unreadable
-from omnibal.data.lengths import Lengths, LengthsOrigin
+from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
 from omnibal.data.scan_pool import map_unordered
@@ -126,6 +126,7 @@ def scan_key(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer)
         __version__,
         _origin(annotations, model, tokenizer).model_dump_json(),
         *(str(root.resolve()) for root in annotations.roots),
+        model.language.max_positions,
     )
     return hashlib.sha256(json.dumps(given).encode()).hexdigest()
 
@@ -194,6 +195,7 @@ class _Scanner:
         tokens_per_tile = self.model.tokens_per_tile
         text = encode_sample(sample, [0] * len(sample.images), self.model, self.tokenizer)
         tokens = len(text.token_ids) + tiles * tokens_per_tile
+        check_positions(tokens, self.model, f"{sample.where}: the sample")
         return tiles, tokens, int(text.loss_mask.sum())
 
     def _image_size(self, image: ImageFile, sample: Sample) -> tuple[int, int]:

@@ -24,11 +24,6 @@ IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PHI_SYSTEM, PHI_USER, PHI_ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 PHI_END = "<|end|>"
-CONTROL_PIECES = (
-    *(IMAGE_START, IMAGE_CONTEXT, IMAGE_END, TURN_START, TURN_END),
-    *(PHI_SYSTEM, PHI_USER, PHI_ASSISTANT, PHI_END),
-)
-"""What only chat templates may write, and no text of a sample."""
 
 FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"

@@ -6,6 +6,7 @@ alone as in its place, InternVL drops the sample's loss or shifts its mask; ther
 compared.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +29,7 @@ from omnibal.config import ModelConfig, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import answer_end, as_written, encode_prompt, encode_sample
 from omnibal.data.sample import Sample, Turn
-from omnibal.data.tokenizer import CONTROL_PIECES, Tokenizer, open_tokenizer
+from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -64,9 +65,25 @@ def sample_of(
     )
 
 
-def model_of(template: str, system_message: str | None = None) -> ModelConfig:
-    changes = {"chat_template": template, "system_message": system_message}
+def model_of(
+    template: str, system_message: str | None = None, chat_system_message: str | None = None
+) -> ModelConfig:
+    changes = {
+        "chat_template": template,
+        "system_message": system_message,
+        "chat_system_message": chat_system_message,
+    }
     return DIGITS.model_copy(update=changes)
+
+
+CHATML = ["<|im_start|>", "<|im_end|>"]
+PHI = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+IMAGES = ["<img>", "</img>", "<IMG_CONTEXT>"]
+
+
+def own_pieces(template: str) -> list[str]:
+    """What only this template may write."""
+    return IMAGES + (PHI if template == "phi3-chat" else CHATML)
 
 
 Ids = Callable[[str], list[int]]
@@ -267,27 +284,32 @@ def test_known_samples_are_as_internvl_has_them(case, template, name):
     assert compared or template in FORGETFUL.get(case.name, ())
 
 
-WORD = st.sampled_from([*WORDS, " ", "\n", "<s>", "<box>", "<quad>", "<|endoftext|>"])
-TEXT = (
-    st.lists(WORD | st.text(max_size=6), max_size=5)
-    .map("".join)
-    .filter(lambda text: not any(piece in text for piece in (*CONTROL_PIECES, "<image>")))
-)
-QUESTION = st.lists(TEXT, min_size=1, max_size=3).map("<image>\n".join)
+def text_of(template: str) -> st.SearchStrategy[str]:
+    """Any text, and what other templates write."""
+    others = PHI[1:] if template != "phi3-chat" else ["<|im_start|>", "<|im_end|>"]
+    words = [*WORDS, " ", "\n", "<s>", "<box>", "<quad>", "<|endoftext|>", *others]
+    refused = [*own_pieces(template), "<image>"]
+    return (
+        st.lists(st.sampled_from(words) | st.text(max_size=6), max_size=5)
+        .map("".join)
+        .filter(lambda text: not any(piece in text for piece in refused))
+    )
 
 
 @settings(deadline=None)  # what is encoded first takes longer
 @given(
-    st.lists(st.tuples(QUESTION, TEXT), min_size=1, max_size=3),
     st.sampled_from(TEMPLATES),
     st.none() | st.sampled_from(["", "Read the line."]),
     st.none() | st.sampled_from(["", "Answer.\n"]),
-    st.none() | TEXT,
     st.data(),
 )
-def test_any_sample_is_as_internvl_has_it(case, turns, template, message, system, greeting, data):
-    """Prevents what only odd texts show: spaces at borders, line ends, tokens across the border."""
-    sample = sample_of(*turns, system=system, greeting=greeting)
+def test_any_sample_is_as_internvl_has_it(case, template, message, system, data):
+    """Prevents what only odd texts show: spaces at borders, line ends, tokens across the border,
+    and other templates' pieces, which are text or tokens as the tokenizer has them."""
+    text = text_of(template)
+    question = st.lists(text, min_size=1, max_size=3).map("<image>\n".join)
+    turns = data.draw(st.lists(st.tuples(question, text), min_size=1, max_size=3))
+    sample = sample_of(*turns, system=system, greeting=data.draw(st.none() | text))
     tiles = [data.draw(st.integers(0, 2)) for _ in sample.images]
     assert_as_internvl(case, model_of(template, message), sample, tiles)
 
@@ -389,7 +411,72 @@ def test_control_tokens_in_text_are_refused(tmp_path):
             encode_sample(sample, [], model_of(template), tokenizer)
 
 
-def test_every_template_keeps_its_pieces_to_itself():
-    """Prevents a text of a sample from writing a turn or an image."""
-    assert {"<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>"} <= set(CONTROL_PIECES)
-    assert {"<|assistant|>", "<|end|>", "<img>", "</img>", "<IMG_CONTEXT>"} <= set(CONTROL_PIECES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_template_keeps_its_own_pieces_to_itself(tmp_path, template):
+    """Prevents a text of a sample from writing a turn or an image, and what another template would
+    write from being refused."""
+    tokenizer, model = open_tokenizer(write_fast(tmp_path)), model_of(template)
+    for piece in own_pieces(template):
+        odd = f"a {piece}\n"
+        for sample in (
+            sample_of((odd, "b")),
+            sample_of(("a", "b"), ("a", odd)),
+            sample_of(("a", "b"), system=odd),
+            sample_of(("a", "b"), greeting=odd),
+        ):
+            message = re.escape(f"x.jsonl: line 1: has {piece!r} in its text")
+            with pytest.raises(UserError, match=message):
+                encode_sample(sample, [], model, tokenizer)
+            with pytest.raises(UserError, match=message):
+                encode_prompt(sample, 0, [], model, tokenizer)
+    for piece in {*CHATML, *PHI} - set(own_pieces(template)):
+        sample = sample_of((f"a {piece} b", f"{piece}"))
+        learned = encode_sample(sample, [], model, tokenizer)
+        words = learned.token_ids[learned.loss_mask].tolist()
+        assert words == [tokenizer.id_of(piece), answer_end(model, tokenizer)]
+
+
+def chat_query(template: str, message: str | None, texts: list[str], tiles: list[int]) -> str:
+    """What InternVL's `chat` gives the tokenizer: a system turn, be it empty, and every text as it
+    is, without an end behind the last."""
+    phi = template == "phi3-chat"
+    roles = PHI[1:3] if phi else [CHATML[0] + "user", CHATML[0] + "assistant"]
+    first, end = (PHI[0], PHI[3]) if phi else (CHATML[0] + "system", CHATML[1])
+    end += "\n" * (template == "internvl2_5")
+    default = SYSTEM_2_5 if template == "internvl2_5" else SYSTEM
+    query = f"{first}\n{default if message is None else message}{end}"
+    for place, text in enumerate(texts):
+        query += f"{roles[place % 2]}\n{text}{end}"
+    return with_images(query + f"{roles[1]}\n", tiles)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("message", [None, "", "Read. "])
+def test_chat_asks_as_internvl_does(case, template, message):
+    """Prevents a chat from asking in other words than InternVL's: stripped of its spaces, which
+    only training is, or after the system message of training."""
+    if (case.name, template) == ("not legacy", "internvl2_5"):
+        pytest.skip("its added tokens take away the line end that closes a message")
+    model = model_of(template, None, message)
+    for sample in SAMPLES.values():
+        if sample.system is not None or sample.greeting is not None:
+            continue  # InternVL's chat is given neither
+        tiles = [2] * len(sample.images)
+        last = len(sample.turns) - 1
+        texts = [text for turn in sample.turns for text in (turn.question, turn.answer)][:-1]
+        prompt = encode_prompt(sample, last, tiles, model, case.tokenizer, chatting=True).tolist()
+        own = prompt[1:] if prompt[0] == case.reference.bos else prompt
+        assert own == case.reference.ids(chat_query(template, message, texts, tiles))
+
+
+def test_training_does_not_take_the_message_of_chats(tokenizer):
+    """Prevents a model from being trained after a system message that InternVL's training, and so
+    the released model, never saw."""
+    sample = sample_of(("Who?", "7"))
+    for template in ("internlm2-chat", "internvl2_5"):
+        plain, chats = model_of(template), model_of(template, None, "Read.")
+        prompts = [encode_prompt(sample, 0, [], model, tokenizer) for model in (plain, chats)]
+        np.testing.assert_array_equal(*prompts)
+        ids = [encode_sample(sample, [], model, tokenizer).token_ids for model in (plain, chats)]
+        np.testing.assert_array_equal(*ids)
+        assert len(encode_prompt(sample, 0, [], chats, tokenizer, chatting=True)) < len(prompts[0])

@@ -228,6 +228,20 @@ def tight_plan(directory: Path) -> Plan:
     return result.plan
 
 
+def test_model_that_takes_shorter_samples_is_refused(directory):
+    """Prevents an edited model from being trained on samples beyond its RoPE."""
+    plan, most = read_plan(directory), int(example_lengths().tokens.max())
+    for limit, passes in ((most, True), (most - 1, False)):
+        language = plan.model.language.model_copy(update={"max_positions": limit})
+        model = plan.model.model_copy(update={"language": language})
+        write_plan(plan.model_copy(update={"model": model}), directory)
+        if passes:
+            check_plan(directory)
+        else:
+            with pytest.raises(UserError, match=f"has {most} tokens, but .* is {limit}"):
+                check_plan(directory)
+
+
 @pytest.mark.parametrize("keeps_prediction", [True, False])
 def test_removed_recomputation_is_seen(tmp_path, keeps_prediction):
     """Prevents an out-of-memory after an edit, by trusting the prediction or for want of one."""

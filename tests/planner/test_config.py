@@ -68,6 +68,14 @@ def test_mistakes_in_a_model_file(tmp_path: Path, monkeypatch, content, expected
         load_model("internvl-digit")
 
 
+def test_scaling_needs_a_limit(tmp_path):
+    """Prevents a factor that says nothing, as RoPE is not scaled here."""
+    text = model_toml(DIGITS).replace("[language]", "[language]\nrope_factor = 2.0")
+    (tmp_path / "model.toml").write_text(text)
+    with pytest.raises(UserError, match=r"rope_factor 2\.0 scales RoPE beyond max_positions"):
+        load_model(str(tmp_path / "model.toml"))
+
+
 def test_a_folder_is_no_model(tmp_path):
     """Prevents a traceback for the path of a folder."""
     with pytest.raises(UserError, match="neither a file nor a preset"):
@@ -79,6 +87,8 @@ def test_a_folder_is_no_model(tmp_path):
 )
 def test_a_written_model_is_read_as_it_was(tmp_path, name):
     """Prevents a model.toml that no reader of TOML takes, for a character in a name."""
-    model = DIGITS.model_copy(update={"name": name, "system_message": f"{name}."})
+    language = DIGITS.language.model_copy(update={"max_positions": 99, "rope_factor": 1.5})
+    changes = {"system_message": f"{name}.", "chat_system_message": f".{name}"}
+    model = DIGITS.model_copy(update={"name": name, "language": language, **changes})
     (tmp_path / "model.toml").write_text(model_toml(model), encoding="utf-8")
     assert load_model(str(tmp_path / "model.toml")) == model

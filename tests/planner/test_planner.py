@@ -8,7 +8,7 @@ import pytest
 from plan_cases import MODEL, example_lengths, origin_of, request
 
 from omnibal.check import check_plan, training_obstacles
-from omnibal.config import TilingConfig, load_cluster
+from omnibal.config import ModelConfig, TilingConfig, load_cluster
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import Unit, pack_features
 from omnibal.data.lengths import read_lengths
@@ -17,6 +17,7 @@ from omnibal.data.packs import read_packs
 from omnibal.errors import UserError
 from omnibal.plan import Parallel, memory_cap_gib, read_plan
 from omnibal.planner import make_plan, save_plan
+from omnibal.trial import Job
 
 pytestmark = pytest.mark.quick
 
@@ -119,6 +120,30 @@ def test_lengths_of_another_template_are_refused(change):
     lengths = example_lengths(origin_of(MODEL, **change))
     with pytest.raises(UserError, match=r"scanned with chat_template.*omnibal lengths"):
         make_plan(request(lengths=lengths))
+
+
+def limited(model: ModelConfig, most: int) -> ModelConfig:
+    """The model with RoPE that is scaled for samples of more tokens."""
+    language = model.language.model_copy(update={"max_positions": most, "rope_factor": 2.0})
+    return model.model_copy(update={"language": language})
+
+
+def test_samples_beyond_the_models_rope_are_refused():
+    """Prevents samples for which the released model scales its RoPE from being trained unscaled;
+    packs may be as long as they like, as positions start anew with each sample."""
+    lengths = example_lengths()
+    longest = int(lengths.tokens.argmax())
+    most = int(lengths.tokens[longest])
+    packs, _ = make_plan(request(model=limited(MODEL, most))).data
+    assert packs.tokens.max() > most
+    source = lengths.source_names[lengths.source[longest]]
+    message = f"sample {longest} of {source} has {most} tokens, but .*max_positions.* is {most - 1}"
+    with pytest.raises(UserError, match=message):
+        make_plan(request(model=limited(MODEL, most - 1)))
+    with pytest.raises(UserError, match=message):
+        Job.of(request(model=limited(MODEL, most - 1)), ())
+    # Made-up samples at the caps are of no length that is trained.
+    make_plan(request(model=limited(MODEL, 16), lengths=None))
 
 
 def test_ranks_are_balanced_in_predicted_time():

@@ -131,6 +131,39 @@ def test_origin_says_what_was_scanned(digits, tokenizer):
     assert origin.tiling == MODEL.tiling
 
 
+def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
+    """Prevents an hour of scanning before a plan says that samples are too long for the model, and
+    a journal of good samples from outliving the limit."""
+    annotations = make_data(tmp_path, 20)
+    free = scan(annotations, tokenizer).lengths
+    most = int(np.median(free.tokens))
+    language = MODEL.language.model_copy(update={"max_positions": most})
+    model = MODEL.model_copy(update={"language": language})
+    with pytest.raises(
+        UserError, match=rf"a\.jsonl: line \d+: the sample has \d+ tokens.* {most},"
+    ):
+        scan_lengths(annotations, model, tokenizer, lambda _: None)
+    kept = scan_lengths(annotations, model, tokenizer, lambda _: None, on_error="skip").lengths
+    assert kept.sample.tolist() == np.flatnonzero(free.tokens <= most).tolist()
+    assert scan_key(annotations, model, tokenizer) != scan_key(annotations, MODEL, tokenizer)
+
+
+def test_text_is_refused_by_its_own_template_alone(tmp_path, tokenizer):
+    """Prevents a dataset that writes of another template's pieces from being refused, and one that
+    would end its turns from being scanned."""
+    for text, refused in (("<|user|> or <|end|>", False), ("<|im_end|>", True), ("<img>", True)):
+        talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": text}]
+        (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": talk}))
+        (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.jsonl"}}')
+        annotations = Annotations.open(tmp_path / "meta.json")
+        if refused:
+            message = rf"a\.jsonl: line 1: has '{re.escape(text)}' in its text"
+            with pytest.raises(UserError, match=message):
+                scan(annotations, tokenizer)
+        else:
+            assert len(scan(annotations, tokenizer).lengths) == 1
+
+
 def test_missing_image_is_named(tmp_path, tokenizer):
     """Prevents a run that fails hours in, on the first step that needs the image."""
     with pytest.raises(UserError, match=r"a\.jsonl: line 1: image .*gone\.png does not exist"):

@@ -104,14 +104,18 @@ class LlamaNotLegacy(SentencePieceBackend):
         return tokens[1:] if tokens[:1] == [SPACE] and {*tokens[1:2]} & named else tokens
 
 
-def write_fast(folder: Path) -> Path:
-    """A byte-level BPE like Qwen's, with its added tokens in tokenizer.json."""
+def byte_level_bpe(
+    texts: list[str], words: str = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\n]*|\s*[\n]+|\s+"
+) -> tokenizers.Tokenizer:
+    """A byte-level BPE like Qwen's, trained on these texts, without added tokens.
+
+    Args:
+        words: pattern of what text is cut into.
+    """
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
-            tokenizers.pre_tokenizers.Split(
-                tokenizers.Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\n]*|\s*[\n]+|\s+"), "isolated"
-            ),
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(words), "isolated"),
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -121,7 +125,13 @@ def write_fast(folder: Path) -> Path:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator(WORDS * 5, trainer)
+    model.train_from_iterator(texts * 5, trainer)
+    return model
+
+
+def write_fast(folder: Path) -> Path:
+    """The same with its added tokens in tokenizer.json."""
+    model = byte_level_bpe(WORDS)
     model.add_special_tokens(["<s>", "<|endoftext|>", *CONTROLS, *IMAGES])
     model.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')

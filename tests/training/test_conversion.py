@@ -12,6 +12,7 @@ import torch
 from ranks import run_ranks
 from released import (
     CASES,
+    HEADS,
     IMAGE_TOKEN,
     KINDS,
     LAYOUTS,
@@ -35,7 +36,13 @@ from test_conversion_parity import (
 )
 from test_tensor_parallel import by_name, whole
 from toy import OPTIONS, counts_of, pack, stages_of, toy_plan
-from transformers import InternVLForConditionalGeneration
+from transformers import (
+    InternVLForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint_identity import open_newest
@@ -110,8 +117,11 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_import_and_export_give_the_same_bytes(tmp_path, name, layout, shard_bytes, dtype):
     """Prevents: values, types, names, files, metadata or companions that a conversion loses."""
-    model = transformers_model(KINDS[name])
-    source = complete(save_released(model, tmp_path / "there", layout, TYPES[dtype], shard_bytes))
+    model, copied = transformers_model(KINDS[name]), OURS[layout].is_original
+    there = save_released(
+        model, tmp_path / "there", layout, TYPES[dtype], shard_bytes, head_copy=copied
+    )
+    source = complete(there)
     run = imported(source, tmp_path / "run")
     assert content(exported_like(run, source, tmp_path / "back")) == content(source)
 
@@ -156,6 +166,63 @@ def test_copy_of_a_tied_head_stays(tmp_path, name, layout):
     assert content(exported_like(run, source, tmp_path / "back")) == content(source)
 
 
+TIED_ORIGINAL = [
+    (name, layout) for name, layout in CASES if KINDS[name].tied and OURS[layout].is_original
+]
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("shard_bytes", [None, SHARD_BYTES], ids=["single", "sharded"])
+@pytest.mark.parametrize(("name", "layout"), TIED_ORIGINAL)
+def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, shard_bytes, dtype):
+    """Prevents: a random head in InternVL's own code, which ties none, whatever config.json says:
+    of a layout that is asked for, or beside a checkpoint that has no copy."""
+    model = transformers_model(KINDS[name])
+    expected = released_tensors(model, layout, head_copy=True)
+    expected = {key: value.to(TYPES[dtype or "fp32"]) for key, value in expected.items()}
+    size = sum(value.nbytes for value in expected.values())
+    source = complete(save_released(model, tmp_path / "there", layout, shard_bytes=shard_bytes))
+    assert HEADS[layout] not in tensors_of(source)
+    run = imported(source, tmp_path / "run")
+    wanted = dtype and TYPES[dtype]
+    like = exported_like(run, source, tmp_path / "like", wanted)
+    made = exported_as(run, layout, tmp_path / "made", wanted, size=shard_bytes or 10**9)
+    for folder in (like, made):
+        assert_equal_tensors(tensors_of(folder), expected)
+        if shard_bytes is not None:
+            index = json.loads((folder / INDEX).read_text())
+            assert index["weight_map"].keys() == expected.keys()
+            assert index["metadata"]["total_size"] == size
+        assert_same_parameters(imported(folder, tmp_path / f"again-{folder.name}"), run, dtype)
+    config = json.loads((made / "config.json").read_text())
+    assert config["tie_word_embeddings"] is config["llm_config"]["tie_word_embeddings"] is True
+    if dtype is None:
+        names = {path for path in content(source) if not path.startswith("model")}
+        assert names == {path for path in content(like) if not path.startswith("model")}
+        assert all(content(like)[path] == content(source)[path] for path in names)
+
+
+@pytest.mark.parametrize(("name", "layout"), [c for c in TIED_ORIGINAL if c[1] != "internlm2"])
+def test_untying_class_computes_the_same(tmp_path, name, layout):
+    """Prevents: a copy of the head that is of other words, or of the embedding before training."""
+    model = transformers_model(KINDS[name])
+    run = imported(save_released(model, tmp_path / "there", layout), tmp_path / "run")
+    tensors = tensors_of(exported_as(run, layout, tmp_path / "out"))
+    untied = model.config.text_config.to_dict() | {"tie_word_embeddings": False}
+    classes = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }
+    kind, head = classes[layout]
+    language = head(kind(**untied)).eval()
+    prefix = "language_model."
+    own = {key.removeprefix(prefix): at for key, at in tensors.items() if key.startswith(prefix)}
+    language.load_state_dict(own, strict=True)
+    ids = torch.arange(1, 24)[None]
+    with torch.no_grad():
+        assert_near(language(ids).logits, model(input_ids=ids).logits, "logits")
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "other"),
     [(name, layout, other) for name, layout in CASES for other in LAYOUTS[KINDS[name].language]],
@@ -165,7 +232,8 @@ def test_every_layout_leads_to_every_other(tmp_path, name, layout, other):
     model = transformers_model(KINDS[name])
     run = imported(complete(save_released(model, tmp_path / "there", layout)), tmp_path / "run")
     target = exported_as(run, other, tmp_path / "out")
-    assert_equal_tensors(tensors_of(target), released_tensors(model, other))
+    expected = released_tensors(model, other, head_copy=OURS[other].is_original)
+    assert_equal_tensors(tensors_of(target), expected)
     again = imported(target, tmp_path / "again")
     assert_same_parameters(again, run)
     # What prepares samples is not told by every layout.
@@ -177,11 +245,14 @@ def test_every_layout_leads_to_every_other(tmp_path, name, layout, other):
     assert files.items() <= content(again / "tokenizer").items()
 
 
-def assert_same_parameters(run: Path, other: Path) -> None:
+def assert_same_parameters(run: Path, other: Path, dtype: str | None = None) -> None:
+    """Also of another type, where `run` was made in one."""
     identity = open_newest(run)
+    assert identity.model.language == open_newest(other).model.language
     own, theirs = StoredWeights(identity.path), StoredWeights(open_newest(other).path)
     every = list(parameters(identity.model))
     for parameter, tensor, expected in zip(every, own.read(every), theirs.read(every), strict=True):
+        expected = expected if dtype is None else expected.to(TYPES[dtype])
         assert tensor.dtype == expected.dtype, parameter.name
         assert torch.equal(tensor, expected), parameter.name
 
@@ -247,6 +318,8 @@ def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
             "tiling": TilingConfig(max_dynamic_patch=3),
             "chat_template": "Hermes-2",
             "system_message": "be short",
+            "chat_system_message": "talk",
+            "language": own.language.model_copy(update={"max_positions": 9999}),
         }
     )
     plan = toy_plan(other, stages_of(other))
@@ -486,8 +559,14 @@ BAD = {
         "internlm2", edit_config(vision_config__hidden_size=48), "config.json and the tensors"
     ),
     "other-image-size": (
-        "internlm2", edit_config(force_image_size=32), "is [1, 17, 24] and not [1, 65, 24]"
+        "internlm2", edit_config(force_image_size=32), "set it to 16 there to train on such tiles"
     ),
+    "other-encoder-size": (
+        "internlm2",
+        edit_config(force_image_size=None, vision_config__image_size=32),
+        "is [1, 17, 24] and not [1, 65, 24]",
+    ),
+    "padded-to-squares": ("internlm2", edit_config(pad2square=True), "pad2square true"),
     "mixed-types": (
         "transformers", edit_tensor(QUERY, torch.Tensor.bfloat16), "stored in several types"
     ),

@@ -26,17 +26,28 @@ from test_conversion import (
     content,
     edit_config,
     edit_json,
+    edit_tensor,
     exported_as,
     exported_like,
     tensors_of,
 )
-from transformers import AutoConfig, AutoImageProcessor, GenerationConfig, Qwen2Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2Tokenizer,
+)
 
 from megatron.vlm.checkpoint_identity import open_newest
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
+from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
+from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.data import SampleReader
-from omnibal.config import TilingConfig
+from omnibal.config import TilingConfig, load_model
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.tokenizer import open_tokenizer
@@ -103,7 +114,14 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
     edit_config(tie_word_embeddings=outer, **{f"{language}__tie_word_embeddings": inner})(there)
     run = imported(there, tmp_path / "run")
     assert open_newest(run).model.language.tied_head == tied
-    assert content(exported_like(run, there, tmp_path / "back")) == content(there)
+    back = content(exported_like(run, there, tmp_path / "back"))
+    if head is None and layout == "qwen2":
+        # What InternVL's own code loads must have the head's tensor, and so has more than came.
+        assert HEAD in tensors_of(tmp_path / "back")
+        assert back.pop("model.safetensors") != (there / "model.safetensors").read_bytes()
+        assert back == {"config.json": (there / "config.json").read_bytes()}
+    else:
+        assert back == content(there)
 
 
 def test_what_transformers_saves_again_is_read(tmp_path):
@@ -203,20 +221,106 @@ def test_configuration_tells_the_type_that_was_asked_for(tmp_path, source, run):
 
 
 @pytest.mark.parametrize("message", [None, "", "You see \N{LATIN SMALL LETTER E WITH ACUTE}."])
-def test_system_message_stays(tmp_path, source, message):
-    """Prevents: conversations that begin otherwise than those the model knows."""
+def test_system_message_is_of_chats_alone(tmp_path, source, message):
+    """Prevents: conversations that begin otherwise than those the model knows: InternVL's training
+    takes the template's message, whatever config.json says for chats."""
     there = changed(source, tmp_path / "there", edit_config(system_message=message))
     run = imported(there, tmp_path / "run")
-    assert open_newest(run).model.system_message == message
+    model = load_model(str(run / "model.toml"))
+    assert model == open_newest(run).model
+    assert (model.system_message, model.chat_system_message) == (None, message)
     again = imported(exported_as(run, "qwen2", tmp_path / "there2"), tmp_path / "again")
-    assert open_newest(again).model.system_message == message
+    assert open_newest(again).model.chat_system_message == message
+
+
+def test_message_of_training_is_that_of_exported_chats(source, run):
+    """Prevents: an exported model that InternVL's chat asks after another message than it was
+    trained with here."""
+    model = open_newest(run).model.model_copy(update={"system_message": "Read."})
+    for chats, expected in ((None, "Read."), ("", ""), ("See.", "See.")):
+        told = model.model_copy(update={"chat_system_message": chats})
+        made = configurations(told, Layout.INTERNVL_QWEN2, "float32", None)["config.json"]
+        assert json.loads(made)["system_message"] == expected
+
+
+def test_remedy_of_another_image_size_helps(tmp_path, source):
+    """Prevents: an error about force_image_size whose advice leads to the next error."""
+    there = changed(source, tmp_path / "there", edit_config(force_image_size=32))
+    with pytest.raises(UserError, match=r"force_image_size 32, but .* 16 pixels.*set it to 16"):
+        open_released(there)
+    edit_config(force_image_size=16)(there)
+    assert open_released(there).model == open_released(source).model
+    # What resize_pos_embeddings leaves there.
+    edit_config(force_image_size=32, vision_config__image_size=32)(there)
+    name = "vision_model.embeddings.position_embedding"
+    edit_tensor(name, lambda at: torch.cat([at, at, at, at[:, 3:]], 1))(there)
+    assert open_released(there).model.vision.image_size == 32
+
+
+DYNAMIC = {
+    "llm_config__rope_scaling": {"type": "dynamic", "factor": 3.0},
+    "llm_config__max_position_embeddings": 4096,
+}
+
+
+def test_dynamic_rope_limits_samples_and_comes_back(tmp_path, source):
+    """Prevents: samples for which the released model scales its RoPE, computed unscaled; and an
+    export that no longer scales."""
+    there = changed(source, tmp_path / "there", edit_config(**DYNAMIC))
+    run = imported(there, tmp_path / "run")
+    language = load_model(str(run / "model.toml")).language
+    assert (language.max_positions, language.rope_factor) == (4096, 3.0)
+    for layout, table in (("qwen2", "llm_config"), ("transformers", "text_config")):
+        out = exported_as(run, layout, tmp_path / layout)
+        assert config_of(out)[table]["max_position_embeddings"] == 4096
+        assert open_released(out).model.language == language
+    assert config_of(tmp_path / "qwen2")["llm_config"]["rope_scaling"] == {
+        "type": "dynamic",
+        "factor": 3.0,
+    }
+    rope = AutoConfig.from_pretrained(tmp_path / "transformers").text_config.rope_parameters
+    assert rope == {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 5000.0}
+    assert content(exported_like(run, there, tmp_path / "back")) == content(there)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("qwen2", 32_768), ("llama", 2048)])
+def test_limit_that_is_not_said_is_the_default_of_the_class(tmp_path, kind, most):
+    """Prevents: a limit that is not the one at which the released model begins to scale."""
+    name = {"qwen2": "300m-qwen2", "llama": "6b-llama"}[kind]
+    there = save_released(transformers_model(KINDS[name]), tmp_path / "there", kind)
+    assert open_released(there).model.language.max_positions == most
+    default = {"qwen2": Qwen2Config, "llama": LlamaConfig}[kind]().max_position_embeddings
+    assert default == most
+
+
+def test_released_model_scales_just_beyond_the_limit():
+    """Prevents: a limit that is off by one from where Transformers' own RoPE changes."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 9}
+    ropes = {"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}
+    plain, scaled = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                **sizes, max_position_embeddings=24, rope_parameters={"rope_theta": 5e3, **rope}
+            )
+        ).eval()
+        for rope in ropes
+    )
+    scaled.load_state_dict(plain.state_dict())
+    ids = torch.arange(25)[None] % 9
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids[:, :24]).logits, scaled(ids[:, :24]).logits)
+        assert not torch.allclose(plain(ids).logits, scaled(ids).logits)
 
 
 def test_rope_without_a_type_is_unscaled(tmp_path, source):
     """Prevents: a refusal of what a class writes for its default."""
     scaling = {"rope_type": None, "type": None}
     there = changed(source, tmp_path / "there", edit_config(llm_config__rope_scaling=scaling))
-    assert open_released(there).model == open_released(source).model
+    unscaled = changed(source, tmp_path / "b", edit_config(llm_config__rope_scaling=None))
+    language = open_released(there).model.language
+    assert language == open_released(unscaled).model.language
+    assert (language.max_positions, language.rope_factor) == (None, None)
 
 
 def test_model_is_named_after_the_folder_or_the_hub(tmp_path, source, monkeypatch):

@@ -115,7 +115,7 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
     reader = reader_of(tmp_path)
     sample = reader.annotations[0]
     first, second = reader.tiles_per_image(sample)
-    prompts = [reader.prompt(sample, turn) for turn in range(3)]
+    prompts = [reader.prompt(sample, turn, room=8) for turn in range(3)]
     assert [prompt.tiles for prompt in prompts] == [first, first, first + second]
     for prompt in prompts:
         context = np.count_nonzero(prompt.token_ids == reader.tokenizer.image_context)
@@ -123,7 +123,7 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
     # As one question about the first image alone is, which is cut as it is beside the second.
     alone = replace(sample, images=sample.images[:1], turns=sample.turns[:1])
     share = reader.model.tiling.max_dynamic_patch // 2
-    prompt = reader.prompt(replace(alone, max_dynamic_patch=share), 0)
+    prompt = reader.prompt(replace(alone, max_dynamic_patch=share), 0, room=8)
     assert prompt.tiles == first
     np.testing.assert_array_equal(prompt.token_ids, prompts[0].token_ids)
 

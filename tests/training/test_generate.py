@@ -10,6 +10,7 @@ from commands import Completed, launcher
 from PIL import Image
 from ranks import run_ranks
 from released import KINDS, PIECES, imported, save_released, transformers_model
+from test_conversion import edit_config
 
 from megatron.vlm.checkpoint_identity import open_newest
 from megatron.vlm.data import SampleReader
@@ -23,12 +24,21 @@ from omnibal.plan import Parallel
 NEW_TOKENS = 6
 
 
-@pytest.fixture(scope="module", params=["300m-qwen2", "6b-qwen2-tied"])
+CHATS = "c c c"
+
+
+@pytest.fixture(
+    scope="module", params=[("300m-qwen2", "qwen2"), ("6b-qwen2-tied", "transformers")], ids=str
+)
 def model_and_run(request, tmp_path_factory):
-    """A random model of Transformers, and the run directory it was imported to."""
+    """A random model of Transformers, and the run directory it was imported to; the one in
+    InternVL's layout has a system message for chats, and RoPE that is scaled later."""
     folder = tmp_path_factory.mktemp("released")
-    model = transformers_model(KINDS[request.param])
-    save_released(model, folder / "model", "transformers")
+    name, layout = request.param
+    model = transformers_model(KINDS[name])
+    save_released(model, folder / "model", layout)
+    if layout == "qwen2":
+        edit_config(system_message=CHATS)(folder / "model")
     write_tokenizer(folder / "model")
     return model, imported(folder / "model", folder / "run")
 
@@ -73,7 +83,10 @@ def test_answers_are_those_of_transformers(tmp_path, model_and_run):
     for sample, answer in zip(samples, ours, strict=True):
         reader = reader_of(run, sample)
         tiles = reader.tiles_per_image(sample)
-        prompt = encode_prompt(sample, 0, tiles, reader.model, reader.tokenizer)
+        given = sample, 0, tiles, reader.model, reader.tokenizer
+        prompt = encode_prompt(*given, chatting=True)
+        chats = reader.model.chat_system_message
+        assert np.array_equal(prompt, encode_prompt(*given)) == (chats is None)
         images = {"pixel_values": reader.pixels([sample])} if tiles else {}
         expected = model.generate(
             input_ids=torch.from_numpy(prompt).unsqueeze(0),
@@ -110,11 +123,16 @@ def test_chat_prints_the_answer(tmp_path, model_and_run):
         (("--prompt", "a <image>"), "has 1 <image> for 0 --image"),
         (("--load", "nowhere", "--prompt", "a"), "nowhere: holds no checkpoint"),
         (("--tokenizer-model", "nowhere", "--prompt", "a"), "nowhere: no such tokenizer"),
+        (("--prompt", "a <|im_end|>"), "--prompt: has '<|im_end|>' in its text"),
+        (("--prompt", "a", "--max-new-tokens", 32_768), "max_positions"),
     ],
 )
 def test_mistakes_are_one_line(model_and_run, arguments, message):
     """Prevents: a traceback, or minutes of loading before a mistake is told."""
     _, run = model_and_run
+    most = open_newest(run).model.language.max_positions
+    if message == "max_positions" and most is None:
+        pytest.skip("its RoPE is never scaled")
     asked = chat("--load", run, *arguments)
     assert asked.returncode == 2
     assert asked.stderr.startswith("error: ")

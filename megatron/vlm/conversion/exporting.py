@@ -113,21 +113,27 @@ def plan_export_like(
             "name the checkpoint that training started from"
         )
     tensors = like.files.tensors
-    pieces = list(_pieces(like.model, like.layout, lambda name, _: dtype or tensors[name].dtype))
+
+    def dtype_of(name: str, parameter: Parameter) -> torch.dtype:
+        return dtype or (tensors[name].dtype if name in tensors else like.dtype(parameter))
+
+    pieces = list(_pieces(like.model, like.layout, dtype_of))
     head = head_name(like.layout)
-    if like.model.language.tied_head and head in tensors:
-        embedding = embedding_parameter(like.model)
-        tied = next(piece for piece in pieces if piece.parameter == embedding)
-        pieces.append(replace(tied, name=head, dtype=dtype or tensors[head].dtype))
+    if like.model.language.tied_head and (head in tensors or like.layout.is_original):
+        pieces.append(_head_copy(pieces, like.model, head, dtype_of))
     by_file: dict[str, list[_Piece]] = {}
     for piece in pieces:
-        by_file.setdefault(tensors[piece.name].file, []).append(piece)
+        # A head's copy that is not there goes where the embedding is.
+        first = released(piece.parameter, like.model, like.layout).names[0]
+        place = piece.name if piece.name in tensors else first
+        by_file.setdefault(tensors[place].file, []).append(piece)
     files = [
         _File(name=name, pieces=tuple(pieces), metadata=like.files.header_metadata(name))
         for name, pieces in sorted(by_file.items())
     ]
-    made = {} if dtype is None else _of_another_type(like, files, dtype)
-    # The index says nothing of values; as it is in the folder, so it stays unless types change.
+    made = _changed_texts(like, files, dtype)
+    # The index says nothing of values; as it is in the folder, so it stays unless types change or
+    # a tensor is added.
     copied = [
         path
         for path in sorted(like.directory.iterdir())
@@ -145,15 +151,34 @@ def plan_export_like(
     )
 
 
-def _of_another_type(
-    like: ReleasedCheckpoint, files: Sequence[_File], dtype: torch.dtype
+def _changed_texts(
+    like: ReleasedCheckpoint, files: Sequence[_File], dtype: torch.dtype | None
 ) -> dict[str, str]:
-    """Files that tell the type of the tensors, or how many bytes they have."""
-    config = read_text(like.directory / CONFIG_FILE, "fetch it again")
-    made = {CONFIG_FILE: with_dtype(config, dtype_name(dtype))}
-    if like.files.index is not None:
+    """Files that tell the tensors' names, type or bytes, where those are not as they were."""
+    made = {}
+    if dtype is not None:
+        config = read_text(like.directory / CONFIG_FILE, "fetch it again")
+        made[CONFIG_FILE] = with_dtype(config, dtype_name(dtype))
+    names = {piece.name for file in files for piece in file.pieces}
+    if like.files.index is not None and (dtype is not None or names != like.files.tensors.keys()):
         made[INDEX_FILE] = _index_text(like.files.index, files)
     return made
+
+
+def _head_copy(
+    pieces: Sequence[_Piece],
+    model: ModelConfig,
+    name: str,
+    dtype_of: Callable[[str, Parameter], torch.dtype],
+) -> _Piece:
+    """The embedding's values once more, as the head of a model whose head is tied to it.
+
+    InternVL's own code unties every head, whatever config.json says, and so would begin without
+    this tensor with a random one.
+    """
+    embedding = embedding_parameter(model)
+    tied = next(piece for piece in pieces if piece.parameter == embedding)
+    return replace(tied, name=name, dtype=dtype_of(name, embedding))
 
 
 def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
@@ -182,7 +207,13 @@ def plan_export_as(
     model = stored.model
     check_exportable(model, layout)
     weights = StoredWeights(stored.path)
-    pieces = list(_pieces(model, layout, lambda _, parameter: dtype or weights.dtype(parameter)))
+
+    def dtype_of(_: str, parameter: Parameter) -> torch.dtype:
+        return dtype or weights.dtype(parameter)
+
+    pieces = list(_pieces(model, layout, dtype_of))
+    if model.language.tied_head and layout.is_original:
+        pieces.append(_head_copy(pieces, model, head_name(layout), dtype_of))
     files = _dealt(pieces, bytes_per_file)
     ids, beside = None, []
     if tokenizer is not None:

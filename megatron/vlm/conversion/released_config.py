@@ -33,8 +33,9 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_POSITIONS = 32_768
-"""Of most released InternVL2, 2.5 and 3 models; no ModelConfig holds it. It is what serving
-tools take for the longest text, and RoPE, which is not scaled here, does not depend on it."""
+"""Of most released InternVL2, 2.5 and 3 models, for a ModelConfig without such a limit. It is what
+serving tools take for the longest text, and RoPE, which is not scaled here, does not depend on
+it."""
 _BICUBIC = 3
 """Pillow's number."""
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
@@ -58,10 +59,15 @@ _MODEL_TYPES = {
 }
 
 
+_SCALES_LATER = "dynamic"
+"""The kind of RoPE that is as it was up to max_position_embeddings."""
+
+
 class _Rope(BaseModel):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: float | None = None
+    factor: float | None = None
 
     @property
     def kind(self) -> str:
@@ -84,6 +90,7 @@ class _Language(BaseModel):
     rope_theta: float = 10_000.0
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
+    max_position_embeddings: PositiveInt | None = None
     hidden_act: str = "silu"
     bias: bool = False
     attention_bias: bool = False
@@ -98,8 +105,20 @@ class _Language(BaseModel):
     @property
     def rope(self) -> tuple[float, str]:
         """Base and kind."""
-        parameters = self.rope_parameters or self.rope_scaling or _Rope()
+        parameters = self._rope
         return parameters.rope_theta or self.rope_theta, parameters.kind
+
+    @property
+    def _rope(self) -> _Rope:
+        return self.rope_parameters or self.rope_scaling or _Rope()
+
+    @property
+    def scaled_later(self) -> dict[str, Any]:
+        """Up to where RoPE is not scaled, and how it is from there on; empty where it never is."""
+        if self._rope.kind != _SCALES_LATER:
+            return {}
+        most = self.max_position_embeddings or (32_768 if self.is_qwen2 else 2048)
+        return {"max_positions": most, "rope_factor": self._rope.factor}
 
 
 class _TransformersLanguage(_Language):
@@ -132,6 +151,8 @@ class _Original(BaseModel):
     ps_version: str = "v1"
     template: str | None = None
     system_message: str | None = None
+    """Of InternVL's `chat` alone: its training takes the template's."""
+    pad2square: bool = False
     dynamic_image_size: bool = False
     use_thumbnail: bool = False
     min_dynamic_patch: int = 1
@@ -218,6 +239,7 @@ def _from_original(
         path,
         (given.select_layer != -1, f"select_layer {given.select_layer}", "-1, the last layer"),
         (given.ps_version != "v2", f"ps_version {given.ps_version!r}", "'v2'"),
+        (given.pad2square, "pad2square true", "false, as images are stretched here, not padded,"),
         (vision.num_channels != 3, f"num_channels {vision.num_channels}", "3"),
         (vision.hidden_act != "gelu", f"vision hidden_act {vision.hidden_act!r}", "'gelu'"),
         (vision.norm_type not in _NORMS, f"norm_type {vision.norm_type!r}", " or ".join(_NORMS)),
@@ -227,6 +249,14 @@ def _from_original(
             " or ".join(get_args(ChatTemplate)),
         ),
     )
+    if given.force_image_size not in (None, vision.image_size):
+        raise UserError(
+            f"{path}: has force_image_size {given.force_image_size}, but position embeddings for "
+            f"tiles of {vision.image_size} pixels (vision_config.image_size); set it to "
+            f"{vision.image_size} there to train on such tiles, or else resize them by InternVL's "
+            f"vision_model.resize_pos_embeddings and save them with both sizes set to "
+            f"{given.force_image_size}"
+        )
     architecture = (given.llm_config.architectures or [""])[0]
     layout = _LANGUAGE_LAYOUTS.get(architecture)
     if layout is None:
@@ -241,7 +271,7 @@ def _from_original(
         downsample_ratio=given.downsample_ratio,
         vision=_vision(
             vision,
-            image_size=given.force_image_size or vision.image_size,
+            image_size=vision.image_size,
             patch_size=vision.patch_size,
             qkv_bias=vision.qkv_bias,
             qk_norm=vision.qk_normalization,
@@ -257,7 +287,7 @@ def _from_original(
             max_dynamic_patch=tiles,
             use_thumbnail=given.use_thumbnail,
         ),
-        system_message=given.system_message,
+        chat_system_message=given.system_message,
         **template,
     )
     return model, layout
@@ -356,9 +386,7 @@ def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
     head_size = given.hidden_size // given.num_attention_heads
     _refuse(
         path,
-        # Dynamic scaling changes nothing up to max_position_embeddings, and longer sequences are
-        # not for this project to compute as they were released.
-        (rope_kind not in ("default", "dynamic"), f"RoPE of type {rope_kind!r}", "unscaled"),
+        (rope_kind not in ("default", _SCALES_LATER), f"RoPE of type {rope_kind!r}", "unscaled"),
         (not rope_base.is_integer(), f"rope_theta {rope_base}", "a whole number"),
         (given.head_dim not in (None, head_size), f"head_dim {given.head_dim}", str(head_size)),
         (given.hidden_act != "silu", f"hidden_act {given.hidden_act!r}", "'silu'"),
@@ -379,6 +407,7 @@ def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
         qkv_bias=given.is_qwen2,
         norm_eps=given.rms_norm_eps,
         rope_base=int(rope_base),
+        **given.scaled_later,
         tied_head=tied_head,
     )
 
@@ -464,8 +493,10 @@ def _preprocessor(model: ModelConfig) -> dict[str, Any]:
 
 
 def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
-    vision, tiling = model.vision, model.tiling
-    system = {} if model.system_message is None else {"system_message": model.system_message}
+    vision, tiling, scaling = model.vision, model.tiling, model.language.rope_factor
+    message = model.chat_system_message
+    message = model.system_message if message is None else message
+    system = {} if message is None else {"system_message": message}
     return system | {
         "architectures": ["InternVLChatModel"],
         "model_type": "internvl_chat",
@@ -474,12 +505,14 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "force_image_size": vision.image_size,
         "llm_config": {"architectures": [_ARCHITECTURES[layout]], "bias": False}
         | _text(model.language, _MODEL_TYPES[layout])
-        | {"rope_theta": float(model.language.rope_base)},
+        | {"rope_theta": float(model.language.rope_base)}
+        | ({} if scaling is None else {"rope_scaling": {"type": _SCALES_LATER, "factor": scaling}}),
         "max_dynamic_patch": tiling.max_dynamic_patch,
         "min_dynamic_patch": tiling.min_dynamic_patch,
         "ps_version": "v2",
         "select_layer": -1,
         "template": model.chat_template,
+        "tie_word_embeddings": model.language.tied_head,
         "torch_dtype": dtype,
         "use_thumbnail": tiling.use_thumbnail,
         "vision_config": {
@@ -506,7 +539,10 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
     image_token = {} if ids is None else {"image_token_id": ids.image}
     # Transformers 4 reads the RoPE base and the type under other names than 5.
     base = {"rope_theta": float(language.rope_base)}
-    rope = base | {"rope_parameters": base | {"rope_type": "default"}}
+    rope: dict[str, Any] = base | {"rope_parameters": base | {"rope_type": "default"}}
+    if language.rope_factor is not None:
+        kind = {"rope_type": _SCALES_LATER, "factor": language.rope_factor}
+        rope |= {"rope_parameters": base | kind, "rope_scaling": kind}
     return image_token | {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
@@ -539,7 +575,7 @@ def _text(language: LanguageConfig, model_type: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": language.hidden_size,
         "intermediate_size": language.ffn_hidden_size,
-        "max_position_embeddings": _MAX_POSITIONS,
+        "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
         "num_attention_heads": language.heads,
         "num_hidden_layers": language.layers,
         "num_key_value_heads": language.kv_heads,
