@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
+from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
 from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
@@ -53,6 +54,11 @@ def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
     passed = ["plan.json follows the schema", _check_parallel(plan), _check_partition(plan)]
     files = read_plan_files(plan, directory)
     if files.data is None:
+        if plan.prediction is not None:
+            raise UserError(
+                "the stored prediction is of another plan: this one has neither data nor shapes, "
+                f"so no steps; remove `prediction` from plan.json, or {_ANEW}"
+            )
         passed.append("the plan has neither data nor shapes: memory is not checked")
         return files, passed
     packs, lengths = files.data
@@ -281,7 +287,13 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
             "epoch have another number of packs; only one may: correct data.packs_per_step, or "
             f"{_ANEW}"
         )
-    return f"steps are of {data.packs_per_step:,} packs, as plan.json says"
+    found = steps_of(packs).sha256
+    if found != data.steps_sha256:
+        raise UserError(
+            f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
+            f"{found[:12]}; by it runs know which plans they can go on with: correct it, or {_ANEW}"
+        )
+    return f"steps are of {data.packs_per_step:,} packs, and those that plan.json says"
 
 
 def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:

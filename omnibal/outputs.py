@@ -55,6 +55,7 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
     Raises:
         UserError: the folder is an input or holds one, cannot be made, or is something else.
     """
+    _check_name(option, folder)
     if folder.is_symlink() and not folder.exists():
         raise UserError(
             f"{option} {folder}: is a link that leads nowhere; remove it or choose another {option}"
@@ -84,7 +85,18 @@ def is_same_file(path: Path, other: Path) -> bool:
         return False
 
 
+def _check_name(option: str, path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{option} {path}: is no Unicode text, which a path to write must be; choose another "
+            f"{option}"
+        ) from error
+
+
 def _check_place(option: str, path: Path) -> None:
+    _check_name(option, path)
     if path.is_dir():
         raise UserError(f"{path}: is a directory; {option} must name a file in it")
     if is_stream(path):

@@ -79,5 +79,8 @@ def _system_error(error: OSError) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    line = " ".join(message.split())
+    # What a file or an option holds may be in the message, and must not steer the terminal.
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    sys.stderr.write(f"error: {shown}\n")
     sys.exit(EXIT_USER_ERROR)
