@@ -20,7 +20,7 @@ Precision = Literal["fp32", "bf16"]
 ChatTemplate = Literal["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
 """InternVL's names, as `template` of the released configs gives them."""
 MAX_LAYERS = 1_000
-"""Of one tower: the search among splits of more takes many minutes, and then too much memory."""
+"""Of one tower: among splits of more the search takes many minutes, then too much memory."""
 MAX_TILES_OF_IMAGE = 1_000
 """All their grids are tried for each size of image."""
 MAX_COUNT = 2**31 - 1

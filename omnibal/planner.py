@@ -41,7 +41,7 @@ from omnibal.plan import (
 )
 
 MAX_TRAINED_SAMPLES = 200_000_000
-"""Of all epochs, where there are several: a plan lists each, and takes about 100 bytes for it."""
+"""Of all epochs, where there are several: a plan lists them one by one, and holds them at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

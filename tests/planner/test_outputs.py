@@ -22,6 +22,7 @@ from omnibal.errors import UserError
 from omnibal.files import atomic
 from omnibal.outputs import check_files, check_folder
 from omnibal.planner import make_plan, save_plan
+from tools.make_digits_dataset import make_dataset, train_tokenizer
 
 PACK = "pack --max-tiles 8 --max-tokens 512 --dp 2 --no-bound"
 DIGITS = "--model internvl-digits --cluster laptop-cpu"
@@ -39,7 +40,8 @@ def made(tmp_path_factory) -> Path:
     (folder / "run" / "run.jsonl").write_text("\n")
     (folder / "replay").mkdir()
     (folder / "replay" / "stage_1.json").write_text("{}")
-    for name in ("annotations.jsonl", "tokenizer.model", "added_tokens.json", "x.skipped.txt"):
+    (folder / "tokenizer.model").write_bytes(train_tokenizer(iter(["abc 0123456789"])))
+    for name in ("annotations.jsonl", "added_tokens.json", "x.skipped.txt"):
         (folder / name).write_text("{}\n")
     (folder / "data.json").write_text(
         '{"a": {"root": "", "annotation": "annotations.jsonl"},'
@@ -79,7 +81,6 @@ SCAN = "lengths data.json --model internvl-digits --tokenizer-model tokenizer.mo
         "report plan --replay replay -o replay/stage_1.json",
         "simulate plan --trace plan/plan.json",
         "simulate plan --trace hard",
-        f"plan {DIGITS} --max-tiles 8 --max-tokens 512 --profile profile.json -o .",
         f"plan {DIGITS} --steps-of plan -o plan",
         f"plan {DIGITS} --steps-of plan -o linked_plan",
         f"plan {DIGITS} --lengths plan/lengths.parquet -o plan",
@@ -96,6 +97,7 @@ def test_no_output_replaces_an_input(capsys, made, monkeypatch, command):
     before = contents(made)
     error = failure(capsys, command)
     assert error.startswith("error: ") and error.count("\n") == 1
+    assert "which this command reads" in error or "is not a Parquet file" in error
     assert contents(made) == before
 
 
@@ -182,8 +184,6 @@ def test_scan_into_a_device_leaves_no_files_beside_it(capsys, digits_of_one, mon
 
 @pytest.fixture
 def digits_of_one(tmp_path) -> Path:
-    from tools.make_digits_dataset import make_dataset
-
     make_dataset(tmp_path / "digits", 10, 10, 0)
     train = tmp_path / "digits" / "train"
     (train / "data.json").write_bytes((train / "meta.json").read_bytes())
