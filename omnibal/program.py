@@ -36,7 +36,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
         check_arguments(given)
         status = typer.main.get_command(app).main(given, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
-        sys.exit(status)
+        sys.exit(status or 0)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
