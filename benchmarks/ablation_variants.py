@@ -45,7 +45,7 @@ from omnibal.planner import (
     describe_data,
     job_cost,
     make_plan,
-    model_of_origin,
+    model_of_lengths,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -108,7 +108,7 @@ class AblationJob:
     @property
     def cost(self) -> CostModel:
         """Of the model with the tiling that the lengths were scanned with."""
-        model = model_of_origin(self.model, self.lengths.origin)
+        model = model_of_lengths(self.model, self.lengths)
         return job_cost(self.profile, model, self.cluster, self.parallel, self.precision, ())
 
     @property
@@ -132,11 +132,11 @@ def make_variant(job: AblationJob, variant: Variant) -> PlanResult:
             steps = [fours(samples) for samples in random_steps(job)]
             packs = deal_in_turn(steps, job.lengths, job.parallel.data)
             lengths = padded_lengths(packs.packs, job.lengths)
-            return _plain_plan(job, packs, lengths, PartitionMethod.PARAMETER, "padded")
+            return _plain_plan(job, packs, lengths, PartitionMethod.PARAMETER)
         case Variant.CAREFUL:
             steps = [first_fit(samples, job.lengths, job.caps) for samples in random_steps(job)]
             packs = deal_in_turn(steps, job.lengths, job.parallel.data)
-            return _plain_plan(job, packs, job.lengths, PartitionMethod.LAYER, "first fit")
+            return _plain_plan(job, packs, job.lengths, PartitionMethod.LAYER)
         case Variant.DATA:
             return make_plan(_balanced(job, PartitionMethod.LAYER, RecomputeRule.FULL))
         case Variant.MODEL:
@@ -223,11 +223,10 @@ def _plain_plan(
     packs: ScheduledPacks,
     lengths: Lengths,
     method: PartitionMethod,
-    packing: str,
 ) -> PlanResult:
     """The plan of given packs, with the stages of another method and every layer recomputed."""
     packs = replace(packs, tokens=packs.packs.sums(lengths.tokens).astype(np.int32))
-    model = model_of_origin(job.model, lengths.origin)
+    model = model_of_lengths(job.model, lengths)
     check_parallel(model, job.parallel, job.cluster)
     cost, features = job.cost, pack_features(packs.packs, lengths)
     stages = baseline_stages(
@@ -245,19 +244,19 @@ def _plain_plan(
         parallel=job.parallel,
         stages=stages,
         cluster=job.cluster,
-        data=_data_plan(job, packs, lengths, packing),
+        data=_data_plan(job, packs, lengths),
         prediction=predict(cost, model, job.parallel, stages, packs, features),
     )
     return PlanResult(plan=plan, data=(packs, lengths), profile=job.profile, search=None)
 
 
-def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths, packing: str) -> DataPlan:
+def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths) -> DataPlan:
     """Caps are the largest that occur: nothing else bounds these packs."""
     return describe_data(
         packs,
         lengths,
         caps=Caps(max_tiles=max(int(packs.tiles.max()), 1), max_tokens=int(packs.tokens.max())),
-        method=packing,
+        method="other",
         seed=job.seed,
         epochs=1,
         packs_per_step=int(np.bincount(packs.step).max()),

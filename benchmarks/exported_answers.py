@@ -82,7 +82,7 @@ def answer(
     max_new_tokens: int,
 ) -> str:
     """Transformers' greedy answer to one question."""
-    prompt = reader.prompt(sample, turn)
+    prompt = reader.prompt(sample, turn, max_new_tokens)
     pixels = reader.pixels([sample])[: prompt.tiles]
     images = {"pixel_values": pixels} if len(pixels) else {}
     input_ids = torch.from_numpy(prompt.token_ids).unsqueeze(0)

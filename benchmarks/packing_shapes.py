@@ -1,19 +1,19 @@
 """Shapes of data that packing is tried on, drawn for any caps and any number of samples.
 
-Each shape is a function of (rng, samples, caps) to tiles and tokens, int64 [samples] each. Sizes are
-clipped to the caps, so that every sample fits a pack alone.
+Each shape is a function of (rng, samples, caps) to tiles and tokens, int64 [samples] each, clipped
+to the caps, so that every sample fits a pack alone.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-import sys
 
 import numpy as np
 
 from omnibal.plan import Caps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.make_lengths import make_lengths  # noqa: E402
+from tools.make_lengths import make_lengths
 
 Sizes = tuple[np.ndarray, np.ndarray]
 Shape = Callable[[np.random.Generator, int, Caps], Sizes]
@@ -114,7 +114,9 @@ def text(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
 def heavy_tail(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
     """Pareto lengths; many are cut at the cap."""
     size = rng.pareto(1.1, samples) / 50
-    return _clipped(size * caps.max_tiles * rng.uniform(0.3, 1.2, samples), size * caps.max_tokens, caps)
+    return _clipped(
+        size * caps.max_tiles * rng.uniform(0.3, 1.2, samples), size * caps.max_tokens, caps
+    )
 
 
 def tiny(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
@@ -158,7 +160,9 @@ def anticorrelated(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
 
 def correlated(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
     """Tokens are tiles times what a tile takes, and some text; both caps bind."""
-    tiles = np.clip(rng.geometric(8 / caps.max_tiles if caps.max_tiles > 8 else 1, samples), 1, None)
+    tiles = np.clip(
+        rng.geometric(8 / caps.max_tiles if caps.max_tiles > 8 else 1, samples), 1, None
+    )
     share = tiles / caps.max_tiles
     return _clipped(tiles, share * caps.max_tokens * rng.normal(1, 0.1, samples), caps)
 
@@ -237,7 +241,11 @@ def videos(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
 def documents(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
     """Five tiles or three, in narrow ranges of tokens."""
     tiles = np.minimum(rng.choice([3, 5], samples, p=[0.2, 0.8]), caps.max_tiles)
-    tokens = caps.max_tokens / 16 * tiles + caps.max_tokens / 80 + rng.gamma(2, caps.max_tokens / 40, samples)
+    tokens = (
+        caps.max_tokens / 16 * tiles
+        + caps.max_tokens / 80
+        + rng.gamma(2, caps.max_tokens / 40, samples)
+    )
     return _clipped(tiles, tokens, caps)
 
 
@@ -245,15 +253,15 @@ def bimodal(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
     """Short chats and long documents."""
     long = rng.random(samples) < 0.15
     share = np.where(long, rng.normal(0.45, 0.08, samples), rng.lognormal(-4.5, 0.7, samples))
-    return _clipped(long * caps.max_tiles * rng.uniform(0.1, 0.5, samples), share * caps.max_tokens, caps)
+    return _clipped(
+        long * caps.max_tiles * rng.uniform(0.1, 0.5, samples), share * caps.max_tokens, caps
+    )
 
 
 def all_tiles_differ(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
     """As many tile counts as the cap allows, apart from the tokens."""
     share = rng.beta(1, 6, samples)
-    return _clipped(
-        rng.beta(1, 6, samples) * caps.max_tiles, share * caps.max_tokens, caps
-    )
+    return _clipped(rng.beta(1, 6, samples) * caps.max_tiles, share * caps.max_tokens, caps)
 
 
 def primes(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:

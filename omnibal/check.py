@@ -1,19 +1,26 @@
 """Preflight of a plan directory: proves that training can follow the plan, or says why not."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel
 
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
+from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
-from omnibal.pipeline.predict import predicted_step_ms
 from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
-from omnibal.pipeline.workload import Workload
 from omnibal.plan import PACKS_FILE, DataPlan, Plan, Prediction, memory_cap_gib, read_plan
-from omnibal.planner import check_parallel, cost_of_plan, data_of_plan, model_of_lengths
+from omnibal.planner import (
+    PlanFiles,
+    check_parallel,
+    model_of_lengths,
+    prediction_of,
+    read_plan_files,
+)
 
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
@@ -29,17 +36,36 @@ def check_plan(directory: Path) -> list[str]:
     Raises:
         UserError: the first check that fails: what was given, what must hold, what to change.
     """
+    return check_and_open(directory)[1]
+
+
+def open_plan(directory: Path) -> PlanFiles:
+    """A plan that holds: every command that is given a plan reads it here.
+
+    Raises:
+        UserError: as `check_plan`.
+    """
+    return check_and_open(directory)[0]
+
+
+def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
+    """What `open_plan` and `check_plan` return."""
     plan = read_plan(directory)
     passed = ["plan.json follows the schema", _check_parallel(plan), _check_partition(plan)]
-    files = data_of_plan(plan, directory)
-    if files is None:
+    files = read_plan_files(plan, directory)
+    if files.data is None:
+        if plan.prediction is not None:
+            raise UserError(
+                "the stored prediction is of another plan: this one has neither data nor shapes, "
+                f"so no steps; remove `prediction` from plan.json, or {_ANEW}"
+            )
         passed.append("the plan has neither data nor shapes: memory is not checked")
-    else:
-        packs, lengths = files
-        if plan.data is not None:
-            passed += _check_data(plan, plan.data, lengths, packs)
-        passed.append(_check_memory(plan, cost_of_plan(plan, directory), lengths, packs))
-    return passed
+        return files, passed
+    packs, lengths = files.data
+    if plan.data is not None:
+        passed += _check_data(plan, plan.data, lengths, packs)
+    passed.append(_check_costs(files, lengths, packs))
+    return files, passed
 
 
 def training_obstacles(plan: Plan) -> list[str]:
@@ -74,9 +100,14 @@ def _check_partition(plan: Plan) -> str:
     return f"{len(plan.stages)} stages hold every layer of {plan.model.name} once, in order"
 
 
-def _check_memory(plan: Plan, cost: CostModel, lengths: Lengths, packs: ScheduledPacks) -> str:
+def _check_costs(files: PlanFiles, lengths: Lengths, packs: ScheduledPacks) -> str:
+    plan, cost = files.plan, files.cost
     features = pack_features(packs.packs, lengths)
-    memories = stage_memories(cost, plan.stages, packs.slot, features)
+    if plan.prediction is None:
+        memories = stage_memories(cost, plan.stages, packs.slot, features)
+    else:
+        anew = prediction_of(plan, cost, packs, features)
+        memories = [stage.memory for stage in anew.stages]
     peaks = np.array([memory.peak_gib for memory in memories])
     worst, cap_gib = int(peaks.argmax()), memory_cap_gib(plan.cluster)
     if not fits_cap(peaks[worst], cap_gib):
@@ -86,31 +117,57 @@ def _check_memory(plan: Plan, cost: CostModel, lengths: Lengths, packs: Schedule
             "recompute more layers, raise --pp or --tp, or lower the caps"
         )
     if plan.prediction is not None:
-        workload = Workload.of(packs, features, plan.parallel.data)
-        step_ms = predicted_step_ms(cost, plan.stages, workload)
-        _check_prediction(plan.prediction, cost.source, peaks, step_ms)
+        _check_prediction(plan.prediction, anew)
     return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
 
 
-def _check_prediction(
-    prediction: Prediction, cost_source: str, peaks: np.ndarray, step_ms: float
-) -> None:
-    stated = np.array([stage.memory.peak_gib for stage in prediction.stages])
-    differs = np.abs(stated - peaks) > _SAME * peaks
-    if not differs.any() and prediction.cost_source == cost_source:
-        if abs(prediction.step_ms - step_ms) <= _SAME * step_ms:
-            return
-        raise UserError(
-            f"the stored prediction is of another plan: it gives a step {prediction.step_ms:.6g} "
-            f"ms, and this plan takes {step_ms:.6g} ms by the same costs; remove `prediction` from "
-            f"plan.json, or {_ANEW}"
-        )
-    stage = int(differs.argmax())
-    raise UserError(
-        f"the stored prediction is of another plan: it gives stage {stage} {stated[stage]:.4g} GiB "
-        f"by costs from {prediction.cost_source}, and this plan needs {peaks[stage]:.4g} GiB by "
-        f"costs from {cost_source}; remove `prediction` from plan.json, or {_ANEW}"
-    )
+def _check_prediction(stored: Prediction, anew: Prediction) -> None:
+    """Refuse any figure that is not what the plan's own costs and packs give."""
+    given, found = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
+    # A part of a step may be next to nothing: what it differs by is measured at the step.
+    slack = {
+        name: _SAME * (anew.step_ms if name.endswith("_ms") else _size(value))
+        for name, value in found.items()
+    }
+    for name, value in found.items():
+        if not _is_same(given[name], value, slack[name]):
+            raise UserError(
+                f"the stored prediction is of another plan: {name} is {_shown(given[name])}, and "
+                f"by costs from {anew.cost_source} it is {_shown(value)}; remove `prediction` from "
+                f"plan.json, or {_ANEW}"
+            )
+
+
+Figure = float | str | None
+
+
+def _figures(
+    name: str, value: BaseModel | tuple[BaseModel, ...] | Figure
+) -> Iterator[tuple[str, Figure]]:
+    """Every number and text of a prediction, by its place in plan.json."""
+    if isinstance(value, BaseModel):
+        for field, inner in value:
+            yield from _figures(f"{name}.{field}", inner)
+    elif isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from _figures(f"{name}[{index}]", inner)
+    else:
+        yield name, value
+
+
+def _size(value: Figure) -> float:
+    """Of a number, but at least a millionth, below which no figure is of use."""
+    return max(abs(value), 1e-6) if isinstance(value, float) else 0.0
+
+
+def _is_same(given: Figure, found: Figure, slack: float) -> bool:
+    if isinstance(given, float) and isinstance(found, float):
+        return abs(given - found) <= slack
+    return given == found
+
+
+def _shown(value: Figure) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> list[str]:
@@ -122,6 +179,7 @@ def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
         _check_sums(lengths, packs),
         _check_caps(data, packs),
         _check_places(plan, data, packs),
+        _check_step_sizes(plan, data, packs),
     ]
 
 
@@ -194,21 +252,48 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
     # An epoch's one step of another size may have half as many micro-batches more.
     ranks, slots = plan.parallel.data, -(-3 * data.packs_per_step // (2 * plan.parallel.data))
+    _refuse_rows(step < 0, "has no such step", "steps count from 0")
     outside = (rank < 0) | (rank >= ranks)
     _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
     outside = (slot < 0) | (slot >= slots)
     _refuse_rows(outside, "has no such slot", f"slots go from 0 to {slots - 1}")
-    step_rank = step * ranks + rank
-    unsorted = np.diff(step_rank * slots + slot, prepend=-1) <= 0
-    _refuse_rows(unsorted, "is out of order", "rows are sorted by step, dp_rank and slot")
-    first_of_rank = np.diff(step_rank, prepend=-1) > 0
-    gap = slot != np.where(first_of_rank, 0, np.append(0, slot[:-1] + 1))
+    step_up, rank_up, slot_up = (np.diff(column, prepend=-1) for column in (step, rank, slot))
+    same_rank = (step_up == 0) & (rank_up == 0)
+    in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
+    _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
+    gap = slot != np.where(same_rank, np.append(0, slot[:-1] + 1), 0)
     _refuse_rows(gap, "leaves out a slot", "slots of a rank count from 0 in each step")
-    _refuse_rows(np.diff(step, prepend=-1) > 1, "leaves out a step", "steps count from 0")
-    epoch_change, same_step = np.diff(epoch, prepend=0), np.diff(step, prepend=-1) == 0
-    mixed = (epoch_change < 0) | (same_step & (epoch_change > 0))
+    _refuse_rows(step_up > 1, "leaves out a step", "steps count from 0")
+    epoch_change = np.diff(epoch, prepend=0)
+    mixed = (epoch_change < 0) | ((step_up == 0) & (epoch_change > 0))
     _refuse_rows(mixed, "is of another epoch", "a step has one epoch, and epochs count up")
     return f"steps, ranks and slots are complete for data-parallel size {ranks}"
+
+
+def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    slots = -(-data.packs_per_step // plan.parallel.data)
+    if data.micro_batches_per_step != slots:
+        raise UserError(
+            f"data.micro_batches_per_step is {data.micro_batches_per_step}, and must be {slots}: "
+            f"{data.packs_per_step} packs_per_step over {plan.parallel.data} ranks; correct it, or "
+            f"{_ANEW}"
+        )
+    sizes = np.bincount(packs.step)
+    epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
+    others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
+    if data.method != "other" and others.max() > 1:
+        raise UserError(
+            f"data.packs_per_step is {data.packs_per_step:,}, and {others.max():,} steps of an "
+            "epoch have another number of packs; only one may: correct data.packs_per_step, or "
+            f"{_ANEW}"
+        )
+    found = steps_of(packs).sha256
+    if found != data.steps_sha256:
+        raise UserError(
+            f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
+            f"{found[:12]}; by it runs know which plans they can go on with: correct it, or {_ANEW}"
+        )
+    return f"steps are of {data.packs_per_step:,} packs, and those that plan.json says"
 
 
 def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:

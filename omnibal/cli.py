@@ -7,7 +7,6 @@ What only one command needs is imported there, so that `omnibal --help` stays fa
 import importlib.util
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import typer
@@ -35,32 +34,44 @@ from rich.text import Text
 
 from omnibal import __version__, tables
 from omnibal.config import (
+    MAX_COUNT,
+    MAX_LAYERS,
+    MAX_TILES_OF_IMAGE,
     ClusterConfig,
     ModelConfig,
     Part,
     Precision,
+    cluster_file,
     load_cluster,
     load_model,
+    model_file,
     preset_names,
 )
-from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.lengths import Lengths, length_files, read_lengths, write_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, write_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.errors import EXIT_USER_ERROR, DoesNotFit, UserError
-from omnibal.files import atomic
+from omnibal.errors import DoesNotFit, UserError
+from omnibal.files import atomic, is_stream
+from omnibal.outputs import check_files, check_folder
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.plan import (
+    MAX_DEVICES,
+    MAX_EPOCHS,
+    MAX_PACKS_PER_STEP,
+    MAX_SEED,
     USABLE_MEMORY_FRACTION,
     Caps,
     Parallel,
     Plan,
     Prediction,
+    check_packs_per_step,
     memory_cap_gib,
-    read_plan,
+    plan_files,
 )
-from omnibal.runlog import RUN_FILE
+from omnibal.program import run_app
+from omnibal.runlog import RUN_FILE, run_files
 
 if TYPE_CHECKING:
     from omnibal.planner import PlanRequest, PlanResult
@@ -73,15 +84,16 @@ DEFAULT_CAP_SAMPLES = 20_000
 _DATA_OPTIONS = (
     "lengths max_tiles max_tokens micro_batches epochs seed packing".split()  # of `omnibal plan`
 )
-_MOST = 2**31 - 1
-"""Lengths are 32-bit numbers."""
+_MOST_PROCESSES = 1_024
+_MOST_REPETITIONS = 10_000
+_MOST_GIB = 1e9
+"""Of memory, and of a network's rate in GB/s."""
+_PARQUET_MAGIC = b"PAR1"
 _CAPS_NEEDED = (
     "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or neither, with "
     "--lengths, to have them searched for"
 )
 _STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
-# Of an unknown option, a missing argument or a bad value; typer gives it no public name.
-_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 
 def _preset_help(kind: str) -> str:
@@ -98,36 +110,47 @@ LengthsOption = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
 ]
 MaxTilesOption = Annotated[
-    int, typer.Option(min=1, max=_MOST, help="image tiles that a pack may hold")
+    int, typer.Option(min=1, max=MAX_COUNT, help="image tiles that a pack may hold")
 ]
 MaxTokensOption = Annotated[
-    int, typer.Option(min=1, max=_MOST, help="language tokens that a pack may hold")
+    int, typer.Option(min=1, max=MAX_COUNT, help="language tokens that a pack may hold")
 ]
 OptionalMaxTilesOption = Annotated[
     int | None,
-    typer.Option(min=1, max=_MOST, help="image tiles that a pack may hold (default: searched for)"),
+    typer.Option(
+        min=1, max=MAX_COUNT, help="image tiles that a pack may hold (default: searched for)"
+    ),
 ]
 OptionalMaxTokensOption = Annotated[
     int | None,
     typer.Option(
-        min=1, max=_MOST, help="language tokens that a pack may hold (default: searched for)"
+        min=1, max=MAX_COUNT, help="language tokens that a pack may hold (default: searched for)"
     ),
 ]
-MicroBatchesOption = Annotated[int, typer.Option(min=1, help="packs of one rank in a step")]
+MicroBatchesOption = Annotated[
+    int, typer.Option(min=1, max=MAX_PACKS_PER_STEP, help="packs of one rank in a step")
+]
 PackingOption = Annotated[PackingMethod, typer.Option("--packing", "--method", help="packing rule")]
 PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
-SeedOption = Annotated[int, typer.Option(min=0, help="of packs and order")]
-TensorOption = Annotated[int, typer.Option(min=1, help="tensor-parallel size")]
-PipelineOption = Annotated[int, typer.Option(min=1, help="pipeline-parallel size (stages)")]
-DataOption = Annotated[int, typer.Option(min=1, help="data-parallel size")]
+SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="of packs and order")]
+TensorOption = Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="tensor-parallel size")]
+PipelineOption = Annotated[
+    int, typer.Option(min=1, max=MAX_DEVICES, help="pipeline-parallel size (stages)")
+]
+DataOption = Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="data-parallel size")]
 ChosenTensorOption = Annotated[
-    int | None, typer.Option("--tp", min=1, help="tensor-parallel size (default: 1)")
+    int | None,
+    typer.Option("--tp", min=1, max=MAX_DEVICES, help="tensor-parallel size (default: 1)"),
 ]
 ChosenPipelineOption = Annotated[
-    int | None, typer.Option("--pp", min=1, help="pipeline-parallel size, stages (default: 1)")
+    int | None,
+    typer.Option(
+        "--pp", min=1, max=MAX_DEVICES, help="pipeline-parallel size, stages (default: 1)"
+    ),
 ]
 ChosenDataOption = Annotated[
-    int | None, typer.Option("--dp", min=1, help="data-parallel size (default: 1)")
+    int | None,
+    typer.Option("--dp", min=1, max=MAX_DEVICES, help="data-parallel size (default: 1)"),
 ]
 SequenceOption = Annotated[
     bool | None,
@@ -159,28 +182,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; a user's mistake is one line on stderr and exit status 2."""
-    try:
-        status = typer.main.get_command(app).main(
-            arguments, prog_name="omnibal", standalone_mode=False
-        )
-        sys.stdout.flush()
-        sys.exit(status)
-    except BrokenPipeError:
-        # Whoever read the output wants no more. What is buffered would fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except _UsageError as error:
-        hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        _fail(error.format_message().rstrip(".") + hint)
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except UserError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
-    sys.exit(EXIT_USER_ERROR)
+    run_app(app, "omnibal", arguments)
 
 
 @app.callback(invoke_without_command=True)
@@ -208,10 +210,18 @@ def lengths(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     max_dynamic_patch: Annotated[
-        int | None, typer.Option(min=1, help="tiles of one image, in place of the model's")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_TILES_OF_IMAGE, help="tiles of one image, in place of the model's"
+        ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="that scan at the same time (default: usable cores)")
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_PROCESSES,
+            help="that scan at the same time (default: usable cores)",
+        ),
     ] = None,
     on_error: Annotated[
         Literal["stop", "skip"],
@@ -224,17 +234,25 @@ def lengths(
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
     from omnibal.data.scan_pool import usable_cores
-    from omnibal.data.tokenizer import open_tokenizer
+    from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
     start = time.perf_counter()
-    _check_output(output)
+    keeps_files = not is_stream(output)
+    skipped_list = output.with_name(f"{output.name}.skipped.txt")
+    partial = output.with_name(f"{output.name}.partial")
+    outputs: dict[str, Path | None] = {"-o": output}
+    if keeps_files:
+        outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
+    _check_earlier_lengths(output)
+    check_files(outputs, [meta, model_file(model), *tokenizer_files(tokenizer_model)])
     config = _with_max_dynamic_patch(load_model(model), max_dynamic_patch)
     tokenizer = open_tokenizer(tokenizer_model)
     annotations = Annotations.open(meta)
+    check_files(outputs, annotations.files)
     output.parent.mkdir(parents=True, exist_ok=True)
     key = scan_key(annotations, config, tokenizer)
-    journal = ScanJournal.open(output.with_name(f"{output.name}.partial"), key)
-    for note in journal.notes(len(annotations)):
+    journal = ScanJournal.open(partial, key) if keeps_files else None
+    for note in journal.notes(len(annotations)) if journal else ():
         sys.stderr.write(f"{note}\n")
     try:
         with _progress("scanning", len(annotations)) as advance:
@@ -245,17 +263,18 @@ def lengths(
     except KeyboardInterrupt as error:
         sys.stderr.write("interrupted: run the same command again to resume\n")
         raise typer.Exit(128 + signal.SIGINT) from error
-    skipped_list = output.with_name(f"{output.name}.skipped.txt")
-    write_skipped(scan.skipped, skipped_list)
+    if keeps_files:
+        write_skipped(scan.skipped, skipped_list)
     write_lengths(scan.lengths, output)
-    journal.remove()
-    for note in skipped_notes(scan.skipped, skipped_list):
+    if journal is not None:
+        journal.remove()
+    for note in skipped_notes(scan.skipped, skipped_list if keeps_files else None):
         sys.stderr.write(f"{note}\n")
     result = {
         "samples": len(scan.lengths),
         "seconds": time.perf_counter() - start,
         "skipped": len(scan.skipped),
-        "skipped_list": str(skipped_list) if scan.skipped else None,
+        "skipped_list": str(skipped_list) if scan.skipped and keeps_files else None,
         "sources": tables.source_statistics(scan.lengths),
     }
     _print_result(as_json, result, tables.lengths_table(scan.lengths))
@@ -266,7 +285,7 @@ def pack(  # noqa: PLR0913 (one parameter per option)
     lengths: LengthsOption,
     max_tiles: MaxTilesOption,
     max_tokens: MaxTokensOption,
-    dp: Annotated[int, typer.Option(min=1, help="data-parallel ranks")],
+    dp: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="data-parallel ranks")],
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES,
     packing: PackingOption = PackingMethod.BALANCED,
     seed: SeedOption = 0,
@@ -295,10 +314,10 @@ def pack(  # noqa: PLR0913 (one parameter per option)
     from omnibal.pipeline.stage_cost import model_ms
     from omnibal.report.loads import LoadSetting, write_loads
 
-    if output is not None:
-        _check_output(output)
-    if picture is not None:
-        _check_picture(picture)
+    inputs = [*length_files(lengths), model_file(model), cluster_file(cluster)]
+    check_files({"-o": output, "--picture": picture}, inputs)
+    _check_picture(picture)
+    check_packs_per_step(dp, micro_batches)
     config, hardware = load_model(model), load_cluster(cluster)
     parallel = Parallel(pipeline=1, data=dp)
     cost = analytic_cost(config, hardware, parallel, "bf16")
@@ -348,6 +367,7 @@ def caps(  # noqa: PLR0913 (one parameter per option)
         int | None,
         typer.Option(
             min=1,
+            max=MAX_COUNT,
             help="of all ranks, at which caps are compared "
             f"(default: 4.5 samples x {DEFAULT_MICRO_BATCHES} micro-batches x dp)",
         ),
@@ -365,11 +385,17 @@ def caps(  # noqa: PLR0913 (one parameter per option)
     memory_gib: MemoryOption = None,
     network_gb_per_s: NetworkOption = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="drawn to try caps on; more where steps are large")
+        int,
+        typer.Option(min=1, max=MAX_COUNT, help="drawn to try caps on; more where steps are large"),
     ] = DEFAULT_CAP_SAMPLES,
     seed: SeedOption = 0,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="that try caps at the same time (default: all cores)")
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_PROCESSES,
+            help="that try caps at the same time (default: all cores)",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -427,16 +453,23 @@ def profile(  # noqa: PLR0913 (one parameter per option)
     max_tokens: MaxTokensOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     tokens_per_sample: Annotated[
-        int | None, typer.Option(min=1, help="of a typical sample [default: the mean of --lengths]")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_COUNT, help="of a typical sample [default: the mean of --lengths]"
+        ),
     ] = None,
     lengths: Annotated[list[Path] | None, typer.Option(help="lengths (may be repeated)")] = None,
     precision: PrecisionOption = "bf16",
-    processes: Annotated[int, typer.Option(min=1, help="that measure at the same time")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, max=_MOST_PROCESSES, help="that measure at the same time")
+    ] = 1,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="layers of each tower to build [default: few]")
+        int | None,
+        typer.Option(min=1, max=MAX_LAYERS, help="layers of each tower to build [default: few]"),
     ] = None,
     repetitions: Annotated[
-        int | None, typer.Option(min=1, help="timed runs of each pack [default: few]")
+        int | None,
+        typer.Option(min=1, max=_MOST_REPETITIONS, help="timed runs of each pack [default: few]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -450,7 +483,7 @@ def profile(  # noqa: PLR0913 (one parameter per option)
                 'install it with: pip install ".[train]" in its repository'
             )
     # A mistake is found here, before several processes start and each reports it.
-    _check_output(output)
+    check_files({"-o": output}, [model_file(model), *length_files(lengths or [])])
     load_model(model)
     if tokens_per_sample is None:
         if not lengths:
@@ -468,17 +501,18 @@ def profile(  # noqa: PLR0913 (one parameter per option)
         "--tokens-per-sample": tokens_per_sample,
         "--layers": layers,
         "--repetitions": repetitions,
-        "--output": output,
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *launcher, "-m", "megatron.vlm.profiler"]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
-    # Whatever the programs print is progress: stdout is for the result.
-    returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
-    if returncode:
-        raise typer.Exit(returncode)
-    residuals = fit_residuals(read_profile(output))
+    with atomic(output) as written:
+        command += ["--output", str(written)]
+        # Whatever the programs print is progress: stdout is for the result.
+        returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
+        if returncode:
+            raise typer.Exit(returncode)
+        residuals = fit_residuals(read_profile(written))
     _print_result(
         as_json,
         {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},
@@ -498,8 +532,9 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         int | None,
         typer.Option(
             min=1,
+            max=MAX_DEVICES,
             help="devices to choose parallel sizes for; any of --tp, --pp and --dp that is given "
-            "stays as it is (training needs --tp 1 as yet)",
+            "stays as it is",
         ),
     ] = None,
     tp: ChosenTensorOption = None,
@@ -517,11 +552,14 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         int | None,
         typer.Option(
             min=1,
+            max=MAX_COUNT,
             help="of all ranks, with --gpus; strategies are compared at so many (default: 36 for "
             "every node)",
         ),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="times that every sample is trained")] = 1,
+    epochs: Annotated[
+        int, typer.Option(min=1, max=MAX_EPOCHS, help="times that every sample is trained")
+    ] = 1,
     seed: SeedOption = 0,
     precision: PrecisionOption = "bf16",
     memory_gib: MemoryOption = None,
@@ -546,12 +584,12 @@ def plan(  # noqa: PLR0913 (one parameter per option)
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
-    from omnibal.check import training_obstacles
+    from omnibal.check import open_plan, training_obstacles
     from omnibal.cost.profile import read_profile
     from omnibal.planner import PlanRequest, check_replaceable, data_settings, save_plan
 
     check_replaceable(output)
-    _check_parent(output)
+    check_folder("-o", output, _plan_inputs(model, cluster, profile, lengths, steps_of))
     job: dict[str, Any] = {
         "model": load_model(model),
         "cluster": _cluster(cluster, memory_gib, network_gb_per_s),
@@ -578,7 +616,8 @@ def plan(  # noqa: PLR0913 (one parameter per option)
         job["parallel"] = _parallel(tp or 1, pp or 1, dp or 1, sequence_parallel)
     if steps_of is not None:
         _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
-        data = data_settings(steps_of)
+        earlier = open_plan(steps_of)
+        data = data_settings(earlier.plan, earlier.data)
     else:
         data = {
             "caps": caps or _find_caps(job, samples, packing, micro_batches, seed),
@@ -643,10 +682,10 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Prove that training can follow a plan, or say why not."""
-    from omnibal.check import check_plan, training_obstacles
+    from omnibal.check import check_and_open, training_obstacles
 
-    passed = check_plan(directory)
-    notes = training_obstacles(read_plan(directory))
+    files, passed = check_and_open(directory)
+    notes = training_obstacles(files.plan)
     lines = [f"ok: {sentence}" for sentence in passed] + [f"note: {note}" for note in notes]
     _print_result(as_json, {"passed": passed, "notes": notes}, *lines)
 
@@ -658,22 +697,21 @@ def simulate(
         Path | None, typer.Option(help="Chrome trace of a step to write, for Perfetto")
     ] = None,
     step: Annotated[
-        int | None, typer.Option(min=0, help="that the trace shows (default: the slowest)")
+        int | None,
+        typer.Option(min=0, max=MAX_COUNT, help="that the trace shows (default: the slowest)"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate all steps of a plan on its own packs."""
+    from omnibal.check import open_plan
     from omnibal.cost.model import pack_features
     from omnibal.pipeline.simulate import simulate_run
     from omnibal.pipeline.workload import Workload
-    from omnibal.planner import cost_of_plan, steps_of_plan
     from omnibal.report.trace import chrome_trace
 
-    if trace is not None:
-        _check_output(trace, "--trace")
-    planned = read_plan(directory)
-    packs, samples = steps_of_plan(planned, directory)
-    cost = cost_of_plan(planned, directory)
+    check_files({"--trace": trace}, plan_files(directory))
+    files = open_plan(directory)
+    planned, cost, (packs, samples) = files.plan, files.cost, files.steps
     features = pack_features(packs.packs, samples)
     workload = Workload.of(packs, features, planned.parallel.data)
     with _status("simulating"):
@@ -716,11 +754,17 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Write a page that shows the plan, and beside it what its replay and its run took."""
+    from omnibal.check import open_plan
+    from omnibal.replay import replay_files
     from omnibal.report import write_report
     from omnibal.report.summary import replay_figures
 
-    _check_output(output)
-    shown = write_report(directory, _run_directory(run), output, replay)
+    trained = _run_directory(run)
+    inputs = [*plan_files(directory)]
+    inputs += [] if trained is None else run_files(trained)
+    inputs += [] if replay is None else replay_files(replay)
+    check_files({"-o": output}, inputs)
+    shown = write_report(open_plan(directory), trained, output, replay)
     result: dict[str, Any] = {}
     if shown.replay is not None:
         result["replay"] = replay_figures(shown.plan, shown.replay)
@@ -743,9 +787,12 @@ def _cluster(name: str, memory_gib: float | None, network_gb_per_s: float | None
     given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
     changes = {field: value for field, value in given.items() if value is not None}
     for field, value in changes.items():
-        if not math.isfinite(value):
+        if not (math.isfinite(value) and value <= _MOST_GIB):
             option = {"memory_gib": "--memory-gib", "inter_node_gb_per_s": "--network-gb-per-s"}
-            raise UserError(f"{option[field]} {value}: must be a finite number; give one")
+            raise UserError(
+                f"{option[field]} {value}: must be a finite number of at most {_MOST_GIB:,.0f}; "
+                "give one"
+            )
     return load_cluster(name).model_copy(update=changes)
 
 
@@ -906,27 +953,34 @@ def _run_directory(run: Path | None) -> Path | None:
     return run.parent
 
 
-def _check_picture(picture: Path) -> None:
-    _check_output(picture, "--picture")
-    if picture.suffix.lower() != ".svg":
-        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")
+def _plan_inputs(
+    model: str,
+    cluster: str,
+    profile: Path | None,
+    lengths: list[Path] | None,
+    steps_of: Path | None,
+) -> list[Path]:
+    """What `omnibal plan` reads."""
+    given = [path for path in (profile, steps_of) if path is not None]
+    return [model_file(model), cluster_file(cluster), *given, *length_files(lengths or [])]
 
 
-def _check_output(output: Path, option: str = "-o") -> None:
-    """Refuse a file that could not be written, before any work is done for it."""
-    if output.is_dir():
-        raise UserError(f"{output}: is a directory; {option} must name a file in it")
-    _check_parent(output, option)
-
-
-def _check_parent(output: Path, option: str = "-o") -> None:
-    nearest = next(parent for parent in output.absolute().parents if parent.exists())
-    if not nearest.is_dir():
+def _check_earlier_lengths(output: Path) -> None:
+    """Refuse to write lengths over a file that no scan wrote, as it may be an image of the data."""
+    if not output.is_file() or is_stream(output):
+        return
+    with output.open("rb") as file:
+        begins = file.read(len(_PARQUET_MAGIC))
+    if begins not in (b"", _PARQUET_MAGIC):
         raise UserError(
-            f"{output}: {nearest} exists and is not a directory; choose another {option}"
+            f"-o {output}: exists and is not a Parquet file, so no earlier result of this command; "
+            "move it away or choose another -o"
         )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"{output}: {nearest} cannot be written to; choose another {option}")
+
+
+def _check_picture(picture: Path | None) -> None:
+    if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):
+        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")
 
 
 def _print_result(as_json: bool, result: dict[str, Any], *readable: Table | str) -> None:

@@ -9,9 +9,9 @@ import math
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
@@ -19,6 +19,19 @@ from omnibal.files import read_toml_model
 Precision = Literal["fp32", "bf16"]
 ChatTemplate = Literal["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
 """InternVL's names, as `template` of the released configs gives them."""
+MAX_LAYERS = 1_000
+"""Of one tower: among splits of more the search takes many minutes, then too much memory."""
+MAX_TILES_OF_IMAGE = 1_000
+"""All their grids are tried for each size of image."""
+MAX_COUNT = 2**31 - 1
+"""Of anything that is counted: arrays hold 32-bit numbers."""
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+Width = Annotated[int, Field(ge=1, le=2**24)]
+"""Of a matrix; products of two of them and all layers stay exact."""
+Rate = Annotated[float, Field(ge=1e-9, le=1e18)]
+"""Of a device, a link or a kernel; times stay finite, and so do sums over a run."""
+Share = Annotated[float, Field(ge=1e-9, le=1)]
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -40,12 +53,12 @@ class Frozen(BaseModel):
 class VisionConfig(Frozen):
     """InternViT or EVA-CLIP: pre-norm layers over `image_size`-pixel square tiles."""
 
-    layers: PositiveInt
-    hidden_size: PositiveInt
-    heads: PositiveInt
-    ffn_hidden_size: PositiveInt
-    image_size: PositiveInt
-    patch_size: PositiveInt
+    layers: Layers
+    hidden_size: Width
+    heads: Width
+    ffn_hidden_size: Width
+    image_size: Annotated[int, Field(ge=1, le=65_536)]
+    patch_size: Annotated[int, Field(ge=1, le=65_536)]
     normalization: Literal["LayerNorm", "RMSNorm"]
     norm_eps: PositiveFloat = 1e-6
     qkv_bias: bool
@@ -79,16 +92,16 @@ class VisionConfig(Frozen):
 class LanguageConfig(Frozen):
     """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU."""
 
-    layers: PositiveInt
-    hidden_size: PositiveInt
-    heads: PositiveInt
-    kv_heads: PositiveInt
-    ffn_hidden_size: PositiveInt
-    vocab_size: PositiveInt
+    layers: Layers
+    hidden_size: Width
+    heads: Width
+    kv_heads: Width
+    ffn_hidden_size: Width
+    vocab_size: Width
     qkv_bias: bool = False
     norm_eps: PositiveFloat = 1e-5
-    rope_base: PositiveInt = 1_000_000
-    max_positions: PositiveInt | None = Field(
+    rope_base: Annotated[int, Field(ge=1, le=10**15)] = 1_000_000
+    max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None,
         description="tokens of the longest sample; left out: any number",
     )
@@ -123,10 +136,10 @@ class LanguageConfig(Frozen):
 class TilingConfig(Frozen):
     """Dynamic tiling of InternVL 1.5: an image becomes 1 to `max_dynamic_patch` square tiles."""
 
-    min_dynamic_patch: PositiveInt = 1
-    max_dynamic_patch: PositiveInt = 12
+    min_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 1
+    max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
     use_thumbnail: bool = True
-    max_frames_per_video: PositiveInt = 32
+    max_frames_per_video: Count = 32
 
     @model_validator(mode="after")
     def _ordered(self) -> "TilingConfig":
@@ -142,7 +155,7 @@ class ModelConfig(Frozen):
     """A vision-language model: encoder, pixel shuffle with MLP projector, language model."""
 
     name: str
-    downsample_ratio: PositiveFloat = 0.5
+    downsample_ratio: Annotated[float, Field(ge=1e-3, le=1)] = 0.5
     vision: VisionConfig
     language: LanguageConfig
     tiling: TilingConfig = TilingConfig()
@@ -189,25 +202,33 @@ class ClusterConfig(Frozen):
 
     name: str
     device: str
-    memory_gib: PositiveFloat
-    gpus_per_node: PositiveInt
-    peak_tflops: dict[Precision, PositiveFloat] = Field(
-        description="dense matrix rate by precision"
+    memory_gib: Rate
+    gpus_per_node: Annotated[int, Field(ge=1, le=1_024)]
+    peak_tflops: dict[Precision, Rate] = Field(description="dense matrix rate by precision")
+    matmul_efficiency: Share = Field(description="share of the peak that layers reach")
+    memory_gb_per_s: Rate
+    memory_efficiency: Share = Field(
+        description="share of that rate that element-wise kernels reach"
     )
-    matmul_efficiency: PositiveFloat = Field(
-        le=1, description="share of the peak that layers reach"
-    )
-    memory_gb_per_s: PositiveFloat
-    memory_efficiency: PositiveFloat = Field(
-        le=1, description="share of that rate that element-wise kernels reach"
-    )
-    kernel_us: PositiveFloat = Field(description="of each kernel, besides its work")
-    intra_node_gb_per_s: PositiveFloat
-    inter_node_gb_per_s: PositiveFloat
-    link_efficiency: PositiveFloat = Field(
-        le=1, description="share of both rates that transfers reach"
-    )
-    link_latency_us: PositiveFloat
+    kernel_us: Rate = Field(description="of each kernel, besides its work")
+    intra_node_gb_per_s: Rate
+    inter_node_gb_per_s: Rate
+    link_efficiency: Share = Field(description="share of both rates that transfers reach")
+    link_latency_us: Rate
+
+    def tflops(self, precision: Precision) -> float:
+        """Peak of a device, dense.
+
+        Raises:
+            UserError: the description has none for this precision.
+        """
+        if precision not in self.peak_tflops:
+            known = ", ".join(self.peak_tflops) or "none"
+            raise UserError(
+                f"cluster {self.name}: peak_tflops has no rate for {precision} (it has {known}); "
+                f"add {precision} to peak_tflops, or choose a --precision that it has"
+            )
+        return self.peak_tflops[precision]
 
 
 def load_model(name_or_path: str) -> ModelConfig:
@@ -241,9 +262,23 @@ def preset_names(kind: str) -> list[str]:
     return sorted(path.stem for path in (_PRESETS / kind).glob("*.toml"))
 
 
+def model_file(name_or_path: str) -> Path:
+    """What `load_model` reads."""
+    return _file("models", name_or_path)
+
+
+def cluster_file(name_or_path: str) -> Path:
+    """What `load_cluster` reads."""
+    return _file("clusters", name_or_path)
+
+
+def _file(kind: str, name_or_path: str) -> Path:
+    preset = name_or_path in preset_names(kind)
+    return _PRESETS / kind / f"{name_or_path}.toml" if preset else Path(name_or_path)
+
+
 def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
-    names = preset_names(kind)
-    path = _PRESETS / kind / f"{name_or_path}.toml" if name_or_path in names else Path(name_or_path)
+    names, path = preset_names(kind), _file(kind, name_or_path)
     if not path.is_file():
         near = get_close_matches(name_or_path, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""The one exception for what a user can cause; both entry points print it and exit with 2."""
+"""The one exception for what a user can cause; `omnibal.program` prints it and exit with 2."""
 
 EXIT_USER_ERROR = 2
 

@@ -1,7 +1,11 @@
 """Files in and out: writes that are never half done, and reads that fail with one clear line."""
 
 import json
+import os
+import secrets
 import shutil
+import stat
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -14,13 +18,17 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from omnibal.errors import UserError
 
 T = TypeVar("T")
+_STANDARD_OUTPUT = 1
 _TELLING = ("json_invalid", "missing", "value_error")
 """Complaints whose input is all that surrounds the mistake, or that say themselves what it is."""
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to: it replaces `path`, or is removed on any error.
+    """A temporary path to write to: it replaces `path` when written, or is removed on any error.
+
+    Of a link, what it leads to is replaced. A device or pipe is no file to replace: what was
+    written goes into it.
 
     Raises:
         UserError: `path` is a directory.
@@ -31,13 +39,65 @@ def atomic(path: Path) -> Iterator[Path]:
     """
     if path.is_dir():
         raise UserError(f"{path}: is a directory; give the path of a file")
-    temporary = path.with_name(path.name + ".part")
+    if is_stream(path):
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / "output"
+            yield written
+            _pour(written, path)
+        return
+    target = Path(os.path.realpath(path))
+    # Of a name that nothing else has: a file beside it may be the user's own.
+    temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
     try:
         yield temporary
-        temporary.replace(path)
+        temporary.replace(target)
     except BaseException:
         if temporary.is_file():
             temporary.unlink()
+        raise
+
+
+def check_new_folder(path: Path) -> None:
+    """Refuse what `atomic_directory` cannot make.
+
+    Raises:
+        UserError: `path` exists, if only as a link that leads nowhere.
+    """
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
+
+
+def is_stream(path: Path) -> bool:
+    """Whether what is written to the path goes on elsewhere: a pipe, a character device, or
+    whatever the standard output of this process is, a file included."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    kind = found.st_mode
+    return stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or _is_standard_output(found)
+
+
+def _is_standard_output(found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(found, os.fstat(_STANDARD_OUTPUT))
+    except OSError:  # it is closed
+        return False
+
+
+def _pour(written: Path, stream: Path) -> None:
+    """Copy a file into a pipe or device; standard output goes on after it."""
+    if _is_standard_output(stream.stat()):
+        sys.stdout.flush()
+        descriptor = os.dup(_STANDARD_OUTPUT)
+    else:
+        descriptor = os.open(stream, os.O_WRONLY)
+    try:
+        with written.open("rb") as source, os.fdopen(descriptor, "wb") as sink:
+            shutil.copyfileobj(source, sink)
+    except OSError as error:
+        if error.filename is None and not isinstance(error, BrokenPipeError):
+            raise UserError(f"{stream}: cannot be written ({error.strerror})") from error
         raise
 
 
@@ -50,8 +110,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     Raises:
         UserError: `path` exists, if only as a link that leads nowhere.
     """
-    if path.exists() or path.is_symlink():
-        raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
+    check_new_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
     try:
@@ -113,6 +172,8 @@ def read_text(path: Path, remedy: str) -> str:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error}); {remedy}") from error
+    except ValueError as error:  # a NUL in the path
+        raise UserError(f"{str(path)!r}: cannot be read ({error}); {remedy}") from error
 
 
 def _invalid(error: ValidationError, where: str, remedy: str) -> UserError:

@@ -7,10 +7,11 @@ absent; everything training needs is in the other fields.
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
-from omnibal.config import ClusterConfig, Frozen, ModelConfig, Part, Precision
+from omnibal.config import MAX_LAYERS, ClusterConfig, Count, Frozen, ModelConfig, Part, Precision
 from omnibal.data.lengths import LengthsOrigin
+from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 
 SCHEMA_VERSION: Final = 1
@@ -19,16 +20,28 @@ PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
 PROFILE_FILE = "profile.json"
 """The measured costs that the plan was made with; absent where costs were counted."""
+MAX_DEVICES = 1_000_000
+"""In any one direction of parallelism."""
+MAX_PACKS_PER_STEP = 1_000_000
+MAX_EPOCHS = 1_000
+"""Each is packed anew, before the first is trained."""
+MAX_SEED = 2**63 - 1
 USABLE_MEMORY_FRACTION = 0.9
 """Of a device; the rest is for the runtime's context, communication buffers and fragmentation."""
+
+
+Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+HeldLayers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+PackedBy = Literal["balanced", "isf", "other"]
+"""The rule of `omnibal plan` that made the packs, or none of them."""
 
 
 class Parallel(Frozen):
     """Sizes of the parallel groups; the launch needs tensor x pipeline x data processes."""
 
-    tensor: PositiveInt = 1
-    pipeline: PositiveInt
-    data: PositiveInt = 1
+    tensor: Size = 1
+    pipeline: Size
+    data: Size = 1
     sequence_parallel: bool = False
     """Divide the language model's tensors between parallel blocks over tensor ranks too."""
 
@@ -50,14 +63,14 @@ class Stage(Frozen):
     """
 
     vision_embed: bool
-    vision_layers: NonNegativeInt
+    vision_layers: HeldLayers
     projector: bool
     language_embed: bool
-    language_layers: NonNegativeInt
+    language_layers: HeldLayers
     head: bool
-    recompute_vision: tuple[NonNegativeInt, ...] = ()
+    recompute_vision: tuple[HeldLayers, ...] = ()
     """Vision layers (numbered from 0 over the whole model) whose activations are recomputed."""
-    recompute_language: tuple[NonNegativeInt, ...] = ()
+    recompute_language: tuple[HeldLayers, ...] = ()
     """Language layers (numbered from 0 over the whole model) that are recomputed."""
 
     @classmethod
@@ -91,29 +104,29 @@ class Stage(Frozen):
 class Caps(Frozen):
     """Upper limits of one micro-batch."""
 
-    max_tiles: PositiveInt
-    max_tokens: PositiveInt
+    max_tiles: Count
+    max_tokens: Count
 
 
 class Shapes(Frozen):
     """Size and number of the micro-batches of a step."""
 
     caps: Caps
-    micro_batches_per_step: PositiveInt
+    micro_batches_per_step: Count
     """Packs of one data-parallel rank in a full step, at most; one step of an epoch may differ."""
 
 
 class DataPlan(Shapes):
     """What the packs were made from, so that training can refuse anything else."""
 
-    method: str
-    seed: int
-    epochs: PositiveInt
-    packs_per_step: PositiveInt
+    method: PackedBy
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
+    epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
+    packs_per_step: Count
     """Of all ranks together, in every step of an epoch but one."""
-    samples: PositiveInt
-    packs: PositiveInt
-    steps: PositiveInt
+    samples: Count
+    packs: Count
+    steps: Count
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
@@ -250,6 +263,26 @@ class Plan(Frozen):
 def memory_cap_gib(cluster: ClusterConfig) -> float:
     """What a stage may fill of one device."""
     return USABLE_MEMORY_FRACTION * cluster.memory_gib
+
+
+def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
+    """Refuse a step of more packs than anyone trains or this program can deal out.
+
+    Raises:
+        UserError: there are too many.
+    """
+    count = data_parallel * micro_batches
+    if count > MAX_PACKS_PER_STEP:
+        raise UserError(
+            f"a step of {data_parallel:,} ranks with {micro_batches:,} micro-batches each has "
+            f"{count:,} packs; it may have at most {MAX_PACKS_PER_STEP:,}: give fewer "
+            "micro-batches or ranks"
+        )
+
+
+def plan_files(directory: Path) -> list[Path]:
+    """Every file of a plan directory, whether it exists or not."""
+    return [directory / name for name in (PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE)]
 
 
 def write_plan(plan: Plan, directory: Path) -> None:

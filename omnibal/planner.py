@@ -35,17 +35,19 @@ from omnibal.plan import (
     PROFILE_FILE,
     Caps,
     DataPlan,
+    PackedBy,
     Parallel,
     Plan,
+    Prediction,
     Shapes,
     Stage,
+    check_packs_per_step,
     memory_cap_gib,
-    read_plan,
     write_plan,
 )
 
-MAX_PACKS_PER_STEP = 1_000_000
-"""Of a plan of shapes, which simulates each of them."""
+MAX_TRAINED_SAMPLES = 200_000_000
+"""Of all epochs, where there are several: a plan lists them one by one, and holds them at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -113,6 +115,9 @@ def make_plan(request: PlanRequest) -> PlanResult:
             fits into memory.
     """
     check_parallel(request.model, request.parallel, request.cluster)
+    check_packs_per_step(request.parallel.data, request.micro_batches)
+    if request.lengths is not None:
+        _check_epochs(request.epochs, len(request.lengths))
     model = model_of_lengths(request.model, request.lengths)
     cost = _cost(request, model)
     shapes = Shapes(caps=request.caps, micro_batches_per_step=request.micro_batches)
@@ -124,11 +129,6 @@ def make_plan(request: PlanRequest) -> PlanResult:
     features = pack_features(packs.packs, lengths)
     workload = Workload.of(packs, features, request.parallel.data)
     stages, search = _stages(request, cost, model, workload)
-    prediction = predict(cost, model, request.parallel, stages, packs, features)
-    if request.lengths is None:
-        # One step of made-up samples says nothing about a dataset.
-        unknown = {"samples_per_second_per_gpu": None, "gpu_days": None}
-        prediction = prediction.model_copy(update=unknown)
     plan = Plan(
         model=model,
         precision=request.precision,
@@ -138,10 +138,30 @@ def make_plan(request: PlanRequest) -> PlanResult:
         cluster=request.cluster,
         data=None if request.lengths is None else _data_plan(request, lengths, packs),
         shapes=shapes if request.lengths is None else None,
-        prediction=prediction,
     )
+    prediction = prediction_of(plan, cost, packs, features)
+    plan = plan.model_copy(update={"prediction": prediction})
     data = None if request.lengths is None else (packs, lengths)
     return PlanResult(plan=plan, data=data, profile=request.profile, search=search)
+
+
+def _check_epochs(epochs: int, samples: int) -> None:
+    if epochs > 1 and epochs * samples > MAX_TRAINED_SAMPLES:
+        raise UserError(
+            f"{epochs:,} epochs of {samples:,} samples are {epochs * samples:,} samples, and a "
+            f"plan of several epochs may list at most {MAX_TRAINED_SAMPLES:,}: give fewer --epochs"
+        )
+
+
+def prediction_of(
+    plan: Plan, cost: CostModel, packs: ScheduledPacks, features: np.ndarray
+) -> Prediction:
+    """What a plan's own prediction is, by its costs and packs, of `features` [packs, 5]."""
+    prediction = predict(cost, plan.model, plan.parallel, plan.stages, packs, features)
+    if plan.data is not None:
+        return prediction
+    # One step of made-up samples says nothing about a dataset.
+    return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
 
 
 def _stages(
@@ -184,9 +204,9 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
     }
     for name, size in divided.items():
         if size % parallel.tensor:
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            divisors = [n for n in range(1, cluster.gpus_per_node + 1) if size % n == 0]
             common = math.gcd(*divided.values())
-            possible = [n for n in divisors if common % n == 0 and n <= cluster.gpus_per_node]
+            possible = [n for n in divisors if common % n == 0]
             raise UserError(
                 f"tensor size {parallel.tensor} does not divide {name} = {size} of {model.name}, "
                 f"for which it must be one of {_listed(divisors)}; all of this model allows "
@@ -196,6 +216,42 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanFiles:
+    """What a plan directory holds."""
+
+    plan: Plan
+    cost: CostModel
+    """That the plan was made with."""
+    data: tuple[ScheduledPacks, Lengths] | None
+    """Made up at the caps for a plan of shapes only; None for a plan without either."""
+
+    @property
+    def steps(self) -> tuple[ScheduledPacks, Lengths]:
+        """`data`, where there must be steps to go through.
+
+        Raises:
+            UserError: the plan has neither data nor shapes.
+        """
+        if self.data is None:
+            raise UserError(
+                "the plan has neither data nor shapes, so it has no steps; give a plan of "
+                "`omnibal plan`"
+            )
+        return self.data
+
+
+def read_plan_files(plan: Plan, directory: Path) -> PlanFiles:
+    """The rest of a plan directory, whose `plan.json` was read; nothing of it is checked.
+
+    Raises:
+        UserError: a file is missing or broken, or is not the one that the plan was made with.
+    """
+    return PlanFiles(
+        plan=plan, cost=cost_of_plan(plan, directory), data=data_of_plan(plan, directory)
+    )
 
 
 def cost_of_plan(plan: Plan, directory: Path) -> CostModel:
@@ -221,21 +277,6 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
     return _read_data(plan.data, directory)
 
 
-def steps_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths]:
-    """`data_of_plan`, where there must be steps to go through.
-
-    Raises:
-        UserError: as `data_of_plan`, or the plan has neither data nor shapes.
-    """
-    data = data_of_plan(plan, directory)
-    if data is None:
-        raise UserError(
-            f"{directory}: the plan has neither data nor shapes, so it has no steps; "
-            "give a plan of `omnibal plan`"
-        )
-    return data
-
-
 def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths]:
     packs, lengths = read_packs(directory / PACKS_FILE), read_lengths([directory / LENGTHS_FILE])
     for name, given, planned in (
@@ -251,19 +292,23 @@ def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths
     return packs, lengths
 
 
-def data_settings(directory: Path) -> dict[str, Any]:
+def data_settings(plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> dict[str, Any]:
     """The fields of a `PlanRequest` that give an earlier plan's data again, step by step.
 
     Raises:
-        UserError: there is no such plan, it has no data, or a file of it is broken.
+        UserError: the plan has no data, or other packs than `omnibal plan` makes.
     """
-    plan = read_plan(directory)
-    if plan.data is None:
+    if plan.data is None or data is None:
         raise UserError(
-            f"{directory}: is a plan of shapes only, so it has no steps to take over; give a plan "
-            "that was made with --lengths"
+            "what --steps-of names is a plan of shapes only, so it has no steps to take over; give "
+            "a plan that was made with --lengths"
         )
-    packs, lengths = _read_data(plan.data, directory)
+    if plan.data.method == "other":
+        raise UserError(
+            "what --steps-of names is a plan whose packs `omnibal plan` did not make; give one "
+            f"with data.method {' or '.join(PackingMethod)}"
+        )
+    packs, lengths = data
     return {
         "caps": plan.data.caps,
         "lengths": lengths,
@@ -335,12 +380,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
         UserError: there would be more packs than anyone trains in a step.
     """
     count = data_parallel * shapes.micro_batches_per_step
-    if count > MAX_PACKS_PER_STEP:
-        raise UserError(
-            f"a step of {data_parallel:,} ranks with {shapes.micro_batches_per_step:,} "
-            f"micro-batches each has {count:,} packs; a plan of shapes may have at most "
-            f"{MAX_PACKS_PER_STEP:,}: give fewer micro-batches or ranks"
-        )
+    check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
     lengths = Lengths(
         tiles=np.full(count, shapes.caps.max_tiles, np.int32),
         tokens=np.full(count, shapes.caps.max_tokens, np.int32),
@@ -435,7 +475,7 @@ def _data_plan(request: PlanRequest, lengths: Lengths, packs: ScheduledPacks) ->
         packs,
         lengths,
         caps=request.caps,
-        method=request.packing,
+        method=request.packing.value,
         seed=request.seed,
         epochs=request.epochs,
         packs_per_step=request.packs_per_step,
@@ -448,7 +488,7 @@ def describe_data(
     lengths: Lengths,
     *,
     caps: Caps,
-    method: str,
+    method: PackedBy,
     seed: int,
     epochs: int,
     packs_per_step: int,

@@ -176,6 +176,11 @@ def stage_file(directory: Path, stage: int) -> Path:
     return directory / f"stage_{stage}.json"
 
 
+def replay_files(directory: Path) -> list[Path]:
+    """Every file of a replay, with `replay.json` whether it exists or not."""
+    return [directory / INFO_FILE, *sorted(directory.glob("stage_*.json"))]
+
+
 def write_stage(replay: StageReplay, directory: Path) -> None:
     """Keep what a stage took."""
     write_json_model(replay, stage_file(directory, replay.stage))

@@ -123,6 +123,12 @@ class Evaluation(Frozen):
     examples: tuple[EvaluatedAnswer, ...]
 
 
+def run_files(directory: Path) -> list[Path]:
+    """Every file of a run that a report reads, whether it exists or not."""
+    names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
+    return [directory / name for name in names]
+
+
 R = TypeVar("R", StepRecord, ValidationRecord)
 
 

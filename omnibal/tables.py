@@ -62,7 +62,7 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
             cluster.name,
             cluster.device,
             f"{cluster.memory_gib:g}",
-            f"{cluster.peak_tflops['bf16']:g}",
+            "-" if "bf16" not in cluster.peak_tflops else f"{cluster.peak_tflops['bf16']:g}",
             f"{cluster.intra_node_gb_per_s:g}",
             f"{cluster.inter_node_gb_per_s:g}",
         )

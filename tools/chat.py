@@ -6,7 +6,6 @@ One process holds the whole model. The answer is greedy and printed as it comes.
 the whole text again, so this is to try a checkpoint, not to serve it.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, cast
@@ -18,14 +17,15 @@ from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
 from megatron.vlm.data import SampleReader
 from megatron.vlm.generate import generate, load_whole_model
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from omnibal.config import Precision
+from omnibal.config import MAX_COUNT, Precision
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.errors import UserError
 from omnibal.plan import Parallel
+from omnibal.program import run_app
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,7 +41,7 @@ def chat(
         Path | None, typer.Option(help=f"tokenizer (default: the run's {TOKENIZER_FOLDER} folder)")
     ] = None,
     system: Annotated[str | None, typer.Option(help="system message, not the model's own")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT)] = 256,
     precision: Annotated[Precision, typer.Option(help="to compute in")] = "bf16",
 ) -> None:
     checkpoint = open_newest(load)
@@ -105,11 +105,7 @@ def _sample(prompt: str, images: list[Path], system: str | None) -> Sample:
 
 
 def main() -> None:
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_app(app, "chat.py")
 
 
 if __name__ == "__main__":

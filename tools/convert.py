@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron.vlm.checkpoint_identity import open_newest, reason
+from megatron.vlm.checkpoint_identity import open_newest
 from megatron.vlm.conversion.exporting import (
     Export,
     plan_export_as,
@@ -36,7 +36,10 @@ from megatron.vlm.conversion.importing import (
 from megatron.vlm.conversion.released_files import dtype_name
 from megatron.vlm.conversion.tensor_map import Layout
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.errors import UserError
+from omnibal.files import check_new_folder
+from omnibal.outputs import check_folder
+from omnibal.program import run_app
 
 _NO_TOKENIZER = (
     "\nnote: no tokenizer goes along, so config.json does not set image_token_id; give one as "
@@ -70,6 +73,8 @@ def import_(
     those of Transformers (InternVLForConditionalGeneration). Train from it with
     `pretrain_vlm.py --load RUN --finetune`, under any plan for model.toml.
     """
+    check_folder("-o", output, [source])
+    check_new_folder(output)
     released = open_released(source)
     print(f"{source}: {released.model.name}, layout {released.layout}, {released.bytes:,} bytes")
     with _progress("importing", released.bytes) as advance:
@@ -110,6 +115,8 @@ def export(
         raise UserError("give either --like CHECKPOINT or --layout NAME, and not both")
     if like is not None and tokenizer_model is not None:
         raise UserError("--tokenizer-model goes with --layout; --like brings its own tokenizer")
+    check_folder("-o", output, [path for path in (run, like, tokenizer_model) if path is not None])
+    check_new_folder(output)
     stored = open_newest(run)
     wanted_dtype = None if dtype is None else getattr(torch, dtype)
     note = ""
@@ -162,12 +169,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    try:
-        with _cleaning_up_when_terminated():
-            app()
-    except (UserError, OSError) as error:
-        print(f"error: {reason(error)}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    with _cleaning_up_when_terminated():
+        run_app(app, "convert.py")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ With tiles of 32 px, at most 6 of them and a thumbnail, a cell of the picture fa
 samples take 0 to 7 tiles. The same arguments give the same text and tokenizer, byte for byte.
 """
 
-import argparse
 import io
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,10 +23,18 @@ from sentencepiece import SentencePieceTrainer, SetMinLogLevel
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from omnibal.errors import UserError
+from omnibal.files import atomic_directory
+from omnibal.outputs import check_folder
+from omnibal.program import ArgumentParser, check_arguments, one_line_errors
+
 FORMAT = 2
 """Raised whenever the same arguments give another dataset than before."""
 DESCRIPTION_FILE = "dataset.json"
 MAX_SEED = 2**32 - 1
+MIN_SAMPLES = 10
+MAX_SAMPLES = 1_000_000
+"""Images are files of one folder."""
 HELDOUT_SCANS = 360
 VOCABULARY = 256
 SPECIAL_PIECES = ("<img>", "<IMG_CONTEXT>", "</img>", "<|im_start|>", "<|im_end|>", "\n")
@@ -279,18 +285,13 @@ def training_lines(train: Path) -> Iterator[str]:
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
     """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
-    part = output.with_name(output.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
     train, heldout = split_scans(seed)
-    try:
+    with atomic_directory(output) as part:
         write_split(part / "train", train, samples, np.random.default_rng([seed, 0]))
         write_split(part / "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1]))
         (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
         description = {"made_with": made_with(samples, heldout_samples, seed)}
         (part / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
-        part.rename(output)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def made_with(samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
@@ -313,35 +314,42 @@ def is_made_with(output: Path, wanted: dict[str, int]) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    with one_line_errors():
+        _run(sys.argv[1:] if arguments is None else arguments)
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    check_arguments(arguments)
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--samples", type=int, default=4000, help="for training (%(default)s)")
     parser.add_argument("--heldout-samples", type=int, default=300, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(arguments)
-    if min(options.samples, options.heldout_samples) < 10:
-        parser.error(
-            "--samples and --heldout-samples must be at least 10, for every source to occur"
-        )
+    for option in ("samples", "heldout_samples"):
+        count = vars(options)[option]
+        if not MIN_SAMPLES <= count <= MAX_SAMPLES:
+            raise UserError(
+                f"--{option.replace('_', '-')} {count}: must be from {MIN_SAMPLES}, for every "
+                f"source to occur, to {MAX_SAMPLES}"
+            )
     if not 0 <= options.seed <= MAX_SEED:
-        parser.error(f"--seed {options.seed}: must be from 0 to {MAX_SEED}")
+        raise UserError(f"--seed {options.seed}: must be from 0 to {MAX_SEED}")
     wanted = made_with(options.samples, options.heldout_samples, options.seed)
     if is_made_with(options.output, wanted):
         print(f"{options.output}: already made with these arguments")
-        return 0
+        return
     if options.output.exists():
-        parser.error(
+        raise UserError(
             f"{options.output} exists and was not made with these arguments by this version; "
             "remove it or pass another --output"
         )
-    try:
-        make_dataset(options.output, options.samples, options.heldout_samples, options.seed)
-    except OSError as error:
-        parser.error(f"{options.output}: cannot be made ({error}); pass another --output")
+    check_folder("--output", options.output, [])
+    make_dataset(options.output, options.samples, options.heldout_samples, options.seed)
     print(
         f"{options.output}: {options.samples} training samples, {options.heldout_samples} held out"
     )
-    return 0
 
 
 if __name__ == "__main__":

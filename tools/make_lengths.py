@@ -16,7 +16,6 @@ Two mixtures:
 Sources follow one another as in a meta file. The same arguments give the same bytes.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,12 +27,15 @@ from types import MappingProxyType
 import numpy as np
 
 from omnibal.config import TilingConfig
-from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.lengths import Lengths, length_files, read_lengths, write_lengths
 from omnibal.data.metrics import dist_ratio, pad_ratio
 from omnibal.data.packing import pack_isf
 from omnibal.data.tiling import tile_count
 from omnibal.errors import UserError
+from omnibal.files import is_stream
+from omnibal.outputs import check_files
 from omnibal.plan import Caps
+from omnibal.program import ArgumentParser, check_arguments, one_line_errors
 
 TILING = TilingConfig(max_dynamic_patch=4)
 """At most 4 tiles and a thumbnail: the real files hold vit_num 1, 3, 4 and 5 only."""
@@ -479,15 +481,23 @@ def _parse_real(entries: Sequence[str]) -> dict[str, Path]:
     return real
 
 
-def _check_output(path: Path) -> None:
-    if path.suffix != ".parquet":
+def _check_output(path: Path, real: Mapping[str, Path]) -> None:
+    check_files({"-o": path}, length_files(list(real.values())))
+    if path.suffix != ".parquet" and not is_stream(path):
         raise UserError(f"-o {path}: is written as Parquet; let its name end in .parquet")
     if not path.parent.is_dir():
         raise UserError(f"-o {path}: {path.parent} is no folder; make it or pass another path")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[:2]))
+    with one_line_errors():
+        _run(sys.argv[1:] if arguments is None else arguments)
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    check_arguments(arguments)
+    parser = ArgumentParser(description=" ".join(__doc__.split("\n\n")[:2]))
     parser.add_argument("-o", "--output", type=Path, required=True, help="Parquet file to write")
     parser.add_argument(
         "--kind",
@@ -517,25 +527,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     own_size = sum(source.count for source in MIXTURES[options.kind].sources.values())
     samples = own_size if options.samples is None else options.samples
-    try:
-        if options.compare_samples < MIN_COMPARED:
-            raise UserError(
-                f"--compare-samples {options.compare_samples}: must be at least {MIN_COMPARED}; "
-                "pass --no-compare to leave the comparison out"
-            )
-        _check_output(options.output)
-        lengths = make_lengths(options.kind, samples, options.seed, _parse_real(options.real))
-        write_lengths(lengths, options.output)
-    except UserError as error:
-        parser.error(str(error))
-    except OSError as error:
-        parser.error(f"{options.output}: cannot be written ({error}); pass another -o")
+    if options.compare_samples < MIN_COMPARED:
+        raise UserError(
+            f"--compare-samples {options.compare_samples}: must be at least {MIN_COMPARED}; "
+            "pass --no-compare to leave the comparison out"
+        )
+    real = _parse_real(options.real)
+    _check_output(options.output, real)
+    lengths = make_lengths(options.kind, samples, options.seed, real)
+    write_lengths(lengths, options.output)
     print(f"{options.output}: {samples:,} synthetic samples of mixture {options.kind}")
     if options.kind is Kind.INTERNVL and not options.no_compare and samples >= MIN_COMPARED:
         compared = min(samples, options.compare_samples)
         print(f"OmniBal's Table 3 beside {compared:,} of these synthetic samples:")
         print(comparison_table(measure(lengths, compared, options.seed)))
-    return 0
 
 
 if __name__ == "__main__":

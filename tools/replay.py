@@ -10,7 +10,6 @@ Several processes replay several stages at a time, one a device. What is finishe
 command goes on where it was stopped.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,10 @@ from rich.console import Console
 from megatron.vlm.launch import Launch, open_store
 from megatron.vlm.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
 from omnibal import tables
-from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.config import MAX_COUNT
+from omnibal.errors import UserError
+from omnibal.outputs import check_folder
+from omnibal.program import run_app
 from omnibal.replay import read_replay, read_stages
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -36,12 +38,16 @@ def replay(
     tokenizer_model: Annotated[Path | None, typer.Option(help="of that data")] = None,
     stages: Annotated[str, typer.Option(help="all, or numbers such as 0,3")] = "all",
     steps: Annotated[
-        int, typer.Option(min=1, help="of the run, with the packs of all their ranks")
+        int,
+        typer.Option(min=1, max=MAX_COUNT, help="of the run, with the packs of all their ranks"),
     ] = 10,
-    repetitions: Annotated[int, typer.Option(min=1, help="of each step; medians count")] = 3,
+    repetitions: Annotated[
+        int, typer.Option(min=1, max=10_000, help="of each step; medians count")
+    ] = 3,
 ) -> None:
     launch = Launch.from_environment()
     launch.check_device()
+    check_folder("-o", output, [path for path in (plan, data, tokenizer_model) if path is not None])
     job = load_replay(plan, data, tokenizer_model)
     numbers = _stage_numbers(stages, len(job.plan.stages))
     options = ReplayOptions(steps=steps, repetitions=repetitions)
@@ -73,11 +79,7 @@ def _print_result(job: ReplayJob, output: Path) -> None:
 
 
 def main() -> None:
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_app(app, "replay.py")
 
 
 if __name__ == "__main__":

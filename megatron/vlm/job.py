@@ -27,7 +27,7 @@ from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
 from megatron.vlm.validation import Validation
 from megatron.vlm.validation_packs import pack_validation
 from megatron.vlm.watch import ending_together
-from omnibal.check import check_plan, training_obstacles
+from omnibal.check import open_plan, training_obstacles
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
@@ -35,7 +35,7 @@ from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packs import ScheduledPacks, read_packs
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, read_plan
+from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan
 from omnibal.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
@@ -81,8 +81,7 @@ def load_plan(directory: Path) -> Plan:
     Raises:
         UserError: it does not hold, or cannot be trained.
     """
-    check_plan(directory)
-    plan = read_plan(directory)
+    plan = open_plan(directory).plan
     obstacles = training_obstacles(plan)
     if obstacles:
         raise UserError(f"{directory}: {'; '.join(obstacles)}")
@@ -303,7 +302,7 @@ def _pack_flops(job: Job) -> np.ndarray:
 
 
 def _peak_flops_per_s(plan: Plan) -> float:
-    return plan.cluster.peak_tflops[plan.precision] * 1e12 * plan.parallel.world_size
+    return plan.cluster.tflops(plan.precision) * 1e12 * plan.parallel.world_size
 
 
 def _validation(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> Validation | None:

@@ -25,15 +25,14 @@ from megatron.vlm.replay import (
     read_rows,
     replay_stage,
 )
-from omnibal.check import check_plan
+from omnibal.check import open_plan
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
-from omnibal.plan import Plan, read_plan
-from omnibal.planner import cost_of_plan, steps_of_plan
+from omnibal.plan import Plan
 from omnibal.replay import (
     ReplayInfo,
     chosen_steps,
@@ -98,15 +97,14 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     Raises:
         UserError: the plan does not hold, or data and tokenizer are not the plan's.
     """
-    check_plan(plan_directory)
-    plan = read_plan(plan_directory)
-    packs, lengths = steps_of_plan(plan, plan_directory)
+    files = open_plan(plan_directory)
+    packs, lengths = files.steps
     return ReplayJob(
-        plan=plan,
-        cost=cost_of_plan(plan, plan_directory),
+        plan=files.plan,
+        cost=files.cost,
         packs=packs,
         lengths=lengths,
-        reader=_reader(plan, data, tokenizer),
+        reader=_reader(files.plan, data, tokenizer),
     )
 
 

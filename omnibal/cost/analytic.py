@@ -171,7 +171,7 @@ def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[P
 def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> _Device:
     streamed_bytes_per_ms = cluster.memory_gb_per_s * 1e6
     return _Device(
-        flops_per_ms=cluster.peak_tflops[precision] * 1e9 * cluster.matmul_efficiency,
+        flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         bytes_per_ms=streamed_bytes_per_ms * cluster.memory_efficiency,
         streamed_bytes_per_ms=streamed_bytes_per_ms,
         collective_bytes_per_ms=1 / _link_ms_per_byte(cluster, parallel.tensor),

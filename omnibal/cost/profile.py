@@ -10,13 +10,21 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 from scipy.optimize import nnls
 
-from omnibal.config import ClusterConfig, Frozen, ModelConfig, Part, Precision
+from omnibal.config import (
+    MAX_COUNT,
+    ClusterConfig,
+    Count,
+    Frozen,
+    ModelConfig,
+    Part,
+    Precision,
+)
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
 from omnibal.errors import UserError
@@ -33,22 +41,29 @@ _DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
 }
 
 
+_LEAST_MS, _MOST_MS = 1e-9, 1e12
+"""No clock measures less, and no run takes more: fits stay finite."""
+_Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]
+_Size = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Bytes = Annotated[int, Field(ge=0, le=2**60)]
+
+
 class UnitMeasurement(Frozen):
     """One unit on one micro-batch, on one device."""
 
     unit: Unit
-    tiles: NonNegativeInt
-    tokens: NonNegativeInt
-    squared_tokens: NonNegativeInt
+    tiles: _Size
+    tokens: _Size
+    squared_tokens: _Bytes
     """Sum over the micro-batch's samples of tokens squared."""
-    loss_tokens: NonNegativeInt
+    loss_tokens: _Size
     """Those whose next token carries loss."""
-    forward_ms: PositiveFloat
-    backward_ms: PositiveFloat
+    forward_ms: _Time
+    backward_ms: _Time
     """Without recomputation."""
-    recompute_ms: NonNegativeFloat | None = None
+    recompute_ms: Annotated[float, Field(ge=0, le=_MOST_MS)] | None = None
     """What recomputing the unit adds to forward and backward together. None: not measured."""
-    activation_bytes: NonNegativeInt | None
+    activation_bytes: _Bytes | None
     """Kept for backward, parameters left out; the unit's input counts where backward needs it, so
     that units add up to a stage. None: not measured."""
 
@@ -56,15 +71,15 @@ class UnitMeasurement(Frozen):
 class OptimizerMeasurement(Frozen):
     """Gradient norm, clipping and update of so many parameters on one device."""
 
-    parameters: PositiveInt
-    optimizer_ms: PositiveFloat
+    parameters: Annotated[int, Field(ge=1, le=2**60)]
+    optimizer_ms: _Time
 
 
 class LinkMeasurement(Frozen):
     """One send between two neighbouring stages on one machine."""
 
-    bytes: NonNegativeInt
-    ms: PositiveFloat
+    bytes: _Bytes
+    ms: _Time
 
 
 class Profile(Frozen):
@@ -74,9 +89,9 @@ class Profile(Frozen):
     precision: Precision
     model: str
     model_sha256: str
-    tensor: PositiveInt
+    tensor: Count
     """Tensor-parallel size that the units ran under."""
-    processes: PositiveInt
+    processes: Count
     """Processes that measured at the same time, sharing the machine."""
     measurements: tuple[UnitMeasurement, ...]
     optimizer: tuple[OptimizerMeasurement, ...] = ()
@@ -260,8 +275,9 @@ def _fitted_unit(
 
 
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
-    """Of the summed costs of micro-batches [n, 5], by coefficients [5]."""
-    return float((features @ part).sum() / (features @ whole).sum())
+    """Of the summed costs of micro-batches [n, 5], by coefficients [5]; all of nothing."""
+    total = float((features @ whole).sum())
+    return float((features @ part).sum()) / total if total else 1.0
 
 
 def _series(profile: Profile, unit: Unit, quantity: Quantity) -> tuple[np.ndarray, np.ndarray]:
@@ -295,7 +311,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    weights = 1 / np.where(measured > 0, measured, max(measured.mean(), 1.0))
+    weights = 1 / np.where(measured > _LEAST_MS, measured, max(measured.mean(), 1.0))
     rows = features * weights[:, None]
     # Columns differ by many orders of magnitude (1 beside squared tokens).
     scale = np.linalg.norm(rows, axis=0)

@@ -178,6 +178,8 @@ class Annotations:
         self.sha256 = sha256
         """Covers source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes
         of a shard's members; neither folders, pixels nor `data_augment`."""
+        self.files = places.files
+        """Annotation files and shards."""
         self.roots = tuple(entry.root for entry in sources)
         """Folder of the images, or of the shards, of every source."""
         self.augmented = tuple(entry.name for entry in sources if entry.augment)

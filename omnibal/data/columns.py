@@ -32,7 +32,7 @@ class Columns:
                 table = file.read()
         except FileNotFoundError as error:
             raise UserError(f"{path}: no such file; {remedy}") from error
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeError) as error:
             raise UserError(f"{path}: not a Parquet file ({error}); {remedy}") from error
         missing = [name for name in names if table.column_names.count(name) != 1]
         if missing:

@@ -168,6 +168,21 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     return joined
 
 
+def length_files(paths: Sequence[Path]) -> list[Path]:
+    """Every file that `read_lengths` reads for these, with those that a meta JSON names.
+
+    Raises:
+        UserError: a meta JSON does not follow its schema.
+    """
+    named = [
+        named
+        for path in paths
+        if path.suffix == ".json" and path.is_file() and _is_meta(text := _read_text(path))
+        for named in _named_files(text, path).values()
+    ]
+    return [*paths, *named]
+
+
 def _check_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
     bad = (lengths.tiles < 0) | (lengths.tokens < 1) | (lengths.loss_tokens < 0)
     if bad.any():
@@ -228,8 +243,18 @@ def _sample(columns: Columns) -> np.ndarray | None:
 
 def _read_json(path: Path) -> list[Lengths]:
     text = _read_text(path)
-    if not text.lstrip().startswith("{"):
+    if not _is_meta(text):
         return [_from_records(text, path, path.stem)]
+    paths = _named_files(text, path)
+    return [_from_records(_read_text(paths[name]), paths[name], name) for name in paths]
+
+
+def _is_meta(text: str) -> bool:
+    return text.lstrip().startswith("{")
+
+
+def _named_files(text: str, path: Path) -> dict[str, Path]:
+    """By source, of a meta JSON of lengths."""
     entries = parse_json_model(
         dict[str, _MetaEntry],
         text,
@@ -239,8 +264,7 @@ def _read_json(path: Path) -> list[Lengths]:
     if not entries:
         raise UserError(f"{path}: names no lengths file; at least one source must be given")
     # An absolute path stays what it is.
-    paths = {name: path.parent / entry.token_lengths for name, entry in entries.items()}
-    return [_from_records(_read_text(paths[name]), paths[name], name) for name in paths]
+    return {name: path.parent / entry.token_lengths for name, entry in entries.items()}
 
 
 def _read_text(path: Path) -> str:

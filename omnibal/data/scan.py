@@ -143,12 +143,13 @@ def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
         temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
-def skipped_notes(skipped: Sequence[BadSample], path: Path) -> list[str]:
-    """What the user is told about them, and the file that lists them; a line each."""
+def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
+    """What the user is told about them, and the file that lists them if any; a line each."""
     if not skipped:
         return []
+    listed = "" if path is None else f", listed in {path}"
     shown = [f"  {' '.join(sample.message.split())}" for sample in skipped[:_MAX_MISTAKES]]
-    return [f"skipped: {len(skipped):,} bad samples, listed in {path}; the first:", *shown]
+    return [f"skipped: {len(skipped):,} bad samples{listed}; the first:", *shown]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,6 +86,14 @@ def lacking(pieces: Sequence[str]) -> str:
     )
 
 
+def tokenizer_files(path: Path) -> list[Path]:
+    """What `open_tokenizer` may read for a file or folder, whether it exists or not."""
+    folder = path if path.is_dir() else path.parent
+    beside = [folder / CONFIG_FILE, folder / ADDED_FILE]
+    models = [folder / FAST_FILE, folder / _SENTENCEPIECE_FILE] if path.is_dir() else [path]
+    return [*models, *beside]
+
+
 def open_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a file, or in the folder of a checkpoint.
 

@@ -18,12 +18,6 @@ MAX_SIMULATED_STEPS = 2_000
 _MS_PER_DAY = 86_400_000
 
 
-def predicted_step_ms(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> float:
-    """Of the mean step, as `predict` gives it."""
-    some = workload.some_steps(MAX_SIMULATED_STEPS)
-    return float(simulate_run(cost, stages, some).step_ms.mean())
-
-
 def predict(
     cost: CostModel,
     model: ModelConfig,

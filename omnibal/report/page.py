@@ -12,8 +12,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import atomic
-from omnibal.plan import Plan, read_plan
-from omnibal.planner import cost_of_plan, data_of_plan
+from omnibal.plan import Plan
+from omnibal.planner import PlanFiles
 from omnibal.replay import ReplaySummary, read_replay
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import (
@@ -68,7 +68,7 @@ class ReportInput:
 
 
 def write_report(
-    plan_directory: Path,
+    files: PlanFiles,
     run_directory: Path | None,
     output: Path,
     replay_directory: Path | None = None,
@@ -76,7 +76,7 @@ def write_report(
     """Write the report of a plan, and of the run trained from it and of its replay where given.
 
     Args:
-        plan_directory: made by `omnibal plan`.
+        files: of the plan.
         run_directory: holds `run.json` and `run.jsonl`, and `evaluation.json` once the run was
             evaluated.
         output: the HTML file.
@@ -88,7 +88,7 @@ def write_report(
     Raises:
         UserError: a file is missing or broken, or the files do not belong together.
     """
-    shown = _read(plan_directory, run_directory, replay_directory)
+    shown = _read(files, run_directory, replay_directory)
     page = render(shown)
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic(output) as temporary:
@@ -98,11 +98,10 @@ def write_report(
 
 
 def _read(
-    plan_directory: Path, run_directory: Path | None, replay_directory: Path | None
+    files: PlanFiles, run_directory: Path | None, replay_directory: Path | None
 ) -> ReportInput:
-    plan = read_plan(plan_directory)
+    plan, cost, data = files.plan, files.cost, files.data
     records = [] if run_directory is None else _records_of(plan, run_directory)
-    cost, data = cost_of_plan(plan, plan_directory), data_of_plan(plan, plan_directory)
     replay = None
     if replay_directory is not None:
         if data is None:

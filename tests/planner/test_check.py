@@ -1,7 +1,7 @@
 """Check: every way in which a plan directory can be wrong is found and named."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def rows_of(packs: ScheduledPacks, rows: np.ndarray) -> ScheduledPacks:
 
 def test_a_good_plan_passes(directory):
     """Prevents checks that refuse what the planner makes."""
-    assert len(check_plan(directory)) == 11
+    assert len(check_plan(directory)) == 12
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,71 @@ def test_edited_plan_with_its_old_prediction_is_refused(directory, change):
     assert check_plan(directory)
 
 
+def every_figure(value: object, place: tuple = ()) -> Iterator[tuple]:
+    """Places of the numbers of a JSON value."""
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, inner in entries:
+            yield from every_figure(inner, (*place, name))
+    elif isinstance(value, float):
+        yield place
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, data):
+    """Prevents plausible figures in a report that nothing has predicted."""
+    save_plan(make_plan(request() if data else request(lengths=None)), tmp_path / "plan")
+    path = tmp_path / "plan" / "plan.json"
+    text = path.read_text()
+    places = list(every_figure(json.loads(text)["prediction"]))
+    assert len(places) == (28 if data else 26)
+    for *parents, last in places:
+        for factor, passes in ((1 + 1e-9, True), (1.001, False)):
+            plan = json.loads(text)
+            inner = plan["prediction"]
+            for name in parents:
+                inner = inner[name]
+            step_ms = plan["prediction"]["step_ms"]
+            inner[last] = inner[last] * factor or (factor - 1) * step_ms
+            path.write_text(json.dumps(plan))
+            if passes:
+                assert check_plan(tmp_path / "plan")
+                continue
+            with pytest.raises(UserError, match="prediction") as raised:
+                check_plan(tmp_path / "plan")
+            assert str(last) in str(raised.value)
+
+
+def test_prediction_of_no_steps_is_refused(directory):
+    """Prevents a report of figures that belong to no packs."""
+    write_plan(read_plan(directory).model_copy(update={"data": None}), directory)
+    with pytest.raises(UserError, match="neither data nor shapes, so no steps"):
+        check_plan(directory)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("seed", -1, "seed: .*greater than or equal to 0"),
+        ("seed", 10**25, "seed: "),
+        ("method", "best", "method: .*'balanced', 'isf' or 'other'"),
+        ("packs_per_step", 10**25, "packs_per_step: .*2147483647"),
+        ("packs_per_step", 7, "micro_batches_per_step is 4, and must be 4|another number of packs"),
+        ("packs_per_step", 2**31 - 1, "micro_batches_per_step is 4, and must be 1073741824"),
+        ("micro_batches_per_step", 5, "micro_batches_per_step is 5, and must be 4"),
+        ("steps_sha256", "0" * 64, "steps_sha256 is 000000000000, and the packs' steps have"),
+    ],
+)
+def test_impossible_data_is_refused(directory, field, value, expected):
+    """Prevents a traceback, and a run that goes on as one of other steps."""
+    path = directory / "plan.json"
+    plan = json.loads(path.read_text())
+    plan["data"][field] = value
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=expected):
+        check_plan(directory)
+
+
 def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
     language = model.language.model_copy(update={"vocab_size": size})
     return model.model_copy(update={"language": language})
@@ -353,7 +418,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
     """Prevents training on data or tiles that the lengths are not of."""
     directory = tmp_path / "plan"
     save_plan(make_plan(request(lengths=example_lengths(origin_of(MODEL)))), directory)
-    assert len(check_plan(directory)) == 11
+    assert len(check_plan(directory)) == 12
     plan = read_plan(directory)
     for origin, expected in (
         (None, "data.origin of plan.json is not that"),

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,6 +59,7 @@ FLAGS = {
     "check": "--json",
     "report": "--output -o --run --replay --json",
 }
+PRESETS = Path(omnibal.__file__).parent / "presets"
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
 PROFILE = "profile --model internvl-digits --max-tiles 8 --max-tokens 512 --tokens-per-sample 64"
 
@@ -176,7 +178,7 @@ def test_plan_check_and_report(capsys, tmp_path, lengths_file):
     assert printed["ideal_step_ms"] <= printed["step_ms"]
     run("check --json", tmp_path / "plan")
     checked = json.loads(capsys.readouterr().out)
-    assert (len(checked["passed"]), len(checked["notes"])) == (11, 1)
+    assert (len(checked["passed"]), len(checked["notes"])) == (12, 1)
     run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
     assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
@@ -223,7 +225,7 @@ def test_readable_output_shows_the_figures(capsys, tmp_path, lengths_file):
         assert word in printed
     run("check", tmp_path / "plan")
     printed = capsys.readouterr().out
-    assert (printed.count("ok: "), printed.count("note: ")) == (11, 1)
+    assert (printed.count("ok: "), printed.count("note: ")) == (12, 1)
     run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file)
     assert "300 of 300" in capsys.readouterr().out
 
@@ -398,6 +400,89 @@ def test_usage_errors_are_one_line(capsys, command, expected, see):
     assert error.endswith(f"; see {see} --help\n")
 
 
+HUGE = 10**20
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (f"pack {{lengths}} --max-tiles 8 --max-tokens 512 --dp 2 --micro-batches {HUGE}",
+         "1000000"),
+        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2000 --micro-batches 2000",
+         "at most 1,000,000"),
+        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 100000000", "1000000"),
+        (PLAN + " --lengths {lengths} --epochs 100000000 -o p", "1000"),
+        (PLAN + " --lengths {lengths} --dp 1000 --micro-batches 100000 -o p", "at most 1,000,000"),
+        (PLAN + " --lengths {lengths} --gpus 100000000 -o p", "1000000"),
+        (PLAN + f" --lengths {{lengths}} --seed {HUGE} -o p", "9223372036854775807"),
+        (PLAN + " --memory-gib 1e300 -o p", "at most 1,000,000,000"),
+        (f"lengths m --model internvl-digits --tokenizer-model t -o l --max-dynamic-patch {HUGE}",
+         "1000"),
+        (PROFILE + " -o p --processes 100000000", "1024"),
+        (PROFILE + " -o p --layers 100000000", "1000"),
+        ("caps {lengths} --model deep.toml --cluster laptop-cpu", "equal to 1000 "),
+        ("caps {lengths} --model internvl-digits --cluster no_bf16.toml",
+         "cluster slow: peak_tflops has no rate for bf16 (it has fp32)"),
+        (PLAN.replace("laptop-cpu", "no_bf16.toml") + " -o p", "has no rate for bf16"),
+        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 --cluster no_bf16.toml",
+         "has no rate for bf16"),
+        ("check a\0b", r"'a\x00b': holds a NUL character"),
+        (PLAN + " -o a\0b", "holds a NUL character"),
+        ("pack nul.json --max-tiles 8 --max-tokens 512 --dp 2", "embedded null byte"),
+        ("check \x1b[2J", r"\x1b[2J"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_one_line(
+    capsys, tmp_path, monkeypatch, lengths_file, command, expected
+):
+    """Prevents tracebacks, hours of work and full memory for a slipped digit; names the bound."""
+    monkeypatch.chdir(tmp_path)
+    cluster = (PRESETS / "clusters/laptop-cpu.toml").read_text()
+    without = "\n".join(line for line in cluster.split("\n") if not line.startswith("bf16"))
+    without = re.sub(r"bf16 *= *[0-9.]+,? *|, *bf16 *= *[0-9.]+", "", without)
+    Path("no_bf16.toml").write_text(re.sub('name *= *"laptop-cpu"', 'name = "slow"', without))
+    model = (PRESETS / "models/internvl-digits.toml").read_text()
+    Path("deep.toml").write_text(re.sub(r"(?m)^layers *= *\d+", "layers = 100000000", model))
+    Path("nul.json").write_text(r'{"a": {"token_lengths": "x\u0000y"}}')
+    before = sorted(tmp_path.iterdir())
+    *before_it, error = failure(capsys, command.format(lengths=lengths_file)).splitlines()
+    assert error.startswith("error: ") and error.isprintable()
+    assert all(line.startswith("trying") for line in before_it)  # the bar of a search
+    assert expected in error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+EDITS = {
+    "prediction": lambda plan: plan["prediction"].update(step_ms=1.0),
+    "method": lambda plan: plan["data"].update(method="best"),
+    "count": lambda plan: plan["data"].update(packs_per_step=10**25),
+    "stages": lambda plan: plan["stages"][0].update(vision_layers=1),
+    "memory": lambda plan: plan["cluster"].update(memory_gib=0.01),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_every_command_checks_the_plan_it_reads(capsys, tmp_path, lengths_file, edit):
+    """Prevents plausible numbers of a plan that `omnibal check` refuses."""
+    run(PLAN, "--lengths", lengths_file, "-o", tmp_path / "plan")
+    capsys.readouterr()
+    plan = json.loads((tmp_path / "plan/plan.json").read_text())
+    edit(plan)
+    (tmp_path / "plan/plan.json").write_text(json.dumps(plan))
+    said = {
+        failure(capsys, command, tmp_path / "plan", *more)
+        for command, more in (
+            ("check", ()),
+            ("simulate", ()),
+            ("report", ("-o", tmp_path / "r.html")),
+            ("plan --model internvl-digits --cluster laptop-cpu --steps-of",
+             ("-o", tmp_path / "other")),
+        )
+    }  # fmt: skip
+    assert len(said) == 1
+    assert not (tmp_path / "r.html").exists() and not (tmp_path / "other").exists()
+
+
 def test_version_and_help(capsys):
     """Prevents a version that differs from the package's, and presets that nobody can find."""
     run("--version")
@@ -482,7 +567,7 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
     def run_profiler(command, check, stdout):
         commands.append(command)
         assert stdout is sys.__stderr__
-        write_profile(example_profile(), output)
+        write_profile(example_profile(), Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(cli, "_is_installed", lambda module: True)
@@ -493,14 +578,15 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
     assert {residual["unit"] for residual in printed["residuals"]} == set(Unit)
     launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-14:]
     assert "--nproc-per-node=2" in launcher
-    assert dict(zip(options[::2], options[1::2], strict=True)) == {
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    assert Path(given.pop("--output")).parent == output.parent
+    assert given == {
         "--model": "internvl-digits",
         "--precision": "fp32",
         "--max-tiles": "8",
         "--max-tokens": "512",
         "--tokens-per-sample": "64",
         "--layers": "3",
-        "--output": str(output),
     }
 
 
@@ -510,7 +596,7 @@ def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, length
 
     def run_profiler(command, check, stdout):
         commands.append(command)
-        write_profile(example_profile(), output)
+        write_profile(example_profile(), Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(cli, "_is_installed", lambda module: True)

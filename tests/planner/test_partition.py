@@ -17,7 +17,7 @@ from omnibal.pipeline import partition
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
-from omnibal.pipeline.predict import MAX_SIMULATED_STEPS, predicted_step_ms
+from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage_cost import GIB, stage_memories
 from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
@@ -511,10 +511,11 @@ def test_the_bound_of_a_long_run_is_below_its_prediction():
         slot=np.zeros(6_001, np.int64),
         data_parallel_size=1,
     )
-    simulated = packs.some_steps(MAX_SIMULATED_STEPS).step
-    features[np.setdiff1d(packs.step, simulated), 1:] = 100
+    simulated = packs.some_steps(MAX_SIMULATED_STEPS)
+    features[np.setdiff1d(packs.step, simulated.step), 1:] = 100
     predicted_ms = [
-        predicted_step_ms(cost, stages_from_cuts(model, (cut,)), packs) for cut in (3, 4, 5)
+        simulate_run(cost, stages_from_cuts(model, (cut,)), simulated).step_ms.mean()
+        for cut in (3, 4, 5)
     ]
     assert 0 < least_step_ms(cost, model, packs, 2) <= min(predicted_ms) * (1 + 1e-9)
 

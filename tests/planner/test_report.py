@@ -37,7 +37,7 @@ from omnibal.plan import (
     read_plan,
     write_plan,
 )
-from omnibal.planner import cost_of_plan, data_of_plan
+from omnibal.planner import PlanFiles, cost_of_plan, data_of_plan, read_plan_files
 from omnibal.replay import StageReplay, read_replay
 from omnibal.report import write_report
 from omnibal.report.text import milliseconds
@@ -227,6 +227,11 @@ def make_evaluation(text: str) -> Evaluation:
     )
 
 
+def files_of(directory: Path) -> PlanFiles:
+    """As they stand: these plans' predictions are made up, so no check would pass them."""
+    return read_plan_files(read_plan(directory), directory)
+
+
 def write_plan_directory(
     directory: Path,
     *,
@@ -345,7 +350,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def page(directories: tuple[Path, Path]) -> str:
     plan_directory, run_directory = directories
     output = plan_directory.parent / "report.html"
-    write_report(plan_directory, run_directory, output)
+    write_report(files_of(plan_directory), run_directory, output)
     return output.read_text("ascii")
 
 
@@ -402,7 +407,7 @@ def test_memory_over_the_device_does_not_fit(tmp_path: Path) -> None:
     plan = write_plan_directory(tmp_path / "plan")
     small = plan.cluster.model_copy(update={"memory_gib": 3.2})
     write_plan(plan.model_copy(update={"cluster": small}), tmp_path / "plan")
-    write_report(tmp_path / "plan", None, tmp_path / "r.html")
+    write_report(files_of(tmp_path / "plan"), None, tmp_path / "r.html")
     assert "does not fit 3.04 of 2.88 usable GiB" in Page((tmp_path / "r.html").read_text()).text
 
 
@@ -505,7 +510,7 @@ def test_shapes_only_plan_is_drawn_per_step(tmp_path: Path) -> None:
     unknown = {"samples_per_second_per_gpu": None, "gpu_days": None}
     prediction = plan.prediction.model_copy(update=unknown)
     write_plan(plan.model_copy(update={"prediction": prediction}), tmp_path / "plan")
-    write_report(tmp_path / "plan", None, tmp_path / "r.html")
+    write_report(files_of(tmp_path / "plan"), None, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text("ascii")
     assert "Samples per second" not in page
     assert "Whole training" not in page
@@ -542,7 +547,7 @@ def test_same_input_same_bytes(directories: tuple[Path, Path], page: str, tmp_pa
         shutil.copytree(directory, tmp_path / f"other {directory.name}")
         for directory in directories
     )
-    write_report(plan_directory, run_directory, tmp_path / "again.html")
+    write_report(files_of(plan_directory), run_directory, tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text("ascii") == page
     assert not list(tmp_path.glob("*.part"))
 
@@ -551,7 +556,7 @@ def test_text_of_the_data_stays_text(tmp_path: Path) -> None:
     """Prevents names, questions and answers of the data from becoming part of the page's code."""
     write_plan_directory(tmp_path / "plan", text=HOSTILE)
     write_run_directory(tmp_path / "run", text=HOSTILE)
-    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "r.html")
     parsed = Page((tmp_path / "r.html").read_text("ascii"))
     assert parsed.names.isdisjoint({"script", "img"})
     assert not any(name.startswith("on") for _, attrs in parsed.tags for name in attrs)
@@ -572,7 +577,7 @@ def test_page_of_a_partial_plan(
 ) -> None:
     """Prevents a crash, or an empty section, where the plan holds less than everything."""
     write_plan_directory(tmp_path / "plan", **parts)
-    write_report(tmp_path / "plan", None, tmp_path / "r.html")
+    write_report(files_of(tmp_path / "plan"), None, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text("ascii")
     assert "no run was given" in Page(page).text
     assert all(f"<h2>{title}</h2>" in page for title in shown)
@@ -584,7 +589,7 @@ def test_page_of_a_short_or_long_run(tmp_path: Path, steps: int) -> None:
     """Prevents a crash on one step, and a page that grows with the length of the run."""
     write_plan_directory(tmp_path / "plan")
     write_run_directory(tmp_path / "run", steps=steps)
-    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "r.html")
     assert f"{steps:,} steps, 0 to {steps - 1:,}" in Page((tmp_path / "r.html").read_text()).text
     assert (tmp_path / "r.html").stat().st_size < 200_000
 
@@ -601,7 +606,7 @@ def test_diverged_run_is_said_to_have_diverged(tmp_path: Path) -> None:
     (tmp_path / "run" / RUN_FILE).write_text(
         "\n".join([*lines, ""]).replace('"loss":null', '"loss":NaN')
     )
-    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+    write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "r.html")
     text = Page((tmp_path / "r.html").read_text("ascii")).text
     assert "Steps without a finite value: 5." in text
     assert "\N{RIGHTWARDS ARROW} nan" in text
@@ -615,11 +620,11 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     one_stage = plan.model_copy(update={"stages": STAGES[:1], "prediction": None})
     write_plan(one_stage, tmp_path / "plan")
     with pytest.raises(UserError, match="2 pipeline stages and the plan 1"):
-        write_report(tmp_path / "plan", tmp_path / "run", output)
+        write_report(files_of(tmp_path / "plan"), tmp_path / "run", output)
     write_plan(plan, tmp_path / "plan")
     write_lengths(make_lengths("another name"), tmp_path / "plan" / LENGTHS_FILE)
     with pytest.raises(UserError, match=r"lengths\.parquet has the content hash"):
-        write_report(tmp_path / "plan", None, output)
+        write_report(files_of(tmp_path / "plan"), None, output)
     assert not output.exists()
 
 
@@ -630,10 +635,10 @@ def test_run_of_another_plan_is_refused(tmp_path: Path) -> None:
     info = RunInfo(model="internvl-digits", packs_sha256="0" * 64)
     write_run_info(info, tmp_path / "run")
     with pytest.raises(UserError, match="trained packs of sha256 000000000000"):
-        write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+        write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "r.html")
     (tmp_path / "run" / "run.json").unlink()
     with pytest.raises(UserError, match=r"run\.json: no such file; pretrain_vlm\.py writes it"):
-        write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "r.html")
+        write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 
 
@@ -648,7 +653,7 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
     for step in (40, 80):
         validation = ValidationRecord(step=step, loss=1.25, loss_tokens=10, seconds=1.0)
         append_record(validation, tmp_path / "run" / VALIDATION_FILE)
-    write_report(tmp_path / "plan", tmp_path / "run", tmp_path / "report.html")
+    write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "report.html")
     page = Page((tmp_path / "report.html").read_text())
     [held_out] = [attrs for tag, attrs in page.tags if attrs.get("class") == "held-out"]
     assert tag_points(held_out) == 2
@@ -688,7 +693,7 @@ def replays(directories: tuple[Path, Path]) -> list[StageReplay]:
 def three_columns(directories: tuple[Path, Path], replays: list[StageReplay]) -> str:
     plan_directory, run_directory = directories
     output = plan_directory.parent / "replayed.html"
-    write_report(plan_directory, run_directory, output, plan_directory.parent / "replay")
+    write_report(files_of(plan_directory), run_directory, output, plan_directory.parent / "replay")
     return output.read_text("ascii")
 
 
@@ -752,7 +757,7 @@ def test_page_of_a_replay_alone(tmp_path: Path) -> None:
         tmp_path / "plan", tmp_path / "replay", device=HOSTILE, repetitions=1, processes=2,
         content="data",
     )  # fmt: skip
-    write_report(tmp_path / "plan", None, tmp_path / "r.html", tmp_path / "replay")
+    write_report(files_of(tmp_path / "plan"), None, tmp_path / "r.html", tmp_path / "replay")
     parsed = Page((tmp_path / "r.html").read_text("ascii"))
     assert parsed.names.isdisjoint({"script", "img"})
     # In the note and under provenance.
@@ -767,5 +772,5 @@ def test_plan_without_micro_batches_has_no_replay(tmp_path: Path) -> None:
     """Prevents a traceback where there is nothing that could have been replayed."""
     write_plan_directory(tmp_path / "plan", data=False)
     with pytest.raises(UserError, match="has no steps to replay"):
-        write_report(tmp_path / "plan", None, tmp_path / "r.html", tmp_path / "replay")
+        write_report(files_of(tmp_path / "plan"), None, tmp_path / "r.html", tmp_path / "replay")
     assert not (tmp_path / "r.html").exists()

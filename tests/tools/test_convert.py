@@ -178,10 +178,11 @@ def terminated_in(method: Callable) -> Callable:
 def test_failure_without_a_file_is_told(monkeypatch, capsys):
     """Prevents: "None: None" where the system names no file."""
 
-    def fail() -> None:
+    def fail(source: Path) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(convert, "app", fail)
+    monkeypatch.setattr(convert, "open_released", fail)
+    monkeypatch.setattr(sys, "argv", ["convert.py", "import", "absent", "-o", "made"])
     with pytest.raises(SystemExit) as ended:
         convert.main()
     assert ended.value.code == 2

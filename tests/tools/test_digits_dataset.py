@@ -158,15 +158,16 @@ def test_finished_dataset_is_kept(dataset, capfd):
     assert {path: path.stat().st_mtime_ns for path in dataset.rglob("*")} == before
 
 
-def test_interrupted_run_leaves_nothing_that_looks_finished(tmp_path, capfd):
-    """Prevents training on half a dataset, and a trainer's log on the terminal."""
+def test_a_folder_beside_the_dataset_is_left_alone(tmp_path, capfd):
+    """Prevents the loss of a user's folder, its content in the dataset, and a trainer's log on the
+    terminal."""
     folder = tmp_path / "dataset"
     leftover = tmp_path / "dataset.part" / "train"
     leftover.mkdir(parents=True)
     (leftover / "stale.jsonl").write_text("{}\n")
     assert main(["--output", str(folder), "--samples", "20", "--heldout-samples", "20"]) == 0
     assert not (folder / "train" / "stale.jsonl").exists()
-    assert not leftover.exists()
+    assert (leftover / "stale.jsonl").exists()
     assert capfd.readouterr().err == ""
 
 
@@ -205,7 +206,7 @@ def test_seeds_out_of_range(tmp_path, capfd, seed):
 def test_a_place_that_cannot_be_written(tmp_path, capfd):
     """Prevents a traceback where a file stands in the way of the folder."""
     (tmp_path / "file").write_text("")
-    assert "cannot be made" in refuse(capfd, "--output", tmp_path / "file/dataset", *ARGUMENTS)
+    assert "is not a directory" in refuse(capfd, "--output", tmp_path / "file/dataset", *ARGUMENTS)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -362,5 +362,5 @@ def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, real_file, capfd, ar
     assert exit_info.value.code == 2
     error = capfd.readouterr().err.splitlines()
     assert reason in error[-1]
-    assert [line for line in error if ": error: " in line] == error[-1:]
+    assert [line for line in error if line.startswith("error: ")] == error
     assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,207 @@
+"""Outputs of commands: never in the place of an input, of each other, or of a device."""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from plan_cases import example_lengths, example_profile, request
+from test_cli import PLAN, failure, run
+
+from omnibal.cost.profile import write_profile
+from omnibal.data.lengths import write_lengths
+from omnibal.data.packs import read_packs
+from omnibal.errors import UserError
+from omnibal.files import atomic
+from omnibal.outputs import check_files, check_folder
+from omnibal.planner import make_plan, save_plan
+from tools.make_digits_dataset import make_dataset, train_tokenizer
+
+PACK = "pack --max-tiles 8 --max-tokens 512 --dp 2 --no-bound"
+DIGITS = "--model internvl-digits --cluster laptop-cpu"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    write_lengths(example_lengths(), folder / "l.parquet")
+    (folder / "l.json").write_text('[{"vit_num": 1, "token_num": 99, "image_flags": 1}]')
+    (folder / "meta.json").write_text('{"a": {"token_lengths": "l.json"}}')
+    write_profile(example_profile(), folder / "profile.json")
+    save_plan(make_plan(request()), folder / "plan")
+    (folder / "run").mkdir()
+    (folder / "run" / "run.jsonl").write_text("\n")
+    (folder / "replay").mkdir()
+    (folder / "replay" / "stage_1.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(train_tokenizer(iter(["abc 0123456789"])))
+    for name in ("annotations.jsonl", "added_tokens.json", "x.skipped.txt"):
+        (folder / name).write_text("{}\n")
+    (folder / "data.json").write_text(
+        '{"a": {"root": "", "annotation": "annotations.jsonl"},'
+        ' "b": {"root": "", "annotation": "x.skipped.txt"}}'
+    )
+    (folder / "m.toml").write_text("")
+    (folder / "linked").symlink_to(folder / "l.parquet")
+    (folder / "linked_plan").symlink_to(folder / "plan")
+    os.link(folder / "plan" / "plan.json", folder / "hard")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+SCAN = "lengths data.json --model internvl-digits --tokenizer-model tokenizer.model"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{PACK} l.parquet -o l.parquet",
+        f"{PACK} l.parquet -o ./plan/../l.parquet",
+        f"{PACK} l.parquet -o linked",
+        f"{PACK} meta.json -o l.json",
+        f"{PACK} l.parquet --model m.toml -o m.toml",
+        f"{PACK} l.parquet --cluster m.toml -o m.toml",
+        "report plan -o plan/plan.json",
+        "report linked_plan -o plan/packs.parquet",
+        "report plan -o plan/profile.json",
+        "report plan --run run -o run/run.jsonl",
+        "report plan --replay replay -o replay/stage_1.json",
+        "simulate plan --trace plan/plan.json",
+        "simulate plan --trace hard",
+        f"plan {DIGITS} --steps-of plan -o plan",
+        f"plan {DIGITS} --steps-of plan -o linked_plan",
+        f"plan {DIGITS} --lengths plan/lengths.parquet -o plan",
+        f"{SCAN} -o data.json",
+        f"{SCAN} -o annotations.jsonl",
+        f"{SCAN} -o tokenizer.model",
+        f"{SCAN} -o added_tokens.json",
+        f"{SCAN} -o x",
+    ],
+)
+def test_no_output_replaces_an_input(capsys, made, monkeypatch, command):
+    """Prevents the loss of what a command was given, by whatever name its output goes there."""
+    monkeypatch.chdir(made)
+    before = contents(made)
+    error = failure(capsys, command)
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "which this command reads" in error or "is not a Parquet file" in error
+    assert contents(made) == before
+
+
+def test_outputs_do_not_replace_each_other(capsys, made, monkeypatch, tmp_path):
+    """Prevents one of two results from being lost without a word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.svg").symlink_to("x.svg")
+    for other in ("x.svg", "./x.svg", "link.svg"):
+        error = failure(capsys, f"{PACK} {made / 'l.parquet'} -o x.svg --picture {other}")
+        assert "are one file" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["link.svg"]
+
+
+def test_devices_and_pipes_are_written_to(capsys, made, tmp_path):
+    """Prevents `-o /dev/null` from making a file of the device, and a reader that waits forever."""
+    run(f"{PACK} -o /dev/null", made / "l.parquet")
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    pipe, came = tmp_path / "pipe", tmp_path / "came.parquet"
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: came.write_bytes(pipe.read_bytes()), daemon=True)
+    reader.start()
+    run(f"{PACK} -o", pipe, made / "l.parquet")
+    reader.join(10)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert read_packs(came).packs.offsets[-1] == 300
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["came.parquet", "pipe"]
+
+
+def test_standard_output_takes_the_file(tmp_path, made):
+    """Prevents the link /dev/stdout, or the file behind it, from being replaced."""
+    into = tmp_path / "into"
+    with into.open("wb") as file:
+        subprocess.run(
+            [sys.executable, "-m", "omnibal", "simulate", made / "plan", "--trace", "/dev/stdout"],
+            stdout=file, check=True, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE,
+        )  # fmt: skip
+    assert Path("/dev/stdout").is_symlink()
+    trace, _, table = into.read_text().partition("\n")
+    assert json.loads(trace)["traceEvents"] and "busy" in table
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_device_that_takes_nothing_is_told_of(capsys, made):
+    """Prevents a traceback, or success, where nothing arrived."""
+    assert "No space left" in failure(capsys, "simulate", made / "plan", "--trace", "/dev/full")
+
+
+def test_other_kinds_of_file_are_refused(tmp_path, monkeypatch):
+    """Prevents a socket from being replaced by a file."""
+    path = tmp_path / "s"
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as bound:
+        bound.bind("s")
+        with pytest.raises(UserError, match="neither a regular file"):
+            check_files({"-o": path}, [])
+        assert stat.S_ISSOCK(path.stat().st_mode)
+    with pytest.raises(UserError, match="is no Unicode text"):
+        check_files({"-o": tmp_path / "\udcff"}, [])
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(UserError, match="leads nowhere"):
+        check_folder("-o", tmp_path / "gone", [])
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path):
+    """Prevents a link to a shared result from becoming a file of its own."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "file").write_text("old")
+    (tmp_path / "link").symlink_to("far/file")
+    (tmp_path / "link.part").write_text("the user's")
+    with atomic(tmp_path / "link") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "far" / "file").read_text() == "new"
+    assert (tmp_path / "link.part").read_text() == "the user's"
+
+
+def test_scan_into_a_device_leaves_no_files_beside_it(capsys, digits_of_one, monkeypatch):
+    """Prevents `/dev/null.partial` and `/dev/null.skipped.txt`."""
+    monkeypatch.chdir(digits_of_one)
+    before = set(Path("/dev").iterdir())
+    run(f"{SCAN} --on-error skip -o /dev/null")
+    assert set(Path("/dev").iterdir()) == before
+
+
+@pytest.fixture
+def digits_of_one(tmp_path) -> Path:
+    make_dataset(tmp_path / "digits", 10, 10, 0)
+    train = tmp_path / "digits" / "train"
+    (train / "data.json").write_bytes((train / "meta.json").read_bytes())
+    (train / "tokenizer.model").write_bytes((train / "../tokenizer.model").read_bytes())
+    return train
+
+
+@pytest.mark.parametrize("options", ["-o new/plan --gpus 4 --samples-per-step 16", "-o new/plan"])
+def test_plans_of_every_way_are_accepted(capsys, made, tmp_path, monkeypatch, options):
+    """Prevents a check so strict that it refuses what was just planned."""
+    monkeypatch.chdir(tmp_path)
+    pipeline = "" if "gpus" in options else " --dp 3 --epochs 2 --freeze vision"
+    run(f"plan {DIGITS} --max-tiles 8 --max-tokens 512 {options}{pipeline} --lengths",
+        made / "l.parquet")  # fmt: skip
+    run(f"{PLAN} --precision fp32 -o shapes")
+    for plan in ("new/plan", "shapes"):
+        run(f"check {plan}")
+        run(f"simulate {plan} --trace trace.json")
+        run(f"report {plan} -o report.html")
+    run(f"plan {DIGITS} --dp 2 --steps-of new/plan -o again")
+    run("check again")

@@ -1,0 +1,114 @@
+"""The tools: a user's mistake is one line and status 2, and no output replaces an input."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import chat, convert, make_digits_dataset, make_lengths, replay
+
+TOOLS = {
+    "chat": chat.main,
+    "convert": convert.main,
+    "digits": make_digits_dataset.main,
+    "lengths": make_lengths.main,
+    "replay": replay.main,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("junk").write_bytes(bytes(range(256)))
+    Path("empty").write_text("")
+    Path("list.json").write_text("[[1]]")
+    Path("real.json").write_text(json.dumps([{"vit_num": 1, "token_num": 9, "image_flags": 1}]))
+    Path("meta.json").write_text('{"a": {"token_lengths": "real.json"}}')
+    Path("named.parquet").symlink_to("real.json")
+    Path("plan").mkdir()
+    Path("plan/plan.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "chat --load absent --prompt x",
+        "chat --load junk --prompt x",
+        "chat --load folder --prompt x",
+        "chat --load a\0b --prompt x",
+        "chat --load folder --prompt x --max-new-tokens 100000000000000000000",
+        "chat --prompt x",
+        "convert import absent -o out",
+        "convert import junk -o out",
+        "convert import folder -o folder",
+        "convert import folder -o folder/../folder",
+        "convert import folder -o .",
+        "convert import a\0b -o out",
+        "convert import folder -o a\0b",
+        "convert import folder -o junk/out",
+        "convert export folder --layout transformers -o out",
+        "convert export folder --like folder -o out",
+        "convert export junk --like junk -o out",
+        "convert export folder --layout other -o out",
+        "convert export folder --layout transformers --max-shard-size 0GB -o out",
+        "convert unknown",
+        "digits --output junk",
+        "digits --output folder",
+        "digits --output junk/x",
+        "digits --output a\0b",
+        "digits --output out --samples 100000000000000000000",
+        "digits --output out --samples -1",
+        "digits --output out --heldout-samples 0",
+        "digits --output out --seed 100000000000000000000",
+        "digits --output out --samples many",
+        "digits",
+        "lengths -o folder",
+        "lengths -o junk/x.parquet",
+        "lengths -o a\0b.parquet",
+        "lengths -o out.parquet --samples 100000000000000000000",
+        "lengths -o out.parquet --samples 0",
+        "lengths -o out.parquet --seed -1",
+        "lengths -o out.parquet --real ai2d=junk",
+        "lengths -o out.parquet --real ai2d=folder",
+        "lengths -o out.parquet --real ai2d=empty",
+        "lengths -o out.parquet --real ai2d=list.json",
+        "lengths -o named.parquet --real ai2d=real.json",
+        "lengths -o named.parquet --real ai2d=meta.json",
+        "replay absent -o out",
+        "replay junk -o out",
+        "replay plan -o out",
+        "replay plan -o junk",
+        "replay plan -o plan",
+        "replay plan -o .",
+        "replay plan -o junk/out",
+        "replay plan -o a\0b",
+        "replay a\0b -o out",
+        "replay plan -o out --steps 100000000000000000000",
+        "replay plan",
+    ],
+)
+def test_a_mistake_is_one_line(capfd, monkeypatch, folder, command):
+    """Prevents tracebacks, other statuses, results half made and inputs lost."""
+    name, *arguments = command.split(" ")
+    before = sorted(folder.rglob("*")), Path("real.json").read_bytes()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        TOOLS[name]()
+    assert ended.value.code == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    [line] = said.err.splitlines()
+    assert line.startswith("error: ") and line.isprintable()
+    assert (sorted(folder.rglob("*")), Path("real.json").read_bytes()) == before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_lengths_go_into_a_device(capfd, folder):
+    """Prevents a device from being replaced by a file."""
+    assert make_lengths.main(["-o", "/dev/null", "--samples", "2000", "--no-compare"]) == 0
+    assert Path("/dev/null").is_char_device() and os.access("/dev/null", os.W_OK)
