@@ -48,6 +48,8 @@ class RunOptions:
     """Stop after this many steps of the plan (counted from its start, not from a resume)."""
     eval_interval: int | None = None
     """Steps between validations; None for none."""
+    exit_after_failed_saves: int = 2
+    """So many in a row end the run, as nothing of it would be left; a failed last one does too."""
     profile_steps: range = range(0)
     """Steps that each stage's first rank writes a trace of."""
 
@@ -116,7 +118,8 @@ class TrainingLoop:
         A checkpoint is saved at the end. The sinks are closed.
 
         Raises:
-            UserError: a sample cannot be read, or too many steps in a row were skipped.
+            UserError: a sample cannot be read, too many steps in a row were skipped, or too many
+                saves failed; the same on every rank.
         """
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()
@@ -196,6 +199,7 @@ class TrainingLoop:
         due = validation is not None and step % options.eval_interval == 0
         # What follows may take long, or fail, and meanwhile nobody would complete a save.
         self._say(self._writer.finish() if last or due else self._writer.poll())
+        self._check_saves(last)
         if due and not stopped:
             record = validate(self._trainer, validation, step)
             if self._is_writer:
@@ -204,6 +208,20 @@ class TrainingLoop:
                     f"{record.loss_tokens:,} tokens, {record.seconds:.1f} s"
                 )
                 self._write(record, VALIDATION_FILE, validation_values(record), line)
+
+    def _check_saves(self, last: bool) -> None:
+        """Raises UserError if so many saves have failed that the run would only look healthy."""
+        failures, most = self._writer.failures, self._options.exit_after_failed_saves
+        if not failures or (len(failures) < most and not last):
+            return
+        verdict = "it was the last save of the run"
+        if len(failures) >= most:
+            verdict = f"that makes {len(failures)} failed saves in a row, and {most} end the run"
+            verdict += " (--exit-after-failed-saves)"
+        raise UserError(
+            f"{failures[-1]}; {verdict}; see to it that {self._options.save} can be written to, "
+            "and go on from the newest checkpoint with --load, if there is one"
+        )
 
     def _write(
         self,

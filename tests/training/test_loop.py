@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from ranks import run_ranks
+from test_checkpoint_faults import limit_file_size
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import CheckpointWriter
@@ -49,8 +50,14 @@ class BrokenSink:
         raise AssertionError("a dropped sink is not used again")
 
 
-def run_loop(links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_skipped=3):
-    """(outcome, lines told, error) of a run whose poisoned steps have pixels that are no number."""
+def run_loop(
+    links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_skipped=3,
+    unwritable=range(0), **options,
+):  # fmt: skip
+    """(outcome, lines told, error) of a run whose poisoned steps have pixels that are no number.
+
+    In `unwritable` steps, counted from 1, rank 1 finds a full disk.
+    """
     trainer = build_trainer(plan, links, OPTIONS, steps=STEPS, seed=3)
     batches = [
         toy_batch(plan.model, [(1, 9), (0, 6)], seed=i) for i in range(STEPS * PACKS_PER_STEP)
@@ -63,11 +70,13 @@ def run_loop(links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_sk
     lines, done = [], []
     writer = CheckpointWriter(
         folder, plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS),
-        keep_last=None, asynchronous=True,
+        keep_last=None, asynchronous=not unwritable,
     )  # fmt: skip
 
     def stop_requested():
         done.append(True)
+        if unwritable and links.rank == 1:
+            limit_file_size(2000 if len(done) in unwritable else -1)
         return len(done) == stop_after and links.rank == 1
 
     data = RunData(
@@ -76,7 +85,7 @@ def run_loop(links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_sk
         pack_flops=np.full(len(batches), 1e6),
         peak_flops_per_s=1e9,
     )
-    options = RunOptions(save=folder, save_interval=2, last_step=STEPS)
+    options = RunOptions(save=folder, save_interval=2, last_step=STEPS, **options)
     outputs = RunOutputs(on_line=lines.append, sinks=sinks if links.rank == 0 else ())
     loop = TrainingLoop(
         trainer, data, options, writer, RunHealth(max_skipped), outputs, stop_requested
@@ -152,3 +161,26 @@ def test_broken_reports_do_not_end_a_run(plan, tmp_path):
     assert sum("BrokenSink gets nothing from step 0 on" in line for line in lines) == 1
     assert sum("is not logged, training goes on" in line for line in lines) == STEPS
     assert latest_step(tmp_path) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("unwritable", "most", "trained", "newest", "verdict"),
+    [
+        pytest.param(range(3, 9), 2, 6, 2, "2 failed saves in a row, and 2 end", id="two-in-a-row"),
+        pytest.param(range(1, 9), 3, 6, None, "3 failed saves in a row, and 3 end", id="all"),
+        pytest.param(range(7, 9), 2, 8, 6, "it was the last save of the run", id="the-last"),
+        pytest.param((3, 4, 7), 2, 8, 8, None, id="one-at-a-time"),
+        pytest.param((1, 2, 5, 6), 2, 8, 8, None, id="never-two-in-a-row"),
+    ],
+)
+def test_failed_saves_in_a_row_end_every_rank(
+    plan, tmp_path, unwritable, most, trained, newest, verdict
+):
+    """Prevents: a run of days that looks healthy and leaves no checkpoint."""
+    work = partial(run_loop, unwritable=unwritable, exit_after_failed_saves=most)
+    ranks = run_ranks(plan.parallel, work, plan, tmp_path)
+    assert len(read_run(tmp_path / RUN_FILE)) == trained
+    assert latest_step(tmp_path) == newest
+    for outcome, _, error in ranks:
+        assert (outcome is None) == (verdict is not None)
+        assert verdict is None or (verdict in error and "File too large" in error)
