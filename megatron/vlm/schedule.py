@@ -5,6 +5,15 @@ the device and reads the shape on the host, for every transfer. Here the plan gi
 micro-batch's tile and token counts to all stages, so a receive is posted while the stage still
 computes, and a send is waited for only when the next one in its direction begins.
 
+Not so the first receives of a step. Under NCCL a receive is a kernel that spins until its tensor
+comes, and whatever waits for the whole device waits for it too: a kernel that is loaded at its
+first launch, memory that is given back to the driver. A stage that waits so before its first
+forward, for a gradient that this very forward leads to, waits for ever. So each inbox runs ahead
+only once the first forward, or the first backward, that it feeds is launched; before, a receive is
+posted right before its wait. What is posted by then comes whatever this stage launches next:
+activations of a stage's warm-up and of the forward after it need no gradient, and the first
+gradient's receive follows that forward.
+
 A boundary that carries nothing (no tile in the pack, cut before the language embed) is not sent.
 """
 
@@ -105,7 +114,10 @@ def _connect(links: PipelineLinks) -> None:
 
 
 class Inbox:
-    """Tensors of known shapes from one neighbour, in order; the next one is always on its way."""
+    """Tensors of known shapes from one neighbour, in order.
+
+    Each is asked for when it is taken; after `run_ahead`, when the one before it is.
+    """
 
     def __init__(
         self,
@@ -119,7 +131,7 @@ class Inbox:
         self._source_rank = source_rank
         self._group = group
         self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._post()
+        self._runs_ahead = False
 
     def _post(self) -> None:
         shape = next(self._shapes, None)
@@ -129,15 +141,24 @@ class Inbox:
         tensor = torch.empty(shape, dtype=self._dtype, device=current_device())
         self._coming = (tensor, self._begin(tensor) if tensor.numel() else None)
 
+    def run_ahead(self) -> None:
+        """From now on the next tensor is on its way; for when what the first feeds is launched."""
+        if not self._runs_ahead:
+            self._runs_ahead = True
+            self._post()
+
     def _begin(self, tensor: torch.Tensor) -> dist.Work | None:
         return dist.irecv(tensor, self._source_rank, group=self._group)
 
     def take(self) -> torch.Tensor:
-        """Wait for the next tensor and post the receive of the one after it."""
+        """Wait for the next tensor."""
+        if not self._runs_ahead:
+            self._post()
         tensor, work = self._coming
         if work is not None:
             work.wait()
-        self._post()
+        if self._runs_ahead:
+            self._post()
         return tensor
 
 
@@ -194,8 +215,8 @@ class _StageRun:
         return [boundary_shape(self.plan, cut, tiles, tokens) for tiles, tokens in self.counts]
 
     def open_gradients(self) -> None:
-        """Post the first gradient's receive; only training needs it, and nothing that is frozen
-        together with all before it."""
+        """Make ready for gradients; only training has them, and nothing that is frozen together
+        with all before it."""
         if self.receives_gradients:
             shapes = self._shapes(self.links.rank)
             self.output_gradients = self.links.inbox(
@@ -218,6 +239,8 @@ class _StageRun:
         self.model.module.set_input_tensor(received)
         output = self.model(batch)
         self.clock.switch(Phase.WAIT)
+        if self.inputs is not None:
+            self.inputs.run_ahead()
         if self.outputs is not None:
             self.outputs.put(output.detach())
             # From here on only the output's graph is needed; its memory goes when the send is done.
@@ -235,6 +258,8 @@ class _StageRun:
             self.clock.switch(Phase.BACKWARD)
             custom_backward(output, gradient)
         self.clock.switch(Phase.WAIT)
+        if self.output_gradients is not None:
+            self.output_gradients.run_ahead()
         if self.input_gradients is not None:
             has_gradient = received.grad is not None
             self.input_gradients.put(received.grad if has_gradient else torch.zeros_like(received))
