@@ -7,6 +7,7 @@ touches none of them when there is one. Three repairs apply on every device: see
 """
 
 import contextlib
+import datetime
 import functools
 import importlib.util
 import queue
@@ -14,6 +15,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._device import _device_constructors
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""Of a collective or transfer in which living ranks wait for each other; dead ones are the watch's
+to find. The longest honest waits are a first step and a checkpoint on a slow disk. Every group is
+given it: torch's own default for NCCL is ten minutes."""
 
 _CPU = torch.device("cpu")
 _TENSOR_FACTORIES = (

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.vlm.backend import has_cuda
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, has_cuda
 from megatron.vlm.checkpoint_files import (
     begin_checkpoint,
     checkpoint_path,
@@ -114,7 +114,7 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         # Of its own, over the host: asking whether all are done must not wait for the devices.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
         self._pending: _PendingSave | None = None
         self._removal: Future[None] | None = None

@@ -286,29 +286,40 @@ class _Tracer:
 def gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
-    """Per stage: phase times, mean over its ranks, and peak memory, their maximum."""
-    own = [*(phases_ms[phase] for phase in Phase), _peak_gib()]
+    """Per stage, over its ranks: the mean of phase times, the most memory since the last call."""
+    own = [*(phases_ms[phase] for phase in Phase), *_take_memory_use()]
     everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
     dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
     # Megatron numbers ranks stage by stage.
     by_stage = everyone.view(links.size, -1, len(own)).cpu()
     return tuple(
-        StageRecord(
-            **{
-                f"{phase}_ms": ms
-                for phase, ms in zip(Phase, ranks.mean(0).tolist()[:-1], strict=True)
-            },
-            peak_gib=float(ranks[:, -1].max()),
-        )
-        for ranks in by_stage
+        _stage_record(ranks[:, : len(Phase)], ranks[:, len(Phase) :]) for ranks in by_stage
     )
 
 
-def _peak_gib() -> float:
-    if has_cuda():
-        return torch.cuda.max_memory_allocated() / _GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
+    """Of one stage; both are [ranks, kinds]."""
+    times = zip(Phase, phases_ms.mean(0).tolist(), strict=True)
+    peak_gib, reserved_gib, retries = memory.amax(0).tolist()
+    return StageRecord(
+        **{f"{phase}_ms": ms for phase, ms in times},
+        peak_gib=peak_gib,
+        reserved_gib=reserved_gib,
+        allocation_retries=round(retries),
+    )
+
+
+def _take_memory_use() -> tuple[float, float, int]:
+    """`peak_gib`, `reserved_gib` and `allocation_retries` of this rank; on CUDA they begin anew."""
+    if not has_cuda():
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB, 0.0, 0
+    cuda = torch.cuda
+    peak, reserved = cuda.max_memory_allocated(), cuda.max_memory_reserved()
+    retries = cuda.memory_stats()["num_alloc_retries"]
+    cuda.reset_peak_memory_stats()
+    cuda.reset_accumulated_memory_stats()
+    return peak / _GIB, reserved / _GIB, retries
 
 
 def _progress_line(record: StepRecord, first_step: int, last_step: int, started: float) -> str:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
-from megatron.vlm.backend import current_device
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.clock import Phase, PhaseClock
 from megatron.vlm.configs import parameter_dtype
@@ -83,7 +83,7 @@ def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> Pipeline
     links = None
     for ranks in all_pipelines():
         # Every rank takes part in creating every group, in the same order.
-        groups = [dist.new_group(ranks) for _ in range(2)]
+        groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for _ in range(2)]
         if dist.get_rank() in ranks:
             links = kind(
                 rank=parallel_state.get_pipeline_model_parallel_rank(),
