@@ -5,6 +5,8 @@ from pathlib import Path
 
 # Before torch is imported: the forked ranks of these tests share no GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Its CUDA build warns of what is hidden here, before anything that a started command says.
+os.environ["TORCH_LOGS"] = "-torch.utils.cpp_extension"
 
 import pytest
 
