@@ -170,11 +170,14 @@ def _route_random_state_to_cpu() -> None:
 
 
 def _repair_distributed_optimizer_load() -> None:
-    """Loading DistributedOptimizer state into torch's AdamW (no Transformer Engine, no Apex).
+    """Loading DistributedOptimizer state into torch's AdamW (no Transformer Engine, no Apex), or
+    into another optimizer than it was saved from.
 
     Core 0.16.1 looks for `step` among the loaded tensors, where it is not, and then hands the same
     step tensor to every parameter, so that AdamW counts it up once per parameter: a silently wrong
-    resume.
+    resume. And the loaded groups take the place of the optimizer's, with the settings of the one
+    that saved them: Transformer Engine's finds no `bias_correction` in AdamW's, and a `step` that
+    is not a whole number.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -191,6 +194,11 @@ def _repair_distributed_optimizer_load() -> None:
 
     def load_with_own_steps(self, state_dict):
         load_state_dict(self, state_dict)
+        for group in self.optimizer.param_groups:
+            for name, value in self.optimizer.defaults.items():
+                group.setdefault(name, value)
+            if "step" in group:
+                group["step"] = int(group["step"])
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()

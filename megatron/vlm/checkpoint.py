@@ -550,12 +550,15 @@ def _steps_sha256(plan: Plan) -> str | None:
 
 
 def _fill_empty_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Core describes optimizer state by what is there; torch's AdamW has none before a step."""
+    """Core describes optimizer state by what is there, and there is none before a step."""
     for chained in optimizer.chained_optimizers:
+        # Transformer Engine's and Apex's optimizers count steps in their groups.
+        counts_by_parameter = isinstance(chained.optimizer, torch.optim.Adam | torch.optim.AdamW)
         for group in chained.optimizer.param_groups:
             for parameter in group["params"]:
                 state = chained.optimizer.state[parameter]
                 if not state:
-                    state["step"] = torch.tensor(0.0)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    if counts_by_parameter:
+                        state["step"] = torch.tensor(0.0)
