@@ -10,9 +10,10 @@ comes, and whatever waits for the whole device waits for it too: a kernel that i
 first launch, memory that is given back to the driver. A stage that waits so before its first
 forward, for a gradient that this very forward leads to, waits for ever. So each inbox runs ahead
 only once the first forward, or the first backward, that it feeds is launched; before, a receive is
-posted right before its wait. What is posted by then comes whatever this stage launches next:
-activations of a stage's warm-up and of the forward after it need no gradient, and the first
-gradient's receive follows that forward.
+posted right before its wait. Until then nothing that is on its way depends on what a stage is about
+to launch: the activations of its warm-up and of the forward after it come without a gradient, and
+the first gradient is asked for after that forward. Later, only two neighbours that both wait for
+their devices could block each other; the launchers' settings (scripts/job.sh) keep them from it.
 
 A boundary that carries nothing (no tile in the pack, cut before the language embed) is not sent.
 """
@@ -40,7 +41,7 @@ class PipelineLinks:
 
     Activations and gradients use separate process groups. Within one, every pair of neighbours
     sends in one direction only and in micro-batch order, so once connected no order of posting can
-    deadlock.
+    deadlock where hosts do not wait for their devices.
     """
 
     rank: int
