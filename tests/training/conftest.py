@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from ranks import run_alone
 
 from megatron.vlm.backend import prepare_megatron_core
 
@@ -18,10 +19,23 @@ prepare_megatron_core()
 @pytest.fixture(autouse=True)
 def only_ranks_run_backwards(monkeypatch):
     """Under torch's CUDA build, ranks forked from a process that has run a backward cannot."""
-    parent, backward = os.getpid(), torch.autograd.backward
+    parent, engine = os.getpid(), torch.autograd.Variable._execution_engine
 
-    def in_rank(*arguments, **options):
-        assert os.getpid() != parent, "a backward in the tests' own process; use run_ranks"
-        backward(*arguments, **options)
+    class Engine:
+        def __getattr__(self, name):
+            assert os.getpid() != parent or name != "run_backward", (
+                "a backward in the tests' own process; use run_ranks, or mark it in_own_process"
+            )
+            return getattr(engine, name)
 
-    monkeypatch.setattr(torch.autograd, "backward", in_rank)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is marked so in a forked process, with the fixtures of this one."""
+    if pyfuncitem.get_closest_marker("in_own_process") is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    run_alone(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in names})
+    return True
