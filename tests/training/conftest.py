@@ -4,6 +4,7 @@ A launched process would spend ten seconds on imports; a forked one starts in a 
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from megatron.vlm.backend import prepare_megatron_core
 
 # Before any parallel region: a forked child cannot use its parent's threads.
 torch.set_num_threads(1)
+# A fork spoils torch's pool of threads. In its CUDA build several threads of autograd find out at
+# once, and one may abort; so each child renews the pool before it has any.
+os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 prepare_megatron_core()
 
 
