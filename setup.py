@@ -13,7 +13,8 @@ PLANNER = [
 ]
 # megatron-core is pinned: the trainer extends its block and repairs three of its functions. Its
 # checkpoints need psutil, which it does not say. safetensors is what released checkpoints are in.
-TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2.13"]
+# Before torch 2.11, varlen_attn has no window_size, by which packs attend causally.
+TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2.11"]
 # Tar shards as input. Energon brings webdataset; both are pinned since their parts are called.
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
 # transformers is what tests compare with: other implementations of models and tokenizers.

@@ -44,8 +44,14 @@ class StageRecord(Frozen):
     optimizer_ms: NonNegativeFloat
     """Gradient reduction, norm, clipping and weight update."""
     peak_gib: NonNegativeFloat
-    """Peak memory of a process (CPU: resident set) or device (CUDA: allocator) so far; the largest
-    over the ranks."""
+    """Peak memory, the largest over the ranks. CUDA: allocated since the step before was recorded;
+    CPU: resident set of the process so far."""
+    reserved_gib: NonNegativeFloat = 0.0
+    """CUDA: the most of a device that the allocator has held since then, the largest over the
+    ranks; where it is far above `peak_gib`, memory is in pieces. CPU: 0."""
+    allocation_retries: NonNegativeInt = 0
+    """CUDA: how often since then the allocator had to give memory back to the driver before it got
+    any, the most of any rank; each stops the device. CPU: 0."""
 
 
 class StepRecord(Frozen):

@@ -33,5 +33,11 @@ read_job() {
 
 # Of the main process; the loader's workers have one thread each.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+# Kernels are loaded before training. Loaded at its first launch, one may wait for the whole device,
+# on which a receive of NCCL waits for another rank, which may wait for this launch.
+export CUDA_MODULE_LOADING="${CUDA_MODULE_LOADING:-EAGER}"
+# Packs differ in size: segments that grow leave no gaps between them, so that memory is seldom given
+# back to the driver, which may wait for the whole device as well.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 # A lost store is told in one line by the watch, and not in forty by torch.
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

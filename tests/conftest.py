@@ -7,6 +7,8 @@ from pathlib import Path
 # tests, each with its ranks, share the cores: threads would only wait for each other.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
+# Its CUDA build warns of what is hidden here, before anything that a started command says.
+os.environ["TORCH_LOGS"] = "-torch.utils.cpp_extension"
 
 import pytest
 from hypothesis import HealthCheck, settings

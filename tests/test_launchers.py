@@ -21,6 +21,7 @@ _RECORD = """#!/bin/sh
 ''''exec '{python}' "$0" "$@" # '''
 import json, os, sys
 kept = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_IB_HCA".split()
+kept += "CUDA_MODULE_LOADING PYTORCH_CUDA_ALLOC_CONF".split()
 with open("{log}", "a") as log:
     environment = {{name: os.environ[name] for name in kept if name in os.environ}}
     print(json.dumps([sys.argv[1:], environment]), file=log)
@@ -46,6 +47,14 @@ assert sys.argv[1:] == ["show", "hostnames", "gpu[01-64]"], sys.argv
 for node in range(1, int(os.environ["FAKE_TASKS"]) // 8 + 1):
     print(f"gpu{{node:02}}")
 """
+
+
+# What every rank is given unless the user says otherwise.
+RANK_SETTINGS = {
+    "OMP_NUM_THREADS": "4",
+    "CUDA_MODULE_LOADING": "EAGER",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 
 
 class Bench:
@@ -130,7 +139,7 @@ def test_nodes_under_torchrun(bench, nodes):
     trainer = arguments.index(str(REPOSITORY / "pretrain_vlm.py"))
     assert trainer == 2 * len(expected)
     assert arguments[trainer + 1 :] == bench.trainer_arguments("--lr", "1e-5")
-    assert environment == {"OMP_NUM_THREADS": "4"}
+    assert environment == RANK_SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -138,12 +147,16 @@ def test_nodes_under_torchrun(bench, nodes):
 )
 def test_one_node_under_torchrun(bench, script):
     """Prevents: two jobs of one node that meet at one port, and settings that do not arrive."""
-    result = bench.start(*script, *bench.job, OMP_NUM_THREADS="2", NCCL_IB_HCA="mlx5")
+    own = {
+        "OMP_NUM_THREADS": "2", "NCCL_IB_HCA": "mlx5", "CUDA_MODULE_LOADING": "LAZY",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
+    }  # fmt: skip
+    result = bench.start(*script, *bench.job, **own)
     assert result.returncode == 0, result.stderr
     [(arguments, environment)] = bench.started()
     assert arguments[:3] == ["--standalone", "--nproc-per-node", "8"]
     assert arguments[-8:] == bench.trainer_arguments()
-    assert environment == {"OMP_NUM_THREADS": "2", "NCCL_IB_HCA": "mlx5"}
+    assert environment == own
 
 
 def test_port_and_gpus_of_torchrun_can_be_set(bench):
@@ -214,8 +227,8 @@ def test_ranks_under_slurm(bench, nodes):
         assert arguments == ["pretrain_vlm.py", *bench.trainer_arguments("--lr", "1e-5")]
         assert environment == {
             "RANK": str(rank), "LOCAL_RANK": str(rank % 8), "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "gpu01", "MASTER_PORT": "24567", "OMP_NUM_THREADS": "4",
-        }  # fmt: skip
+            "MASTER_ADDR": "gpu01", "MASTER_PORT": "24567",
+        } | RANK_SETTINGS  # fmt: skip
 
 
 def test_exit_code_under_slurm_is_the_ranks(bench):

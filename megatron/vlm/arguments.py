@@ -148,6 +148,12 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         help="write checkpoints while training goes on",
     )
     group.add_argument(
+        "--exit-after-failed-saves",
+        type=_POSITIVE,
+        default=2,
+        help="end the run when so many saves in a row have failed, or its last one",
+    )
+    group.add_argument(
         "--max-skipped-steps",
         type=_NATURAL,
         default=5,

@@ -7,6 +7,7 @@ touches none of them when there is one. Three repairs apply on every device: see
 """
 
 import contextlib
+import datetime
 import functools
 import importlib.util
 import queue
@@ -15,6 +16,11 @@ from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""Of a collective or transfer in which living ranks wait for each other; dead ones are the watch's
+to find. The longest honest waits are a first step and a checkpoint on a slow disk. Every group is
+given it: torch's own default for NCCL is ten minutes."""
 
 _CPU = torch.device("cpu")
 _TENSOR_FACTORIES = (
@@ -165,11 +171,14 @@ def _route_random_state_to_cpu() -> None:
 
 
 def _repair_distributed_optimizer_load() -> None:
-    """Loading DistributedOptimizer state into torch's AdamW (no Transformer Engine, no Apex).
+    """Loading DistributedOptimizer state into torch's AdamW (no Transformer Engine, no Apex), or
+    into another optimizer than it was saved from.
 
     Core 0.16.1 looks for `step` among the loaded tensors, where it is not, and then hands the same
     step tensor to every parameter, so that AdamW counts it up once per parameter: a silently wrong
-    resume.
+    resume. And the loaded groups take the place of the optimizer's, with the settings of the one
+    that saved them: Transformer Engine's finds no `bias_correction` in AdamW's, and a `step` that
+    is not a whole number.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -186,6 +195,11 @@ def _repair_distributed_optimizer_load() -> None:
 
     def load_with_own_steps(self, state_dict):
         load_state_dict(self, state_dict)
+        for group in self.optimizer.param_groups:
+            for name, value in self.optimizer.defaults.items():
+                group.setdefault(name, value)
+            if "step" in group:
+                group["step"] = int(group["step"])
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()

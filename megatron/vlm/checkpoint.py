@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, has_cuda
 from megatron.vlm.checkpoint_files import (
     begin_checkpoint,
     checkpoint_path,
@@ -79,8 +80,8 @@ _TURN_S = 0.02
 class CheckpointWriter:
     """Saves one run's state in its directory, one save at a time.
 
-    Every method is collective over all ranks. A save that fails is told of and not raised: training
-    goes on with the checkpoints there are, and the next save tries again. The lines that methods
+    Every method is collective over all ranks. A save that fails is told of and counted, and not
+    raised: the checkpoints there are stay, and the next save tries again. The lines that methods
     return are for rank 0 to tell.
 
     Args:
@@ -113,7 +114,7 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         # Of its own, over the host: asking whether all are done must not wait for the devices.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
         self._pending: _PendingSave | None = None
         self._removal: Future[None] | None = None
@@ -121,6 +122,8 @@ class CheckpointWriter:
         self._untold: list[str] = []
         self.newest_step: int | None = self._find_newest_step()
         """Steps in the newest whole checkpoint of the directory."""
+        self.failures: list[str] = []
+        """Why the last saves failed, one in a row; empty after one that succeeded."""
 
     def save(self, step: int, training_state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; waits for an earlier save first.
@@ -231,8 +234,8 @@ class CheckpointWriter:
             tensors = (*self._stage.parameters(), *self._stage.buffers())
             changing = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         writes: list[Callable[[], list[WriteResult]]] = [
-            partial(_write_bucket, layout.writer, _on_host(bucket, changing))
-            for bucket in layout.buckets
+            partial(_write_bucket, layout.writer, bucket)
+            for bucket in _on_host(layout.buckets, changing)
         ]
         if dist.get_rank() == 0:
             copied = io.BytesIO()
@@ -256,6 +259,7 @@ class CheckpointWriter:
             self._give_up(save.step, error)
             return
         self.newest_step = save.step
+        self.failures = []
         if self._keep_last is not None and dist.get_rank() == 0:
             self._removal = self._threads.submit(
                 prune_checkpoints, self._directory, self._keep_last
@@ -271,7 +275,7 @@ class CheckpointWriter:
 
     def _give_up(self, step: int, error: "_RankError") -> None:
         """Remove what a failed save wrote; no rank is writing."""
-        line = f"step {step} is not saved: {error}; training goes on, and "
+        line = f"step {step} is not saved: {error}; "
         if self.newest_step is None:
             line += "there is no checkpoint yet"
         else:
@@ -280,6 +284,7 @@ class CheckpointWriter:
             _on_first_rank(remove_checkpoint, self._directory, step)
         except (OSError, UserError) as rest:
             line += f"; what was written stays: {reason(rest)}"
+        self.failures.append(line)
         self._untold.append(line)
 
 
@@ -368,17 +373,25 @@ def _check_shared(path: Path) -> None:
         )
 
 
-def _on_host(bucket: WriteBucket, changing: set[int]) -> WriteBucket:
-    """The bucket with its tensors on the host, apart from the storages that are changing."""
-    path, name, (objects, tensors) = bucket
+def _on_host(buckets: Sequence[WriteBucket], changing: set[int]) -> list[WriteBucket]:
+    """The buckets with their tensors on the host, apart from the storages that are changing."""
     copied = [
-        (
-            item,
-            tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor.cpu(),
-        )
-        for item, tensor in tensors
+        (path, name, (objects, [(item, _host_copy(tensor, changing)) for item, tensor in tensors]))
+        for path, name, (objects, tensors) in buckets
     ]
-    return path, name, (objects, copied)
+    # The copies stand in the stream behind the update that made the weights and before the next
+    # one, so they are of this moment; but the threads that write them do not wait for a stream.
+    if has_cuda():
+        torch.cuda.current_stream().synchronize()
+    return copied
+
+
+def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor
+    # From pinned memory, which torch keeps for the next save, nothing is copied twice.
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=has_cuda())
+    return copied.copy_(tensor, non_blocking=True)
 
 
 @contextmanager
@@ -538,12 +551,15 @@ def _steps_sha256(plan: Plan) -> str | None:
 
 
 def _fill_empty_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Core describes optimizer state by what is there; torch's AdamW has none before a step."""
+    """Core describes optimizer state by what is there, and there is none before a step."""
     for chained in optimizer.chained_optimizers:
+        # Transformer Engine's and Apex's optimizers count steps in their groups.
+        counts_by_parameter = isinstance(chained.optimizer, torch.optim.Adam | torch.optim.AdamW)
         for group in chained.optimizer.param_groups:
             for parameter in group["params"]:
                 state = chained.optimizer.state[parameter]
                 if not state:
-                    state["step"] = torch.tensor(0.0)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    if counts_by_parameter:
+                        state["step"] = torch.tensor(0.0)

@@ -215,6 +215,7 @@ def train_plan(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> Run
                 save_interval=arguments.save_interval,
                 last_step=last_step,
                 eval_interval=arguments.eval_interval,
+                exit_after_failed_saves=arguments.exit_after_failed_saves,
                 profile_steps=arguments.profile_steps,
             ),
             writer,

@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.vlm.backend import communication_backend, has_cuda, prepare_megatron_core
+from megatron.vlm.backend import (
+    COLLECTIVE_TIMEOUT,
+    communication_backend,
+    has_cuda,
+    prepare_megatron_core,
+)
 from megatron.vlm.schedule import PipelineLinks, create_pipeline_links
 from omnibal.errors import UserError
 from omnibal.plan import Parallel
 
 _JOIN_MINUTES = 10
-# Of a collective in which living ranks wait for each other; dead ones are the watch's to find. The
-# longest honest waits are a first step and a checkpoint on a slow disk.
-_COLLECTIVE_MINUTES = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,16 +107,19 @@ def initialize_distributed(
         torch.cuda.set_device(launch.local_rank)
     if store is None:
         store = open_store(launch, init_method)
-    timeout = datetime.timedelta(minutes=_COLLECTIVE_MINUTES)
-    store.set_timeout(timeout)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     dist.init_process_group(
         communication_backend(),
         store=dist.PrefixStore("groups", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timeout,
+        timeout=COLLECTIVE_TIMEOUT,
     )
-    parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline)
+    parallel_state.initialize_model_parallel(
+        parallel.tensor,
+        parallel.pipeline,
+        distributed_timeout_minutes=COLLECTIVE_TIMEOUT // datetime.timedelta(minutes=1),
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return create_pipeline_links()
 

@@ -5,6 +5,8 @@ H hidden size, N heads, G key/value heads, D head size, T packed tokens, W width
 heads.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +248,12 @@ def attend_flash(
     """One kernel call for the whole pack; CUDA and 16 bit only."""
     from torch.nn.attention.varlen import varlen_attn
 
+    heads_per_group = query_TND.shape[1] // key_TGD.shape[1]
+    options = {}
+    if heads_per_group > 1 and _takes_groups(varlen_attn):
+        options["enable_gqa"] = True
+    elif heads_per_group > 1:
+        key_TGD, value_TGD = (x.repeat_interleave(heads_per_group, 1) for x in (key_TGD, value_TGD))
     return varlen_attn(
         query_TND,
         key_TGD,
@@ -255,8 +263,14 @@ def attend_flash(
         packed.max_seqlen_q,
         packed.max_seqlen_kv,
         window_size=(-1, 0) if causal else (-1, -1),
-        enable_gqa=query_TND.shape[1] != key_TGD.shape[1],
+        **options,
     )
+
+
+@functools.cache
+def _takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
+    """Whether a head of keys and values may serve several of queries; not in torch 2.11."""
+    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 def vision_layer_spec(config: TransformerConfig, vision: VisionConfig) -> ModuleSpec:

@@ -48,6 +48,8 @@ class RunOptions:
     """Stop after this many steps of the plan (counted from its start, not from a resume)."""
     eval_interval: int | None = None
     """Steps between validations; None for none."""
+    exit_after_failed_saves: int = 2
+    """So many in a row end the run, as nothing of it would be left; a failed last one does too."""
     profile_steps: range = range(0)
     """Steps that each stage's first rank writes a trace of."""
 
@@ -116,7 +118,8 @@ class TrainingLoop:
         A checkpoint is saved at the end. The sinks are closed.
 
         Raises:
-            UserError: a sample cannot be read, or too many steps in a row were skipped.
+            UserError: a sample cannot be read, too many steps in a row were skipped, or too many
+                saves failed; the same on every rank.
         """
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()
@@ -197,6 +200,7 @@ class TrainingLoop:
         validation = self._data.validation if is_due else None
         # What follows may take long, or fail, and meanwhile nobody would complete a save.
         self._say(self._writer.finish() if last or validation is not None else self._writer.poll())
+        self._check_saves(last)
         if validation is not None and not stopped:
             record = validate(self._trainer, validation, step)
             if self._is_writer:
@@ -205,6 +209,20 @@ class TrainingLoop:
                     f"{record.loss_tokens:,} tokens, {record.seconds:.1f} s"
                 )
                 self._write(record, VALIDATION_FILE, validation_values(record), line)
+
+    def _check_saves(self, last: bool) -> None:
+        """Raises UserError if so many saves have failed that the run would only look healthy."""
+        failures, most = self._writer.failures, self._options.exit_after_failed_saves
+        if not failures or (len(failures) < most and not last):
+            return
+        verdict = "it was the last save of the run"
+        if len(failures) >= most:
+            verdict = f"that makes {len(failures)} failed saves in a row, and {most} end the run"
+            verdict += " (--exit-after-failed-saves)"
+        raise UserError(
+            f"{failures[-1]}; {verdict}; see to it that {self._options.save} can be written to, "
+            "and go on from the newest checkpoint with --load, if there is one"
+        )
 
     def _write(
         self,
@@ -269,29 +287,40 @@ class _Tracer:
 def gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
-    """Per stage: phase times, mean over its ranks, and peak memory, their maximum."""
-    own = [*(phases_ms[phase] for phase in Phase), _peak_gib()]
+    """Per stage, over its ranks: the mean of phase times, the most memory since the last call."""
+    own = [*(phases_ms[phase] for phase in Phase), *_take_memory_use()]
     everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
     dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
     # Megatron numbers ranks stage by stage.
     by_stage = everyone.view(links.size, -1, len(own)).cpu()
     return tuple(
-        StageRecord(
-            **{
-                f"{phase}_ms": ms
-                for phase, ms in zip(Phase, ranks.mean(0).tolist()[:-1], strict=True)
-            },
-            peak_gib=float(ranks[:, -1].max()),
-        )
-        for ranks in by_stage
+        _stage_record(ranks[:, : len(Phase)], ranks[:, len(Phase) :]) for ranks in by_stage
     )
 
 
-def _peak_gib() -> float:
-    if has_cuda():
-        return torch.cuda.max_memory_allocated() / _GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
+    """Of one stage; both are [ranks, kinds]."""
+    times = zip(Phase, phases_ms.mean(0).tolist(), strict=True)
+    peak_gib, reserved_gib, retries = memory.amax(0).tolist()
+    return StageRecord(
+        **{f"{phase}_ms": ms for phase, ms in times},
+        peak_gib=peak_gib,
+        reserved_gib=reserved_gib,
+        allocation_retries=round(retries),
+    )
+
+
+def _take_memory_use() -> tuple[float, float, int]:
+    """`peak_gib`, `reserved_gib` and `allocation_retries` of this rank; on CUDA they begin anew."""
+    if not has_cuda():
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB, 0.0, 0
+    cuda = torch.cuda
+    peak, reserved = cuda.max_memory_allocated(), cuda.max_memory_reserved()
+    retries = cuda.memory_stats()["num_alloc_retries"]
+    cuda.reset_peak_memory_stats()
+    cuda.reset_accumulated_memory_stats()
+    return peak / _GIB, reserved / _GIB, retries
 
 
 def _progress_line(record: StepRecord, first_step: int, last_step: int, started: float) -> str:

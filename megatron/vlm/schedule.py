@@ -5,6 +5,16 @@ the device and reads the shape on the host, for every transfer. Here the plan gi
 micro-batch's tile and token counts to all stages, so a receive is posted while the stage still
 computes, and a send is waited for only when the next one in its direction begins.
 
+Not so the first receives of a step. Under NCCL a receive is a kernel that spins until its tensor
+comes, and whatever waits for the whole device waits for it too: a kernel that is loaded at its
+first launch, memory that is given back to the driver. A stage that waits so before its first
+forward, for a gradient that this very forward leads to, waits for ever. So each inbox runs ahead
+only once the first forward, or the first backward, that it feeds is launched; before, a receive is
+posted right before its wait. Until then nothing that is on its way depends on what a stage is about
+to launch: the activations of its warm-up and of the forward after it come without a gradient, and
+the first gradient is asked for after that forward. Later, only two neighbours that both wait for
+their devices could block each other; the launchers' settings (scripts/job.sh) keep them from it.
+
 A boundary that carries nothing (no tile in the pack, cut before the language embed) is not sent.
 """
 
@@ -17,7 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
-from megatron.vlm.backend import current_device
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.clock import Phase, PhaseClock
 from megatron.vlm.configs import parameter_dtype
@@ -31,7 +41,7 @@ class PipelineLinks:
 
     Activations and gradients use separate process groups. Within one, every pair of neighbours
     sends in one direction only and in micro-batch order, so once connected no order of posting can
-    deadlock.
+    deadlock where hosts do not wait for their devices.
     """
 
     rank: int
@@ -74,7 +84,7 @@ def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> Pipeline
     links = None
     for ranks in all_pipelines():
         # Every rank takes part in creating every group, in the same order.
-        groups = [dist.new_group(ranks) for _ in range(2)]
+        groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for _ in range(2)]
         if dist.get_rank() in ranks:
             links = kind(
                 rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -106,7 +116,10 @@ def _connect(links: PipelineLinks) -> None:
 
 
 class Inbox:
-    """Tensors of known shapes from one neighbour, in order; the next one is always on its way."""
+    """Tensors of known shapes from one neighbour, in order.
+
+    Each is asked for when it is taken; after `run_ahead`, when the one before it is.
+    """
 
     def __init__(
         self,
@@ -120,7 +133,7 @@ class Inbox:
         self._source_rank = source_rank
         self._group = group
         self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._post()
+        self._runs_ahead = False
 
     def _post(self) -> None:
         shape = next(self._shapes, None)
@@ -130,16 +143,25 @@ class Inbox:
         tensor = torch.empty(shape, dtype=self._dtype, device=current_device())
         self._coming = (tensor, self._begin(tensor) if tensor.numel() else None)
 
+    def run_ahead(self) -> None:
+        """From now on the next tensor is on its way; for when what the first feeds is launched."""
+        if not self._runs_ahead:
+            self._runs_ahead = True
+            self._post()
+
     def _begin(self, tensor: torch.Tensor) -> dist.Work | None:
         return dist.irecv(tensor, self._source_rank, group=self._group)
 
     def take(self) -> torch.Tensor:
-        """Wait for the next tensor and post the receive of the one after it."""
+        """Wait for the next tensor."""
+        if not self._runs_ahead:
+            self._post()
         assert self._coming is not None, "more is taken than was announced"
         tensor, work = self._coming
         if work is not None:
             work.wait()
-        self._post()
+        if self._runs_ahead:
+            self._post()
         return tensor
 
 
@@ -196,8 +218,8 @@ class _StageRun:
         return [boundary_shape(self.plan, cut, tiles, tokens) for tiles, tokens in self.counts]
 
     def open_gradients(self) -> None:
-        """Post the first gradient's receive; only training needs it, and nothing that is frozen
-        together with all before it."""
+        """Make ready for gradients; only training has them, and nothing that is frozen together
+        with all before it."""
         if self.receives_gradients:
             shapes = self._shapes(self.links.rank)
             self.output_gradients = self.links.inbox(
@@ -220,6 +242,8 @@ class _StageRun:
         self.model.module.set_input_tensor(received)
         output = self.model(batch)
         self.clock.switch(Phase.WAIT)
+        if self.inputs is not None:
+            self.inputs.run_ahead()
         if self.outputs is not None:
             self.outputs.put(output.detach())
             # From here on only the output's graph is needed; its memory goes when the send is done.
@@ -237,6 +261,8 @@ class _StageRun:
             self.clock.switch(Phase.BACKWARD)
             custom_backward(output, gradient)
         self.clock.switch(Phase.WAIT)
+        if self.output_gradients is not None:
+            self.output_gradients.run_ahead()
         if self.input_gradients is not None and received is not None:
             has_gradient = received.grad is not None
             self.input_gradients.put(received.grad if has_gradient else torch.zeros_like(received))

@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.vlm.backend import current_device
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.configs import parameter_dtype
@@ -157,7 +157,7 @@ def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:
     if not copies:
         return None
     holders = [[ranks[stage] for stage in copies] for ranks in all_pipelines()]
-    own, _ = dist.new_subgroups_by_enumeration(holders)
+    own, _ = dist.new_subgroups_by_enumeration(holders, timeout=COLLECTIVE_TIMEOUT)
     if own is None:
         return None
     return ProcessGroupCollection(

@@ -43,6 +43,8 @@ class RunSummary:
     skipped_steps: int
     spikes: int
     replaced_samples: int
+    allocation_retries: int
+    """Of the rank with most of them in each step."""
     stages: tuple[StageTime, ...]
     wait_fractions: tuple[float, ...]
     peak_gib: tuple[float, ...]
@@ -54,6 +56,7 @@ class RunSummary:
             "skipped steps": self.skipped_steps,
             "spikes of the loss": self.spikes,
             "unreadable samples passed over": self.replaced_samples,
+            "retries of allocations": self.allocation_retries,
         }
         return {name: count for name, count in counts.items() if count}
 
@@ -76,6 +79,9 @@ def summarise_run(records: Sequence[StepRecord], world_size: int) -> RunSummary:
         skipped_steps=sum(record.skipped for record in records),
         spikes=sum(record.spike for record in records),
         replaced_samples=sum(record.replaced_samples for record in records),
+        allocation_retries=sum(
+            max(stage.allocation_retries for stage in record.stages) for record in records
+        ),
         stages=tuple(_median_time(records, stage) for stage in stages),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
         peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),

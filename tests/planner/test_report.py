@@ -648,6 +648,12 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
     records = write_run_directory(tmp_path / "run")
     records[5] = records[5].model_copy(update={"skipped": True, "loss": float("nan")})
     records[9] = records[9].model_copy(update={"spike": True, "replaced_samples": 3})
+    for step, retries in ((4, (1, 2)), (7, (3, 0))):
+        stages = tuple(
+            stage.model_copy(update={"allocation_retries": count})
+            for stage, count in zip(records[step].stages, retries, strict=True)
+        )
+        records[step] = records[step].model_copy(update={"stages": stages})
     lines = [record.model_dump_json() for record in records]
     (tmp_path / "run" / RUN_FILE).write_text("\n".join(lines) + "\n")
     for step in (40, 80):
@@ -660,6 +666,7 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
     words = " ".join(page.words)
     assert "held-out data, 1.25 at the end" in words
     assert "skipped steps: 1, spikes of the loss: 1, unreadable samples passed over: 3" in words
+    assert "retries of allocations: 5" in words
 
 
 def tag_points(attributes: dict[str, str | None]) -> int:

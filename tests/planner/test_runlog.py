@@ -52,6 +52,16 @@ def write_lines(path: Path, *records: StepRecord, tail: str = "") -> Path:
     return path
 
 
+def test_memory_of_an_older_log_is_read(tmp_path):
+    """Prevents a run that can no longer be reported because its log has fewer figures."""
+    path = tmp_path / "run.jsonl"
+    older = record(0).model_dump(mode="json")
+    for key in ("reserved_gib", "allocation_retries"):
+        del older["stages"][0][key]
+    path.write_text(json.dumps(older) + "\n")
+    assert read_run(path) == [record(0)]
+
+
 def test_the_last_line_of_a_step_counts(tmp_path):
     """Prevents a resumed run from being read twice, or out of order."""
     path = write_lines(tmp_path / "run.jsonl", record(1), record(0), record(1, loss=0.5))

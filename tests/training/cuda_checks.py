@@ -12,7 +12,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatch
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint
 from megatron.vlm.launch import Launch, initialize_distributed
 from megatron.vlm.layers import attend_by_segment, attend_flash
@@ -80,9 +79,8 @@ def precisions_agree(folder: Path) -> None:
         assert abs(one - other) < 0.05 * one, (one, other)
 
 
-def real_size_stage(folder: Path) -> None:
-    """Two layers of InternViT-6B and two of InternLM2-20B train on a pack at the paper's caps."""
-    links = join()
+def real_size_plan() -> Plan:
+    """Two layers of InternViT-6B and two of InternLM2-20B, on one device."""
     model = load_model("internvl-chat-1.5-6b-20b")
     layers = {"layers": 2}
     small = model.model_copy(
@@ -95,13 +93,23 @@ def real_size_stage(folder: Path) -> None:
         vision_embed=True, vision_layers=2, projector=True, language_embed=True,
         language_layers=2, head=True, recompute_vision=(0,), recompute_language=(1,),
     )  # fmt: skip
-    plan = Plan(
+    return Plan(
         model=small, precision="bf16", parallel=Parallel(pipeline=1), stages=(whole,),
         cluster=load_cluster("h200-141g"), data=None,
     )  # fmt: skip
-    trainer = build_trainer(plan, links, replace(OPTIONS, lr=1e-5), steps=10, seed=0)
-    batch: MicroBatch = random_batch(small, 9, (1500, 1500, 1096), 400)
-    losses = [train_step(trainer, iter([batch]), counts_of([batch])).loss for _ in range(4)]
+
+
+def losses_on_one_pack(links: PipelineLinks, plan: Plan, *sizes: object) -> list[float]:
+    """Of a few steps at a rate for models of real size, all on the same random pack."""
+    options = replace(OPTIONS, lr=1e-5, min_lr=0.0)
+    trainer = build_trainer(plan, links, options, steps=10, seed=0)
+    batch = random_batch(plan.model, *sizes).to(current_device())
+    return [train_step(trainer, iter([batch]), counts_of([batch])).loss for _ in range(4)]
+
+
+def real_size_stage(folder: Path) -> None:
+    """Layers of the paper's largest towers learn a pack at its caps."""
+    losses = losses_on_one_pack(join(), real_size_plan(), 9, (1500, 1500, 1096), 400)
     assert losses[-1] < losses[0], losses
     print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, losses {losses}")
 

@@ -48,6 +48,27 @@ def run_ranks(
         ]
 
 
+def run_alone(work: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """`work(**arguments)` in a forked process that joins no others; fails as `run_ranks` does."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        error = Path(folder) / "error"
+        process = context.Process(target=_alone, args=(work, arguments, error))
+        process.start()
+        process.join(_TIMEOUT_S)
+        process.kill()
+        assert not error.exists(), error.read_text()
+        assert process.exitcode == 0, f"ended with {process.exitcode}, or not at all"
+
+
+def _alone(work: Callable[..., None], arguments: dict[str, Any], error: Path) -> None:
+    try:
+        work(**arguments)
+    except BaseException:
+        error.write_text(traceback.format_exc())
+        os._exit(1)
+
+
 def _wait(processes: list[Any]) -> None:
     """Until all have ended, or the first has failed: the others would wait for it."""
     deadline = time.monotonic() + _TIMEOUT_S

@@ -2,14 +2,19 @@
 
 import threading
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from ranks import run_ranks
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm import checkpoint
 from megatron.vlm.checkpoint import (
     CheckpointWriter,
     LoadedCheckpoint,
@@ -155,6 +160,76 @@ def test_training_does_not_change_what_is_being_saved(tmp_path, data):
     assert tensors.keys() == expected.keys() and len(tensors) > 100
     for name in expected:
         assert torch.equal(tensors[name], expected[name]), name
+
+
+class _Stream:
+    """Work of a pretended device in the order it was launched, done when somebody waits."""
+
+    def __init__(self):
+        self.launched = []
+
+    def synchronize(self):
+        for work in self.launched:
+            work()
+        self.launched.clear()
+
+
+class _DeviceTensor(torch.Tensor):
+    """Says that it is on a CUDA device; what is done with it happens when its stream gets there."""
+
+    @staticmethod
+    def __new__(cls, memory, stream):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, memory.shape, dtype=memory.dtype, device="cuda"
+        )
+
+    def __init__(self, memory, stream):
+        self.memory, self.stream = memory, stream
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, arguments=(), options=None):
+        [device] = {id(t.stream): t.stream for t in arguments if isinstance(t, cls)}.values()
+        own = [t.memory if isinstance(t, cls) else t for t in arguments]
+        name = operation._schema.name
+        if name == "aten::clone":
+            copied = torch.full_like(own[0], torch.nan)
+            device.launched.append(lambda: copied.copy_(own[0]))
+            return cls(copied, device)
+        if name == "aten::_to_copy":  # the host waits for it
+            device.synchronize()
+            return own[0].clone()
+        assert name in ("aten::copy_", "aten::add_"), name
+        device.launched.append(lambda: operation(*own))
+        return arguments[0]
+
+
+def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
+    """Prevents: asynchronous saves that fail on CUDA, as torch writes from the host alone, and
+    files of weights that were half copied or already those of the next step."""
+    stream, pinned = _Stream(), []
+    monkeypatch.setattr(checkpoint, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+    empty = torch.empty
+
+    def host_memory(*shape, pin_memory=False, **options):
+        pinned.append(pin_memory)
+        return empty(*shape, **options).fill_(torch.nan)
+
+    monkeypatch.setattr(torch, "empty", host_memory)
+    values = torch.arange(12.0).view(3, 4)
+    weight = _DeviceTensor(torch.zeros(3, 4), stream)
+    weight.add_(values)  # the update before the save is still in the stream
+    data = TensorWriteData(TensorProperties.create_from_tensor(values), values.shape, None)
+    item = WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR, tensor_data=data)
+    path = tmp_path / "__0_0.distcp"
+    [copied] = checkpoint._on_host([(str(path), path.name, ([], [(item, weight)]))], set())
+    weight.add_(1000.0)  # training goes on
+    writer = SimpleNamespace(transforms=_StorageWriterTransforms())
+    checkpoint._write_bucket(writer, copied)
+    assert pinned == [True]
+    assert torch.equal(torch.load(path), values)
+    stream.synchronize()
+    assert torch.equal(weight.memory, values + 1000)
 
 
 def refusal(links, plan, load):

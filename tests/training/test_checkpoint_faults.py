@@ -101,9 +101,7 @@ def check_failed_save(plan, directory, results, reason):
     assert lines[2] == [f"saved {checkpoint_path(directory, 3)}"]
     [line] = lines[1]
     assert re.search(reason, line), line
-    assert line.endswith(
-        f"training goes on, and {checkpoint_path(directory, 1)} stays the newest one"
-    )
+    assert line.endswith(f"; {checkpoint_path(directory, 1)} stays the newest one")
     assert losses == run_ranks(plan.parallel, unlimited_losses, plan)[0]
     assert run_ranks(plan.parallel, resumed_step, plan, directory) == [3, 3]
 

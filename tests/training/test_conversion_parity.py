@@ -26,7 +26,7 @@ from megatron.vlm.checkpoint import load_weights
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import ModelConfig, load_model
-from omnibal.plan import Plan
+from omnibal.plan import Parallel, Plan
 
 TOLERANCE = 1e-4
 OURS = {
@@ -80,6 +80,10 @@ def predicting_positions(sample: ToySample) -> torch.Tensor:
 
 @functools.cache
 def reference(name: str) -> Reference:
+    return run_ranks(Parallel(pipeline=1), computed_by_transformers, name)[0]
+
+
+def computed_by_transformers(links, name: str) -> Reference:
     model = transformers_model(KINDS[name])
     ours = model_of(name)
     vision, projected, logits, losses = [], [], [], []

@@ -7,6 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda_checks import losses_on_one_pack, real_size_plan
+from ranks import run_ranks
+from toy import stages_of, toy_model, toy_plan
+
+from megatron.vlm.batch import MicroBatch
+from omnibal.config import load_model
 
 REPOSITORY = Path(__file__).parents[2]
 CHECKS = Path(__file__).parent / "cuda_checks.py"
@@ -34,3 +40,21 @@ def test_on_device(check, tmp_path):
         cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def learn_on_a_cpu(links, plan):
+    """Losses, and whether the micro-batch was moved to where the model is."""
+    moved, to = [], MicroBatch.to
+    MicroBatch.to = lambda batch, device: moved.append(device) or to(batch, device)
+    return losses_on_one_pack(links, plan, 3, (20, 30, 9), 25), moved
+
+
+def test_the_check_at_real_size_gets_as_far_as_computing():
+    """Prevents: a check for devices that fails before it comes to the device."""
+    paper = load_model("internvl-chat-1.5-6b-20b")
+    model = real_size_plan().model
+    assert (model.vision.hidden_size, model.vision.layers) == (paper.vision.hidden_size, 2)
+    assert (model.language.hidden_size, model.language.layers) == (paper.language.hidden_size, 2)
+    plan = toy_plan(toy_model(), stages_of(toy_model())).model_copy(update={"precision": "bf16"})
+    [(losses, moved)] = run_ranks(plan.parallel, learn_on_a_cpu, plan)
+    assert len(losses) == 4 and len(moved) == 1

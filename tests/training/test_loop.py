@@ -6,16 +6,28 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import run_ranks
+from test_checkpoint_faults import limit_file_size
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm import loop
 from megatron.vlm.checkpoint import CheckpointWriter
 from megatron.vlm.checkpoint_files import latest_step
+from megatron.vlm.clock import Phase
 from megatron.vlm.health import RunHealth
-from megatron.vlm.loop import RunData, RunOptions, RunOutputs, TrainingLoop
+from megatron.vlm.loop import (
+    RunData,
+    RunOptions,
+    RunOutputs,
+    TrainingLoop,
+    gather_stage_records,
+)
 from megatron.vlm.train import build_trainer
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
+from omnibal.plan import Parallel
 from omnibal.runlog import RUN_FILE, read_run
 
 STEPS = 8
@@ -49,8 +61,14 @@ class BrokenSink:
         raise AssertionError("a dropped sink is not used again")
 
 
-def run_loop(links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_skipped=3):
-    """(outcome, lines told, error) of a run whose poisoned steps have pixels that are no number."""
+def run_loop(
+    links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_skipped=3,
+    unwritable=range(0), **options,
+):  # fmt: skip
+    """(outcome, lines told, error) of a run whose poisoned steps have pixels that are no number.
+
+    In `unwritable` steps, counted from 1, rank 1 finds a full disk.
+    """
     trainer = build_trainer(plan, links, OPTIONS, steps=STEPS, seed=3)
     batches = [
         toy_batch(plan.model, [(1, 9), (0, 6)], seed=i) for i in range(STEPS * PACKS_PER_STEP)
@@ -63,11 +81,13 @@ def run_loop(links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_sk
     lines, done = [], []
     writer = CheckpointWriter(
         folder, plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS),
-        keep_last=None, asynchronous=True,
+        keep_last=None, asynchronous=not unwritable,
     )  # fmt: skip
 
     def stop_requested():
         done.append(True)
+        if unwritable and links.rank == 1:
+            limit_file_size(2000 if len(done) in unwritable else -1)
         return len(done) == stop_after and links.rank == 1
 
     data = RunData(
@@ -76,13 +96,13 @@ def run_loop(links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_sk
         pack_flops=np.full(len(batches), 1e6),
         peak_flops_per_s=1e9,
     )
-    options = RunOptions(save=folder, save_interval=2, last_step=STEPS)
+    options = RunOptions(save=folder, save_interval=2, last_step=STEPS, **options)
     outputs = RunOutputs(on_line=lines.append, sinks=sinks if links.rank == 0 else ())
-    loop = TrainingLoop(
+    training = TrainingLoop(
         trainer, data, options, writer, RunHealth(max_skipped), outputs, stop_requested
     )
     try:
-        outcome, error = loop.run(0), None
+        outcome, error = training.run(0), None
     except UserError as failure:
         outcome, error = None, str(failure)
     return outcome, lines, error
@@ -109,6 +129,50 @@ def test_run_is_logged_and_saved(plan, tmp_path):
         f"saved {tmp_path / f'iter_{step:07d}'}" for step in (2, 4, 6, 8)
     ]
     assert sum(line.startswith("step ") for line in told) == STEPS and untold == []
+
+
+class PretendedAllocator:
+    """Figures of a CUDA device, as torch keeps them until they are reset; in GiB."""
+
+    def __init__(self, cuda):
+        self.peak_gib = self.reserved_gib = self.retries = 0
+        cuda.max_memory_allocated = lambda: self.peak_gib * 2**30
+        cuda.max_memory_reserved = lambda: self.reserved_gib * 2**30
+        cuda.memory_stats = lambda: {"num_alloc_retries": self.retries}
+        cuda.reset_peak_memory_stats = self.forget_peaks
+        cuda.reset_accumulated_memory_stats = self.forget_counts
+
+    def forget_peaks(self):
+        self.peak_gib = self.reserved_gib = 0
+
+    def forget_counts(self):
+        self.retries = 0
+
+    def use(self, peak_gib, reserved_gib, retries):
+        self.peak_gib = max(self.peak_gib, peak_gib)
+        self.reserved_gib = max(self.reserved_gib, reserved_gib)
+        self.retries += retries
+
+
+def memory_of_three_steps(links):
+    """On a pretended device that the second rank uses more of."""
+    loop.has_cuda = lambda: True
+    device, records = PretendedAllocator(torch.cuda), []
+    for peak_gib, reserved_gib, retries in ((5, 9, 0), (3, 8, 2), (4, 8, 1)):
+        more = dist.get_rank()
+        device.use(peak_gib + more, reserved_gib + more, retries * more)
+        records += gather_stage_records(links, dict.fromkeys(Phase, 1.0))
+    return records
+
+
+def test_memory_is_each_steps_own():
+    """Prevents: the peak of a first step shown for all, and a device that is full of pieces, or
+    that stops for the driver in every step, without a trace in the log."""
+    ranks = run_ranks(Parallel(pipeline=1, data=2), memory_of_three_steps)
+    assert ranks[0] == ranks[1]
+    assert [
+        (record.peak_gib, record.reserved_gib, record.allocation_retries) for record in ranks[0]
+    ] == [(6, 10, 0), (4, 9, 2), (5, 9, 1)]
 
 
 def test_one_rank_that_is_asked_stops_all_with_a_checkpoint(plan, tmp_path):
@@ -152,3 +216,26 @@ def test_broken_reports_do_not_end_a_run(plan, tmp_path):
     assert sum("BrokenSink gets nothing from step 0 on" in line for line in lines) == 1
     assert sum("is not logged, training goes on" in line for line in lines) == STEPS
     assert latest_step(tmp_path) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("unwritable", "most", "trained", "newest", "verdict"),
+    [
+        pytest.param(range(3, 9), 2, 6, 2, "2 failed saves in a row, and 2 end", id="two-in-a-row"),
+        pytest.param(range(1, 9), 3, 6, None, "3 failed saves in a row, and 3 end", id="all"),
+        pytest.param(range(7, 9), 2, 8, 6, "it was the last save of the run", id="the-last"),
+        pytest.param((3, 4, 7), 2, 8, 8, None, id="one-at-a-time"),
+        pytest.param((1, 2, 5, 6), 2, 8, 8, None, id="never-two-in-a-row"),
+    ],
+)
+def test_failed_saves_in_a_row_end_every_rank(
+    plan, tmp_path, unwritable, most, trained, newest, verdict
+):
+    """Prevents: a run of days that looks healthy and leaves no checkpoint."""
+    work = partial(run_loop, unwritable=unwritable, exit_after_failed_saves=most)
+    ranks = run_ranks(plan.parallel, work, plan, tmp_path)
+    assert len(read_run(tmp_path / RUN_FILE)) == trained
+    assert latest_step(tmp_path) == newest
+    for outcome, _, error in ranks:
+        assert (outcome is None) == (verdict is not None)
+        assert verdict is None or (verdict in error and "File too large" in error)

@@ -1,17 +1,21 @@
 """The pipeline against the single-process run: same losses, same gradients, same weights after."""
 
+import datetime
 import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
 from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT
 from megatron.vlm.initialize import global_parameter_name
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.schedule import create_pipeline_links
+from megatron.vlm.train import _tied_groups, build_trainer, train_step
 from omnibal.plan import Parallel
 
 pytestmark = pytest.mark.quick
@@ -99,6 +103,22 @@ def test_split_pipeline_equals_one_process(cuts):
     plan = toy_plan(model, stages_of(model, *cuts))
     ranks = run_ranks(plan.parallel, train_steps, plan, STEPS)
     assert_same_training(ranks, single_process(model, STEPS))
+
+
+def group_timeouts(links):
+    """Of groups made where torch's own default is as short as NCCL's."""
+    dist.distributed_c10d._get_default_timeout = lambda backend: datetime.timedelta(minutes=10)
+    again = create_pipeline_links()
+    tied = _tied_groups((0, links.size - 1)).embd
+    groups = (again.activations, again.gradients, tied, dist.group.WORLD)
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_every_group_has_the_jobs_timeout():
+    """Prevents: a run that ends after ten minutes because a stage waits, rightly, for a neighbour
+    that reads its first samples or writes a checkpoint."""
+    for timeouts in run_ranks(Parallel(pipeline=2), group_timeouts):
+        assert timeouts == [COLLECTIVE_TIMEOUT] * 4
 
 
 def test_data_parallel_equals_one_process():

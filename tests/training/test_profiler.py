@@ -46,8 +46,7 @@ def features_of(batches):
     )
 
 
-def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
-    """Prevents memory that is counted twice, with the weights, or for ever."""
+def keep_and_let_go(links):
     layer, x = torch.nn.Linear(8, 8, bias=False), torch.randn(100, 8)
     kept = KeptActivations(layer)
     with kept.recording():
@@ -62,6 +61,11 @@ def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
     assert kept.now_bytes == received.nbytes
     del received
     assert kept.now_bytes == 0
+
+
+def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
+    """Prevents memory that is counted twice, with the weights, or for ever."""
+    run_ranks(Parallel(pipeline=1), keep_and_let_go)
 
 
 def units_and_stage(links, plan):

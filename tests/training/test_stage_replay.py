@@ -30,6 +30,8 @@ from omnibal.plan import Caps, Parallel
 from omnibal.planner import PlanRequest, make_plan, save_plan
 from omnibal.replay import read_replay, read_stages, stage_file
 
+pytestmark = pytest.mark.in_own_process
+
 MODEL = toy_model()
 FROZEN = {"frozen": (Part.VISION,)}
 TIED = {
