@@ -1,6 +1,7 @@
 """Packing rules side by side, on real lengths, on uncorrelated ones, and at growing sizes.
 
     python benchmarks/packing.py [LENGTHS ...] [--seeds 3] [--quick]
+    python benchmarks/packing.py --stress [--quick]
 
 For every data set and caps, one table: packs against the proven lower bound, the paper's dist
 ratios (Eq. 2) and the straggler factor in predicted time, over 8 data-parallel ranks with one pack
@@ -11,6 +12,9 @@ packs than the bound.
 
 LENGTHS default to the published ai2d and docvqa files where they are at hand, else to the synthetic
 mixture. `--quick` leaves out the ten million samples.
+
+`--stress` packs many shapes of data instead (`packing_stress.py`); its exit status is 1 where a
+case misses. `--quick` then leaves out the million samples.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 from packing_rivals import RIVALS, Rival
+from packing_stress import stress
 from rich.console import Console
 from rich.table import Table
 
@@ -206,9 +211,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("lengths", type=Path, nargs="*", help="length files, packed together")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="leave out ten million samples")
+    parser.add_argument("--quick", action="store_true", help="leave out the largest sizes")
+    parser.add_argument("--stress", action="store_true", help="pack many shapes of data instead")
     arguments = parser.parse_args()
     console = Console(width=110)
+    if arguments.stress:
+        sys.exit(0 if stress(console, quick=arguments.quick) else 1)
     paths = arguments.lengths or sorted(PUBLISHED.glob("*.json"))
     lengths, name = make_lengths("internvl", 22_624, seed=0), "synthetic mixture"
     if paths:

@@ -345,7 +345,10 @@ def pack(  # noqa: PLR0913 (one parameter per option)
         setting = LoadSetting(model=config, cluster=hardware, cost=cost, request=request, dp=dp)
         write_loads(setting, packs, samples, picture)
     with _status("proving how many packs are needed"):
-        least = (packs_lower_bound if bound else naive_lower_bound)(samples, caps)
+        least = naive_lower_bound(samples, caps)
+        if bound:
+            fewest = int(np.bincount(packs.epoch).min())
+            least = packs_lower_bound(samples, caps, found=fewest)
     metrics = measure_packs(packs, samples, caps, dp, load(packs.packs), least)
     if packing is PackingMethod.ISF and (note := isf_note(samples, caps, seed)) is not None:
         sys.stderr.write(f"note: {note}\n")

@@ -32,7 +32,7 @@ from omnibal.data.patterns import (
 )
 from omnibal.plan import Caps
 
-_TYPES = 112
+TYPES = 112
 _KNOT_ROUNDS = 40
 _COARSE_ROUNDS = 30
 _FINE_ROUNDS = 3
@@ -48,16 +48,29 @@ _ROUNDING = 1e-9
 """Relative; the float sums are good to more than that."""
 
 
-def packs_lower_bound(lengths: Lengths, caps: Caps) -> int:
+def packs_lower_bound(
+    lengths: Lengths, caps: Caps, *, found: int | None = None, types: int = TYPES
+) -> int:
     """Packs needed at least: the larger of the naive bound and of what column generation proves.
+
+    Args:
+        lengths: of all samples.
+        caps: of every pack.
+        found: packs of a packing that is at hand; where the naive bound is as many, nothing is
+            left to prove, and nothing is generated.
+        types: of samples, with two knots each. More prove more where packs hold two or three
+            samples, in time that grows with their square.
 
     Raises:
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
+    naive = naive_lower_bound(lengths, caps)
+    if found is not None and found <= naive:
+        return naive
     tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
-    proven = _fractional_bound(tiles, tokens, caps)
-    return max(naive_lower_bound(lengths, caps), int(np.ceil(proven * (1 - _ROUNDING))))
+    proven = _fractional_bound(tiles, tokens, caps, types)
+    return max(naive, int(np.ceil(proven * (1 - _ROUNDING))))
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
@@ -66,10 +79,10 @@ def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
     return int(max(-(-tiles // caps.max_tiles), -(-tokens // caps.max_tokens)))
 
 
-def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> float:
+def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps, types: int) -> float:
     sizes, counts = np.unique(tiles << 32 | tokens, return_counts=True)
     size_tiles, size_tokens = sizes >> 32, sizes & 0xFFFFFFFF
-    knots = _Knots.of(group_sizes(tiles, tokens, _TYPES), tokens)
+    knots = _Knots.of(group_sizes(tiles, tokens, types), tokens)
     cover = knots.weights(size_tiles, size_tokens)
     max_tiles = min(caps.max_tiles, int(tiles.sum()))
     max_tokens = min(caps.max_tokens, int(tokens.sum()))

@@ -1,0 +1,224 @@
+"""The ways of packing that `balanced` chooses from, each against a plain restatement or a bound."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from length_cases import make_lengths
+from test_packing import assert_valid, fewest_packs
+
+from omnibal.data.best_fit import pack_best_fit
+from omnibal.data.bound import naive_lower_bound, packs_lower_bound
+from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
+from omnibal.data.fill import fill_by_pairs
+from omnibal.data.isf import pack_isf
+from omnibal.data.level import Leading, deal_level
+from omnibal.data.packing import PackingMethod, pack_samples
+from omnibal.data.rest import Rest
+from omnibal.plan import Caps
+from tools.make_lengths import make_lengths as make_mixture
+
+
+def balanced(lengths, caps, seed=0):
+    packs = pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
+    assert_valid(packs, lengths, caps)
+    return packs
+
+
+def mixture(samples: int, caps: Caps, multiple: int = 1):
+    drawn = make_mixture("internvl", samples, seed=3)
+    tokens = np.minimum(-(-drawn.tokens // multiple) * multiple, caps.max_tokens)
+    tiles = np.minimum(drawn.tiles, caps.max_tiles)
+    return make_lengths(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("size", "max_tiles", "a_pack"),
+    [((1, 2048), 2, 2), ((1, 1024), 4, 4), ((2, 1024), 9, 4), ((0, 1365), 9, 3), ((3, 10), 9, 3)],
+)
+def test_exact_fits_are_found(size, max_tiles, a_pack):
+    """Prevents room that is kept free where sizes fill a cap to the last token."""
+    for samples in (8, 1000, 4001):
+        lengths = make_lengths([size] * samples)
+        packs = balanced(lengths, Caps(max_tiles=max_tiles, max_tokens=4096))
+        assert len(packs) == -(-samples // a_pack)
+
+
+def test_rounded_lengths_fill_the_cap():
+    """Prevents waste where all lengths are multiples of a number that also divides the cap."""
+    caps = Caps(max_tiles=9, max_tokens=4096)
+    lengths = mixture(3000, caps, multiple=256)
+    assert len(balanced(lengths, caps)) <= 1.002 * packs_lower_bound(lengths, caps)
+
+
+@pytest.mark.parametrize("samples", [30, 400, 5000])
+@pytest.mark.parametrize(("max_tiles", "max_tokens"), [(128, 32_768), (512, 131_072)])
+def test_large_caps_need_what_the_sums_need(max_tiles, max_tokens, samples):
+    """Prevents packings that fall apart where a pack holds a hundred samples."""
+    caps = Caps(max_tiles=max_tiles, max_tokens=max_tokens)
+    lengths = mixture(samples, caps)
+    packs = balanced(lengths, caps)
+    assert len(packs) == naive_lower_bound(lengths, caps) <= len(pack_isf(lengths, caps, 0))
+
+
+def test_level_packs_are_mixtures():
+    """Prevents packs of many samples that are of one kind, though their sums are right."""
+    caps = Caps(max_tiles=128, max_tokens=32_768)
+    lengths = mixture(5000, caps)
+    packs = balanced(lengths, caps)
+    for part in (lengths.tiles, lengths.tokens):
+        sums = packs.sums(part)
+        assert sums.std() < 0.01 * sums.mean()
+    assert np.diff(packs.offsets).std() < np.diff(pack_isf(lengths, caps, 0).offsets).std()
+
+
+def test_one_giant_costs_one_pack():
+    """Prevents a single sample at the caps from spoiling the packs of all others."""
+    rng = np.random.default_rng(0)
+    small = [(int(v), int(t)) for v, t in rng.integers((0, 1), (2, 60), (3000, 2))]
+    caps = Caps(max_tiles=40, max_tokens=4096)
+    without = len(balanced(make_lengths(small), caps))
+    lengths = make_lengths([(40, 4096), *small])
+    assert len(balanced(lengths, caps)) <= without + 1 == naive_lower_bound(lengths, caps)
+
+
+@pytest.mark.parametrize("samples", [60, 1000])
+def test_partners_of_one_size_are_found(samples):
+    """Prevents types of similar sizes from parting samples that fill a pack only together."""
+    rng = np.random.default_rng(samples)
+    first = rng.integers((0, 1), (10, 4096), (samples // 2, 2))
+    sizes = np.concatenate([first, (9, 4096) - first])
+    lengths = make_lengths(rng.permutation(sizes).tolist())
+    assert len(balanced(lengths, Caps(max_tiles=9, max_tokens=4096))) == samples // 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 900)), min_size=1, max_size=120),
+    seed=st.integers(0, 5),
+)
+def test_never_more_packs_than_isf(sizes, seed):
+    """Prevents a packing that a plainer rule beats."""
+    lengths, caps = make_lengths(sizes), Caps(max_tiles=40, max_tokens=900)
+    packs = balanced(lengths, caps, seed)
+    assert len(packs) <= len(pack_isf(lengths, caps, seed))
+
+
+def test_a_handful_is_packed_optimally():
+    """Prevents a lost pack where every set of samples can be looked at."""
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        caps = Caps(max_tiles=int(rng.integers(1, 12)), max_tokens=int(rng.integers(40, 500)))
+        count = int(rng.integers(1, 10))
+        tiles = rng.integers(0, caps.max_tiles + 1, count)
+        tokens = rng.integers(1, caps.max_tokens + 1, count)
+        sizes = list(zip(tiles.tolist(), tokens.tolist(), strict=True))
+        packs = pack_exactly(tiles, tokens, caps)
+        assert sorted(sample for pack in packs for sample in pack) == list(range(count))
+        assert len(packs) == fewest_packs(sizes, caps)
+    assert len(pack_exactly(np.ones(MAX_SAMPLES), np.ones(MAX_SAMPLES), caps)) >= 1
+
+
+def plain_best_fit(tiles, tokens, values, first, caps):
+    """Best fit decreasing, looking at every sample for every place."""
+    left, packs = sorted(range(len(tiles)), key=lambda i: -first[i]), []
+    while left:
+        pack = [left.pop(0)]
+        while True:
+            room = (caps.max_tiles - tiles[pack].sum(), caps.max_tokens - tokens[pack].sum())
+            fits = [i for i in left if tiles[i] <= room[0] and tokens[i] <= room[1]]
+            # Of every tile count only the sample of most tokens is offered.
+            offers = {v: max((tokens[i], values[i], i) for i in fits if tiles[i] == v)
+                      for v in {int(tiles[i]) for i in fits}}  # fmt: skip
+            if not offers:
+                break
+            _, _, chosen = max(offers.values(), key=lambda offer: offer[1])
+            pack.append(chosen)
+            left.remove(chosen)
+        packs.append(pack)
+    return packs
+
+
+def test_best_fit_equals_its_rule():
+    """Prevents samples that bisection or the jumping over of gone samples misses."""
+    rng = np.random.default_rng(2)
+    caps = Caps(max_tiles=9, max_tokens=500)
+    for _ in range(40):
+        count = int(rng.integers(1, 60))
+        tiles, tokens = rng.integers(0, 10, count), rng.integers(1, 501, count)
+        values, first = rng.random(count), rng.random(count)
+        expected = plain_best_fit(tiles, tokens, values, first, caps)
+        assert pack_best_fit(tiles, tokens, values, first, caps) == expected
+
+
+def test_best_fit_with_many_tile_counts_keeps_the_caps():
+    """Prevents shelves of several tile counts from offering what does not fit."""
+    rng = np.random.default_rng(3)
+    lengths = make_lengths(rng.integers((0, 1), (513, 9000), (800, 2)).tolist())
+    caps = Caps(max_tiles=512, max_tokens=10_000)
+    rest = Rest(lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64), caps)
+    packs = rest.best_fit(rng)
+    assert sorted(np.concatenate(packs).tolist()) == list(range(800))
+    assert max(lengths.tiles[pack].sum() for pack in packs) <= 512
+    assert max(lengths.tokens[pack].sum() for pack in packs) <= 10_000
+
+
+def test_pairs_are_the_best_there_are():
+    """Prevents a partner that is overlooked when two samples complete a pack."""
+    rng = np.random.default_rng(4)
+    caps = Caps(max_tiles=20, max_tokens=1000)
+    for _ in range(30):
+        tiles, tokens = rng.integers(3, 9, 25), rng.integers(200, 500, 25)
+        values, first = rng.random(25), rng.random(25)
+        opened = int(first.argmax())
+        others = [i for i in range(25) if i != opened]
+        sets = [(i,) for i in others] + list(combinations(others, 2))
+        room = (20 - tiles[opened], 1000 - tokens[opened])
+        best = max(
+            values[list(s)].sum()
+            for s in sets
+            if tiles[list(s)].sum() <= room[0] and tokens[list(s)].sum() <= room[1]
+        )
+        pack = next(fill_by_pairs(tiles, tokens, values, first, caps))
+        assert pack[0] == opened
+        assert values[pack[1:]].sum() == pytest.approx(best)
+
+
+@pytest.mark.parametrize("leading", Leading)
+def test_level_packs_hold_every_sample_once(leading):
+    """Prevents samples lost or doubled when packs trade them, and packs far from level."""
+    caps = Caps(max_tiles=128, max_tokens=32_768)
+    lengths = mixture(2000, caps)
+    sizes = (lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64))
+    packs = deal_level(sizes, 60, caps, leading, np.random.default_rng(0))
+    assert sorted(packs.samples.tolist()) == list(range(2000))
+    tokens = packs.sums(lengths.tokens)
+    assert tokens.max() - tokens.min() < 0.01 * tokens.mean()
+
+
+def test_repacking_only_ever_helps():
+    """Prevents a local search that loses samples, breaks a cap or adds packs."""
+    rng = np.random.default_rng(5)
+    caps = Caps(max_tiles=9, max_tokens=4096)
+    lengths = make_lengths(rng.integers((1, 900), (4, 1900), (200, 2)).tolist())
+    rest = Rest(lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64), caps)
+    alone = [np.array([sample]) for sample in range(200)]
+    again = rest.repack(alone, 1, rng)
+    assert sorted(np.concatenate(again).tolist()) == list(range(200))
+    assert max(lengths.tokens[pack].sum() for pack in again) <= 4096
+    assert len(again) < 120
+
+
+def test_more_types_prove_more():
+    """Prevents a finer bound that proves less, or that a known packing does not cut short."""
+    rng = np.random.default_rng(6)
+    caps = Caps(max_tiles=9, max_tokens=4096)
+    lengths = make_lengths(rng.integers((0, 1), (10, 4097), (300, 2)).tolist())
+    packs = len(balanced(lengths, caps))
+    coarse, fine = (packs_lower_bound(lengths, caps, types=types) for types in (20, 300))
+    assert coarse < fine <= packs
+    naive = naive_lower_bound(lengths, caps)
+    assert packs_lower_bound(lengths, caps, found=naive) == naive
+    assert packs_lower_bound(lengths, caps, found=packs) > naive
