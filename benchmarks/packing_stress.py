@@ -31,7 +31,7 @@ _FINE_TYPES = 600
 _FINE_SAMPLES = 1000
 _REPEATED_TIMES = 3
 _SLOWEST = 3.0
-_CAPS = ((9, 4096, 1000), (9, 4096, 5000), (2, 256, 2000), (40, 16_384, 3000), (512, 131_072, 2000))
+_CAPS = ((9, 4096, 800), (9, 4096, 5000), (2, 256, 2000), (40, 16_384, 3000), (512, 131_072, 800))
 """Tiles, tokens and samples at which every shape is packed."""
 _MIXTURES = (
     *((128, 32_768, n) for n in (2000, 20_000, 200_000)),

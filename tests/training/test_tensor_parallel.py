@@ -15,8 +15,8 @@ from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import Part
 
-# A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of the
-# embedding differed by more than 1e-4 on some processors, whose sums round otherwise.
+# A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of
+# the embedding differed by more than 1e-4 on some processors, whose sums round otherwise.
 OPTIONS = replace(OPTIONS, adam_eps=1e-2)
 
 # Packs as (tiles, text tokens). Token counts are odd and even; a step has no image at all; one pack
