@@ -588,7 +588,7 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
     """Prevents workers that outlive the command, tracebacks of each after Ctrl-C, and a lost scan
     after either."""
     (tmp_path / "data").mkdir()
-    annotations = make_data(tmp_path / "data", 2500)
+    annotations = make_data(tmp_path / "data", 6000)
     output, partial = tmp_path / "L.parquet", tmp_path / "L.parquet.partial"
     for number in (signal.SIGKILL, signal.SIGINT):
         before = partial.stat().st_size if partial.exists() else 0
@@ -613,8 +613,8 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
     command = start_command(tmp_path / "data", digits, output)
     printed, errors = command.communicate()
     assert command.returncode == 0
-    assert f"resumed: {finished:,} of 7,500 samples were already scanned" in errors
-    assert json.loads(printed)["samples"] == 7_500
+    assert f"resumed: {finished:,} of 18,000 samples were already scanned" in errors
+    assert json.loads(printed)["samples"] == 18_000
     assert output.read_bytes() == written(scan(annotations, tokenizer).lengths, tmp_path)
     assert not partial.exists()
 
@@ -623,7 +623,7 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
 def test_interrupt_while_workers_start(tmp_path, digits):
     """Prevents a traceback of each worker that Ctrl-C meets in the middle of its imports."""
     (tmp_path / "data").mkdir()
-    make_data(tmp_path / "data", 1000)
+    make_data(tmp_path / "data", 6000)
     command = start_command(tmp_path / "data", digits, tmp_path / "L.parquet")
     while len(running_members(command.pid)) < 3:  # resource tracker, and server of the forks
         time.sleep(0.002)

@@ -701,13 +701,16 @@ def test_what_exists_is_not_written_over(tmp_path, good, good_run, refused):
     (tmp_path / "folder" / "kept").write_text("kept")
     (tmp_path / "file").write_text("kept")
     before = content(tmp_path)
-    for target in (tmp_path / "folder", tmp_path / "file"):
+    for target, why in (
+        (tmp_path / "folder", "exists already"),
+        (tmp_path / "file", "is a file or device, and must name a folder"),
+    ):
         for arguments in (
             ("import", good["internlm2"]),
             ("export", good_run, "--like", good["internlm2"]),
             ("export", good_run, "--layout", "transformers"),
         ):
-            assert f"{target}: exists already" in refused(*arguments, "-o", target)
+            assert f"{target}: {why}" in refused(*arguments, "-o", target)
     assert content(tmp_path) == before
 
 
