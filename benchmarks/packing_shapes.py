@@ -158,6 +158,19 @@ def anticorrelated(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
     return _clipped(share * caps.max_tiles, (0.4 - 0.4 * share) * caps.max_tokens, caps)
 
 
+def opposed(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
+    """What a sample lacks of one cap it takes of the other."""
+    share = rng.random(samples)
+    return _clipped(share * caps.max_tiles, (1 - share) * caps.max_tokens, caps)
+
+
+def texts_and_giants(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
+    """Short texts, a few samples at the token cap and a few at the tile cap."""
+    tiles = np.where(rng.random(samples) < 0.02, caps.max_tiles, 0)
+    short = rng.integers(1, max(caps.max_tokens // 100, 2), samples)
+    return _clipped(tiles, np.where(rng.random(samples) < 0.02, caps.max_tokens, short), caps)
+
+
 def correlated(rng: np.random.Generator, samples: int, caps: Caps) -> Sizes:
     """Tokens are tiles times what a tile takes, and some text; both caps bind."""
     tiles = np.clip(
@@ -290,7 +303,8 @@ SHAPES: dict[str, Shape] = {
     for shape in (
         mixture, mixture_rounded, uncorrelated, halves, thirds, quarters, over_half, over_third,
         uniform, uniform_tokens, uniform_small, uniform_middle, text, heavy_tail, tiny, giant,
-        giants, opposites, anticorrelated, correlated, tiles_bind, one_kind, few_kinds, pairs,
+        giants, opposites, anticorrelated, opposed, texts_and_giants, correlated, tiles_bind,
+        one_kind, few_kinds, pairs,
         triplets, cut_packs, powers, at_the_cap, videos, documents, bimodal, all_tiles_differ,
         primes, sorted_by_length, nearly_full,
     )

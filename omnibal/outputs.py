@@ -36,7 +36,9 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
                     f"{option} {path}: is {read}, which this command reads; an output must not "
                     f"replace an input: choose another {option}"
                 )
-    for (option, path), (other, second) in combinations(given.items(), 2):
+    # A device takes what comes from any number of outputs; a pipe would mix it.
+    files |= {option: path for option, path in given.items() if path.is_fifo()}
+    for (option, path), (other, second) in combinations(files.items(), 2):
         if is_same_file(path, second):
             raise UserError(
                 f"{option} {path} and {other} {second}: are one file; each output needs its own: "

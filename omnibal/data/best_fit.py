@@ -59,6 +59,63 @@ def pack_best_fit(
     return packs
 
 
+def pack_first_fit(
+    tiles: np.ndarray, tokens: np.ndarray, first: np.ndarray, caps: Caps
+) -> list[list[int]]:
+    """First fit decreasing: each sample goes into the first pack that has room, or opens one.
+
+    Args:
+        tiles, tokens: int64 [samples]; every sample fits alone.
+        first: float64 [samples]; samples are placed from the highest to the lowest.
+        caps: of every pack.
+    """
+    packs: list[list[int]] = []
+    room = np.zeros((2, len(tiles)), np.int64)
+    for sample in np.argsort(-first, kind="stable").tolist():
+        fits = (room[0, : len(packs)] >= tiles[sample]) & (room[1, : len(packs)] >= tokens[sample])
+        pack = int(fits.argmax()) if fits.any() else len(packs)
+        if pack == len(packs):
+            packs.append([])
+            room[:, pack] = caps.max_tiles, caps.max_tokens
+        packs[pack].append(sample)
+        room[:, pack] -= tiles[sample], tokens[sample]
+    return packs
+
+
+def pack_nearest(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list[int]]:
+    """Packs filled one by one, each time with the sample whose size is nearest to the room left.
+
+    Distances are squares of shares of the caps, weighed by what the samples take of each cap in
+    all (norm-based greedy: Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing,
+    2011). Samples of many tiles so meet samples of many tokens.
+
+    Args:
+        tiles, tokens: int64 [samples]; every sample fits alone.
+        caps: of every pack.
+    """
+    shares = np.stack([tiles / caps.max_tiles, tokens / caps.max_tokens])
+    weights = shares.sum(axis=1, keepdims=True)
+    left = np.arange(len(tiles))
+    packs: list[list[int]] = []
+    while len(left):
+        pack: list[int] = []
+        tiles_left, tokens_left = caps.max_tiles, caps.max_tokens
+        fits = left
+        while len(fits):
+            room = np.array([[tiles_left / caps.max_tiles], [tokens_left / caps.max_tokens]])
+            distance = (weights * (room - shares[:, fits]) ** 2).sum(axis=0)
+            chosen = int(fits[distance.argmin()])
+            pack.append(chosen)
+            tiles_left -= int(tiles[chosen])
+            tokens_left -= int(tokens[chosen])
+            fits = fits[
+                (fits != chosen) & (tiles[fits] <= tiles_left) & (tokens[fits] <= tokens_left)
+            ]
+        packs.append(pack)
+        left = np.setdiff1d(left, pack, assume_unique=True)
+    return packs
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shelf:
     """Samples of one tile count, or of a few neighbouring ones, sorted by tokens."""

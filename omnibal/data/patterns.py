@@ -91,7 +91,8 @@ def group_sizes(tiles: np.ndarray, tokens: np.ndarray, max_types: int) -> SizeTy
     order = np.argsort(tiles.astype(np.int64) << 32 | tokens, kind="stable")
     sorted_tiles, sorted_tokens = tiles[order], tokens[order].astype(np.int64)
     sums = np.concatenate([[0], np.cumsum(sorted_tokens)])
-    squares = np.concatenate([[0], np.cumsum(sorted_tokens**2)])
+    # As floats, since squares of a million tokens outgrow int64 with some millions of samples.
+    squares = np.concatenate([[0], np.cumsum(sorted_tokens.astype(np.float64) ** 2)])
 
     def candidate(first: int, last: int) -> tuple[float, int, int, int]:
         count = last - first
@@ -309,11 +310,39 @@ def best_patterns(
         fits = (tiles_after >= 0) & (tokens_after >= 0)
         rest = table[np.maximum(tiles_after, 0), np.maximum(tokens_after, 0)]
         item = useful[np.where(fits, rest + values[useful], -1.0).argmax(axis=1)]
-        counts[rows, item] += 1
-        tiles_left[rows] -= items.tiles[item]
-        tokens_left[rows] -= items.tokens[item]
+        copies = _copies(table, values, items, item, tiles_left[rows], tokens_left[rows])
+        counts[rows, item] += copies
+        tiles_left[rows] -= copies * items.tiles[item]
+        tokens_left[rows] -= copies * items.tokens[item]
         rows = rows[table[tiles_left[rows], tokens_left[rows]] > _EMPTY]
     return counts
+
+
+def _copies(
+    table: np.ndarray,
+    values: np.ndarray,
+    items: Items,
+    item: np.ndarray,
+    tiles_left: np.ndarray,
+    tokens_left: np.ndarray,
+) -> np.ndarray:
+    """How many copies of item[i] to take at once, a power of two: int64 [rows].
+
+    One is known to be in a best pattern. As many are taken as lose no value, since a pack of
+    thousands of small samples would take as many rounds of one.
+    """
+    best = table[tiles_left, tokens_left]
+    copies = np.ones(len(item), np.int64)
+    grows = np.ones(len(item), bool)
+    while grows.any():
+        tried = 2 * copies
+        tiles_after = tiles_left - tried * items.tiles[item]
+        tokens_after = tokens_left - tried * items.tokens[item]
+        grows &= (tiles_after >= 0) & (tokens_after >= 0)
+        rest = table[np.maximum(tiles_after, 0), np.maximum(tokens_after, 0)]
+        grows &= tried * values[item] + rest >= best - _EMPTY
+        copies[grows] = tried[grows]
+    return copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.data.best_fit import pack_best_fit
+from omnibal.data.best_fit import pack_best_fit, pack_first_fit, pack_nearest
 from omnibal.data.fill import fill_by_pairs, fill_one_by_one
 from omnibal.plan import Caps
 
@@ -18,6 +18,8 @@ _VALUE_NOISE = 0.02
 """Relative; among sets that are about as good, each epoch takes another."""
 _MAX_FILLED = 2000
 """Samples; with more, filling one by one takes too long."""
+_MAX_LOOKED_AT = 10_000
+"""Samples; with more, looking at all samples or packs for each place takes too long."""
 _WINDOW_PACKS = 12
 _ROUNDS = 60
 
@@ -36,17 +38,17 @@ class Rest:
         return Rest(self.tiles[samples], self.tokens[samples], self.caps)
 
     def best_fit(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Best fit by three ideas of what is large, whichever needs the fewest packs."""
+        """Best fit by three ideas of what is large, first fit and nearest: the fewest packs."""
         noise = self._noise(rng)
-        keys = ((self.total, self.total), (self.total, self.larger), (self.larger, self.larger))
-        packs = min(
-            (
-                pack_best_fit(self.tiles, self.tokens, values * noise, first * noise, self.caps)
-                for values, first in keys
-            ),
-            key=len,
-        )
-        return [np.array(pack) for pack in packs]
+        sizes, total, larger = (self.tiles, self.tokens), self.total * noise, self.larger * noise
+        ways = [
+            pack_best_fit(*sizes, values, first, self.caps)
+            for values, first in ((total, total), (total, larger), (larger, larger))
+        ]
+        if len(self.tiles) <= _MAX_LOOKED_AT:
+            ways.append(pack_first_fit(*sizes, larger, self.caps))
+            ways.append(pack_nearest(*sizes, self.caps))
+        return [np.array(pack) for pack in min(ways, key=len)]
 
     def pack(self, values: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         """Packs [samples], by best fit and by filling one by one with the values [samples]."""

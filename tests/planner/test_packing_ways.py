@@ -1,5 +1,6 @@
 """The ways of packing that `balanced` chooses from, each against a plain restatement or a bound."""
 
+import time
 from itertools import combinations
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from length_cases import make_lengths
 from test_packing import assert_valid, fewest_packs
 
-from omnibal.data.best_fit import pack_best_fit
+from omnibal.data.best_fit import pack_best_fit, pack_first_fit, pack_nearest
 from omnibal.data.bound import naive_lower_bound, packs_lower_bound
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.fill import fill_by_pairs
@@ -151,6 +152,53 @@ def test_best_fit_equals_its_rule():
         values, first = rng.random(count), rng.random(count)
         expected = plain_best_fit(tiles, tokens, values, first, caps)
         assert pack_best_fit(tiles, tokens, values, first, caps) == expected
+
+
+def test_first_fit_equals_its_rule():
+    """Prevents a pack with room that is passed over, and one that is filled beyond a cap."""
+    rng = np.random.default_rng(7)
+    caps = Caps(max_tiles=9, max_tokens=500)
+    for _ in range(20):
+        count = int(rng.integers(1, 60))
+        tiles, tokens = rng.integers(0, 10, count), rng.integers(1, 501, count)
+        first, expected = rng.random(count), []
+        for sample in sorted(range(count), key=lambda i: -first[i]):
+            for pack in expected:
+                held = [*pack, sample]
+                if tiles[held].sum() <= caps.max_tiles and tokens[held].sum() <= caps.max_tokens:
+                    pack.append(sample)
+                    break
+            else:
+                expected.append([sample])
+        assert pack_first_fit(tiles, tokens, first, caps) == expected
+
+
+def test_samples_of_many_tiles_meet_samples_of_many_tokens():
+    """Prevents packs full of tiles beside packs full of tokens, each half empty."""
+    rng = np.random.default_rng(8)
+    share = rng.random(600)
+    sizes = np.stack([share * 512, np.maximum((1 - share) * 131_072, 1)], axis=1).astype(int)
+    lengths, caps = make_lengths(sizes.tolist()), Caps(max_tiles=512, max_tokens=131_072)
+    packs = pack_nearest(*sizes.T, caps)
+    assert sorted(sample for pack in packs for sample in pack) == list(range(600))
+    assert max(sizes[pack].sum(axis=0)[0] for pack in packs) <= 512
+    assert max(sizes[pack].sum(axis=0)[1] for pack in packs) <= 131_072
+    larger = np.maximum(*(sizes / (512, 131_072)).T)
+    plain = pack_first_fit(*sizes.T, larger, caps)
+    assert len(balanced(lengths, caps)) <= min(len(packs), len(plain)) + 1
+
+
+def test_thousands_of_small_samples_in_a_pack_take_seconds():
+    """Prevents patterns that are traced one sample at a time where a pack holds thousands."""
+    rng = np.random.default_rng(9)
+    tiles = np.where(rng.random(500) < 0.05, 9, 0)
+    tokens = np.where(rng.random(500) < 0.05, 65_536, rng.integers(1, 30, 500))
+    start = time.process_time()
+    balanced(
+        make_lengths(np.stack([tiles, tokens], axis=1).tolist()),
+        Caps(max_tiles=9, max_tokens=65_536),
+    )
+    assert time.process_time() - start < 20
 
 
 def test_best_fit_with_many_tile_counts_keeps_the_caps():
