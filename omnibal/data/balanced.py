@@ -21,6 +21,8 @@ Types are too coarse where packs hold two or three samples. There best fit alone
 no mixtures.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from scipy import sparse
 
@@ -50,7 +52,9 @@ _LEVEL_EXTRA = 0.001
 _UNMIXED_SAVING = 0.002
 """Share of packs that packs which are no mixtures must save."""
 _MAX_TRIED = 50_000
-"""Samples on which best fit is tried first where there are more."""
+"""Samples on which other ways are tried first where there are more."""
+_ISF_CLOSE = 0.005
+"""Share of packs by which ISF may need more on some samples, and be tried on all of them."""
 _MAX_TILE_LEVELS = 40
 _MAX_TYPES = 176
 _MIN_SAMPLES_PER_TYPE = 12
@@ -91,7 +95,7 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
     packs, fractional = _pack_by_patterns(tiles, tokens, units, rng)
     if len(packs) - least > _UNMIXED_SAVING * len(packs):
         packs = _best_fit_where_fewer(packs, tiles, tokens, units, rng)
-    if len(packs) > least:
+    if len(packs) > least and _may_need_fewer(lengths, caps, len(packs), rng):
         rival = pack_isf(lengths, caps, seed)
         packs = rival if len(rival) < len(packs) else packs
     target = max(least, int(fractional)) + 1
@@ -101,6 +105,23 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
         )
         packs = Packs.from_lists(again)
     return packs
+
+
+def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Generator) -> bool:
+    """Whether ISF comes close to a number of packs; of many samples some are tried."""
+    if len(lengths) <= _MAX_TRIED:
+        return True
+    some = rng.permutation(len(lengths))[:_MAX_TRIED]
+    drawn = replace(
+        lengths,
+        tiles=lengths.tiles[some],
+        tokens=lengths.tokens[some],
+        loss_tokens=lengths.loss_tokens[some],
+        source=lengths.source[some],
+        sample=None,
+    )
+    tried = pack_isf(drawn, caps, 0)
+    return len(tried) / len(some) < (1 + _ISF_CLOSE) * packs / len(lengths)
 
 
 def _in_common_units(sizes: np.ndarray) -> tuple[np.ndarray, int]:
