@@ -26,6 +26,7 @@ from dataclasses import replace
 import numpy as np
 from scipy import sparse
 
+from omnibal.data.bound import packs_of_sums
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.fit import Seed, check_samples_fit
 from omnibal.data.isf import cut_groups, pack_isf
@@ -87,7 +88,7 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
         order = rng.permutation(len(lengths))
         chosen = pack_exactly(tiles[order], tokens[order], units)
         return Packs.from_lists([order[pack] for pack in chosen])
-    least = _by_sums(tiles, tokens, units)
+    least = packs_of_sums(tiles, tokens, units)
     if len(lengths) >= _MANY_SAMPLES_PER_PACK * least:
         level = _pack_level((tiles, tokens), units, least, rng)
         if level is not None:
@@ -132,11 +133,6 @@ def _in_common_units(sizes: np.ndarray) -> tuple[np.ndarray, int]:
     """
     unit = max(int(np.gcd.reduce(sizes)), 1)
     return sizes.astype(np.int64) // unit, unit
-
-
-def _by_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:
-    """Packs that the sums of sizes need at least."""
-    return int(max(-(-tiles.sum() // caps.max_tiles), -(-tokens.sum() // caps.max_tokens)))
 
 
 def _pack_level(

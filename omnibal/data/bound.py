@@ -75,8 +75,13 @@ def packs_lower_bound(
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
     """Packs needed at least: the total tiles, or tokens, fill no fewer."""
-    tiles, tokens = lengths.tiles.sum(dtype=np.int64), lengths.tokens.sum(dtype=np.int64)
-    return int(max(-(-tiles // caps.max_tiles), -(-tokens // caps.max_tokens)))
+    return packs_of_sums(lengths.tiles, lengths.tokens, caps)
+
+
+def packs_of_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:
+    """Packs that the sums of tiles and tokens [samples] need at least."""
+    total_tiles, total_tokens = tiles.sum(dtype=np.int64), tokens.sum(dtype=np.int64)
+    return int(max(-(-total_tiles // caps.max_tiles), -(-total_tokens // caps.max_tokens)))
 
 
 def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps, types: int) -> float:
