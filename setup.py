@@ -8,7 +8,17 @@ from setuptools import find_namespace_packages, setup
 VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_text()).group(1)
 
 PLANNER = [
-    *("numpy", "pillow", "pyarrow", "pydantic>=2", "rich", "scipy", "sentencepiece", "tokenizers"),
+    *(
+        "highspy",
+        "numpy",
+        "pillow",
+        "pyarrow",
+        "pydantic>=2",
+        "rich",
+        "scipy",
+        "sentencepiece",
+        "tokenizers",
+    ),
     "typer",
 ]
 # megatron-core is pinned: the trainer extends its block and repairs three of its functions. Its

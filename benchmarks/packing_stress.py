@@ -3,10 +3,8 @@
     python benchmarks/packing.py --stress [--quick]
 
 A row a case: packs against the proven lower bound and against `isf`. A case misses where there are
-more packs than `isf` has, or more than max(1 pack, 0.5 %) above the bound. Where the usual bound
-leaves a gap in at most 300 samples, a finer one is proven, which takes longer. For at most
-twelve samples the optimum is found by looking at all partitions, apart from the packing's own
-search.
+more packs than `isf` has, or more than max(1 pack, 0.5 %) above the bound. For at most twelve
+samples the optimum is found by looking at all partitions, apart from the packing's own search.
 """
 
 import time
@@ -26,8 +24,6 @@ from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.plan import Caps
 
 _MOST_ABOVE = 0.005
-_FINE_TYPES = 300
-_FINE_SAMPLES = 300
 _SLOWEST = 3.0
 _CAPS = ((9, 4096, 300), (9, 4096, 5000), (2, 256, 1000), (40, 16_384, 1000), (512, 131_072, 300))
 """Tiles, tokens and samples at which every shape is packed."""
@@ -96,20 +92,13 @@ def try_case(case: Case) -> Outcome:
     assert (np.bincount(packs.samples, minlength=len(lengths)) == 1).all(), case
     assert packs.sums(lengths.tiles).max() <= caps.max_tiles, case
     assert packs.sums(lengths.tokens).max() <= caps.max_tokens, case
-    outcome = Outcome(
+    return Outcome(
         case=case,
         packs=len(packs),
         isf=len(pack_isf(lengths, caps, case.seed)),
         bound=packs_lower_bound(lengths, caps, found=len(packs)),
         seconds=seconds,
     )
-    if not outcome.misses or len(lengths) > _FINE_SAMPLES:
-        return outcome
-    fine = packs_lower_bound(lengths, caps, types=_FINE_TYPES)
-    return Outcome(
-        case=case, packs=len(packs), isf=outcome.isf, bound=max(outcome.bound, fine),
-        seconds=seconds,
-    )  # fmt: skip
 
 
 def fewest_packs(lengths: Lengths, caps: Caps) -> int:

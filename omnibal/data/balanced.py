@@ -17,8 +17,9 @@ How few packs are possible depends on the data in three ways, and so does what i
    - What is left over, about half a pack a type, is packed on exact sizes (`omnibal.data.rest`).
 
 Types are too coarse where packs hold two or three samples. There best fit alone
-(`omnibal.data.best_fit`) may need fewer packs, and is taken where it does, although its packs are
-no mixtures.
+(`omnibal.data.best_fit`) may need fewer packs, and of up to a thousand samples diving
+(`omnibal.data.dive`) finds the fewest or next to them. These are taken where they do, although
+their packs are no mixtures.
 """
 
 from dataclasses import replace
@@ -27,6 +28,7 @@ import numpy as np
 from scipy import sparse
 
 from omnibal.data.bound import packs_of_sums
+from omnibal.data.dive import pack_by_diving
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.fit import Seed, check_samples_fit
 from omnibal.data.isf import cut_groups, pack_isf
@@ -67,12 +69,16 @@ _SPARE_SHARE = 4096
 """Patterns of types leave this part of the token cap free, so that evening out has room."""
 _RANDOM_SAMPLES = 20_000
 """Drawn to see what random packs look like."""
-_MAX_REPACKED = 3000
-"""Samples; with more, one pack more or less is next to nothing."""
+_MAX_DIVED = 1000
+"""Samples; with more, it takes minutes."""
+_GOOD_ENOUGH = 0.005
+"""Share of packs above what is needed at least that are not worth diving for."""
 
 
-def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
+def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = True) -> Packs:
     """Pack all samples into about as few packs as can be, and never more than `pack_isf` does.
+
+    Without `thorough`, no fewest packs are searched for by diving.
 
     Raises:
         UserError: a sample is larger than a cap.
@@ -93,18 +99,15 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
         level = _pack_level((tiles, tokens), units, least, rng)
         if level is not None:
             return level
-    packs, fractional = _pack_by_patterns(tiles, tokens, units, rng)
+    packs = _pack_by_patterns(tiles, tokens, units, rng)
     if len(packs) - least > _UNMIXED_SAVING * len(packs):
         packs = _best_fit_where_fewer(packs, tiles, tokens, units, rng)
     if len(packs) > least and _may_need_fewer(lengths, caps, len(packs), rng):
         rival = pack_isf(lengths, caps, seed)
         packs = rival if len(rival) < len(packs) else packs
-    target = max(least, int(fractional)) + 1
-    if len(packs) > target and len(lengths) <= _MAX_REPACKED:
-        again = Rest(tiles, tokens, units).repack(
-            [packs[i] for i in range(len(packs))], target, rng
-        )
-        packs = Packs.from_lists(again)
+    enough = int(_GOOD_ENOUGH * len(packs))
+    if thorough and len(packs) > least + enough and len(lengths) <= _MAX_DIVED:
+        packs = pack_by_diving(tiles, tokens, units, packs, enough)
     return packs
 
 
@@ -164,8 +167,8 @@ def _best_fit_where_fewer(
 
 def _pack_by_patterns(
     tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
-) -> tuple[Packs, float]:
-    """Packs of patterns and of the rest; also how many packs the patterns need in parts."""
+) -> Packs:
+    """Packs of patterns and of the rest."""
     level = _tile_levels(tiles)
     types = group_sizes(level, tokens, min(_MAX_TYPES, len(tiles) // _MIN_SAMPLES_PER_TYPE))
     spare_tokens = caps.max_tokens // _SPARE_SHARE if _differ_inside(types, tokens) else 0
@@ -176,7 +179,7 @@ def _pack_by_patterns(
     kept, taken_out = _take_out_excess(even, tokens, caps.max_tokens)
     left = np.concatenate([left, taken_out])
     rest = Rest(tiles[left], tokens[left], caps).pack(_sample_values(types, mix)[left], rng)
-    return Packs.join([kept, Packs.from_lists([left[pack] for pack in rest])]), mix.packs
+    return Packs.join([kept, Packs.from_lists([left[pack] for pack in rest])])
 
 
 def _tile_levels(tiles: np.ndarray) -> np.ndarray:

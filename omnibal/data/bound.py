@@ -12,6 +12,9 @@ they are the dual solution. Two things keep it fast and tight with thousands of 
 What makes the bound valid is only this: the most valuable pack under the fitted values is found
 over all distinct sizes, rounded down to the grid, and the values are divided by its worth (Farley
 1990). Rounding down can only overstate that worth.
+
+Of few distinct sizes, and where that leaves a gap to packs at hand, every size has a value of its
+own instead (`omnibal.data.all_sizes`), which is exact and takes longer where sizes are thousands.
 """
 
 from dataclasses import dataclass
@@ -19,8 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
+from omnibal.data.all_sizes import SizeMix, Sizes
 from omnibal.data.fit import check_samples_fit
 from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs
 from omnibal.data.patterns import (
     Grid,
     Items,
@@ -30,9 +35,17 @@ from omnibal.data.patterns import (
     group_sizes,
     most_copies,
 )
+from omnibal.data.rest import Rest
 from omnibal.plan import Caps
 
-TYPES = 112
+_TYPES = 112
+"""Of samples, with two knots each."""
+_FEW_SIZES, _MANY_SIZES = 400, 6000
+"""Distinct sizes up to which each has a value of its own: always, and where a gap is left."""
+_GAP = 0.005
+"""Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
+_EXACT_ROUNDS = 100
+_EXACT_WORK = 4e8
 _KNOT_ROUNDS = 40
 _COARSE_ROUNDS = 30
 _FINE_ROUNDS = 3
@@ -48,18 +61,14 @@ _ROUNDING = 1e-9
 """Relative; the float sums are good to more than that."""
 
 
-def packs_lower_bound(
-    lengths: Lengths, caps: Caps, *, found: int | None = None, types: int = TYPES
-) -> int:
+def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
     """Packs needed at least: the larger of the naive bound and of what column generation proves.
 
     Args:
         lengths: of all samples.
         caps: of every pack.
         found: packs of a packing that is at hand; where the naive bound is as many, nothing is
-            left to prove, and nothing is generated.
-        types: of samples, with two knots each. More prove more where packs hold two or three
-            samples, in time that grows with their square.
+            left to prove, and where the usual bound is far below, a finer one is tried.
 
     Raises:
         UserError: a sample is larger than a cap.
@@ -69,8 +78,26 @@ def packs_lower_bound(
     if found is not None and found <= naive:
         return naive
     tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
-    proven = _fractional_bound(tiles, tokens, caps, types)
-    return max(naive, int(np.ceil(proven * (1 - _ROUNDING))))
+    sizes = Sizes.of(tiles, tokens)
+    if len(sizes) <= _FEW_SIZES:
+        return max(naive, _whole(_exact_bound(sizes, tiles, tokens, caps, found)))
+    bound = max(naive, _whole(_fractional_bound(tiles, tokens, caps)))
+    if found is not None and found > bound + max(1, _GAP * bound) and len(sizes) <= _MANY_SIZES:
+        bound = max(bound, _whole(_exact_bound(sizes, tiles, tokens, caps, found)))
+    return bound
+
+
+def _whole(packs: float) -> int:
+    return int(np.ceil(packs * (1 - _ROUNDING)))
+
+
+def _exact_bound(
+    sizes: Sizes, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, found: int | None
+) -> float:
+    packs = Packs.from_lists(Rest(tiles, tokens, caps).best_fit(np.random.default_rng(0)))
+    cells = min(max(_EXACT_WORK / len(sizes), _EXACT_WORK**0.5), _MAX_CELLS)
+    mix = SizeMix(sizes, caps, packs, int(cells))
+    return mix.bound(max_rounds=_EXACT_ROUNDS, wanted=min(found or len(packs), len(packs)))
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
@@ -84,10 +111,10 @@ def packs_of_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:
     return int(max(-(-total_tiles // caps.max_tiles), -(-total_tokens // caps.max_tokens)))
 
 
-def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps, types: int) -> float:
+def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> float:
     sizes, counts = np.unique(tiles << 32 | tokens, return_counts=True)
     size_tiles, size_tokens = sizes >> 32, sizes & 0xFFFFFFFF
-    knots = _Knots.of(group_sizes(tiles, tokens, types), tokens)
+    knots = _Knots.of(group_sizes(tiles, tokens, _TYPES), tokens)
     cover = knots.weights(size_tiles, size_tokens)
     max_tiles = min(caps.max_tiles, int(tiles.sum()))
     max_tokens = min(caps.max_tokens, int(tokens.sum()))

@@ -17,14 +17,24 @@ class PackingMethod(StrEnum):
     ISF = "isf"
 
 
-def pack_samples(lengths: Lengths, caps: Caps, method: PackingMethod, seed: Seed) -> Packs:
+def pack_samples(
+    lengths: Lengths, caps: Caps, method: PackingMethod, seed: Seed, *, thorough: bool = True
+) -> Packs:
     """Put every sample into one pack by `method`, with that method's default settings.
+
+    Args:
+        lengths: of all samples.
+        caps: of every pack.
+        method: rule.
+        seed: decides which samples go together where the rule leaves that open.
+        thorough: where `balanced` needs more packs than must be for some hundred samples, search
+            for the fewest; it may take half a minute.
 
     Raises:
         UserError: a sample is larger than a cap.
     """
     match method:
         case PackingMethod.BALANCED:
-            return pack_balanced(lengths, caps, seed)
+            return pack_balanced(lengths, caps, seed, thorough=thorough)
         case PackingMethod.ISF:
             return pack_isf(lengths, caps, seed)

@@ -118,30 +118,40 @@ def group_sizes(tiles: np.ndarray, tokens: np.ndarray, max_types: int) -> SizeTy
 
 
 def knapsack_table(
-    values: np.ndarray, tiles: np.ndarray, tokens: np.ndarray, grid: Grid
+    values: np.ndarray,
+    tiles: np.ndarray,
+    tokens: np.ndarray,
+    grid: Grid,
+    counts: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Most value within every pair of capacities, with any number of copies of each item.
+    """Most value within every pair of capacities.
 
     Args:
         values: float64 [items]; items of no value are never taken.
         tiles, tokens: int64 [items], sizes in units of the grid; no item may be of size (0, 0).
+        counts: int64 [items], copies that there are of each item; without it, any number.
 
     Returns:
         float64 [grid.tiles + 1, grid.tokens + 1].
     """
     table = np.zeros((grid.tiles + 1, grid.tokens + 1))
-    for value, item_tiles, item_tokens in zip(
-        values.tolist(), tiles.tolist(), tokens.tolist(), strict=True
+    most = np.full(len(values), np.iinfo(np.int64).max) if counts is None else counts
+    for value, item_tiles, item_tokens, left in zip(
+        values.tolist(), tiles.tolist(), tokens.tolist(), most.tolist(), strict=True
     ):
         copies = 1
-        # Doubling: after trying 1, 2, 4, ... copies in turn, any number was tried.
+        # Doubling: after trying 1, 2, 4, ... copies and the last few, any number was tried.
         while (
-            value > 0 and copies * item_tiles <= grid.tiles and copies * item_tokens <= grid.tokens
+            value > 0
+            and left > 0
+            and copies * item_tiles <= grid.tiles
+            and copies * item_tokens <= grid.tokens
         ):
             below = table[copies * item_tiles :, copies * item_tokens :]
             kept = table[: len(below), : below.shape[1]] + copies * value
             np.maximum(below, kept, out=below)
-            copies *= 2
+            left -= copies
+            copies = min(2 * copies, left)
     return table
 
 

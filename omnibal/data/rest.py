@@ -1,10 +1,4 @@
-"""What patterns leave over: some hundred samples, packed in several ways, of which the best counts.
-
-Packs already made can be packed again the same way, some at a time, which is a local search
-(destroy and repair).
-"""
-
-from collections.abc import Sequence
+"""What patterns leave over: some hundred samples, packed in several ways; the best counts."""
 
 import numpy as np
 
@@ -20,8 +14,6 @@ _MAX_FILLED = 2000
 """Samples; with more, filling one by one takes too long."""
 _MAX_LOOKED_AT = 10_000
 """Samples; with more, looking at all samples or packs for each place takes too long."""
-_WINDOW_PACKS = 12
-_ROUNDS = 60
 
 
 class Rest:
@@ -67,29 +59,3 @@ class Rest:
 
     def _noise(self, rng: np.random.Generator) -> np.ndarray:
         return 1 + _VALUE_NOISE * rng.random(len(self.total))
-
-    def repack(
-        self, packs: Sequence[np.ndarray], target: int, rng: np.random.Generator
-    ) -> list[np.ndarray]:
-        """Packs [samples] with a few packed anew at a time, until there are `target` or time is up.
-
-        A change counts when packs become fewer, or as many and less alike: room collects in some,
-        until their samples go into others.
-        """
-        packs = list(packs)
-        for _ in range(_ROUNDS):
-            if len(packs) <= target:
-                break
-            fill = np.array([self.total[pack].sum() for pack in packs])
-            emptiest = np.argsort(fill + 0.2 * rng.random(len(packs)))[: _WINDOW_PACKS // 3]
-            others = np.setdiff1d(np.arange(len(packs)), emptiest)
-            chosen = {*emptiest, *rng.permutation(others)[: _WINDOW_PACKS - len(emptiest)]}
-            samples = np.concatenate([packs[index] for index in chosen])
-            ways = self.take(samples)._opened_by_largest(rng)
-            found = min(([samples[pack] for pack in way] for way in ways), key=self._rank)
-            if self._rank(found) < self._rank([packs[index] for index in chosen]):
-                packs = [pack for index, pack in enumerate(packs) if index not in chosen] + found
-        return packs
-
-    def _rank(self, packs: Sequence[np.ndarray]) -> tuple[int, float]:
-        return len(packs), -sum(self.total[pack].sum() ** 2 for pack in packs)

@@ -20,6 +20,8 @@ from omnibal.data.packs import Packs, ScheduledPacks, sha256_of_columns
 from omnibal.errors import UserError
 from omnibal.plan import Caps
 
+_THOROUGH_WORK = 4e6
+"""Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""
 _WINDOW_PACKS = 1 << 14
 """Packs among which those of a row are matched; more match better and mix less."""
 
@@ -70,8 +72,11 @@ class Steps:
 
 def pack_epochs(lengths: Lengths, request: DataRequest) -> list[Packs]:
     """Packs of every epoch, each drawn anew from (seed, epoch)."""
+    thorough = request.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
     return [
-        pack_samples(lengths, request.caps, request.method, _seeds(request, epoch)[0])
+        pack_samples(
+            lengths, request.caps, request.method, _seeds(request, epoch)[0], thorough=thorough
+        )
         for epoch in range(request.epochs)
     ]
 

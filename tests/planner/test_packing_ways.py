@@ -244,29 +244,3 @@ def test_level_packs_hold_every_sample_once(leading):
     assert sorted(packs.samples.tolist()) == list(range(2000))
     tokens = packs.sums(lengths.tokens)
     assert tokens.max() - tokens.min() < 0.01 * tokens.mean()
-
-
-def test_repacking_only_ever_helps():
-    """Prevents a local search that loses samples, breaks a cap or adds packs."""
-    rng = np.random.default_rng(5)
-    caps = Caps(max_tiles=9, max_tokens=4096)
-    lengths = make_lengths(rng.integers((1, 900), (4, 1900), (200, 2)).tolist())
-    rest = Rest(lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64), caps)
-    alone = [np.array([sample]) for sample in range(200)]
-    again = rest.repack(alone, 1, rng)
-    assert sorted(np.concatenate(again).tolist()) == list(range(200))
-    assert max(lengths.tokens[pack].sum() for pack in again) <= 4096
-    assert len(again) < 120
-
-
-def test_more_types_prove_more():
-    """Prevents a finer bound that proves less, or that a known packing does not cut short."""
-    rng = np.random.default_rng(6)
-    caps = Caps(max_tiles=9, max_tokens=4096)
-    lengths = make_lengths(rng.integers((0, 1), (10, 4097), (300, 2)).tolist())
-    packs = len(balanced(lengths, caps))
-    coarse, fine = (packs_lower_bound(lengths, caps, types=types) for types in (20, 300))
-    assert coarse < fine <= packs
-    naive = naive_lower_bound(lengths, caps)
-    assert packs_lower_bound(lengths, caps, found=naive) == naive
-    assert packs_lower_bound(lengths, caps, found=packs) > naive

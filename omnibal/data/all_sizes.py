@@ -1,0 +1,151 @@
+"""Column generation over every distinct size of sample: patterns and values that are exact.
+
+Types of similar sizes (`omnibal.data.patterns`) are too coarse where packs hold two or three
+samples. Here every size has its own row. Three things keep that fast:
+
+- A pack that has room for a sample has room for a smaller one, so a column may trade a larger size
+  for a smaller one at no cost. In the dual problem, a larger sample is worth no less (dual-optimal
+  inequalities: Ben Amor, Desrosiers and Valério de Carvalho, Operations Research 54, 2006).
+- Columns are priced at a mean of the best values so far and of the master's own (Wentges,
+  International Transactions in Operational Research 4, 1997).
+- The most valuable pack is found with sizes as they are (`omnibal.data.best_pack`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+
+from omnibal.data.best_pack import BestPack
+from omnibal.data.master import Cover, Master
+from omnibal.data.packs import Packs
+from omnibal.plan import Caps
+
+_MAX_EXCHANGES = 6
+"""Larger sizes that each size is traded with, at most."""
+_SMOOTHING = 0.5
+"""Share of the best values so far in the values that columns are priced at."""
+_MIN_GAIN = 1e-6
+_ABOVE = 2e-4
+"""Relative; a bound is given away by this much, which spares looking at packs worth just 1."""
+_MAX_NEW = 1000
+"""Columns, in each round."""
+_ROUNDING = 1e-9
+"""Relative; the float sums are good to more than that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sizes:
+    """Distinct sizes of samples, sorted by (tiles, tokens)."""
+
+    tiles: np.ndarray
+    """int64 [sizes]."""
+    tokens: np.ndarray
+    """int64 [sizes]."""
+    of_sample: np.ndarray
+    """int64 [samples], every sample's size."""
+
+    def __len__(self) -> int:
+        return len(self.tiles)
+
+    @classmethod
+    def of(cls, tiles: np.ndarray, tokens: np.ndarray) -> "Sizes":
+        """Sizes of samples with these tiles and tokens, int64 [samples]."""
+        keys, of_sample = np.unique(tiles << 32 | tokens, return_inverse=True)
+        return cls(tiles=keys >> 32, tokens=keys & 0xFFFFFFFF, of_sample=of_sample)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Samples of every size, int64 [sizes]."""
+        return np.bincount(self.of_sample, minlength=len(self))
+
+    def columns(self, packs: Packs) -> sparse.csr_array:
+        """How many samples of each size packs hold, float64 [packs, sizes]."""
+        pack = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+        held = (np.ones(len(pack)), (pack, self.of_sample[packs.samples]))
+        return sparse.csr_array(held, shape=(len(packs), len(self)))
+
+    def exchanges(self) -> np.ndarray:
+        """Pairs of sizes of which the second is no smaller in both, int64 [pairs, 2].
+
+        Of all such pairs only some next ones; a chain of them leads on.
+        """
+        pairs = []
+        for size in range(len(self) - 1):
+            larger = size + 1 + np.flatnonzero(self.tokens[size + 1 :] >= self.tokens[size])
+            tokens = self.tokens[larger]
+            # With the tiles growing, those are next whose tokens are fewer than of all before.
+            is_next = tokens < np.minimum.accumulate(np.concatenate([[1 << 40], tokens[:-1]]))
+            pairs += [(size, int(other)) for other in larger[is_next][:_MAX_EXCHANGES]]
+        return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+class SizeMix:
+    """Patterns that together cover a demand of sizes, of which more are made as they are needed."""
+
+    def __init__(self, sizes: Sizes, caps: Caps, packs: Packs, max_cells: int):
+        """Start from some packs.
+
+        Args:
+            sizes: of all samples, each of which fits a pack.
+            caps: of every pack.
+            packs: of all samples.
+            max_cells: of the knapsack's table.
+        """
+        self.sizes, self.caps = sizes, caps
+        self.exchanges = sizes.exchanges()
+        self.columns = sizes.columns(packs)
+        used = Caps(
+            max_tiles=max(1, min(caps.max_tiles, int(sizes.counts @ sizes.tiles))),
+            max_tokens=min(caps.max_tokens, int(sizes.counts @ sizes.tokens)),
+        )
+        self._best = BestPack(sizes.tiles, sizes.tokens, used, max_cells)
+        self._master = Master(sizes.counts, self.exchanges)
+        self._master.add(self.columns)
+
+    def cover(self, demand: np.ndarray, *, max_rounds: int) -> Cover:
+        """Cover a demand [sizes] by the fewest packs, over all columns of then.
+
+        New columns are made in at most `max_rounds` rounds.
+        """
+        return self._cover(demand, max_rounds, None)[0]
+
+    def bound(self, *, max_rounds: int, wanted: int) -> float:
+        """Packs that all samples need at least, by any fractional cover.
+
+        Args:
+            max_rounds: of new columns.
+            wanted: packs; a bound that rounds up to as many is as good as any.
+        """
+        return self._cover(self.sizes.counts, max_rounds, wanted)[1]
+
+    def _cover(
+        self, demand: np.ndarray, max_rounds: int, wanted: int | None
+    ) -> tuple[Cover, float]:
+        self._master.change_demand(demand)
+        bound, best_values = 0.0, None
+        cover = self._master.solve()
+        for _ in range(max_rounds):
+            tried = [cover.values]
+            if best_values is not None:
+                tried.insert(0, _SMOOTHING * best_values + (1 - _SMOOTHING) * cover.values)
+            for values in tried:
+                priced = self._best.price(values, demand)
+                most, patterns = priced.most, self._best.patterns(priced, _MAX_NEW)
+                found = patterns[patterns @ cover.values > 1 + _MIN_GAIN]
+                if wanted is not None and values is cover.values and not len(found):
+                    most, patterns = self._best.most(priced, 1 + _ABOVE)
+                    found = patterns[np.argsort(-(patterns @ values), kind="stable")[:_MAX_NEW]]
+                proven = float(values @ demand) / most * (1 - _ROUNDING)
+                if proven > bound:
+                    bound, best_values = proven, values / most
+                if len(found):
+                    break
+            # Packs come in whole numbers, so the bound rounded up may be all there is to prove.
+            if not len(found) or np.ceil(bound) >= min(cover.packs, wanted or cover.packs):
+                break
+            new = sparse.csr_array(found.astype(np.float64))
+            self.columns = sparse.vstack([self.columns, new], format="csr")
+            self._master.add(new)
+            cover = self._master.solve()
+        return cover, bound
