@@ -5,6 +5,7 @@ script's own file, as `__main__`, with its own arguments, environment, output an
 an import that it forgets would not be noticed: some test starts each script by itself too.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -12,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,25 @@ TIMEOUT_S = 300
 Completed = subprocess.CompletedProcess[str]
 
 
+class Started:
+    """Processes of one command that run, or have ended; each keeps its id until `ended` is read."""
+
+    def __init__(self, pids: list[int], finish: Callable[[], list[Completed]]) -> None:
+        self.pids = pids
+        self._finish = finish
+
+    @cached_property
+    def ended(self) -> list[Completed]:
+        """What all of them came to, once they have ended."""
+        return self._finish()
+
+    def kill(self) -> None:
+        """End those that still run."""
+        if "ended" not in vars(self):
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+
+
 class Launcher:
     """The process that others are forked from; it ends with this one."""
 
@@ -43,13 +64,18 @@ class Launcher:
 
     def run(self, *command: object, **environment: str) -> Completed:
         """`python COMMAND` in the repository, with more environment."""
-        [completed] = self.run_together(command, [environment])
+        with self.start(command, [environment]) as started:
+            [completed] = started.ended
         return completed
 
-    def run_together(
+    @contextmanager
+    def start(
         self, command: tuple[object, ...], environments: list[Mapping[str, str]]
-    ) -> list[Completed]:
-        """The same several times at once, as the ranks of a job are; waits for all."""
+    ) -> Iterator[Started]:
+        """The same several times at once, as the ranks of a job are, beside the body of the `with`.
+
+        It ends when they have ended, and ends them if it fails; no other command runs meanwhile.
+        """
         words = [str(word) for word in command]
         with tempfile.TemporaryDirectory() as folder:
             outputs = [str(Path(folder) / str(number)) for number in range(len(environments))]
@@ -57,18 +83,32 @@ class Launcher:
                 {"words": words, "environment": dict(environment), "output": output}
                 for environment, output in zip(environments, outputs, strict=True)
             ]
-            assert self._process.stdin is not None and self._process.stdout is not None
+
+            def finish() -> list[Completed]:
+                return [
+                    Completed(
+                        words,
+                        code,
+                        Path(f"{output}.out").read_text(),
+                        Path(f"{output}.err").read_text(),
+                    )
+                    for code, output in zip(self._read(), outputs, strict=True)
+                ]
+
+            assert self._process.stdin is not None
             print(json.dumps(starts), file=self._process.stdin, flush=True)
-            codes = json.loads(self._process.stdout.readline())
-            return [
-                Completed(
-                    words,
-                    code,
-                    Path(f"{output}.out").read_text(),
-                    Path(f"{output}.err").read_text(),
-                )
-                for code, output in zip(codes, outputs, strict=True)
-            ]
+            started = Started(self._read(), finish)
+            try:
+                yield started
+            except BaseException:
+                started.kill()
+                raise
+            finally:
+                assert started.ended
+
+    def _read(self) -> list[int]:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
 
 
 @cache
@@ -82,6 +122,9 @@ def _serve() -> None:
     sys.path.insert(0, str(REPOSITORY))
     for module in _IMPORTED:
         __import__(module)
+    # A collection, as every Python that ends makes one, would copy all of this in every child.
+    gc.collect()
+    gc.freeze()
     while line := sys.stdin.readline():
         children = []
         for start in json.loads(line):
@@ -90,6 +133,9 @@ def _serve() -> None:
                 _become(**start)
                 return
             children.append(child)
+        print(json.dumps(children), flush=True)
+        for child in children:
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         statuses = [os.waitpid(child, 0)[1] for child in children]
         print(json.dumps([os.waitstatus_to_exitcode(status) for status in statuses]), flush=True)
 

@@ -1,5 +1,6 @@
 """A small dataset of the quickstart's kind, made once, for all tests that read real data."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,6 +20,16 @@ from tools.make_digits_dataset import make_dataset
 # An example takes as long as the machine's other work lets it.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_collection_finish() -> None:
+    """Spare what is imported by now, and the tests themselves, every garbage collection.
+
+    One marks each of half a million objects. In a forked process that copies all their memory,
+    which took longer than the work of most ranks.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TIMEOUT_S, Completed, launcher
+from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 MODEL = ("--model", "internvl-digits")
@@ -31,14 +32,20 @@ def run(*command: object, processes: int | None = None) -> Completed:
 
 
 def run_pair(*command: object) -> Completed:
-    """Two ranks that are told where to meet, as Slurm does; what both said, one after the other."""
-    ranks = launcher().run_together(command, list(rank_environments(2)))
+    """Two ranks; what both said, one after the other."""
+    with pair_starts(*command) as started:
+        ranks = started.ended
     return Completed(
         command,
         max(abs(rank.returncode) for rank in ranks),
         "".join(rank.stdout for rank in ranks),
         "".join(rank.stderr for rank in ranks),
     )
+
+
+def pair_starts(*command: object) -> AbstractContextManager[Started]:
+    """Two ranks that are told where to meet, as Slurm does."""
+    return launcher().start(command, list(rank_environments(2)))
 
 
 def rank_environments(processes: int) -> Iterator[dict[str, str]]:
@@ -342,18 +349,6 @@ def test_reports_of_a_run(long_plan, digits, tmp_path):
     assert all(0 < record["mfu"] < 1.5 and not record["skipped"] for record in records(save))
 
 
-def launched(*command: object, processes: int) -> list[subprocess.Popen]:
-    """The ranks of a job, started as Slurm starts them: each by itself, told where to meet."""
-    return [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, **environment},
-        )
-        for environment in rank_environments(processes)
-    ]  # fmt: skip
-
-
 def wait_for_steps(save: Path, steps: int) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -370,15 +365,14 @@ def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path
     """
     whole, save = tmp_path / "whole", tmp_path / "run"
     pair_succeeds(*training(long_plan, digits, whole))
-    ranks = launched(*training(long_plan, digits, save), processes=2)
-    wait_for_steps(save, 1)
-    ranks[1].send_signal(signal.SIGTERM)
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    with pair_starts(*training(long_plan, digits, save)) as ranks:
+        wait_for_steps(save, 1)
+        os.kill(ranks.pids[1], signal.SIGTERM)
+    assert [rank.returncode for rank in ranks.ended] == [0, 0], ranks.ended
     stopped = len(records(save))
     assert 0 < stopped < len(records(whole))
-    assert f"stopped as asked after step {stopped}" in outputs[0][0]
-    assert f"--load {save}" in outputs[0][0]
+    assert f"stopped as asked after step {stopped}" in ranks.ended[0].stdout
+    assert f"--load {save}" in ranks.ended[0].stdout
     stale = records(save)[-1] | {"step": stopped, "loss": 99.0}
     with (save / "run.jsonl").open("a") as log:  # of a step that was trained and not saved
         log.write(json.dumps(stale) + "\n")
@@ -390,14 +384,14 @@ def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path
 def test_killed_rank_ends_the_others_with_its_name(long_plan, digits, tmp_path):
     """Prevents: a job that holds its devices for hours after a rank ran out of memory."""
     save = tmp_path / "run"
-    ranks = launched(*training(long_plan, digits, save), processes=2)
-    wait_for_steps(save, 1)
-    started = time.monotonic()
-    ranks[1].kill()
-    _, message = ranks[0].communicate(timeout=90)
+    with pair_starts(*training(long_plan, digits, save)) as ranks:
+        wait_for_steps(save, 1)
+        started = time.monotonic()
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        survivor, _ = ranks.ended
     assert time.monotonic() - started < 60
-    assert ranks[0].returncode == 1
-    assert "rank 1 has not been heard of" in message
+    assert survivor.returncode == 1
+    assert "rank 1 has not been heard of" in survivor.stderr
 
 
 def test_broken_image_is_passed_over_when_asked_to(plan, single_plan, digits, tmp_path):

@@ -1,15 +1,19 @@
 """Lengths from headers and text: equal to what is trained on, strict about images, and the same
 however many processes scan, and however often they are killed."""
 
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +68,9 @@ def make_data(folder: Path, samples: int) -> Annotations:
     return Annotations.open(folder / "meta.json")
 
 
-def make_line(rng: np.random.Generator) -> str:
+def make_line(rng: np.random.Generator, *more: str) -> str:
     images = [f"{number}.png" for number in rng.integers(0, PICTURES, rng.integers(0, 3))]
+    images += more
     text = "<image>" * len(images) + "What is that? " * rng.integers(1, 9)
     messages = [{"from": "human", "value": text}, {"from": "gpt", "value": "It is 7."}]
     return json.dumps({"image": images, "conversations": messages}) + "\n"
@@ -372,13 +377,16 @@ def test_images_are_opened_once(broken, tokenizer, monkeypatch):
 
 
 def kill_while_scanning(annotations: Annotations, tokenizer, folder: Path, delay_s: float) -> None:
-    """Scan in another process, and kill that some time after it finished something."""
+    """Scan two tasks in another process, and kill that some time after it finished one."""
     journal = open_journal(annotations, tokenizer, folder)
     before = journal.path.stat().st_size if journal.path.exists() else 0
     child = os.fork()
     if child == 0:
-        # Slowed down, so that a busy machine kills it in time.
-        scan_lengths(annotations, MODEL, tokenizer, lambda _: time.sleep(0.03), journal=journal)
+        calls = itertools.count()  # the first is before any task
+        scan_lengths(
+            annotations, MODEL, tokenizer, lambda _: next(calls) < 2 or signal.pause(),
+            journal=journal,
+        )  # fmt: skip
         os._exit(0)
     while not journal.path.exists() or journal.path.stat().st_size == before:
         time.sleep(0.001)
@@ -560,6 +568,39 @@ def test_usable_cores_are_those_of_the_process():
         os.sched_setaffinity(0, allowed)
 
 
+@dataclass(frozen=True)
+class Gates:
+    """Pictures of which each holds up the process that opens it, until they are released.
+
+    So a scan cannot end before it is killed, however slow its killer is.
+    """
+
+    folder: Path
+    names: list[str]
+
+    @staticmethod
+    def set(data: Path, samples: Iterable[int]) -> "Gates":
+        """One in each of these samples of the first source of `make_data`, at its place alone."""
+        annotation, names = data / "a.jsonl", []
+        lines = annotation.read_text().splitlines(keepends=True)
+        for sample in samples:
+            names.append(f"gate{sample}.png")
+            lines[sample] = make_line(np.random.default_rng(sample), names[-1])
+            os.mkfifo(data / "pictures" / f"{names[-1]}.fifo")
+            (data / "pictures" / names[-1]).symlink_to(f"{names[-1]}.fifo")
+        annotation.write_text("".join(lines))
+        return Gates(data / "pictures", names)
+
+    def release(self) -> None:
+        """Make them pictures as others are, and let go whom they hold, with an empty file."""
+        for name in self.names:
+            ready = self.folder / f"{name}.ready"
+            shutil.copy(self.folder / "0.png", ready)
+            ready.rename(self.folder / name)
+            with contextlib.suppress(OSError):  # nobody has it open
+                os.close(os.open(self.folder / f"{name}.fifo", os.O_WRONLY | os.O_NONBLOCK))
+
+
 def start_command(folder: Path, digits: Path, output: Path) -> subprocess.Popen:
     options = "--model internvl-digits --processes 2 --json --tokenizer-model".split()
     arguments = [folder / "meta.json", *options, digits / "tokenizer.model", "-o", output]
@@ -588,9 +629,13 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
     """Prevents workers that outlive the command, tracebacks of each after Ctrl-C, and a lost scan
     after either."""
     (tmp_path / "data").mkdir()
-    annotations = make_data(tmp_path / "data", 6000)
+    make_data(tmp_path / "data", 2000)
+    # Both workers of either scan are held up in the end, after two tasks and after two more.
+    tasks = np.arange(8) * SAMPLES_PER_TASK + 100
+    gates = [Gates.set(tmp_path / "data", tasks[[2, 3]]), Gates.set(tmp_path / "data", tasks[6:])]
+    annotations = Annotations.open(tmp_path / "data/meta.json")
     output, partial = tmp_path / "L.parquet", tmp_path / "L.parquet.partial"
-    for number in (signal.SIGKILL, signal.SIGINT):
+    for number, gate in zip((signal.SIGKILL, signal.SIGINT), gates, strict=True):
         before = partial.stat().st_size if partial.exists() else 0
         command = start_command(tmp_path / "data", digits, output)
         while not partial.exists() or partial.stat().st_size == before:
@@ -599,12 +644,16 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
             command.kill()
         else:
             os.killpg(command.pid, number)
-        _, errors = command.communicate()
-        deadline = time.monotonic() + 10
+        command.wait()
+        deadline = time.monotonic() + 30
         while running_members(command.pid) and time.monotonic() < deadline:
+            if number == signal.SIGKILL:  # a worker finds out when it has done its task
+                gate.release()
             time.sleep(0.01)
         assert running_members(command.pid) == []
+        _, errors = command.communicate()
         assert not output.exists()
+        gate.release()
     assert command.returncode == 128 + signal.SIGINT
     assert errors.splitlines()[-1] == "interrupted: run the same command again to resume"
     assert "Traceback" not in errors
@@ -613,8 +662,8 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
     command = start_command(tmp_path / "data", digits, output)
     printed, errors = command.communicate()
     assert command.returncode == 0
-    assert f"resumed: {finished:,} of 18,000 samples were already scanned" in errors
-    assert json.loads(printed)["samples"] == 18_000
+    assert f"resumed: {finished:,} of 6,000 samples were already scanned" in errors
+    assert json.loads(printed)["samples"] == 6000
     assert output.read_bytes() == written(scan(annotations, tokenizer).lengths, tmp_path)
     assert not partial.exists()
 
@@ -623,7 +672,8 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
 def test_interrupt_while_workers_start(tmp_path, digits):
     """Prevents a traceback of each worker that Ctrl-C meets in the middle of its imports."""
     (tmp_path / "data").mkdir()
-    make_data(tmp_path / "data", 6000)
+    make_data(tmp_path / "data", 200)
+    Gates.set(tmp_path / "data", [50, 150])
     command = start_command(tmp_path / "data", digits, tmp_path / "L.parquet")
     while len(running_members(command.pid)) < 3:  # resource tracker, and server of the forks
         time.sleep(0.002)

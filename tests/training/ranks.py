@@ -72,10 +72,13 @@ def _alone(work: Callable[..., None], arguments: dict[str, Any], error: Path) ->
 def _wait(processes: list[Any]) -> None:
     """Until all have ended, or the first has failed: the others would wait for it."""
     deadline = time.monotonic() + _TIMEOUT_S
-    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):
-            break
-        connection.wait([process.sentinel for process in processes if process.is_alive()], 1.0)
+    running = processes
+    while running and time.monotonic() < deadline and not any(one.exitcode for one in processes):
+        ended = connection.wait([process.sentinel for process in running], 1.0)
+        for process in running:
+            if process.sentinel in ended:
+                process.join(1.0)  # it has closed its files, and is gone in a moment
+        running = [process for process in running if process.is_alive()]
 
 
 def _rank(

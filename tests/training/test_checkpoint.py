@@ -1,7 +1,8 @@
 """Stopping and resuming: the same weights as if nothing had happened."""
 
 import threading
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import Part
 from omnibal.errors import UserError
-from omnibal.plan import Parallel
+from omnibal.plan import Parallel, Plan
 
 TOTAL_STEPS = 6
 PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
@@ -60,19 +61,35 @@ def run_range(plan, *arguments, **options):
     return ranks[0][0], weights
 
 
-@pytest.mark.parametrize("data", [1, 2], ids=["one-pipeline", "two-pipelines"])
-def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, data):
-    """Prevents: optimizer, schedule or weights that a checkpoint does not bring back exactly."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model, 4), data=data)
+@dataclass(frozen=True)
+class Stopped:
+    """A run that was left alone, and one that was stopped and saved after half of its steps."""
+
+    plan: Plan
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    first_losses: list[float]
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-pipeline", "two-pipelines"])
+def stopped(request, tmp_path_factory):
+    """Of two stages; its checkpoint is not to be written to."""
+    model, folder = toy_model(), tmp_path_factory.mktemp("stopped")
+    plan = toy_plan(model, stages_of(model, 4), data=request.param)
     losses, weights = run_range(plan, 0, TOTAL_STEPS, None, None)
-    first, _ = run_range(plan, 0, 3, None, tmp_path)
-    assert latest_step(tmp_path) == 3
-    rest, resumed = run_range(plan, 3, TOTAL_STEPS, tmp_path, None)
-    assert first + rest == losses
-    assert weights.keys() == resumed.keys()
-    for name in weights:
-        assert torch.equal(resumed[name], weights[name]), name
+    first, _ = run_range(plan, 0, 3, None, folder)
+    return Stopped(plan, losses, weights, first, folder)
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(stopped):
+    """Prevents: optimizer, schedule or weights that a checkpoint does not bring back exactly."""
+    assert latest_step(stopped.checkpoint) == 3
+    rest, resumed = run_range(stopped.plan, 3, TOTAL_STEPS, stopped.checkpoint, None)
+    assert stopped.first_losses + rest == stopped.losses
+    assert stopped.weights.keys() == resumed.keys()
+    for name in stopped.weights:
+        assert torch.equal(resumed[name], stopped.weights[name]), name
 
 
 SPLITS = {
@@ -84,19 +101,15 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("saved", [((4,), 1), ((4,), 2)], ids=["one-pipeline", "two-pipelines"])
 @pytest.mark.parametrize(("cuts", "data"), SPLITS.values(), ids=SPLITS)
-def test_resumes_under_another_split(tmp_path, saved, cuts, data):
+def test_resumes_under_another_split(stopped, cuts, data):
     """Prevents: a checkpoint that only the split that wrote it can read."""
-    model = toy_model()
-    whole = toy_plan(model, stages_of(model, *saved[0]), data=saved[1])
-    expected, weights = run_range(whole, 0, TOTAL_STEPS, None, None)
-    run_range(whole, 0, 3, None, tmp_path)
+    model = stopped.plan.model
     other = toy_plan(model, stages_of(model, *cuts), data=data)
-    losses, resumed = run_range(other, 3, TOTAL_STEPS, tmp_path, None)
-    assert losses == pytest.approx(expected[3:], rel=1e-5)
-    for name in weights:
-        torch.testing.assert_close(resumed[name], weights[name], rtol=1e-4, atol=1e-5, msg=name)
+    losses, resumed = run_range(other, 3, TOTAL_STEPS, stopped.checkpoint, None)
+    assert losses == pytest.approx(stopped.losses[3:], rel=1e-5)
+    for name, expected in stopped.weights.items():
+        torch.testing.assert_close(resumed[name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("frozen", [Part.VISION, Part.LANGUAGE])

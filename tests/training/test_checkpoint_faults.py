@@ -1,5 +1,6 @@
 """Saving where writes fail and processes die: nothing saved is lost, and training goes on."""
 
+import functools
 import multiprocessing
 import random
 import re
@@ -83,9 +84,16 @@ def save_through_failure(links, plan, directory, asynchronous, fail):
     return losses, lines, kept
 
 
-def unlimited_losses(links, plan):
+def reference_losses(links, plan, steps):
     trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
-    return [step_loss(trainer, step) for step in (1, 2, 3)]
+    return [step_loss(trainer, step) for step in steps]
+
+
+@functools.cache
+def unlimited_losses():
+    """Of three steps of two stages that save nothing."""
+    plan = two_stages()
+    return run_ranks(plan.parallel, reference_losses, plan, (1, 2, 3))[0]
 
 
 def resumed_step(links, plan, directory):
@@ -102,7 +110,7 @@ def check_failed_save(plan, directory, results, reason):
     [line] = lines[1]
     assert re.search(reason, line), line
     assert line.endswith(f"; {checkpoint_path(directory, 1)} stays the newest one")
-    assert losses == run_ranks(plan.parallel, unlimited_losses, plan)[0]
+    assert losses == unlimited_losses()
     assert run_ranks(plan.parallel, resumed_step, plan, directory) == [3, 3]
 
 
@@ -328,11 +336,6 @@ def killed_run(plan, directory, asynchronous, store, moment):
     return [line.split() for line in path.read_text().splitlines()]
 
 
-def reference_losses(links, plan, steps):
-    trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
-    return [step_loss(trainer, step) for step in range(steps)]
-
-
 @MODES
 def test_killed_at_any_moment_loses_nothing_saved(tmp_path, asynchronous):
     """Prevents: a kill in mid-save, mid-rename or mid-removal that costs what was saved before."""
@@ -354,5 +357,5 @@ def test_killed_at_any_moment_loses_nothing_saved(tmp_path, asynchronous):
     assert cut_short > 0, "no kill hit a save"
     assert announced > 0, "nothing was saved"
     run_ranks(plan.parallel, resumed_step, plan, directory)
-    [expected, _] = run_ranks(plan.parallel, reference_losses, plan, len(losses))
+    [expected, _] = run_ranks(plan.parallel, reference_losses, plan, range(len(losses)))
     assert [float.fromhex(losses[step]) for step in range(len(losses))] == expected

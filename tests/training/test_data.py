@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 from shard_cases import SAMPLES, make_samples, write_lines, write_shards
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from toy import stages_of
 
 from megatron.vlm.augment import Purpose, jpeg_qualities, tile_keys
@@ -353,12 +354,17 @@ def test_other_mistakes_are_not_forgiven(pictures):
         assert isinstance(malformed, UserError) and "robot, gpt" in str(malformed)
 
 
+TORCH_S = 20.0
+
+
 def many_packs(data: Data) -> PackDataset:
     return data.dataset([[k % len(data.lengths)] for k in range(60)])
 
 
-def test_killed_worker_is_named_at_once(data):
+def test_killed_worker_is_named_at_once(data, monkeypatch):
     """Prevents: a run that waits for ever for a worker that the system ended."""
+    # Torch's own watch looks so much later that a busy machine cannot hide which one noticed.
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (TORCH_S,))
     batches = load_batches(many_packs(data), 2, CPU)
     next(batches)
     workers = multiprocessing.active_children()
@@ -367,7 +373,7 @@ def test_killed_worker_is_named_at_once(data):
     began = time.monotonic()
     with pytest.raises(UserError, match=f"{workers[0].pid} was ended from outside .SIGKILL"):
         list(batches)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < TORCH_S / 2
 
 
 def test_workers_leave_signals_to_the_trainer(data):
