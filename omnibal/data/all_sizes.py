@@ -30,6 +30,8 @@ _ABOVE = 2e-4
 """Relative; a bound is given away by this much, which spares looking at packs worth just 1."""
 _MAX_NEW = 1000
 """Columns, in each round."""
+_MAX_COLUMNS = 8
+"""For each size; where more are asked for, packs hold many samples, and the master gets slow."""
 _ROUNDING = 1e-9
 """Relative; the float sums are good to more than that."""
 
@@ -143,6 +145,8 @@ class SizeMix:
                     break
             # Packs come in whole numbers, so the bound rounded up may be all there is to prove.
             if not len(found) or np.ceil(bound) >= min(cover.packs, wanted or cover.packs):
+                break
+            if self.columns.shape[0] > _MAX_COLUMNS * len(self.sizes) + _MAX_NEW:
                 break
             new = sparse.csr_array(found.astype(np.float64))
             self.columns = sparse.vstack([self.columns, new], format="csr")

@@ -72,7 +72,9 @@ _RANDOM_SAMPLES = 20_000
 _MAX_DIVED = 1000
 """Samples; with more, it takes minutes."""
 _GOOD_ENOUGH = 0.005
-"""Share of packs above what is needed at least that are not worth diving for."""
+"""Share of packs above what is needed at least that is not worth diving for."""
+_ONE_IS_GOOD_ENOUGH = 100
+"""Packs of which one more than is needed is not worth it either."""
 
 
 def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = True) -> Packs:
@@ -105,7 +107,7 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = 
     if len(packs) > least and _may_need_fewer(lengths, caps, len(packs), rng):
         rival = pack_isf(lengths, caps, seed)
         packs = rival if len(rival) < len(packs) else packs
-    enough = int(_GOOD_ENOUGH * len(packs))
+    enough = max(int(_GOOD_ENOUGH * len(packs)), int(len(packs) >= _ONE_IS_GOOD_ENOUGH))
     if thorough and len(packs) > least + enough and len(lengths) <= _MAX_DIVED:
         packs = pack_by_diving(tiles, tokens, units, packs, enough)
     return packs
