@@ -30,8 +30,10 @@ _ABOVE = 2e-4
 """Relative; a bound is given away by this much, which spares looking at packs worth just 1."""
 _MAX_NEW = 1000
 """Columns, in each round."""
-_MAX_COLUMNS = 8
-"""For each size; where more are asked for, packs hold many samples, and the master gets slow."""
+_MAX_CELLS_OF_MASTER = 1e7
+"""Columns times sizes at most: where more are asked for, packs hold many samples, and it is slow."""
+_MIN_COLUMNS = 4
+"""For each size, which are always allowed."""
 _ROUNDING = 1e-9
 """Relative; the float sums are good to more than that."""
 
@@ -102,11 +104,12 @@ class SizeMix:
             max_tokens=min(caps.max_tokens, int(sizes.counts @ sizes.tokens)),
         )
         self._best = BestPack(sizes.tiles, sizes.tokens, used, max_cells)
+        self._max_columns = max(_MAX_CELLS_OF_MASTER / len(sizes), _MIN_COLUMNS * len(sizes))
         self._master = Master(sizes.counts, self.exchanges)
         self._master.add(self.columns)
 
     def cover(self, demand: np.ndarray, *, max_rounds: int) -> Cover:
-        """Cover a demand [sizes] by the fewest packs, over all columns of then.
+        """Cover a demand [sizes] of some samples by the fewest packs, over all columns of then.
 
         New columns are made in at most `max_rounds` rounds.
         """
@@ -146,7 +149,7 @@ class SizeMix:
             # Packs come in whole numbers, so the bound rounded up may be all there is to prove.
             if not len(found) or np.ceil(bound) >= min(cover.packs, wanted or cover.packs):
                 break
-            if self.columns.shape[0] > _MAX_COLUMNS * len(self.sizes) + _MAX_NEW:
+            if self.columns.shape[0] > self._max_columns:
                 break
             new = sparse.csr_array(found.astype(np.float64))
             self.columns = sparse.vstack([self.columns, new], format="csr")

@@ -68,7 +68,8 @@ def _dive(mix: SizeMix, cover: Cover) -> np.ndarray:
                     break
                 made.append(pack)
                 left = left - pack
-        cover = mix.cover(left, max_rounds=_ROUNDS_AGAIN)
+        if left.any():
+            cover = mix.cover(left, max_rounds=_ROUNDS_AGAIN)
     return np.array(made + _exactly(mix, left))
 
 
