@@ -31,7 +31,7 @@ _ABOVE = 2e-4
 _MAX_NEW = 1000
 """Columns, in each round."""
 _MAX_CELLS_OF_MASTER = 1e7
-"""Columns times sizes at most: where more are asked for, packs hold many samples, and it is slow."""
+"""Columns times sizes, at most; where more are wanted, packs hold many samples and it is slow."""
 _MIN_COLUMNS = 4
 """For each size, which are always allowed."""
 _ROUNDING = 1e-9
