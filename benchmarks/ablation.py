@@ -58,9 +58,11 @@ from omnibal.cost.profile import Profile, fitted_cost, read_profile
 from omnibal.data.lengths import Lengths
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.files import atomic, read_json_model, write_json_model
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_1f1b
 from omnibal.pipeline.stage_cost import GIB, stage_times
-from omnibal.plan import Caps, LostTime, Parallel
 from omnibal.replay import (
     ReplayInfo,
     ReplaySummary,

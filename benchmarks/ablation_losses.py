@@ -44,7 +44,8 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import steps_of
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.plan import Parallel, Plan
+from omnibal.parallel import Parallel
+from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
 
 RANKS = 2

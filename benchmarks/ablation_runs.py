@@ -46,7 +46,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
-from omnibal.plan import Parallel, Plan
+from omnibal.parallel import Parallel
+from omnibal.plan import Plan
 from omnibal.runlog import StageRecord
 
 PAIR = 2

@@ -31,17 +31,20 @@ from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import pack_epochs
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB
 from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, DataPlan, Parallel, Plan, Prediction, Stage, memory_cap_gib
+from omnibal.plan import DataPlan, Plan
 from omnibal.planner import (
     PlanRequest,
     PlanResult,
-    check_parallel,
     describe_data,
     job_cost,
     make_plan,

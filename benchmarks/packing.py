@@ -50,8 +50,9 @@ from omnibal.data.metrics import PackMetrics, measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.plan import Caps, Parallel
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

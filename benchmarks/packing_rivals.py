@@ -17,7 +17,7 @@ from omnibal.data.fit import Seed, check_samples_fit
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from omnibal.data.bound import naive_lower_bound, packs_lower_bound
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MOST_ABOVE = 0.005
 _SLOWEST = 3.0

@@ -49,11 +49,14 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.predict import predict
+from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Parallel, Plan, StageMemory
+from omnibal.plan import Plan
 
 STEP_TIME_BAR = 0.08
 MEMORY_BAR = 0.03

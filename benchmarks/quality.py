@@ -45,7 +45,9 @@ from omnibal.data.scan import scan_lengths
 from omnibal.data.steps import Steps, deal_steps, size_load, steps_of
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.files import atomic, read_json_model, write_json_model
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Caps, Parallel, read_plan
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.plan import LENGTHS_FILE, PACKS_FILE, read_plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan, save_plan
 from omnibal.report.svg import Plot, polyline, rect, text
 

@@ -57,8 +57,10 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.scan import scan_lengths
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
 from omnibal.data.tokenizer import open_tokenizer
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Caps, Parallel, Plan
+from omnibal.plan import Plan
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

@@ -27,9 +27,12 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_recomputes
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, memory_tables, model_ms
 from omnibal.pipeline.units import (
     LANGUAGE_LAYER,
@@ -39,7 +42,6 @@ from omnibal.pipeline.units import (
     unit_sequence,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Parallel, Stage
 
 DATA_PARALLEL = 2
 MICRO_BATCHES = 32

@@ -25,8 +25,9 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
-from omnibal.plan import Caps, Parallel
-from omnibal.planner import PlanRequest, check_parallel, job_cost, model_of_lengths
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel, check_parallel
+from omnibal.planner import PlanRequest, job_cost, model_of_lengths
 from omnibal.trial import Job, micro_batches_at, packs_of, time_per_sample
 
 MAX_CANDIDATES = 32

@@ -11,16 +11,13 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
+from omnibal.limits import memory_cap_gib
+from omnibal.parallel import check_parallel
+from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
-from omnibal.plan import PACKS_FILE, DataPlan, Plan, Prediction, memory_cap_gib, read_plan
-from omnibal.planner import (
-    PlanFiles,
-    check_parallel,
-    model_of_lengths,
-    prediction_of,
-    read_plan_files,
-)
+from omnibal.plan import PACKS_FILE, DataPlan, Plan, read_plan
+from omnibal.planner import PlanFiles, model_of_lengths, prediction_of, read_plan_files
 
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6

@@ -54,22 +54,18 @@ from omnibal.data.packs import Packs, write_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.files import atomic, is_stream
-from omnibal.outputs import check_files, check_folder
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.plan import (
-    MAX_DEVICES,
-    MAX_EPOCHS,
+from omnibal.limits import (
     MAX_PACKS_PER_STEP,
-    MAX_SEED,
     USABLE_MEMORY_FRACTION,
     Caps,
-    Parallel,
-    Plan,
-    Prediction,
     check_packs_per_step,
     memory_cap_gib,
-    plan_files,
 )
+from omnibal.outputs import check_files, check_folder
+from omnibal.parallel import MAX_DEVICES, Parallel
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.prediction import Prediction
+from omnibal.plan import MAX_EPOCHS, MAX_SEED, Plan, plan_files
 from omnibal.program import run_app
 from omnibal.runlog import RUN_FILE, run_files
 

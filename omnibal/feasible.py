@@ -17,12 +17,13 @@ from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.errors import DoesNotFit, UserError
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.partition import least_peak_of_splits
 from omnibal.pipeline.stage_cost import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Parallel, memory_cap_gib
-from omnibal.planner import PlanRequest, check_parallel
+from omnibal.planner import PlanRequest
 from omnibal.trial import Job, packs_of
 
 SAMPLES = 20_000

@@ -1,6 +1,5 @@
 """The whole plan: lengths to packs and steps, costs to stages and recomputation, to a directory."""
 
-import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,13 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.data.steps import DataRequest, Steps, deal_steps, draw_steps, size_load, steps_of
 from omnibal.errors import UserError
+from omnibal.limits import Caps, check_packs_per_step, memory_cap_gib
+from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, model_ms
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import (
@@ -33,16 +36,10 @@ from omnibal.plan import (
     PACKS_FILE,
     PLAN_FILE,
     PROFILE_FILE,
-    Caps,
     DataPlan,
     PackedBy,
-    Parallel,
     Plan,
-    Prediction,
     Shapes,
-    Stage,
-    check_packs_per_step,
-    memory_cap_gib,
     write_plan,
 )
 
@@ -175,47 +172,6 @@ def _stages(
         request.method, request.recompute, cost, model, workload, pipeline, cap_bytes
     )
     return chosen, None
-
-
-def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
-    """Refuse parallel sizes that the model cannot be cut into.
-
-    Raises:
-        UserError: there are more stages than layers, tensor-parallel ranks do not divide the
-            language model's heads or a feed-forward size, or they are more than a node's devices.
-    """
-    layers = model.vision.layers + model.language.layers
-    if parallel.pipeline > layers:
-        raise UserError(
-            f"pipeline size {parallel.pipeline} is more than the {layers} layers of {model.name}; "
-            f"every stage must hold a layer: choose a pipeline size of at most {layers}"
-        )
-    if parallel.tensor > cluster.gpus_per_node:
-        raise UserError(
-            f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
-            f"node of {cluster.name}, and its ranks must share one: choose at most that many"
-        )
-    # Not the vision heads: Megatron pads InternViT's 25 to a multiple of the tensor size.
-    divided = {
-        "vision.ffn_hidden_size": model.vision.ffn_hidden_size,
-        "language.heads": model.language.heads,
-        "language.kv_heads": model.language.kv_heads,
-        "language.ffn_hidden_size": model.language.ffn_hidden_size,
-    }
-    for name, size in divided.items():
-        if size % parallel.tensor:
-            divisors = [n for n in range(1, cluster.gpus_per_node + 1) if size % n == 0]
-            common = math.gcd(*divided.values())
-            possible = [n for n in divisors if common % n == 0]
-            raise UserError(
-                f"tensor size {parallel.tensor} does not divide {name} = {size} of {model.name}, "
-                f"for which it must be one of {_listed(divisors)}; all of this model allows "
-                f"{_listed(possible)}: choose that, and more pipeline stages where memory is short"
-            )
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

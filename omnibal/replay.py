@@ -22,6 +22,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
+from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import (
     bytes_by_feature,
@@ -29,7 +30,7 @@ from omnibal.pipeline.stage_cost import (
     once_a_step_ms,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import LostTime, Plan, StageMemory
+from omnibal.plan import Plan
 
 INFO_FILE = "replay.json"
 _REMEDY = "replay the plan anew with tools/replay.py, into another directory"

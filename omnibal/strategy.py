@@ -29,10 +29,12 @@ from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.feasible import gib_text, least_need_gib
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_cost import fits_cap
-from omnibal.plan import Caps, LostTime, Parallel, memory_cap_gib
-from omnibal.planner import PlanRequest, check_parallel
+from omnibal.planner import PlanRequest
 from omnibal.trial import Job, micro_batches_at, packs_of, step_sizes, time_per_sample
 
 CLEARLY_WORSE = 1.15

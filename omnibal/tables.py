@@ -10,7 +10,10 @@ from rich.table import Table
 from omnibal.config import ClusterConfig, ModelConfig
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import PackMetrics
-from omnibal.plan import Plan, Prediction, Stage, memory_cap_gib
+from omnibal.limits import memory_cap_gib
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
 from omnibal.runlog import Evaluation
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for

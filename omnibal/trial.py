@@ -17,17 +17,12 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import Steps, deal_steps, draw_steps, pack_epochs
+from omnibal.parallel import check_parallel
+from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import LostTime, Plan, Shapes
-from omnibal.planner import (
-    PlanRequest,
-    check_parallel,
-    data_at_caps,
-    job_cost,
-    make_plan,
-    model_of_lengths,
-)
+from omnibal.plan import Plan, Shapes
+from omnibal.planner import PlanRequest, data_at_caps, job_cost, make_plan, model_of_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 from omnibal.program import run_app
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

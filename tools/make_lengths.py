@@ -33,8 +33,8 @@ from omnibal.data.packing import pack_isf
 from omnibal.data.tiling import tile_count
 from omnibal.errors import UserError
 from omnibal.files import is_stream
+from omnibal.limits import Caps
 from omnibal.outputs import check_files
-from omnibal.plan import Caps
 from omnibal.program import ArgumentParser, check_arguments, one_line_errors
 
 TILING = TilingConfig(max_dynamic_patch=4)

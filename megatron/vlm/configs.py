@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.vlm.backend import has_cuda, has_fused_weight_gradients
 from megatron.vlm.shards import padded_size
 from omnibal.config import ModelConfig, Precision
-from omnibal.plan import Parallel, Stage
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:

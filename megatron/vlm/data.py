@@ -26,7 +26,7 @@ from omnibal.data.sample import Sample
 from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.errors import UserError
-from omnibal.plan import Stage
+from omnibal.pipeline.stage import Stage
 
 # ImageNet statistics, as InternVL normalizes with.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

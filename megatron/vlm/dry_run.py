@@ -6,7 +6,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.plan import Parallel, Plan, Stage
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ from megatron.vlm.data import SampleReader
 from megatron.vlm.schedule import PipelineLinks, run_forward
 from omnibal.data.chat import as_written
 from omnibal.data.sample import Sample
-from omnibal.plan import Caps, Plan
+from omnibal.limits import Caps
+from omnibal.plan import Plan
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
 
 _KIND_OF_PLAIN_DATA = "all"

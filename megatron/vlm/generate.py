@@ -16,7 +16,9 @@ from megatron.vlm.data import SampleReader
 from megatron.vlm.stage import VLMStage, build_stage
 from omnibal.config import ModelConfig, Precision, load_cluster
 from omnibal.data.sample import Sample
-from omnibal.plan import Parallel, Plan, Stage
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
 
 
 def load_whole_model(

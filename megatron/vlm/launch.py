@@ -16,7 +16,7 @@ from megatron.vlm.backend import (
 )
 from megatron.vlm.schedule import PipelineLinks, create_pipeline_links
 from omnibal.errors import UserError
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 _JOIN_MINUTES = 10
 

@@ -57,7 +57,9 @@ from omnibal.cost.profile import (
     write_profile,
 )
 from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.plan import Parallel, Plan, Stage
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 _RECOMPUTED = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)

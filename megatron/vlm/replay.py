@@ -40,9 +40,11 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
+from omnibal.limits import memory_cap_gib
+from omnibal.parallel import Parallel
 from omnibal.pipeline.simulate import simulate_1f1b, waits_before
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.plan import Parallel, Plan, memory_cap_gib
+from omnibal.plan import Plan
 from omnibal.replay import StageReplay
 
 _UPDATES = 5

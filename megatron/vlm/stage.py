@@ -28,7 +28,8 @@ from megatron.vlm.drop_path import branch_scales
 from megatron.vlm.layers import language_layer_spec, vision_layer_spec
 from megatron.vlm.shards import describe_partitions, padded_size, unpadded_size
 from omnibal.config import ModelConfig, Part
-from omnibal.plan import Plan, Stage
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
 
 IMAGE_CHANNELS = 3
 TIED_NAME = "embedding.word_embeddings.weight"

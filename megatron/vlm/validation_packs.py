@@ -10,7 +10,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.scan import scan_lengths
 from omnibal.errors import UserError
-from omnibal.plan import Caps, Stage
+from omnibal.limits import Caps
+from omnibal.pipeline.stage import Stage
 
 _SEED = 0
 

@@ -40,7 +40,7 @@ import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
 from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 GRADIENT_BYTES = 4

@@ -29,7 +29,7 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 _DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
     Unit.VISION_EMBED: ("fixed", "tiles"),

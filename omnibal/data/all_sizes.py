@@ -19,7 +19,7 @@ from scipy import sparse
 from omnibal.data.best_pack import BestPack
 from omnibal.data.master import Cover, Master
 from omnibal.data.packs import Packs
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MAX_EXCHANGES = 6
 """Larger sizes that each size is traded with, at most."""

@@ -47,7 +47,7 @@ from omnibal.data.patterns import (
     most_copies,
 )
 from omnibal.data.rest import Rest
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MANY_SAMPLES_PER_PACK = 12
 _LEVEL_EXTRA = 0.001

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MAX_SHELVES = 32
 _TRIES = 12

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.data.patterns import Grid, knapsack_table
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MAX_SEARCHED = 3e8
 """Extensions of partial packs that the search looks at."""

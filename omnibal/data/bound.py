@@ -36,7 +36,7 @@ from omnibal.data.patterns import (
     most_copies,
 )
 from omnibal.data.rest import Rest
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _TYPES = 112
 """Of samples, with two knots each."""

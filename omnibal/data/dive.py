@@ -13,7 +13,7 @@ from omnibal.data.all_sizes import SizeMix, Sizes
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.master import Cover
 from omnibal.data.packs import Packs
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 16
 _MAX_ROUNDS = 60

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 MAX_SAMPLES = 12
 

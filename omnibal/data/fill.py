@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from omnibal.data.patterns import Grid
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 14
 _MAX_PAIRED = 160

@@ -4,7 +4,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 Seed = int | np.random.SeedSequence
 

@@ -5,7 +5,7 @@ import numpy as np
 from omnibal.data.fit import Seed, check_samples_fit
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 
 def pack_isf(

@@ -12,7 +12,7 @@ from enum import StrEnum
 import numpy as np
 
 from omnibal.data.packs import Packs
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MIN_ROUNDS = 5
 _MAX_ROUNDS = 15

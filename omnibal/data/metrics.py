@@ -11,7 +11,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks, sum_squared_tokens
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from omnibal.data.fit import Seed
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 
 class PackingMethod(StrEnum):

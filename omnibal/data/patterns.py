@@ -20,7 +20,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 17
 """Of a knapsack table: what still fits into a core's second-level cache in float64."""

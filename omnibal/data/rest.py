@@ -4,7 +4,7 @@ import numpy as np
 
 from omnibal.data.best_fit import pack_best_fit, pack_first_fit, pack_nearest
 from omnibal.data.fill import fill_by_pairs, fill_one_by_one
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _SIZE_VALUE = 1e-3
 """Value of a pack's full capacity besides the given values, which may be 0 for a dimension."""

@@ -18,7 +18,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.packs import Packs, ScheduledPacks, sha256_of_columns
 from omnibal.errors import UserError
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 _THOROUGH_WORK = 4e6
 """Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""

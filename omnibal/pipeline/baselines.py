@@ -33,6 +33,7 @@ from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.units import (
     LANGUAGE_LAYER,
@@ -43,7 +44,6 @@ from omnibal.pipeline.units import (
     unit_sequence,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Stage
 
 BMP_RADIUS = 3
 BMP_RUNS = 15

@@ -11,10 +11,11 @@ from itertools import pairwise
 import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost
+from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import LostTime, Stage
 
 
 def lost_time(

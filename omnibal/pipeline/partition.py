@@ -34,10 +34,10 @@ from omnibal.pipeline.critical_path import (
     SampledSteps,
 )
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Stage
 
 MAX_SAMPLED_STEPS = 32
 _MIN_SAMPLED_STEPS = 4

@@ -7,12 +7,14 @@ import numpy as np
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
+from omnibal.parallel import Parallel
 from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.prediction import Prediction, StagePrediction
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_memories, stage_times
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Parallel, Prediction, Stage, StagePrediction
 
 MAX_SIMULATED_STEPS = 2_000
 _MS_PER_DAY = 86_400_000

@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Stage
 
 _CHUNK_ENTRIES = 2_000_000
 """Of [rows, m, p] simulated at a time: bounds memory to a few hundred MB."""

@@ -13,6 +13,8 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import FEATURES, CostModel
+from omnibal.pipeline.prediction import StageMemory
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import (
     UNITS,
     holds_both_ends,
@@ -22,7 +24,6 @@ from omnibal.pipeline.units import (
     unit_counts,
     unit_sequence,
 )
-from omnibal.plan import Stage, StageMemory
 
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12

@@ -14,7 +14,7 @@ import numpy as np
 from omnibal.config import ModelConfig
 from omnibal.cost.model import Unit
 from omnibal.errors import UserError
-from omnibal.plan import Stage
+from omnibal.pipeline.stage import Stage
 
 UNITS = tuple(Unit)
 VISION_LAYER = UNITS.index(Unit.VISION_LAYER)

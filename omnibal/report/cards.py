@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from omnibal.plan import Plan, Prediction, memory_cap_gib
+from omnibal.limits import memory_cap_gib
+from omnibal.pipeline.prediction import Prediction
+from omnibal.plan import Plan
 from omnibal.replay import ReplaySummary
 from omnibal.report.summary import RunSummary, replayed_peaks_as_predicted
 from omnibal.report.text import ARROW, deviation, duration, escape, milliseconds, number, percent

@@ -7,15 +7,10 @@ import numpy as np
 
 from omnibal.cost.model import Unit
 from omnibal.data.packs import ScheduledPacks
+from omnibal.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib
+from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.units import stage_units
-from omnibal.plan import (
-    USABLE_MEMORY_FRACTION,
-    Caps,
-    LostTime,
-    Plan,
-    StageMemory,
-    memory_cap_gib,
-)
+from omnibal.plan import Plan
 from omnibal.replay import ReplaySummary
 from omnibal.report.summary import RunSummary, StageTime, stage_times_by_source
 from omnibal.report.svg import (

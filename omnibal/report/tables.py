@@ -10,7 +10,9 @@ from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packs import ScheduledPacks
-from omnibal.plan import Plan, StageMemory, memory_cap_gib
+from omnibal.limits import memory_cap_gib
+from omnibal.pipeline.prediction import StageMemory
+from omnibal.plan import Plan
 from omnibal.replay import ReplaySummary
 from omnibal.report.figures import MEMORY_PARTS, bars, memory_parts
 from omnibal.report.summary import (

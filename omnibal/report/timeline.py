@@ -8,8 +8,8 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.simulate import Timeline, simulate_1f1b
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.plan import Stage
 from omnibal.report.figures import WIDE, figure, legend
 from omnibal.report.svg import Scale, drawing, line, rect, text
 from omnibal.report.text import milliseconds, tick

@@ -11,9 +11,9 @@ import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.simulate import Timeline, simulate_1f1b
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Stage
 
 _US_PER_MS = 1e3
 

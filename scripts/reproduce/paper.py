@@ -24,13 +24,15 @@ from omnibal.cost.model import CostModel, Unit, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, model_ms
 from omnibal.pipeline.units import stages_from_cuts, unit_sequence
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Parallel, Stage, memory_cap_gib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths

@@ -22,8 +22,8 @@ from paper import (
 )
 
 from omnibal.cost.analytic import analytic_cost
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import stage_memories
-from omnibal.plan import Parallel
 
 DEVICE_GB = 80.0
 

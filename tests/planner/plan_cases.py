@@ -7,7 +7,8 @@ from omnibal.cost.model import Unit
 from omnibal.cost.profile import Profile, UnitMeasurement
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.data.packing import PackingMethod
-from omnibal.plan import Caps, Parallel
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.planner import PlanRequest
 
 MODEL = load_model("internvl-digits")

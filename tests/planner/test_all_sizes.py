@@ -17,7 +17,7 @@ from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.packs import Packs
 from omnibal.data.patterns import Grid, knapsack_table
 from omnibal.data.steps import DataRequest, pack_epochs
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 CAPS = Caps(max_tiles=30, max_tokens=1000)
 COARSE, EXACT = 400, 1 << 17

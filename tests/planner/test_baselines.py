@@ -12,6 +12,7 @@ from omnibal.config import ModelConfig, Part, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, Unit
 from omnibal.errors import UserError
+from omnibal.parallel import Parallel
 from omnibal.pipeline import baselines
 from omnibal.pipeline.baselines import (
     PartitionMethod,
@@ -23,9 +24,9 @@ from omnibal.pipeline.baselines import (
     cut_bytes,
 )
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
 from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
-from omnibal.plan import Parallel, Stage
 
 MODEL = load_model("internvl-chat-1.5-6b-20b")
 PACK = np.array([1.0, 9, 4096, 4096**2, 4096])

@@ -29,7 +29,8 @@ from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
-from omnibal.plan import Caps, Parallel, memory_cap_gib
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel
 from omnibal.planner import make_plan
 
 CLUSTER = load_cluster("laptop-cpu")

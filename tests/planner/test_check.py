@@ -15,8 +15,10 @@ from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.errors import UserError
-from omnibal.plan import Parallel, Plan, Stage, read_plan, write_plan
-from omnibal.planner import check_parallel, make_plan, save_plan
+from omnibal.parallel import Parallel, check_parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan, read_plan, write_plan
+from omnibal.planner import make_plan, save_plan
 
 pytestmark = pytest.mark.quick
 

@@ -6,6 +6,8 @@ import pytest
 from omnibal.config import ClusterConfig, ModelConfig, Part, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel, Unit
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     GIB,
     once_a_step_ms,
@@ -13,7 +15,6 @@ from omnibal.pipeline.stage_cost import (
     trained_parameters,
 )
 from omnibal.pipeline.units import stage_units, stages_from_cuts, unit_sequence
-from omnibal.plan import Parallel, Stage
 
 pytestmark = pytest.mark.quick
 

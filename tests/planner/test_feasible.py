@@ -21,8 +21,9 @@ from omnibal.feasible import (
     gib_text,
     smaller_caps,
 )
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.plan import Caps, Parallel, memory_cap_gib
 from omnibal.planner import PlanRequest, make_plan
 
 CLUSTER = load_cluster("laptop-cpu")

@@ -18,8 +18,9 @@ from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks, read_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.plan import Caps, Parallel
 from omnibal.report.loads import LoadSetting, common_practice, draw_loads, write_loads
 
 pytestmark = pytest.mark.quick

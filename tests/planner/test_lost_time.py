@@ -8,10 +8,11 @@ from cost_cases import random_cost, random_features, small_model
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import LostTime, Stage
 
 MODEL = small_model(3, 3)
 CUTS = (4, 7)

@@ -7,7 +7,7 @@ from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import dist_ratio, measure_packs, pad_ratio, straggler_factor
 from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.errors import UserError
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, max_size=200)

@@ -23,7 +23,7 @@ from benchmarks.packing_rivals import (
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.errors import UserError
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 CAPS = Caps(max_tiles=9, max_tokens=64)
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 64)), min_size=1, max_size=60)

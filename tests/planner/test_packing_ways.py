@@ -18,7 +18,7 @@ from omnibal.data.isf import pack_isf
 from omnibal.data.level import Leading, deal_level
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.rest import Rest
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 from tools.make_lengths import make_lengths as make_mixture
 
 

@@ -13,16 +13,17 @@ from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, Unit, UnitCost
 from omnibal.errors import UserError
+from omnibal.parallel import Parallel
 from omnibal.pipeline import partition
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, stage_memories
 from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Parallel, Stage
 
 LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 

@@ -15,7 +15,9 @@ from omnibal.data.lengths import read_lengths
 from omnibal.data.metrics import rank_sums
 from omnibal.data.packs import read_packs
 from omnibal.errors import UserError
-from omnibal.plan import Parallel, memory_cap_gib, read_plan
+from omnibal.limits import memory_cap_gib
+from omnibal.parallel import Parallel
+from omnibal.plan import read_plan
 from omnibal.planner import make_plan, save_plan
 from omnibal.trial import Job
 

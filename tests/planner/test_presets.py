@@ -15,8 +15,7 @@ from omnibal.config import (
     preset_names,
 )
 from omnibal.errors import UserError
-from omnibal.plan import Parallel
-from omnibal.planner import check_parallel
+from omnibal.parallel import Parallel, check_parallel
 
 pytestmark = pytest.mark.quick
 

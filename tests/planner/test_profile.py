@@ -21,7 +21,7 @@ from omnibal.cost.profile import (
     write_profile,
 )
 from omnibal.errors import UserError
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,9 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
+from omnibal.parallel import Parallel
 from omnibal.pipeline.predict import predict
+from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.simulate import simulate_1f1b
 from omnibal.pipeline.stage_cost import (
     GIB,
@@ -26,7 +28,7 @@ from omnibal.pipeline.stage_cost import (
     stage_times,
 )
 from omnibal.pipeline.units import UNITS, recomputed_counts, stages_from_cuts, unit_counts
-from omnibal.plan import Parallel, Plan, Prediction
+from omnibal.plan import Plan
 from omnibal.planner import make_plan
 from omnibal.replay import (
     chosen_steps,

@@ -19,24 +19,13 @@ from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, write_packs
 from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.prediction import LostTime, Prediction, StageMemory, StagePrediction
 from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.plan import (
-    LENGTHS_FILE,
-    PACKS_FILE,
-    Caps,
-    DataPlan,
-    LostTime,
-    Parallel,
-    Plan,
-    Prediction,
-    Shapes,
-    Stage,
-    StageMemory,
-    StagePrediction,
-    read_plan,
-    write_plan,
-)
+from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, Shapes, read_plan, write_plan
 from omnibal.planner import PlanFiles, cost_of_plan, data_of_plan, read_plan_files
 from omnibal.replay import StageReplay, read_replay
 from omnibal.report import write_report

@@ -7,6 +7,7 @@ import pytest
 from cost_cases import random_cost, random_features, small_model
 
 from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.parallel import Parallel
 from omnibal.pipeline import simulate
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.simulate import (
@@ -18,7 +19,6 @@ from omnibal.pipeline.simulate import (
 from omnibal.pipeline.stage_cost import GIB, StageTimes, in_flight_features, stage_times
 from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Parallel
 
 pytestmark = pytest.mark.quick
 

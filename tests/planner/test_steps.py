@@ -23,7 +23,7 @@ from omnibal.data.steps import (
     steps_of,
 )
 from omnibal.errors import UserError
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 pytestmark = pytest.mark.quick
 

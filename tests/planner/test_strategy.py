@@ -19,12 +19,14 @@ from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.units import stages_from_cuts, unit_sequence
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Parallel, memory_cap_gib, read_plan
-from omnibal.planner import PlanRequest, PlanResult, check_parallel, make_plan
+from omnibal.plan import read_plan
+from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.strategy import (
     CLEARLY_WORSE,
     StrategyRequest,

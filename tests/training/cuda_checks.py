@@ -19,7 +19,9 @@ from megatron.vlm.profiler import random_batch
 from megatron.vlm.schedule import PipelineLinks
 from megatron.vlm.train import Trainer, build_trainer, train_step
 from omnibal.config import load_cluster, load_model
-from omnibal.plan import Parallel, Plan, Stage
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
 
 PACKS = [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)]]
 

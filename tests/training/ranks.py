@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 _TIMEOUT_S = 120
 

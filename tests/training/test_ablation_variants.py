@@ -20,6 +20,8 @@ from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.errors import DoesNotFit, UserError
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage_cost import stage_memories, stage_times
 from omnibal.pipeline.units import (
@@ -30,7 +32,6 @@ from omnibal.pipeline.units import (
     unit_sequence,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Caps, Parallel
 from omnibal.planner import PlanResult, save_plan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

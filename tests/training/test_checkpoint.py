@@ -27,7 +27,8 @@ from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import Part
 from omnibal.errors import UserError
-from omnibal.plan import Parallel, Plan
+from omnibal.parallel import Parallel
+from omnibal.plan import Plan
 
 TOTAL_STEPS = 6
 PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]

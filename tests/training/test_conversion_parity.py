@@ -26,7 +26,8 @@ from megatron.vlm.checkpoint import load_weights
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import ModelConfig, load_model
-from omnibal.plan import Parallel, Plan
+from omnibal.parallel import Parallel
+from omnibal.plan import Plan
 
 TOLERANCE = 1e-4
 OURS = {

@@ -39,7 +39,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.scan import scan_lengths
 from omnibal.errors import UserError
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 MODEL = load_model("internvl-digits")
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from rich.console import Console
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.dry_run import print_dry_run, rank_places, units_of
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 
 def own_place(links):

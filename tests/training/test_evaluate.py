@@ -19,7 +19,7 @@ from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.plan import Caps
+from omnibal.limits import Caps
 
 MAX_NEW_TOKENS = 4
 SAMPLES = 6

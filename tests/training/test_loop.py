@@ -27,7 +27,7 @@ from megatron.vlm.loop import (
 from megatron.vlm.train import build_trainer
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 from omnibal.runlog import RUN_FILE, read_run
 
 STEPS = 8

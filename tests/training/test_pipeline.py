@@ -16,7 +16,7 @@ from megatron.vlm.backend import COLLECTIVE_TIMEOUT
 from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.schedule import create_pipeline_links
 from megatron.vlm.train import _tied_groups, build_trainer, train_step
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

@@ -19,9 +19,9 @@ from megatron.vlm.stage import build_stage
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.cost.model import FEATURES, Unit
 from omnibal.cost.profile import fitted_cost
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import GIB, stage_memories
 from omnibal.pipeline.units import unit_sequence
-from omnibal.plan import Parallel
 
 PROFILE = ProfileOptions(max_tiles=6, max_tokens=120, tokens_per_sample=24, layers=2, repetitions=1)
 PACKS = [

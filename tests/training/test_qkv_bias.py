@@ -7,7 +7,7 @@ from toy import pack, stages_of, toy_model, toy_plan, toy_sample
 
 from megatron.vlm.initialize import initialize_parameters
 from megatron.vlm.stage import build_stage
-from omnibal.plan import Parallel
+from omnibal.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

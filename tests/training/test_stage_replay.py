@@ -26,7 +26,8 @@ from omnibal.config import Part, load_cluster
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
-from omnibal.plan import Caps, Parallel
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.planner import PlanRequest, make_plan, save_plan
 from omnibal.replay import read_replay, read_stages, stage_file
 

@@ -9,7 +9,9 @@ import torch
 from megatron.vlm.batch import MicroBatch
 from megatron.vlm.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, VisionConfig, load_cluster
-from omnibal.plan import Parallel, Plan, Stage
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
 
 IMAGE_TOKEN = 0
 

@@ -1,0 +1,35 @@
+"""What one micro-batch, one step and one device may hold."""
+
+from omnibal.config import ClusterConfig, Count, Frozen
+from omnibal.errors import UserError
+
+MAX_PACKS_PER_STEP = 1_000_000
+USABLE_MEMORY_FRACTION = 0.9
+"""Of a device; the rest is for the runtime's context, communication buffers and fragmentation."""
+
+
+class Caps(Frozen):
+    """Upper limits of one micro-batch."""
+
+    max_tiles: Count
+    max_tokens: Count
+
+
+def memory_cap_gib(cluster: ClusterConfig) -> float:
+    """What a stage may fill of one device."""
+    return USABLE_MEMORY_FRACTION * cluster.memory_gib
+
+
+def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
+    """Refuse a step of more packs than anyone trains or this program can deal out.
+
+    Raises:
+        UserError: there are too many.
+    """
+    count = data_parallel * micro_batches
+    if count > MAX_PACKS_PER_STEP:
+        raise UserError(
+            f"a step of {data_parallel:,} ranks with {micro_batches:,} micro-batches each has "
+            f"{count:,} packs; it may have at most {MAX_PACKS_PER_STEP:,}: give fewer "
+            "micro-batches or ranks"
+        )

@@ -1,0 +1,74 @@
+"""Sizes of the parallel groups, and what a model and a cluster allow of them."""
+
+import math
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from omnibal.config import ClusterConfig, Frozen, ModelConfig
+from omnibal.errors import UserError
+
+MAX_DEVICES = 1_000_000
+"""In any one direction of parallelism."""
+Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+
+
+class Parallel(Frozen):
+    """Sizes of the parallel groups; the launch needs tensor x pipeline x data processes."""
+
+    tensor: Size = 1
+    pipeline: Size
+    data: Size = 1
+    sequence_parallel: bool = False
+    """Divide the language model's tensors between parallel blocks over tensor ranks too."""
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor(self) -> "Parallel":
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel needs a tensor size of at least 2")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
+    """Refuse parallel sizes that the model cannot be cut into.
+
+    Raises:
+        UserError: there are more stages than layers, tensor-parallel ranks do not divide the
+            language model's heads or a feed-forward size, or they are more than a node's devices.
+    """
+    layers = model.vision.layers + model.language.layers
+    if parallel.pipeline > layers:
+        raise UserError(
+            f"pipeline size {parallel.pipeline} is more than the {layers} layers of {model.name}; "
+            f"every stage must hold a layer: choose a pipeline size of at most {layers}"
+        )
+    if parallel.tensor > cluster.gpus_per_node:
+        raise UserError(
+            f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
+            f"node of {cluster.name}, and its ranks must share one: choose at most that many"
+        )
+    # Not the vision heads: Megatron pads InternViT's 25 to a multiple of the tensor size.
+    divided = {
+        "vision.ffn_hidden_size": model.vision.ffn_hidden_size,
+        "language.heads": model.language.heads,
+        "language.kv_heads": model.language.kv_heads,
+        "language.ffn_hidden_size": model.language.ffn_hidden_size,
+    }
+    for name, size in divided.items():
+        if size % parallel.tensor:
+            divisors = [n for n in range(1, cluster.gpus_per_node + 1) if size % n == 0]
+            common = math.gcd(*divided.values())
+            possible = [n for n in divisors if common % n == 0]
+            raise UserError(
+                f"tensor size {parallel.tensor} does not divide {name} = {size} of {model.name}, "
+                f"for which it must be one of {_listed(divisors)}; all of this model allows "
+                f"{_listed(possible)}: choose that, and more pipeline stages where memory is short"
+            )
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

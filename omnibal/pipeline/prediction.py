@@ -1,0 +1,91 @@
+"""What is predicted of a plan: times, memory of every stage, and where a step's time goes."""
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat
+
+from omnibal.config import Frozen
+
+
+class StageMemory(Frozen):
+    """Predicted memory of one device of the stage, at the moment of its peak."""
+
+    weights_gib: NonNegativeFloat
+    gradients_gib: NonNegativeFloat
+    optimizer_gib: NonNegativeFloat
+    activations_gib: NonNegativeFloat
+    """Of all micro-batches in flight."""
+    transient_gib: NonNegativeFloat
+    """Working memory of the largest unit, on top of what is kept."""
+
+    @property
+    def peak_gib(self) -> float:
+        return (
+            self.weights_gib
+            + self.gradients_gib
+            + self.optimizer_gib
+            + self.activations_gib
+            + self.transient_gib
+        )
+
+
+class LostTime(Frozen):
+    """Where the time of a mean step goes: it all adds up to the step, in ms.
+
+    Every entry is what the simulated step loses when one cause more is taken away, in this order.
+    One may be slightly negative: unequal stages can suit few micro-batches better than equal ones.
+    """
+
+    rank_imbalance_ms: float
+    """Waiting for the slowest data-parallel rank."""
+    communication_ms: float
+    """Between stages as far as anyone waits for it, within tensor-parallel groups, and the
+    reduction of gradients."""
+    weight_update_ms: float
+    recompute_ms: float
+    padding_ms: float
+    """Work on attention heads that are there to be divided over tensor-parallel ranks."""
+    stage_imbalance_ms: float
+    """Stages that take longer than others."""
+    bubble_ms: float
+    """Filling and draining the pipeline, and micro-batches that differ."""
+    ideal_ms: float
+    """What is left: the needed work, spread evenly over all devices without waiting."""
+
+    def named(self) -> dict[str, float]:
+        """The entries from the ideal up, by their names in words."""
+        entries = reversed(list(self))
+        return {name.removesuffix("_ms").replace("_", " "): ms for name, ms in entries}
+
+
+class StagePrediction(Frozen):
+    """Mean times per micro-batch over the planned packs, and memory."""
+
+    forward_ms: NonNegativeFloat
+    backward_ms: NonNegativeFloat
+    """Includes recomputation."""
+    wait_fraction: Annotated[float, Field(ge=0, le=1)]
+    """Share of the step in which the stage neither computes nor updates weights."""
+    memory: StageMemory
+
+
+class Prediction(Frozen):
+    """What the simulator says of the plan on its own packs."""
+
+    cost_source: str
+    """"analytic:<cluster>" or "profile:<device>, <n> processes"."""
+    step_ms: NonNegativeFloat
+    """Mean over the simulated steps."""
+    lost: LostTime
+    bubble_fraction: Annotated[float, Field(ge=0, le=1)]
+    """Share of device time spent waiting, mean over stages and steps."""
+    samples_per_second_per_gpu: NonNegativeFloat | None
+    """None, as `gpu_days`, for a plan of shapes only."""
+    gpu_days: NonNegativeFloat | None
+    """For all planned epochs."""
+    stages: tuple[StagePrediction, ...]
+
+    @property
+    def ideal_step_ms(self) -> float:
+        """The same computation, without anything lost."""
+        return self.lost.ideal_ms

@@ -1,0 +1,166 @@
+"""The packages import each other in one direction, as the table of docs/design.md says."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+UNRANKED = {"omnibal/__init__.py", "omnibal/__main__.py", "omnibal/presets/__init__.py"}
+"""The version, the entry point, and a folder of TOML files."""
+
+Graph = dict[str, set[str]]
+
+
+class Layer(NamedTuple):
+    """A row of the table."""
+
+    places: tuple[str, ...]
+    """Files, and folders that end in a slash."""
+    may_import: frozenset[str]
+    """Names of layers."""
+
+    def holds(self, module: str) -> bool:
+        return any(
+            module.startswith(place) if place.endswith("/") else module == place
+            for place in self.places
+        )
+
+
+def layers_of(text: str) -> dict[str, Layer]:
+    """The rows of the table of layers, by their names."""
+    _, _, after = text.partition("| layer | places | hold | may import |\n")
+    rows = after.partition("\n\n")[0].splitlines()[1:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {
+        name: Layer(
+            tuple(re.findall("`([^`]+)`", places)), frozenset(filter(None, may.split(", ")))
+        )
+        for name, places, _, may in cells
+    }
+
+
+LAYERS = layers_of((ROOT / "docs/design.md").read_text())
+
+
+def import_graph() -> Graph:
+    """Which modules of the planner and the trainer each of them imports, anywhere in its text.
+
+    Modules are named by their paths. Imports inside functions count, and so do those for types.
+    """
+    paths = [*(ROOT / "omnibal").rglob("*.py"), *(ROOT / "megatron").rglob("*.py")]
+    modules = {path.relative_to(ROOT).as_posix() for path in paths}
+    return {module: set(imports_of(module, modules)) - {module} for module in modules}
+
+
+def imports_of(module: str, modules: set[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names.append(str(node.module))
+        for name in names:
+            path = name.replace(".", "/")
+            yield from {f"{path}.py", f"{path}/__init__.py"} & modules
+
+
+def layer_of(module: str) -> str:
+    names = [name for name, layer in LAYERS.items() if layer.holds(module)]
+    assert len(names) == 1, f"{module} is in {len(names)} rows of docs/design.md's table"
+    return names[0]
+
+
+def wrong_arrows(graph: Graph) -> list[str]:
+    """Imports that the table does not allow."""
+    return [
+        f"{module} imports {imported}"
+        for module, all_imported in sorted(graph.items())
+        for imported in sorted(all_imported - UNRANKED)
+        if module not in UNRANKED
+        and layer_of(imported) != layer_of(module)
+        and layer_of(imported) not in LAYERS[layer_of(module)].may_import
+    ]
+
+
+def cycle(graph: Graph) -> list[str]:
+    """Some modules that import each other in a ring; empty where none do."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_the_graph_is_that_of_the_code():
+    """Prevents the tests below from passing on a graph that has lost its arrows."""
+    graph = import_graph()
+    assert len(graph) > 100 and sum(map(len, graph.values())) > 400
+    assert "omnibal/limits.py" in graph["omnibal/data/steps.py"]
+    assert "omnibal/check.py" in graph["omnibal/cli.py"]  # inside a function
+    assert "omnibal/config.py" in graph["megatron/vlm/conversion/tensor_map.py"]
+
+
+def test_every_module_is_in_one_row_of_the_table():
+    """Prevents a module, or a row, that the graph says nothing about."""
+    modules = set(import_graph()) - UNRANKED
+    assert {layer_of(module) for module in modules} == set(LAYERS)
+    for layer in LAYERS.values():
+        for place in layer.places:
+            assert any(Layer((place,), frozenset()).holds(module) for module in modules), place
+
+
+def test_layers_are_in_order():
+    """Prevents a table that allows two layers to import each other."""
+    names = list(LAYERS)
+    for row, layer in enumerate(LAYERS.values()):
+        assert layer.may_import <= set(names[:row])
+    assert "trainer" not in LAYERS["report"].may_import | LAYERS["command"].may_import
+
+
+def test_imports_go_down_only():
+    """Prevents, for one, packing that needs the planner to be read."""
+    assert wrong_arrows(import_graph()) == []
+
+
+def test_no_modules_import_each_other():
+    """Prevents a pair of modules of which neither can be read, or tested, without the other."""
+    assert cycle(import_graph()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("omnibal/data/bound.py", "omnibal/plan.py"),
+        ("omnibal/data/packing.py", "omnibal/cost/model.py"),
+        ("omnibal/cost/analytic.py", "omnibal/pipeline/units.py"),
+        ("omnibal/pipeline/simulate.py", "omnibal/planner.py"),
+        ("omnibal/planner.py", "omnibal/report/page.py"),
+        ("omnibal/check.py", "omnibal/cli.py"),
+        ("omnibal/planner.py", "megatron/vlm/train.py"),
+        ("megatron/vlm/replay.py", "omnibal/report/page.py"),
+        ("omnibal/config.py", "omnibal/data/tiling.py"),
+    ],
+)
+def test_an_arrow_that_goes_up_is_found(module, imported):
+    """Prevents tests that pass whatever is imported."""
+    graph = import_graph()
+    graph[module].add(imported)
+    assert wrong_arrows(graph) == [f"{module} imports {imported}"]
+
+
+def test_a_ring_within_a_layer_is_found():
+    """Prevents the same, of modules that the table does not tell apart."""
+    graph = import_graph()
+    assert "omnibal/cost/model.py" in graph["omnibal/cost/analytic.py"]
+    graph["omnibal/cost/model.py"].add("omnibal/cost/analytic.py")
+    assert wrong_arrows(graph) == []
+    assert set(cycle(graph)) == {"omnibal/cost/model.py", "omnibal/cost/analytic.py"}
