@@ -54,7 +54,7 @@ from megatron.vlm.profiler import ProfileOptions, device_name
 from megatron.vlm.replay import MicroBatchTimes
 from omnibal.config import Frozen, load_cluster, load_model
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Profile, fitted_cost, read_profile
+from omnibal.cost.profile import Profile, read_profile
 from omnibal.data.lengths import Lengths
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.files import atomic, read_json_model, write_json_model
@@ -588,7 +588,7 @@ def measure(
         layers=4,
         repetitions=rounds,
     )
-    workers = Workers((job.model, job.precision, job.cluster, options), planned, data)
+    workers = Workers((job.spec, options), planned, data)
     try:
         memory, trained_bytes, usual = {}, {}, {}
         for variant, one in planned.items():
@@ -612,7 +612,7 @@ def measure(
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
-    cost = fitted_cost(profile, job.model, job.cluster, job.parallel, job.precision)
+    cost = replace(job.spec, profile=profile).cost
     return LayoutResult(
         layout=layout.name,
         device=device_name(),

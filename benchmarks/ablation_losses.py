@@ -42,10 +42,11 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
-from omnibal.data.steps import steps_of
 from omnibal.data.tokenizer import open_tokenizer
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.plan import Plan
+from omnibal.plan_data import SampleData
 from omnibal.planner import PlanRequest, make_plan
 
 RANKS = 2
@@ -79,23 +80,21 @@ class Curve:
 
 def balanced_plan(lengths: Lengths, seed: int) -> tuple[Plan, ScheduledPacks]:
     """For one process, with the steps that several ranks would train."""
-    request = PlanRequest(
+    job = JobSpec(
         model=load_model(MODEL),
         cluster=load_cluster("laptop-cpu"),
         parallel=Parallel(pipeline=1, data=RANKS),
         precision="fp32",
-        caps=CAPS,
+    )
+    data = SampleData(
         lengths=lengths,
+        caps=CAPS,
         packing=PackingMethod.BALANCED,
         packs_per_step=PACKS_PER_STEP,
         epochs=EPOCHS,
         seed=seed,
-        profile=None,
-    )
-    for_ranks = make_plan(request)
-    assert for_ranks.data is not None
-    steps = steps_of(for_ranks.data[0])
-    alone = make_plan(replace(request, parallel=Parallel(pipeline=1), steps=steps))
+    ).drawn(job)
+    alone = make_plan(PlanRequest(job=job.sized(Parallel(pipeline=1)), data=data))
     assert alone.data is not None
     return alone.plan, alone.data[0]
 

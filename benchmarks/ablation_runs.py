@@ -38,7 +38,6 @@ from megatron.vlm.replay import (
     standing_in,
 )
 from megatron.vlm.train import build_trainer, train_step
-from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations
@@ -46,6 +45,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.plan import Plan
 from omnibal.runlog import StageRecord
@@ -120,7 +120,7 @@ class TrainWorker:
         self,
         rank: int,
         meeting: Path,
-        profiled: tuple[ModelConfig, Precision, ClusterConfig, ProfileOptions],
+        profiled: tuple[JobSpec, ProfileOptions],
         planned: Mapping[Variant, Planned],
         data: TrainingData | None,
     ) -> None:
@@ -129,8 +129,8 @@ class TrainWorker:
         links = initialize_distributed(
             launch, Parallel(pipeline=PAIR), seed=0, init_method=f"file://{meeting}"
         )
-        model, precision, cluster, options = profiled
-        self._profiler = Profiler(model, precision, cluster, links, options)
+        job, options = profiled
+        self._profiler = Profiler(job, links, options)
         self._rounds: list[Any] = []
         self._planned = planned
         self._trainers = {
@@ -339,7 +339,7 @@ class Workers:
 
     def __init__(
         self,
-        profiled: tuple[ModelConfig, Precision, ClusterConfig, ProfileOptions],
+        profiled: tuple[JobSpec, ProfileOptions],
         planned: Mapping[Variant, Planned],
         data: TrainingData | None,
     ) -> None:

@@ -30,9 +30,9 @@ from omnibal.data.fit import check_samples_fit
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import pack_epochs
+from omnibal.job import JobSpec
 from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
@@ -42,14 +42,8 @@ from omnibal.pipeline.stage_cost import GIB
 from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import DataPlan, Plan
-from omnibal.planner import (
-    PlanRequest,
-    PlanResult,
-    describe_data,
-    job_cost,
-    make_plan,
-    model_of_lengths,
-)
+from omnibal.plan_data import SampleData, describe_data, model_of_lengths
+from omnibal.planner import PlanRequest, PlanResult, make_plan
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
@@ -109,10 +103,20 @@ class AblationJob:
     precision: Precision = "fp32"
 
     @property
+    def spec(self) -> JobSpec:
+        """The job as the planner takes it."""
+        return JobSpec(
+            model=self.model,
+            cluster=self.cluster,
+            parallel=self.parallel,
+            precision=self.precision,
+            profile=self.profile,
+        )
+
+    @property
     def cost(self) -> CostModel:
-        """Of the model with the tiling that the lengths were scanned with."""
-        model = model_of_lengths(self.model, self.lengths)
-        return job_cost(self.profile, model, self.cluster, self.parallel, self.precision, ())
+        """Of every unit of the model."""
+        return self.spec.cost
 
     @property
     def cap_bytes(self) -> float:
@@ -230,7 +234,6 @@ def _plain_plan(
     """The plan of given packs, with the stages of another method and every layer recomputed."""
     packs = replace(packs, tokens=packs.packs.sums(lengths.tokens).astype(np.int32))
     model = model_of_lengths(job.model, lengths)
-    check_parallel(model, job.parallel, job.cluster)
     cost, features = job.cost, pack_features(packs.packs, lengths)
     stages = baseline_stages(
         method,
@@ -270,25 +273,20 @@ def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths) -> Dat
 def _balanced(job: AblationJob, method: PartitionMethod, rule: RecomputeRule) -> PlanRequest:
     """The product's plan, its steps as near to `samples_per_step` as equally many packs can be."""
     ranks = job.parallel.data
-    request = PlanRequest(
-        model=job.model,
-        cluster=job.cluster,
-        parallel=job.parallel,
-        precision=job.precision,
-        caps=job.caps,
+    spec = job.spec
+    data = SampleData(
         lengths=job.lengths,
+        caps=job.caps,
         packing=PackingMethod.BALANCED,
         packs_per_step=ranks,
         epochs=1,
         seed=job.seed,
-        profile=job.profile,
-        method=method,
-        recompute=rule,
     )
     # How many there are does not depend on the packs of a step.
-    (packs,) = pack_epochs(job.lengths, request.data_request)
+    (packs,) = data.packed(spec)
     of_a_rank = job.samples_per_step * len(packs) / len(job.lengths) / ranks
-    return replace(request, packs_per_step=max(round(of_a_rank), 1) * ranks)
+    sized = replace(data, packs_per_step=max(round(of_a_rank), 1) * ranks)
+    return PlanRequest(job=spec, data=sized, method=method, recompute=rule)
 
 
 def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:

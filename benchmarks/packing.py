@@ -50,6 +50,7 @@ from omnibal.data.metrics import PackMetrics, measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import model_ms
@@ -184,16 +185,17 @@ def medians(
 def own_caps(lengths: Lengths) -> Caps:
     """What `omnibal caps` finds for InternVL-Chat 1.5 on A100s, PP 8 x DP 8, 32 micro-batches."""
     request = CapSearchRequest(
-        model=MODEL,
-        cluster=CLUSTER,
-        parallel=Parallel(pipeline=8, data=RANKS),
-        precision="bf16",
+        job=JobSpec(
+            model=MODEL,
+            cluster=CLUSTER,
+            parallel=Parallel(pipeline=8, data=RANKS),
+            precision="bf16",
+        ),
         lengths=lengths,
         packing=PackingMethod.BALANCED,
         samples_per_step=usual_samples_per_step(RANKS, 32),
         samples=20_000,
         seed=0,
-        profile=None,
         rule=CapRule.TIME,
     )
     return search_caps(request, lambda done: None).best

@@ -44,11 +44,12 @@ from megatron.vlm.schedule import PipelineLinks
 from megatron.vlm.train import Trainer, build_trainer, train_step
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import pack_features
-from omnibal.cost.profile import Profile, fitted_cost
+from omnibal.cost.profile import Profile
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.predict import predict
@@ -248,7 +249,7 @@ def run_case(case: Case, rounds: int, patience_s: float) -> Outcome | None:
         layers=4,
         repetitions=rounds,
     )
-    profiler = Profiler(plan.model, plan.precision, plan.cluster, links, options)
+    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
     passes: list[Pass] = []
     deadline = time.monotonic() + patience_s
     while len(passes) < rounds or (
@@ -354,7 +355,7 @@ def predicted(
     plan: Plan, profile: Profile, scheduled: ScheduledPacks, lengths: Lengths
 ) -> tuple[np.ndarray, list[StageMemory]]:
     """Time of each step and memory of each stage that the product predicts from measured costs."""
-    cost = fitted_cost(profile, plan.model, plan.cluster, plan.parallel, plan.precision)
+    cost = JobSpec.of_plan(plan, profile).cost
     features = pack_features(scheduled.packs, lengths)
     workload = Workload.of(scheduled, features, plan.parallel.data)
     prediction = predict(cost, plan.model, plan.parallel, plan.stages, scheduled, features)

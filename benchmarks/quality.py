@@ -42,13 +42,16 @@ from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs
 from omnibal.data.scan import scan_lengths
-from omnibal.data.steps import Steps, deal_steps, size_load, steps_of
+from omnibal.data.steps import Steps, deal_steps, size_load
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.files import atomic, read_json_model, write_json_model
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, read_plan
-from omnibal.planner import PlanRequest, PlanResult, make_plan, save_plan
+from omnibal.plan_data import SampleData
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.report.svg import Plot, polyline, rect, text
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -166,24 +169,21 @@ def digits_lengths(digits: Path) -> Lengths:
 
 def make_plans(folder: Path, lengths: Lengths, seed: int) -> None:
     """Write the seed's balanced and plain plan, each for one process and checked."""
-    request = PlanRequest(
+    job = JobSpec(
         model=load_model(MODEL),
         cluster=load_cluster("laptop-cpu"),
         parallel=Parallel(pipeline=1, data=RANKS),
         precision="fp32",
-        caps=CAPS,
+    )
+    data = SampleData(
         lengths=lengths,
+        caps=CAPS,
         packing=PackingMethod.BALANCED,
         packs_per_step=RANKS,
         epochs=EPOCHS,
         seed=seed,
-        profile=None,
-    )
-    for_ranks = make_plan(request)
-    assert for_ranks.data is not None
-    steps = steps_of(for_ranks.data[0])
-    alone = replace(request, parallel=Parallel(pipeline=1), steps=steps)
-    balanced = make_plan(alone)
+    ).drawn(job)
+    balanced = make_plan(PlanRequest(job=job.sized(Parallel(pipeline=1)), data=data))
     for batches, result in (
         (Batches.BALANCED, balanced),
         (Batches.PLAIN, with_plain_batches(balanced, seed)),

@@ -9,26 +9,22 @@ large ones until they are clearly worse or do not fit, then finer moves around t
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
-from omnibal.cost.model import CostModel
-from omnibal.cost.profile import Profile
 from omnibal.data.isf import pack_isf
-from omnibal.data.lengths import Lengths
+from omnibal.data.lengths import Lengths, draw_samples
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel
-from omnibal.planner import PlanRequest, job_cost, model_of_lengths
-from omnibal.trial import Job, micro_batches_at, packs_of, time_per_sample
+from omnibal.plan_data import least_caps
+from omnibal.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 MAX_CANDIDATES = 32
 """Of a search by time: 17 on the grid, the best 3 again on more samples, twice 6 moves."""
@@ -37,8 +33,6 @@ _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003
 _COARSE_SHARE = 8
 """The grid is evaluated on this part of the samples."""
-MIN_STEPS = 8
-"""Of the samples that candidates are evaluated on, at least."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the least."""
 _TILE_SHARES = (0.75, 1.0)
@@ -62,31 +56,17 @@ _PAPER_CANDIDATES = 10
 
 
 class CapRule(StrEnum):
-    """What caps are chosen by."""
+    """Whether caps are chosen by predicted time or by the paper's rule."""
 
     TIME = "time"
     PAPER = "paper"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CapSearchRequest:
-    """Everything that caps are chosen for."""
+class CapSearchRequest(Comparison):
+    """A job, its samples, and the rule that chooses its caps."""
 
-    model: ModelConfig
-    cluster: ClusterConfig
-    parallel: Parallel
-    precision: Precision
-    lengths: Lengths
-    packing: PackingMethod
-    samples_per_step: int
-    """Of all data-parallel ranks together; candidates are compared at this number."""
-    samples: int
-    """Drawn at random to evaluate candidates on; more where steps are large, all if fewer."""
-    seed: int
-    profile: Profile | None
-    """Measured costs; None to count operations and bytes instead."""
     rule: CapRule
-    frozen: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +91,13 @@ class Candidate:
 
     @property
     def caps(self) -> Caps:
+        """The caps of this candidate."""
         return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapSearch:
-    """What was tried."""
+    """Result of a cap search: the candidates in order, and those that cannot be used."""
 
     candidates: tuple[Candidate, ...]
     """Those that can be trained: the chosen one, then the others in the order of the rule."""
@@ -127,6 +108,7 @@ class CapSearch:
 
     @property
     def best(self) -> Caps:
+        """The chosen caps."""
         return self.candidates[0].caps
 
 
@@ -148,10 +130,8 @@ def search_caps(
         processes: that evaluate candidates at the same time.
 
     Raises:
-        UserError: the parallel sizes do not fit the model, the lengths were scanned for another
-            model, the profile is of something else, or no caps can be used.
+        UserError: no caps can be used.
     """
-    model, cost = _model_and_cost(request)
     least = least_caps(request.lengths)
     left = MAX_CANDIDATES
 
@@ -160,11 +140,9 @@ def search_caps(
         left -= 1
         on_progress(1)
 
-    def trials(share: int) -> _Trials:
-        wanted = max(request.samples // share, MIN_STEPS * request.samples_per_step)
-        some = replace(request, lengths=draw_samples(request.lengths, wanted, request.seed))
-        evaluation = _Evaluation(request=some, model=model, cost=cost)
-        return _Trials(evaluation=evaluation, processes=processes, advance=advance)
+    def trials(share: int) -> _CapTrials:
+        evaluation = _Evaluation(request=request.drawn(share))
+        return _CapTrials(evaluation=evaluation, processes=processes, advance=advance)
 
     if request.rule is CapRule.PAPER:
         search = _search_by_paper(trials(1), least)
@@ -177,7 +155,7 @@ def search_caps(
 
 
 def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
-    """What to know before using the caps that were found; a sentence each."""
+    """Warnings about the caps that were found; a sentence each."""
     found = []
     if search.is_largest:
         found.append(
@@ -189,26 +167,6 @@ def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
         worse = isf_note(drawn, search.best, request.seed)
         found += [] if worse is None else [worse]
     return found
-
-
-def least_caps(lengths: Lengths) -> Caps:
-    """The smallest caps that every sample fits."""
-    return Caps(max_tiles=max(int(lengths.tiles.max()), 1), max_tokens=int(lengths.tokens.max()))
-
-
-def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
-    """So many samples at random, in the order that they have; all if there are no more."""
-    if samples >= len(lengths):
-        return lengths
-    rows = np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples])
-    return replace(
-        lengths,
-        tiles=lengths.tiles[rows],
-        tokens=lengths.tokens[rows],
-        loss_tokens=lengths.loss_tokens[rows],
-        source=lengths.source[rows],
-        sample=lengths.annotation_indices(rows),
-    )
 
 
 def isf_worsens(lengths: Lengths, caps: Caps, seed: int) -> tuple[int, int] | None:
@@ -223,7 +181,7 @@ def isf_worsens(lengths: Lengths, caps: Caps, seed: int) -> tuple[int, int] | No
 
 
 def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
-    """What to tell who packs by ISF where `isf_worsens`; None elsewhere."""
+    """Warning for packing by ISF where more iterations make more packs; None elsewhere."""
     counts = isf_worsens(lengths, caps, seed)
     if counts is None:
         return None
@@ -304,14 +262,6 @@ def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
     return dist_ratio(vision[by_step]) + dist_ratio(language[by_step])
 
 
-def _model_and_cost(request: CapSearchRequest) -> tuple[ModelConfig, CostModel]:
-    """As `make_plan` takes them; what is wrong with any caps is found here."""
-    check_parallel(request.model, request.parallel, request.cluster)
-    model = model_of_lengths(request.model, request.lengths)
-    job = model, request.cluster, request.parallel, request.precision
-    return model, job_cost(request.profile, *job, request.frozen)
-
-
 def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
     caps, reason = next(iter(infeasible.items()))
     return (
@@ -327,9 +277,6 @@ class _Evaluation:
 
     request: CapSearchRequest
     """With the samples that were drawn."""
-    model: ModelConfig
-    """With the tiling of the lengths."""
-    cost: CostModel
 
     def __call__(self, caps: Caps) -> tuple[Caps, Candidate | str]:
         """The candidate, or why the caps cannot be used."""
@@ -345,12 +292,12 @@ class _Evaluation:
             UserError: the caps do not fit into memory, or there are fewer packs than ranks.
         """
         request = self.request
-        lengths, ranks = request.lengths, request.parallel.data
-        planned = self._plan_request(caps)
-        (packs,) = packed = packs_of(planned)
+        job, lengths, data = request.job, request.lengths, request.sample_data(caps)
+        (packs,) = packed = data.packed(job)
+        ranks = job.parallel.data
         exact = micro_batches_at(request.samples_per_step, len(lengths), len(packs), ranks)
-        job = Job(request=planned, packed=packed, model=self.model, cost=self.cost)
-        timed = time_per_sample(job, request.samples_per_step, max(exact, 1.0))
+        trial = Trial(job=job, data=data, packed=packed)
+        timed = time_per_sample(trial, request.samples_per_step, max(exact, 1.0))
         assert timed.plan.prediction is not None
         prediction = timed.plan.prediction
         return Candidate(
@@ -366,26 +313,9 @@ class _Evaluation:
             samples_per_second=1e3 / timed.ms_per_sample,
         )
 
-    def _plan_request(self, caps: Caps) -> PlanRequest:
-        request = self.request
-        return PlanRequest(
-            model=request.model,
-            cluster=request.cluster,
-            parallel=request.parallel,
-            precision=request.precision,
-            caps=caps,
-            lengths=request.lengths,
-            packing=request.packing,
-            packs_per_step=request.parallel.data,
-            epochs=1,
-            seed=request.seed,
-            profile=request.profile,
-            frozen=request.frozen,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Trials:
+class _CapTrials:
     """Candidates evaluated on the same samples."""
 
     evaluation: _Evaluation
@@ -443,6 +373,7 @@ class CapSpace:
 
     @classmethod
     def of(cls, lengths: Lengths) -> "CapSpace":
+        """Caps that suit the samples of these lengths."""
         least = least_caps(lengths)
         unit = 1 << max((least.max_tokens // _TOKEN_STEPS).bit_length() - 1, 0)
         first = -(-least.max_tokens // unit) * unit
@@ -461,6 +392,7 @@ class CapSpace:
 
     @property
     def least(self) -> Caps:
+        """The smallest caps of the space."""
         return Caps(max_tiles=int(self.tiles[0]), max_tokens=int(self.tokens[0]))
 
     def level(self, factor: float) -> list[Caps]:
@@ -514,7 +446,7 @@ def _moved(axis: np.ndarray, value: int, factor: float) -> int:
     return int(axis[min(max(new, 0), len(axis) - 1)])
 
 
-def _search_by_time(coarse: _Trials, fine: _Trials, space: CapSpace) -> CapSearch:
+def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> CapSearch:
     _try_grid(coarse, space)
     if len(fine.evaluation.request.lengths) == len(coarse.evaluation.request.lengths):
         fine = coarse
@@ -535,7 +467,7 @@ def _search_by_time(coarse: _Trials, fine: _Trials, space: CapSpace) -> CapSearc
     )
 
 
-def _try_grid(trials: _Trials, space: CapSpace) -> None:
+def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
     """Try small caps first; stop where larger ones do not fit or take clearly longer."""
     best_ms = math.inf
     for factor in _LEVELS:
@@ -558,7 +490,7 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
     return [chosen, *(each for each in ranked if each is not chosen)]
 
 
-def _search_by_paper(trials: _Trials, least: Caps) -> CapSearch:
+def _search_by_paper(trials: _CapTrials, least: Caps) -> CapSearch:
     """What the rule finds, in its order; predicted times are to be looked at only."""
     request = trials.evaluation.request
     ranked = paper_caps(request.lengths, least, request.seed)[:_PAPER_CANDIDATES]

@@ -11,13 +11,13 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
-from omnibal.limits import memory_cap_gib
-from omnibal.parallel import check_parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.plan import PACKS_FILE, DataPlan, Plan, read_plan
-from omnibal.planner import PlanFiles, model_of_lengths, prediction_of, read_plan_files
+from omnibal.plan_data import model_of_lengths
+from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
+from omnibal.planner import prediction_of
 
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
@@ -48,8 +48,9 @@ def open_plan(directory: Path) -> PlanFiles:
 def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
     """What `open_plan` and `check_plan` return."""
     plan = read_plan(directory)
-    passed = ["plan.json follows the schema", _check_parallel(plan), _check_partition(plan)]
-    files = read_plan_files(plan, directory)
+    job = job_of_plan(plan, directory)
+    passed = ["plan.json follows the schema", _described(plan), _check_partition(plan)]
+    files = PlanFiles(plan=plan, job=job, data=data_of_plan(plan, directory))
     if files.data is None:
         if plan.prediction is not None:
             raise UserError(
@@ -78,8 +79,7 @@ def training_obstacles(plan: Plan) -> list[str]:
     return obstacles
 
 
-def _check_parallel(plan: Plan) -> str:
-    check_parallel(plan.model, plan.parallel, plan.cluster)
+def _described(plan: Plan) -> str:
     sizes = plan.parallel
     return (
         f"{plan.model.name} can be cut for tensor {sizes.tensor} x pipeline {sizes.pipeline} x "
@@ -98,7 +98,7 @@ def _check_partition(plan: Plan) -> str:
 
 
 def _check_costs(files: PlanFiles, lengths: Lengths, packs: ScheduledPacks) -> str:
-    plan, cost = files.plan, files.cost
+    plan, cost = files.plan, files.job.cost
     features = pack_features(packs.packs, lengths)
     if plan.prediction is None:
         memories = stage_memories(cost, plan.stages, packs.slot, features)
@@ -106,7 +106,7 @@ def _check_costs(files: PlanFiles, lengths: Lengths, packs: ScheduledPacks) -> s
         anew = prediction_of(plan, cost, packs, features)
         memories = [stage.memory for stage in anew.stages]
     peaks = np.array([memory.peak_gib for memory in memories])
-    worst, cap_gib = int(peaks.argmax()), memory_cap_gib(plan.cluster)
+    worst, cap_gib = int(peaks.argmax()), files.job.memory_cap_gib
     if not fits_cap(peaks[worst], cap_gib):
         raise UserError(
             f"stage {worst} is predicted to need {peaks[worst]:.2f} GiB, but may fill "

@@ -6,6 +6,7 @@ parameters) is computed here once.
 
 import json
 import math
+from collections.abc import Sequence
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
@@ -42,6 +43,16 @@ class Part(StrEnum):
     VISION = "vision"
     PROJECTOR = "projector"
     LANGUAGE = "language"
+
+
+def frozen_mistake(frozen: Sequence[Part]) -> str | None:
+    """What is wrong with a choice of parts that are not trained; None where nothing is."""
+    if len(set(frozen)) == len(frozen) < len(Part):
+        return None
+    return (
+        f"frozen names {', '.join(frozen)}; it must name each part at most once and leave one to "
+        "train"
+    )
 
 
 class Frozen(BaseModel):

@@ -8,23 +8,20 @@ the sizes is enough, tensor and pipeline sizes together.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from omnibal.cap_search import draw_samples, least_caps
-from omnibal.config import ModelConfig, load_cluster, preset_names
-from omnibal.cost.model import CostModel
-from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
+from omnibal.config import load_cluster, preset_names
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.limits import Caps, memory_cap_gib
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.partition import least_peak_of_splits
 from omnibal.pipeline.stage_cost import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 from omnibal.planner import PlanRequest
-from omnibal.trial import Job, packs_of
 
 SAMPLES = 20_000
 """Drawn to decide on, where there are more and no steps are given."""
@@ -51,22 +48,20 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Advice:
-    """What was found."""
+    """Changes with which a job would fit, and the kinds of changes that were tried."""
 
     changes: tuple[Change, ...]
     tried: tuple[str, ...]
     """In words, the kinds of changes of which at least one was tried, found or not."""
 
 
-def least_need_gib(
-    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
-) -> float:
+def least_need_gib(job: JobSpec, workload: Workload) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least."""
-    return least_peak_of_splits(cost, model, workload, pipeline_size) / GIB
+    return least_peak_of_splits(job.cost, job.model, workload, job.parallel.pipeline) / GIB
 
 
 def gib_text(gib: float) -> str:
-    """Three significant digits, so that small devices have figures too.
+    """Format GiB with three significant digits, so that small devices have figures too.
 
     Example:
         >>> gib_text(125.06), gib_text(72.0), gib_text(0.00123)
@@ -77,7 +72,7 @@ def gib_text(gib: float) -> str:
 
 
 def does_not_fit_message(error: DoesNotFit, advice: Advice) -> str:
-    """The error, with the changes that would do in place of general advice."""
+    """Say that a job does not fit, and which changes would make it fit."""
     if advice.changes:
         changes = "; or ".join(change.text for change in advice.changes)
         return f"{error.need}; what would fit: {changes}"
@@ -89,8 +84,12 @@ def does_not_fit_message(error: DoesNotFit, advice: Advice) -> str:
     )
 
 
+Candidate = tuple[str, Callable[[], PlanRequest]]
+"""A change in words, and what makes the changed request or refuses to."""
+
+
 def find_changes(request: PlanRequest) -> Advice:
-    """The smallest change of every kind tried with which a request that does not fit would.
+    """Find the smallest change of every kind with which a request that does not fit would.
 
     Those that need no more devices come first, then by devices; another kind of device is the last.
     For a method other than the joint search, that search is tried alone and, where it is not
@@ -101,76 +100,73 @@ def find_changes(request: PlanRequest) -> Advice:
         UserError: the request is wrong in another way than that it does not fit.
     """
     if _is_joint(request):
-        trials = _Trials(request)
+        changes = _Changes(request)
     else:
         joint = replace(request, method=PartitionMethod.OMNIBAL, recompute=RecomputeRule.CHEAPEST)
-        trials = _Trials(joint)
+        changes = _Changes(joint)
         text = _text_of_method(request)
-        trials.first(_METHOD, [(text, joint)])
-        trials.prefix = f"{text}, and "
-    if not trials.found:
-        _try_all(trials)
-    return Advice(changes=tuple(trials.found), tried=tuple(trials.tried))
+        changes.first(_METHOD, [(text, lambda: joint)])
+        changes.prefix = f"{text}, and "
+    if not changes.found:
+        _try_all(changes)
+    return Advice(changes=tuple(changes.found), tried=tuple(changes.tried))
 
 
-def _try_all(trials: "_Trials") -> None:
-    request = trials.request
-    _try_smaller_caps(trials)
-    same_devices = len(trials.found)
-    tensors, pipelines = _larger_tensors(request), _larger_pipelines(request)
-    data = request.parallel.data
-    trials.first("a larger --tp", (trials.sized(tensor=size) for size in tensors))
-    trials.first("a larger --pp", (trials.sized(pipeline=size) for size in pipelines))
-    more_data = (trials.sized(data=factor * data) for factor in _LARGER_DATA)
-    trials.first("a larger --dp", more_data)
-    if len(trials.found) == same_devices:
+def _try_all(changes: "_Changes") -> None:
+    request = changes.request
+    _try_smaller_caps(changes)
+    same_devices = len(changes.found)
+    tensors, pipelines = _larger_tensors(request.job), _larger_pipelines(request.job)
+    data = request.job.parallel.data
+    changes.first("a larger --tp", (changes.sized(tensor=size) for size in tensors))
+    changes.first("a larger --pp", (changes.sized(pipeline=size) for size in pipelines))
+    more_data = (changes.sized(data=factor * data) for factor in _LARGER_DATA)
+    changes.first("a larger --dp", more_data)
+    if len(changes.found) == same_devices:
         pairs = sorted(
             ((tensor, pipeline) for tensor in tensors for pipeline in pipelines),
             key=lambda pair: (pair[0] * pair[1], pair),
         )
-        both = (trials.sized(tensor=tensor, pipeline=pipeline) for tensor, pipeline in pairs)
-        trials.first("a larger --tp and --pp together", both)
+        both = (changes.sized(tensor=tensor, pipeline=pipeline) for tensor, pipeline in pairs)
+        changes.first("a larger --tp and --pp together", both)
     larger = sorted(
-        trials.found[same_devices:], key=lambda change: change.request.parallel.world_size
+        changes.found[same_devices:],
+        key=lambda change: change.request.job.parallel.world_size,
     )
-    trials.found[same_devices:] = larger
-    trials.first("a preset device with more memory", _roomier(request))
+    changes.found[same_devices:] = larger
+    changes.first("a preset device with more memory", _roomier(request))
 
 
-class _Trials:
+class _Changes:
     """Changed requests, and what they need; the packs of the request's own caps are made once."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.prefix = ""
         """What is changed already, in words."""
-        self.packed = packs_of(_drawn(request))
+        self.packed = _sampled(request).packed()
         self.found: list[Change] = []
         self.tried: list[str] = []
 
-    def sized(self, **sizes: int) -> tuple[str, PlanRequest]:
+    def sized(self, **sizes: int) -> Candidate:
         """With other parallel sizes, and as many micro-batches per rank unless steps are given."""
-        request = self.request
+        parallel = self.request.job.parallel
         changes = dict(sizes)
-        if request.parallel.tensor == 1 < sizes.get("tensor", 1):
+        if parallel.tensor == 1 < sizes.get("tensor", 1):
             # As `omnibal plan` does unless told otherwise.
             changes["sequence_parallel"] = True
-        parallel = request.parallel.model_copy(update=changes)
-        packs_per_step = request.packs_per_step
-        if request.steps is None:
-            packs_per_step = request.micro_batches * parallel.data
         options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp"}
-        old = request.parallel.model_dump()
+        old = parallel.model_dump()
         text = " ".join(f"{options[name]} {size}" for name, size in sizes.items())
         instead = " and ".join(str(old[name]) for name in sizes)
-        changed = replace(request, parallel=parallel, packs_per_step=packs_per_step)
-        return f"{text} instead of {instead}", changed
+        larger = parallel.model_copy(update=changes)
+        return f"{text} instead of {instead}", lambda: self.request.sized(larger)
 
-    def first(self, kind: str, candidates: Iterable[tuple[str, PlanRequest]]) -> None:
+    def first(self, kind: str, candidates: Iterable[Candidate]) -> None:
         """Keep the first candidate of a kind that fits, if any."""
-        for text, request in candidates:
+        for candidate in candidates:
             self.note(kind)
-            change = self.change(text, request)
+            change = self.change(*candidate)
             if change is not None:
                 self.found.append(change)
                 return
@@ -179,32 +175,26 @@ class _Trials:
         if kind not in self.tried:
             self.tried.append(kind)
 
-    def change(self, text: str, request: PlanRequest) -> Change | None:
+    def change(self, text: str, make: Callable[[], PlanRequest]) -> Change | None:
         """None where the request does not fit, or is impossible for another reason."""
-        drawn = _drawn(request)
-        same_packs = request.caps == self.request.caps
         try:
-            need_gib = _need_gib(drawn, self.packed if same_packs else packs_of(drawn))
+            request = make()
+            sampled = _sampled(request)
+            same_packs = request.data.caps == self.request.data.caps
+            packed = self.packed if same_packs else sampled.packed()
+            need_gib = least_need_gib(sampled.job, sampled.drawn(packed).workload())
         except UserError:
             return None
-        cap_gib = memory_cap_gib(request.cluster)
+        cap_gib = request.job.memory_cap_gib
         if not fits_cap(need_gib, cap_gib):
             return None
         figures = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
         return Change(text=f"{self.prefix}{text} ({figures})", request=request, need_gib=need_gib)
 
 
-def _drawn(request: PlanRequest) -> PlanRequest:
+def _sampled(request: PlanRequest) -> PlanRequest:
     """On no more than `SAMPLES` samples, unless steps name them."""
-    if request.lengths is None or request.steps is not None:
-        return request
-    return replace(request, lengths=draw_samples(request.lengths, SAMPLES, request.seed))
-
-
-def _need_gib(request: PlanRequest, packed: Sequence[Packs]) -> float:
-    """Of one device in the best split."""
-    job = Job.of(request, packed)
-    return least_need_gib(job.cost, job.model, job.workload(), request.parallel.pipeline)
+    return replace(request, data=request.data.sampled(SAMPLES))
 
 
 def _is_joint(request: PlanRequest) -> bool:
@@ -218,26 +208,26 @@ def _text_of_method(request: PlanRequest) -> str:
     )
 
 
-def _larger_tensors(request: PlanRequest) -> list[int]:
+def _larger_tensors(job: JobSpec) -> list[int]:
     """All that the model and a node allow."""
-    sizes = range(request.parallel.tensor + 1, request.cluster.gpus_per_node + 1)
-    return [size for size in sizes if _allows_tensor(request, size)]
+    sizes = range(job.parallel.tensor + 1, job.cluster.gpus_per_node + 1)
+    return [size for size in sizes if _allows_tensor(job, size)]
 
 
-def _allows_tensor(request: PlanRequest, size: int) -> bool:
-    if request.profile is not None and request.profile.tensor != size:
+def _allows_tensor(job: JobSpec, size: int) -> bool:
+    if job.profile is not None and job.profile.tensor != size:
         return False
     try:
-        check_parallel(request.model, Parallel(tensor=size, pipeline=1), request.cluster)
+        check_parallel(job.model, Parallel(tensor=size, pipeline=1), job.cluster)
     except UserError:
         return False
     return True
 
 
-def _larger_pipelines(request: PlanRequest) -> list[int]:
+def _larger_pipelines(job: JobSpec) -> list[int]:
     """Every size at first, then doubles, up to the layers."""
-    layers = request.model.vision.layers + request.model.language.layers
-    size = request.parallel.pipeline
+    layers = job.model.vision.layers + job.model.language.layers
+    size = job.parallel.pipeline
     dense = max(2 * size, _EVERY_PIPELINE)
     sizes = list(range(size + 1, min(dense, layers) + 1))
     while (dense := 2 * dense) <= layers:
@@ -245,11 +235,11 @@ def _larger_pipelines(request: PlanRequest) -> list[int]:
     return sizes
 
 
-def _roomier(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
+def _roomier(request: PlanRequest) -> list[Candidate]:
     """Preset devices of more memory, the smallest first; a measured profile is of one device."""
-    if request.profile is not None:
+    if request.job.profile is not None:
         return []
-    own = request.cluster
+    own = request.job.cluster
     presets = [load_cluster(name) for name in preset_names("clusters")]
     larger = [
         preset
@@ -257,42 +247,41 @@ def _roomier(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
         if preset.name != own.name and preset.memory_gib > own.memory_gib
     ]
     return [
-        (f"--cluster {preset.name} instead of {own.name}", replace(request, cluster=preset))
+        (f"--cluster {preset.name} instead of {own.name}", partial(request.on_cluster, preset))
         for preset in sorted(larger, key=lambda preset: preset.memory_gib)
     ]
 
 
-def _try_smaller_caps(trials: _Trials) -> None:
+def _try_smaller_caps(changes: _Changes) -> None:
     """Smaller caps that fit where the next larger ones do not, by bisection.
 
     Larger packs need more memory, so these are about the largest; packing is not that regular.
     """
-    request = trials.request
-    if request.steps is not None:
+    data = changes.request.data
+    if data.steps is not None:
         return
-    candidates = smaller_caps(request.caps, request.lengths)
+    candidates = smaller_caps(data.caps, data.least_caps())
     found: list[Change] = []
     low, high = 0, len(candidates)
     while low < high:
-        trials.note("smaller --max-tokens and --max-tiles")
+        changes.note("smaller --max-tokens and --max-tiles")
         middle = (low + high) // 2
-        caps, old = candidates[middle], request.caps
+        caps, old = candidates[middle], data.caps
         text = (
             f"--max-tokens {caps.max_tokens} --max-tiles {caps.max_tiles} instead of "
             f"{old.max_tokens} and {old.max_tiles}"
         )
-        change = trials.change(text, replace(request, caps=caps))
+        change = changes.change(text, partial(changes.request.capped, caps))
         if change is None:
             low = middle + 1
         else:
             found, high = [change], middle
-    trials.found += found
+    changes.found += found
 
 
-def smaller_caps(caps: Caps, lengths: Lengths | None) -> list[Caps]:
-    """Caps in equal proportion and round numbers, the largest first; every sample fits them."""
+def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
+    """List smaller caps in equal proportion and round numbers, down to the least."""
     unit = min(_CAP_UNIT, 1 << max(caps.max_tokens // _CAP_STEPS, 1).bit_length() - 1)
-    least = least_caps(lengths) if lengths is not None else Caps(max_tiles=1, max_tokens=1)
     first = -(-least.max_tokens // unit) * unit
     # The largest round number below the cap itself.
     last = (caps.max_tokens - 1) // unit * unit

@@ -9,14 +9,14 @@ USABLE_MEMORY_FRACTION = 0.9
 
 
 class Caps(Frozen):
-    """Upper limits of one micro-batch."""
+    """Largest image tiles and language tokens of one micro-batch."""
 
     max_tiles: Count
     max_tokens: Count
 
 
 def memory_cap_gib(cluster: ClusterConfig) -> float:
-    """What a stage may fill of one device."""
+    """Memory that a stage may fill of one device, in GiB."""
     return USABLE_MEMORY_FRACTION * cluster.memory_gib
 
 

@@ -30,6 +30,7 @@ class Parallel(Frozen):
 
     @property
     def world_size(self) -> int:
+        """Processes of the job, one per device."""
         return self.tensor * self.pipeline * self.data
 
 

@@ -9,7 +9,15 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from omnibal.config import ClusterConfig, Count, Frozen, ModelConfig, Part, Precision
+from omnibal.config import (
+    ClusterConfig,
+    Count,
+    Frozen,
+    ModelConfig,
+    Part,
+    Precision,
+    frozen_mistake,
+)
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.files import read_json_model, write_json_model
 from omnibal.limits import Caps
@@ -77,11 +85,9 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _trains_something(self) -> "Plan":
-        if len(set(self.frozen)) != len(self.frozen) or len(self.frozen) == len(Part):
-            raise ValueError(
-                f"frozen names {', '.join(self.frozen)}; it must name each part at most once and "
-                "leave one to train"
-            )
+        mistake = frozen_mistake(self.frozen)
+        if mistake is not None:
+            raise ValueError(mistake)
         return self
 
     def gradient_crosses(self, cut: int) -> bool:

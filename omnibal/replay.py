@@ -110,11 +110,12 @@ class ReplaySummary:
 
     @property
     def step_ms(self) -> float:
+        """Mean time of the replayed steps."""
         return float(self.each_step_ms.mean())
 
     @property
     def predicted_step_ms(self) -> float:
-        """Of the replayed steps, which are some of the plan's."""
+        """Mean predicted time of the same steps, which are some of the plan's."""
         return float(self.predicted_each_step_ms.mean())
 
     @property

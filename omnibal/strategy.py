@@ -20,22 +20,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from omnibal.cap_search import MIN_STEPS, CapSpace, draw_samples, usual_samples_per_step
-from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
-from omnibal.cost.profile import Profile
-from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
+from omnibal.cap_search import CapSpace, usual_samples_per_step
+from omnibal.config import ClusterConfig
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.feasible import gib_text, least_need_gib
-from omnibal.limits import Caps, memory_cap_gib
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_cost import fits_cap
-from omnibal.planner import PlanRequest
-from omnibal.trial import Job, micro_batches_at, packs_of, step_sizes, time_per_sample
+from omnibal.trial import Comparison, Trial, micro_batches_at, step_sizes, time_per_sample
 
 CLEARLY_WORSE = 1.15
 """Of the best time per sample: what takes longer by its bound is not planned."""
@@ -54,29 +50,19 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StrategyRequest:
-    """Everything that a strategy is chosen for."""
+class StrategyRequest(Comparison):
+    """Devices to share out among tensor, pipeline and data parallelism, and what is trained.
 
-    model: ModelConfig
-    cluster: ClusterConfig
+    The parallel sizes of its job are no choice: every strategy replaces them.
+    """
+
     gpus: int
-    precision: Precision
-    lengths: Lengths
-    packing: PackingMethod
-    samples_per_step: int
-    """Of all data-parallel ranks together; strategies are compared at this number."""
-    samples: int
-    """Drawn at random to evaluate strategies on; more where steps are large, all if fewer."""
-    seed: int
-    profile: Profile | None
-    """Measured costs, whose tensor size is then the only one; None to count instead."""
     caps: Caps | None = None
     """None to choose them too."""
     tensor: int | None = None
-    """None to choose it, as the next two."""
+    """None to choose it, as the next two. Measured costs are of one tensor size alone."""
     pipeline: int | None = None
     data: int | None = None
-    frozen: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +101,7 @@ class RuledOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySearch:
-    """All strategies."""
+    """Result of a strategy search: a ranking, and what was ruled out."""
 
     gpus: int
     samples_per_step: int
@@ -126,16 +112,17 @@ class StrategySearch:
 
     @property
     def best(self) -> Strategy:
+        """The fastest strategy."""
         return self.ranking[0]
 
 
 def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
-    """Samples of a step where none are given: 8 packs of 4.5 samples for every node."""
+    """Samples per step where none are given: 8 packs of 4.5 samples for every node."""
     return usual_samples_per_step(max(gpus // cluster.gpus_per_node, 1), _USUAL_MICRO_BATCHES)
 
 
 def progress_total(request: StrategyRequest) -> int:
-    """Of what `search_strategies` calls `on_progress` with."""
+    """Total of the progress that `search_strategies` reports."""
     if request.caps is not None:
         return len(possible_parallels(request))
     return len(possible_parallels(request)) * len(_LEVELS) + _FINALISTS * _MOVES
@@ -144,7 +131,7 @@ def progress_total(request: StrategyRequest) -> int:
 def search_strategies(
     request: StrategyRequest, on_progress: Callable[[int], None], processes: int = 1
 ) -> StrategySearch:
-    """Every strategy, ranked by predicted time per sample.
+    """Rank all strategies by predicted time per sample.
 
     Args:
         request: equal requests give equal results.
@@ -153,16 +140,12 @@ def search_strategies(
 
     Raises:
         DoesNotFit: no strategy fits into memory.
-        UserError: no parallel sizes are possible, the lengths were scanned for another model, the
-            profile is of something else, a sample exceeds the caps, or a step has too few packs.
+        UserError: no parallel sizes are possible, a sample exceeds the caps, or a step has too few
+            packs.
     """
     parallels = possible_parallels(request)
-    wanted = max(request.samples, MIN_STEPS * request.samples_per_step)
-    drawn = replace(request, lengths=draw_samples(request.lengths, wanted, request.seed))
-    setting = _Setting(request=drawn, packs={})
+    setting = _Setting(request=request.drawn(), packs={})
     space = CapSpace.of(request.lengths)
-    # What is wrong with every strategy is found before anything is packed.
-    Job.of(setting.plan_request((parallels[0], space.least)), packed=())
     left = progress_total(request)
 
     def advance(done: int) -> None:
@@ -170,7 +153,7 @@ def search_strategies(
         left -= done
         on_progress(done)
 
-    trials = _Trials(setting=setting, processes=processes, advance=advance)
+    trials = _StrategyTrials(setting=setting, processes=processes, advance=advance)
     if request.caps is None:
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
@@ -187,7 +170,7 @@ def search_strategies(
 
 
 def possible_parallels(request: StrategyRequest) -> list[Parallel]:
-    """All sizes whose product is the devices, by tensor, then pipeline size.
+    """List all parallel sizes whose product is the devices, by tensor, then pipeline size.
 
     Raises:
         UserError: there are none, with what is possible.
@@ -211,10 +194,11 @@ def possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 def _check_given(request: StrategyRequest) -> None:
     """Refuse sizes that were given and can never be, whatever the others."""
-    if request.profile is not None and request.tensor not in (None, request.profile.tensor):
+    profile = request.job.profile
+    if profile is not None and request.tensor not in (None, profile.tensor):
         raise UserError(
             f"--tp {request.tensor} was given with a profile of tensor size "
-            f"{request.profile.tensor}, and costs of another size cannot be taken from it: leave "
+            f"{profile.tensor}, and costs of another size cannot be taken from it: leave "
             f"--tp out, give a profile of tensor size {request.tensor}, or count without --profile"
         )
     given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
@@ -229,7 +213,7 @@ def _check_given(request: StrategyRequest) -> None:
             f"must multiply to the GPUs: use {near} GPUs or change the sizes"
         )
     alone = Parallel(tensor=request.tensor or 1, pipeline=request.pipeline or 1)
-    check_parallel(request.model, alone, request.cluster)
+    check_parallel(request.job.model, alone, request.job.cluster)
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
@@ -240,10 +224,11 @@ def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
 
 
 def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
-    if request.profile is not None and parallel.tensor != request.profile.tensor:
+    profile = request.job.profile
+    if profile is not None and parallel.tensor != profile.tensor:
         return False
     try:
-        check_parallel(request.model, parallel, request.cluster)
+        check_parallel(request.job.model, parallel, request.job.cluster)
     except UserError:
         return False
     return True
@@ -253,9 +238,10 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     """No sizes are as given; `others` would be possible if nothing was."""
     given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
     fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
-    layers = request.model.vision.layers + request.model.language.layers
+    model = request.job.model
+    layers = model.vision.layers + model.language.layers
     allowed = sorted({each.tensor for each in others})
-    profile = request.profile
+    profile = request.job.profile
     tensors = (
         "tensor sizes that divide its heads and fit a node"
         if profile is None
@@ -271,8 +257,8 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
         remedy = f"use another number of GPUs{other}"
     return (
         f"no parallel sizes multiply to {request.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
-        f"{request.model.name} on {request.cluster.name} allows at most {layers} pipeline stages, "
-        f"one per layer, and {tensors}; {remedy}"
+        f"{model.name} on {request.job.cluster.name} allows at most {layers} pipeline stages, one "
+        f"per layer, and {tensors}; {remedy}"
     )
 
 
@@ -281,7 +267,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-Trial = tuple[Parallel, Caps]
+Choice = tuple[Parallel, Caps]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -292,31 +278,17 @@ class _Setting:
     """With the samples that were drawn."""
     packs: dict[Caps, Packs]
 
-    def micro_batches(self, trial: Trial) -> float:
+    def micro_batches(self, choice: Choice) -> float:
         """Packs of a rank in a step of the samples wanted."""
-        (parallel, caps), request = trial, self.request
+        (parallel, caps), request = choice, self.request
         packs, samples = len(self.packs[caps]), len(request.lengths)
         return micro_batches_at(request.samples_per_step, samples, packs, parallel.data)
 
-    def job(self, trial: Trial) -> Job:
-        return Job.of(self.plan_request(trial), [self.packs[trial[1]]])
-
-    def plan_request(self, trial: Trial) -> PlanRequest:
-        (parallel, caps), request = trial, self.request
-        return PlanRequest(
-            model=request.model,
-            cluster=request.cluster,
-            parallel=parallel,
-            precision=request.precision,
-            caps=caps,
-            lengths=request.lengths,
-            packing=request.packing,
-            packs_per_step=parallel.data,
-            epochs=1,
-            seed=request.seed,
-            profile=request.profile,
-            frozen=request.frozen,
-        )
+    def trial(self, choice: Choice) -> Trial:
+        """The job with these sizes, on the packs of these caps."""
+        parallel, caps = choice
+        job = self.request.job.sized(parallel)
+        return Trial(job=job, data=self.request.sample_data(caps), packed=[self.packs[caps]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -327,13 +299,14 @@ class _Pack:
 
     def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
         # They are the same for any parallel sizes.
-        (packs,) = packs_of(self.setting.plan_request((Parallel(pipeline=1), caps)))
+        request = self.setting.request
+        (packs,) = request.sample_data(caps).packed(request.job)
         return caps, packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outlook:
-    """What is known of a trial without a plan."""
+    """What is known of a choice without a plan."""
 
     need_gib: float
     """Of one device in the best split, with the steps that need more."""
@@ -343,38 +316,37 @@ class _Outlook:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Look:
-    """Bounds of trials."""
+    """Bounds of choices."""
 
     setting: _Setting
 
-    def __call__(self, trial: Trial) -> tuple[Trial, _Outlook]:
-        setting, pipeline = self.setting, trial[0].pipeline
-        job, micro_batches = setting.job(trial), setting.micro_batches(trial)
+    def __call__(self, choice: Choice) -> tuple[Choice, _Outlook]:
+        setting, trial = self.setting, self.setting.trial(choice)
+        job, micro_batches = trial.job, setting.micro_batches(choice)
         need_gib = least_ms = 0.0
         is_bound = True
-        for size in step_sizes(job, setting.request.samples_per_step, micro_batches):
-            workload = size.job.workload()
-            need_gib = max(need_gib, least_need_gib(job.cost, job.model, workload, pipeline))
-            step_ms = least_step_ms(job.cost, job.model, workload, pipeline)
+        for size in step_sizes(trial, setting.request.samples_per_step, micro_batches):
+            workload = size.request.workload()
+            need_gib = max(need_gib, least_need_gib(job, workload))
+            step_ms = least_step_ms(job.cost, job.model, workload, job.parallel.pipeline)
             least_ms += size.steps_per_sample * step_ms
             # What is subtracted would need a bound from above.
             is_bound &= size.steps_per_sample >= 0
-        return trial, _Outlook(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
+        return choice, _Outlook(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evaluate:
-    """Plans of trials that fit."""
+    """Plans of choices that fit."""
 
     setting: _Setting
 
-    def __call__(self, trial: Trial) -> tuple[Trial, Strategy]:
-        setting, (parallel, caps) = self.setting, trial
-        timed = time_per_sample(
-            setting.job(trial), setting.request.samples_per_step, setting.micro_batches(trial)
-        )
+    def __call__(self, choice: Choice) -> tuple[Choice, Strategy]:
+        setting, (parallel, caps) = self.setting, choice
+        trial, micro_batches = setting.trial(choice), setting.micro_batches(choice)
+        timed = time_per_sample(trial, setting.request.samples_per_step, micro_batches)
         assert timed.plan.prediction is not None
-        return trial, Strategy(
+        return choice, Strategy(
             parallel=parallel,
             caps=caps,
             micro_batches=timed.micro_batches,
@@ -388,46 +360,46 @@ class _Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Trials:
+class _StrategyTrials:
     """Strategies at caps, evaluated on the same samples."""
 
     setting: _Setting
     processes: int
     advance: Callable[[int], None]
-    outlooks: dict[Trial, _Outlook] = field(default_factory=dict)
+    outlooks: dict[Choice, _Outlook] = field(default_factory=dict)
     """Of those with a pack for every rank, whether they fit or not."""
-    planned: dict[Trial, Strategy] = field(default_factory=dict)
+    planned: dict[Choice, Strategy] = field(default_factory=dict)
 
-    def run(self, trials: Iterable[Trial]) -> None:
-        """Plan those of the new trials that fit and may be among the best."""
-        new = [trial for trial in trials if trial not in self.outlooks]
+    def run(self, choices: Iterable[Choice]) -> None:
+        """Plan those of the new choices that fit and may be among the best."""
+        new = [choice for choice in choices if choice not in self.outlooks]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
         packs |= dict(map_unordered(_Pack(setting=self.setting), caps, self._useful(caps)))
-        full = [trial for trial in new if self.setting.micro_batches(trial) >= 1]
+        full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
         look = _Look(setting=self.setting)
         outlooks = dict(map_unordered(look, full, self._useful(full)))
-        self.outlooks.update((trial, outlooks[trial]) for trial in full)
-        fitting = sorted(filter(self.fits, full), key=lambda trial: outlooks[trial].least_ms)
+        self.outlooks.update((choice, outlooks[choice]) for choice in full)
+        fitting = sorted(filter(self.fits, full), key=lambda choice: outlooks[choice].least_ms)
         self.advance(len(new) - len(fitting))
         # More processes may plan more, which are left out of the ranking.
         work = _Evaluate(setting=self.setting)
         promising, processes = self._promising(fitting), self._useful(fitting)
-        for trial, strategy in map_unordered(work, promising, processes):
-            self.planned[trial] = strategy
+        for choice, strategy in map_unordered(work, promising, processes):
+            self.planned[choice] = strategy
             self.advance(1)
 
-    def fits(self, trial: Trial) -> bool:
-        cap_gib = memory_cap_gib(self.setting.request.cluster)
-        return bool(fits_cap(self.outlooks[trial].need_gib, cap_gib))
+    def fits(self, choice: Choice) -> bool:
+        cap_gib = self.setting.request.job.memory_cap_gib
+        return bool(fits_cap(self.outlooks[choice].need_gib, cap_gib))
 
     def ranked(self) -> list[Strategy]:
-        """The best of each strategy, of trials whose bound is not clearly worse than the best."""
+        """The best of each strategy, of choices whose bound is not clearly worse than the best."""
         limit_ms = CLEARLY_WORSE * self.best_ms()
         kept = [
             strategy
-            for trial, strategy in self.planned.items()
-            if self.outlooks[trial].least_ms <= limit_ms
+            for choice, strategy in self.planned.items()
+            if self.outlooks[choice].least_ms <= limit_ms
         ]
         best: dict[Parallel, Strategy] = {}
         for strategy in sorted(kept, key=_rank):
@@ -443,14 +415,14 @@ class _Trials:
         )
         return min(times, default=math.inf)
 
-    def _promising(self, trials: Iterable[Trial]) -> Iterator[Trial]:
+    def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
         """Trials that may be the best of their strategy, and no worse than the best of all."""
-        for trial in trials:
-            least_ms = self.outlooks[trial].least_ms
-            if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(trial[0])):
+        for choice in choices:
+            least_ms = self.outlooks[choice].least_ms
+            if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(choice[0])):
                 self.advance(1)
             else:
-                yield trial
+                yield choice
 
     def _useful(self, tasks: Sequence) -> int:
         """Processes, of which each has something to do."""
@@ -463,7 +435,7 @@ def _rank(strategy: Strategy) -> tuple:
     return strategy.ms_per_sample, *sizes
 
 
-def _result(trials: _Trials, parallels: Sequence[Parallel]) -> StrategySearch:
+def _result(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> StrategySearch:
     ranked = trials.ranked()
     best = ranked[0]
     planned = {strategy.parallel for strategy in ranked}
@@ -480,7 +452,7 @@ def _result(trials: _Trials, parallels: Sequence[Parallel]) -> StrategySearch:
 
 
 def without_best(search: StrategySearch, why: str) -> StrategySearch:
-    """The search where its best turns out to be unusable; there must be another.
+    """Return the search without its best strategy, which cannot be used; there must be another.
 
     Strategies that were ruled out as clearly slower than that stay ruled out.
     """
@@ -519,9 +491,9 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     return ", ".join(named) or "about as fast"
 
 
-def _ruled_out(trials: _Trials, parallel: Parallel, best: Strategy) -> RuledOut:
-    outlooks = {trial: known for trial, known in trials.outlooks.items() if trial[0] == parallel}
-    fitting = [known.least_ms for trial, known in outlooks.items() if trials.fits(trial)]
+def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
+    outlooks = {choice: known for choice, known in trials.outlooks.items() if choice[0] == parallel}
+    fitting = [known.least_ms for choice, known in outlooks.items() if trials.fits(choice)]
     if fitting:
         least_ms = min(fitting)
         return RuledOut(
@@ -532,7 +504,7 @@ def _ruled_out(trials: _Trials, parallel: Parallel, best: Strategy) -> RuledOut:
         )
     if outlooks:
         need_gib = min(known.need_gib for known in outlooks.values())
-        cap_gib = memory_cap_gib(trials.setting.request.cluster)
+        cap_gib = trials.setting.request.job.memory_cap_gib
         why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
         return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
     return RuledOut(
@@ -543,7 +515,7 @@ def _ruled_out(trials: _Trials, parallel: Parallel, best: Strategy) -> RuledOut:
     )
 
 
-def _most_packs(trials: _Trials) -> str:
+def _most_packs(trials: _StrategyTrials) -> str:
     """Of a step of the samples wanted, at any caps; rounded down to three digits."""
     alone = Parallel(pipeline=1)
     packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
@@ -551,7 +523,7 @@ def _most_packs(trials: _Trials) -> str:
     return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 
 
-def _unusable(trials: _Trials, parallels: Sequence[Parallel]) -> UserError:
+def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserError:
     request = trials.setting.request
     if not trials.outlooks:
         fewest = min(parallel.data for parallel in parallels)
@@ -562,15 +534,15 @@ def _unusable(trials: _Trials, parallels: Sequence[Parallel]) -> UserError:
             "must have one: use more samples per step, smaller caps or fewer GPUs"
         )
     (parallel, caps), nearest = min(trials.outlooks.items(), key=lambda each: each[1].need_gib)
-    cap_gib = memory_cap_gib(request.cluster)
+    cap_gib = request.job.memory_cap_gib
     looked_at = len({parallel for parallel, _ in trials.outlooks})
     idle = len(parallels) - looked_at
     others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(
-        f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits {request.model.name} "
-        f"into memory: the nearest, --tp {parallel.tensor} --pp {parallel.pipeline} --dp "
-        f"{parallel.data} at {caps.max_tiles} tiles and {caps.max_tokens} tokens, needs "
-        f"{gib_text(nearest.need_gib)} GiB per device at best, and the memory cap is "
-        f"{gib_text(cap_gib)} GiB, which must hold every stage; use more GPUs, devices with more "
-        "memory or smaller caps"
+        f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
+        f"{request.job.model.name} into memory: the nearest, --tp {parallel.tensor} --pp "
+        f"{parallel.pipeline} --dp {parallel.data} at {caps.max_tiles} tiles and "
+        f"{caps.max_tokens} tokens, needs {gib_text(nearest.need_gib)} GiB per device at best, "
+        f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage; use more "
+        "GPUs, devices with more memory or smaller caps"
     )

@@ -17,13 +17,12 @@ def quick_modules() -> list[Path]:
 
 
 def packages() -> Iterator[str]:
-    """Of the project, by where their code lies; the command line is a module and as much."""
+    """Of the project, by where their code lies."""
     for top in ("omnibal", "megatron/vlm", "tools"):
         for folder in {path.parent for path in (REPOSITORY / top).rglob("*.py")}:
             name = folder.relative_to(REPOSITORY).as_posix().replace("/", ".")
             if name != "omnibal.presets":  # data alone
                 yield name
-    yield "omnibal.cli"
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -46,7 +46,7 @@ from megatron.vlm.train import (
     build_trainer,
     global_sums,
 )
-from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
+from omnibal.config import ModelConfig, Precision, load_cluster, load_model
 from omnibal.cost.model import Unit
 from omnibal.cost.profile import (
     LinkMeasurement,
@@ -57,6 +57,7 @@ from omnibal.cost.profile import (
     write_profile,
 )
 from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
@@ -85,7 +86,7 @@ OPTIMIZATION = OptimizationOptions(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """Which micro-batches to measure, and how often."""
+    """Which micro-batches the profiler measures, and how often."""
 
     max_tiles: int
     max_tokens: int
@@ -97,19 +98,19 @@ class ProfileOptions:
     """Timed rounds, after one of warm-up; a round runs every micro-batch once."""
 
 
-def profile(
-    model: ModelConfig, precision: Precision, cluster: ClusterConfig, launch: Launch,
-    options: ProfileOptions, progress: Console,
-) -> Profile:  # fmt: skip
+def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Console) -> Profile:
     """Measure units, optimizer and links; collective over all processes.
+
+    Args:
+        job: whose model is measured, as one device without tensor parallelism has it.
 
     Raises:
         UserError: the smallest pack to be measured has no room for a tile.
     """
-    _check_options(model, options)
+    _check_options(job.model, options)
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
-    profiler = Profiler(model, precision, cluster, links, options)
+    profiler = Profiler(job, links, options)
     repetitions = track(
         range(options.repetitions),
         "measuring units",
@@ -142,18 +143,11 @@ class Profiler:
     not every run of one. Construction and all methods are collective over the processes.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        precision: Precision,
-        cluster: ClusterConfig,
-        links: PipelineLinks,
-        options: ProfileOptions,
-    ) -> None:
-        self._model, self._precision, self._links = model, precision, links
-        self._batches = list(profiled_batches(model, options))
-        deep = min(options.layers, model.vision.layers, model.language.layers)
-        build = partial(_whole_stage_trainer, model, precision, cluster, links)
+    def __init__(self, job: JobSpec, links: PipelineLinks, options: ProfileOptions) -> None:
+        self._job, self._links = job, links
+        self._batches = list(profiled_batches(job.model, options))
+        deep = min(options.layers, job.model.vision.layers, job.model.language.layers)
+        build = partial(_whole_stage_trainer, job, links)
         self._shallow_optimizer: list[OptimizerMeasurement] = []
         if deep > 1:
             self._shallow_optimizer = [_measure_optimizer(build(depth=1), options.repetitions)]
@@ -166,7 +160,7 @@ class Profiler:
         self.round()  # warm-up
 
     def round(self) -> Round:
-        """Every unit on every pack, one update, and one transfer of every size."""
+        """Time every unit on every pack, one update, and one transfer of every size."""
         samples_ms: Round = defaultdict(list)
         for index, batch in enumerate(self._batches):
             for unit, forward_ms, backward_ms in _unit_times_ms(self._trainer.stage, batch):
@@ -181,7 +175,7 @@ class Profiler:
         return samples_ms
 
     def result(self, rounds: Sequence[Round]) -> Profile:
-        """What the rounds say together."""
+        """Average the rounds into a profile."""
         typical = _typical_rounds(rounds)
         mean_ms = {key: _mean_ms([one for ms in typical for one in ms[key]]) for key in rounds[0]}
         deep_optimizer = OptimizerMeasurement(
@@ -189,9 +183,9 @@ class Profiler:
         )
         return Profile(
             device=device_name(),
-            precision=self._precision,
-            model=self._model.name,
-            model_sha256=model_sha256(self._model),
+            precision=self._job.precision,
+            model=self._job.model.name,
+            model_sha256=model_sha256(self._job.model),
             tensor=1,
             processes=dist.get_world_size(),
             measurements=tuple(
@@ -236,15 +230,12 @@ def device_name() -> str:
     return names[0] if names else "CPU"
 
 
-def _plan_of_whole_stages(
-    model: ModelConfig, precision: Precision, cluster: ClusterConfig, parallel: Parallel, depth: int
-) -> Plan:
+def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
     """Every process holds all kinds of unit and `depth` layers of each tower.
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
-    whole = Stage.whole(depth, depth)
-    layers = {"layers": depth * parallel.pipeline}
+    model, layers = job.model, {"layers": depth * processes}
     return Plan(
         model=model.model_copy(
             update={
@@ -252,21 +243,17 @@ def _plan_of_whole_stages(
                 "language": model.language.model_copy(update=layers),
             }
         ),
-        precision=precision,
-        parallel=parallel,
-        stages=(whole,) * parallel.pipeline,
-        cluster=cluster,
+        precision=job.precision,
+        parallel=Parallel(pipeline=processes),
+        stages=(Stage.whole(depth, depth),) * processes,
+        cluster=job.cluster,
         data=None,
     )
 
 
-def _whole_stage_trainer(
-    model: ModelConfig, precision: Precision, cluster: ClusterConfig, links: PipelineLinks,
-    depth: int,
-) -> Trainer:  # fmt: skip
+def _whole_stage_trainer(job: JobSpec, links: PipelineLinks, depth: int) -> Trainer:
     """Every process holds all kinds of unit and `depth` layers of each tower."""
-    parallel = Parallel(pipeline=links.size)
-    plan = _plan_of_whole_stages(model, precision, cluster, parallel, depth)
+    plan = _plan_of_whole_stages(job, links.size, depth)
     return build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0)
 
 
@@ -554,7 +541,7 @@ class RepeatedUpdate:
         self._weights = [weight.detach().cpu().clone() for weight in trainer.stage.parameters()]
 
     def timed_ms(self) -> float:
-        """One update; collective over all ranks."""
+        """Time one update; collective over all ranks."""
         trainer = self._trainer
         dist.barrier()
         zeroing_ms = _timed_ms(trainer.zero_gradients)
@@ -591,6 +578,7 @@ def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
 
 
 def main() -> None:
+    """Measure in every process of the launch; the first one writes profile.json."""
     parser = argparse.ArgumentParser(description="Measure every kind of unit on this device.")
     parser.add_argument("--model", required=True, help="preset name or TOML file")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
@@ -603,10 +591,14 @@ def main() -> None:
     arguments = parser.parse_args()
     launch = Launch.from_environment()
     try:
+        job = JobSpec(
+            model=load_model(arguments.model),
+            cluster=load_cluster("laptop-cpu"),
+            parallel=Parallel(pipeline=1),
+            precision=arguments.precision,
+        )
         result = profile(
-            load_model(arguments.model),
-            arguments.precision,
-            load_cluster("laptop-cpu"),
+            job,
             launch,
             ProfileOptions(
                 max_tiles=arguments.max_tiles,

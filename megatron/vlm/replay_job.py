@@ -33,6 +33,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
 from omnibal.plan import Plan
+from omnibal.plan_files import PlanFiles
 from omnibal.replay import (
     ReplayInfo,
     chosen_steps,
@@ -49,7 +50,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """How much to replay."""
+    """How many steps of a plan to replay, and how often."""
 
     steps: int
     """Of the run, at most, spread evenly over it."""
@@ -59,23 +60,40 @@ class ReplayOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplayJob:
-    """A plan that has been checked, and what it is fed."""
+    """A checked plan, and the samples that its replay is fed."""
 
-    plan: Plan
-    cost: CostModel
-    packs: ScheduledPacks
-    lengths: Lengths
+    planned: PlanFiles
     reader: SampleReader | None
     """None for random content."""
 
+    @property
+    def plan(self) -> Plan:
+        """The plan that is replayed."""
+        return self.planned.plan
+
+    @property
+    def cost(self) -> CostModel:
+        """The costs that the plan was made with."""
+        return self.planned.job.cost
+
+    @property
+    def packs(self) -> ScheduledPacks:
+        """Every micro-batch of the plan."""
+        return self.planned.steps[0]
+
+    @property
+    def lengths(self) -> Lengths:
+        """Tiles and tokens of every sample."""
+        return self.planned.steps[1]
+
     def rows_of(self, stage: int) -> LoadRows:
-        """The stage's micro-batches."""
+        """Return what loads the micro-batches of a stage."""
         if self.reader is None:
             return random_rows(self.plan, stage, self.packs, self.lengths)
         return read_rows(self.plan, stage, self.packs, self.lengths, self.reader)
 
     def work_of(self, stage: int, info: ReplayInfo) -> StageWork:
-        """Every step, rank by rank, so that as many micro-batches are in flight as in the job."""
+        """List a stage's steps rank by rank, with as many micro-batches in flight as in the job."""
         rows = rows_of_steps(self.packs, info.steps)
         place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
         steps = np.split(rows, np.flatnonzero(np.diff(place)) + 1)
@@ -92,20 +110,15 @@ class ReplayJob:
 
 
 def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None) -> ReplayJob:
-    """Read and check what is to be replayed.
+    """Read and check a plan and the data to replay it on.
 
     Raises:
         UserError: the plan does not hold, or data and tokenizer are not the plan's.
     """
-    files = open_plan(plan_directory)
-    packs, lengths = files.steps
-    return ReplayJob(
-        plan=files.plan,
-        cost=files.cost,
-        packs=packs,
-        lengths=lengths,
-        reader=_reader(files.plan, data, tokenizer),
-    )
+    planned = open_plan(plan_directory)
+    # A plan without steps is refused before anything of it is built.
+    _ = planned.steps
+    return ReplayJob(planned=planned, reader=_reader(planned.plan, data, tokenizer))
 
 
 def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> SampleReader | None:
@@ -128,7 +141,7 @@ def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> Sampl
 
 
 def replay_info(job: ReplayJob, options: ReplayOptions, processes: int) -> ReplayInfo:
-    """What distinguishes this replay from others."""
+    """Describe what distinguishes this replay from others."""
     return ReplayInfo(
         plan_sha256=plan_sha256(job.plan),
         steps=chosen_steps(job.packs, options.steps),

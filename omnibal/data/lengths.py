@@ -7,7 +7,7 @@ it also say which `sample` of the annotations it is of.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -93,6 +93,21 @@ _SHORTER = (
     "shorten or leave out longer samples, or take max_positions and rope_factor out of the model's "
     "TOML to go on unscaled"
 )
+
+
+def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
+    """So many samples at random, in the order that they have; all if there are no more."""
+    if samples >= len(lengths):
+        return lengths
+    rows = np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples])
+    return replace(
+        lengths,
+        tiles=lengths.tiles[rows],
+        tokens=lengths.tokens[rows],
+        loss_tokens=lengths.loss_tokens[rows],
+        source=lengths.source[rows],
+        sample=lengths.annotation_indices(rows),
+    )
 
 
 def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTER) -> None:

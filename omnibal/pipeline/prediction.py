@@ -20,6 +20,7 @@ class StageMemory(Frozen):
 
     @property
     def peak_gib(self) -> float:
+        """Memory of the device at its peak, in GiB."""
         return (
             self.weights_gib
             + self.gradients_gib

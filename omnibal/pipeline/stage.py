@@ -28,7 +28,7 @@ class Stage(Frozen):
 
     @classmethod
     def whole(cls, vision_layers: int, language_layers: int) -> "Stage":
-        """All kinds of unit, and so many layers of each tower."""
+        """Make a stage of all kinds of unit, with so many layers of each tower."""
         return cls(
             vision_embed=True,
             vision_layers=vision_layers,
@@ -50,5 +50,5 @@ class Stage(Frozen):
 
     @property
     def recomputed_layers(self) -> int:
-        """Of both towers."""
+        """Number of layers of both towers whose activations are recomputed."""
         return len(self.recompute_vision) + len(self.recompute_language)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import pad_ratio, rank_sums, straggler_factor
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import DataRequest
 from omnibal.files import atomic
+from omnibal.job import JobSpec
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.report.svg import Plot, Scale, document, line, polyline, rect, text
 from omnibal.report.text import milliseconds, number, percent, shorten, tick
@@ -85,11 +85,14 @@ _WAITING = (
 class LoadSetting:
     """What was packed for what, and what predicts the time that it takes."""
 
-    model: ModelConfig
-    cluster: ClusterConfig
-    cost: CostModel
+    job: JobSpec
+    """Whose data-parallel ranks are shown, and whose costs predict their times."""
     request: DataRequest
-    dp: int
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.job.parallel.data
 
     @property
     def micro_batches(self) -> int:
@@ -98,7 +101,7 @@ class LoadSetting:
 
     def load_ms(self, features: np.ndarray) -> np.ndarray:
         """Predicted time of micro-batches with `features` [packs, 5]. [packs]"""
-        return model_ms(self.cost, self.model, features)
+        return model_ms(self.job.cost, self.job.model, features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -289,7 +292,8 @@ def _time_unit(longest_ms: float) -> tuple[str, float]:
 
 
 def _document(setting: LoadSetting, contents: str, panels: list[_Panel], note: str) -> str:
-    model, cluster = (shorten(c.name, _NAME_LIMIT) for c in (setting.model, setting.cluster))
+    job = setting.job
+    model, cluster = (shorten(c.name, _NAME_LIMIT) for c in (job.model, job.cluster))
     caps, title = setting.request.caps, f"Predicted load of ranks: {model} on {cluster}"
     subtitle = (
         f"{contents} of at most {caps.max_tiles:,} tiles and {caps.max_tokens:,} tokens; "
@@ -305,8 +309,8 @@ def _document(setting: LoadSetting, contents: str, panels: list[_Panel], note: s
     parts.append(_distributions(panels, top))
     top += _PLOT_HEIGHT + 48
     source = (
-        f"Simulated from predicted time ({shorten(setting.cost.source, 40)}): forward and backward "
-        "of the whole model on every rank. A step ends with its slowest rank."
+        f"Simulated from predicted time ({shorten(job.cost.source, 40)}): forward and backward of "
+        "the whole model on every rank. A step ends with its slowest rank."
     )
     parts += [text(_MARGIN, top, source), text(_MARGIN, top + 18, note)]
     height = top + 34

@@ -13,7 +13,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import atomic
 from omnibal.plan import Plan
-from omnibal.planner import PlanFiles
+from omnibal.plan_files import PlanFiles
 from omnibal.replay import ReplaySummary, read_replay
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import (
@@ -100,7 +100,7 @@ def write_report(
 def _read(
     files: PlanFiles, run_directory: Path | None, replay_directory: Path | None
 ) -> ReportInput:
-    plan, cost, data = files.plan, files.cost, files.data
+    plan, cost, data = files.plan, files.job.cost, files.data
     records = [] if run_directory is None else _records_of(plan, run_directory)
     replay = None
     if replay_directory is not None:

@@ -31,7 +31,8 @@ from ablation_variants import (  # noqa: E402
 
 from omnibal.config import load_cluster, load_model  # noqa: E402
 from omnibal.errors import EXIT_USER_ERROR, UserError  # noqa: E402
-from omnibal.planner import PlanResult, save_plan  # noqa: E402
+from omnibal.plan_files import save_plan  # noqa: E402
+from omnibal.planner import PlanResult  # noqa: E402
 from omnibal.replay import ReplaySummary, plan_sha256, read_replay  # noqa: E402
 
 VARIANTS = (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)

@@ -1,5 +1,7 @@
 """A small planning request, for the tests of plans and of their checks."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from omnibal.config import ModelConfig, load_cluster, load_model
@@ -7,8 +9,10 @@ from omnibal.cost.model import Unit
 from omnibal.cost.profile import Profile, UnitMeasurement
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.data.packing import PackingMethod
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.plan_data import MockData, SampleData
 from omnibal.planner import PlanRequest
 
 MODEL = load_model("internvl-digits")
@@ -43,21 +47,46 @@ def example_lengths(origin: LengthsOrigin | None = None, count: int = 300) -> Le
     )
 
 
+JOB = {
+    "model": MODEL,
+    "cluster": load_cluster("laptop-cpu"),
+    "parallel": Parallel(pipeline=2, data=2),
+    "precision": "fp32",
+    "frozen": (),
+    "profile": None,
+}
+DATA = {
+    "lengths": example_lengths(),
+    "caps": Caps(max_tiles=8, max_tokens=512),
+    "packing": PackingMethod.ISF,
+    "packs_per_step": 8,
+    "epochs": 2,
+    "seed": 0,
+    "steps": None,
+}
+
+
+def job_spec(**changes) -> JobSpec:
+    return JobSpec(**(JOB | changes))
+
+
 def request(**changes) -> PlanRequest:
-    defaults = {
-        "model": MODEL,
-        "cluster": load_cluster("laptop-cpu"),
-        "parallel": Parallel(pipeline=2, data=2),
-        "precision": "fp32",
-        "caps": Caps(max_tiles=8, max_tokens=512),
-        "lengths": example_lengths(),
-        "packing": PackingMethod.ISF,
-        "packs_per_step": 8,
-        "epochs": 2,
-        "seed": 0,
-        "profile": None,
-    }
-    return PlanRequest(**(defaults | changes))
+    """Of fields of the job, of its data, and of the request itself; without lengths, of shapes."""
+    job = job_spec(**{name: changes.pop(name) for name in JOB if name in changes})
+    fields = DATA | {name: changes.pop(name) for name in DATA if name in changes}
+    data: SampleData | MockData
+    if fields["lengths"] is None:
+        micro_batches = -(-fields["packs_per_step"] // job.parallel.data)
+        data = MockData(caps=fields["caps"], micro_batches_per_step=micro_batches)
+    else:
+        data = SampleData(**fields)
+    return PlanRequest(job=job, data=data, **changes)
+
+
+def changed(planned: PlanRequest, **changes) -> PlanRequest:
+    """The request with other fields of its job or its data."""
+    job = replace(planned.job, **{name: changes.pop(name) for name in JOB if name in changes})
+    return replace(planned, job=job, data=replace(planned.data, **changes))
 
 
 def example_profile(activation_bytes: int | None = None) -> Profile:

@@ -6,7 +6,15 @@ from functools import cache
 
 import numpy as np
 import pytest
-from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
+from plan_cases import (
+    JOB,
+    MODEL,
+    example_lengths,
+    example_profile,
+    job_spec,
+    origin_of,
+    request,
+)
 
 from omnibal import cli
 from omnibal.cap_search import (
@@ -15,10 +23,8 @@ from omnibal.cap_search import (
     CapSearch,
     CapSearchRequest,
     _smallest_tie_first,
-    draw_samples,
     isf_note,
     isf_worsens,
-    least_caps,
     notes,
     paper_caps,
     search_caps,
@@ -26,11 +32,12 @@ from omnibal.cap_search import (
 from omnibal.config import load_cluster
 from omnibal.cost.profile import Profile, model_sha256, write_profile
 from omnibal.data.isf import pack_isf
-from omnibal.data.lengths import Lengths, write_lengths
+from omnibal.data.lengths import Lengths, draw_samples, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
 from omnibal.limits import Caps, memory_cap_gib
 from omnibal.parallel import Parallel
+from omnibal.plan_data import least_caps
 from omnibal.planner import make_plan
 
 CLUSTER = load_cluster("laptop-cpu")
@@ -62,17 +69,15 @@ def profile_with_fixed_costs(fixed_ms: float) -> Profile:
 
 
 def search_request(**changes) -> CapSearchRequest:
+    fields = {"profile": profile_with_fixed_costs(2.0)}
+    fields |= {name: changes.pop(name) for name in JOB if name in changes}
     defaults = {
-        "model": MODEL,
-        "cluster": CLUSTER,
-        "parallel": Parallel(pipeline=2, data=2),
-        "precision": "fp32",
+        "job": job_spec(**fields),
         "lengths": example_lengths(),
         "packing": PackingMethod.ISF,
         "samples_per_step": SAMPLES_PER_STEP,
         "samples": 1000,
         "seed": 0,
-        "profile": profile_with_fixed_costs(2.0),
         "rule": CapRule.TIME,
     }
     return CapSearchRequest(**(defaults | changes))
@@ -84,13 +89,13 @@ def search(**changes) -> CapSearch:
 
 def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
     """As the planner alone predicts it: a line through steps just below and above the samples."""
-    ranks = searched.parallel.data
+    ranks = searched.job.parallel.data
     common = {
-        "cluster": searched.cluster,
+        "cluster": searched.job.cluster,
         "caps": caps,
         "lengths": searched.lengths,
         "packing": searched.packing,
-        "profile": searched.profile,
+        "profile": searched.job.profile,
         "epochs": 1,
     }
     packs = make_plan(request(packs_per_step=ranks, **common)).plan.data.packs

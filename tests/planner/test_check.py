@@ -18,7 +18,8 @@ from omnibal.errors import UserError
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan, read_plan, write_plan
-from omnibal.planner import make_plan, save_plan
+from omnibal.plan_files import save_plan
+from omnibal.planner import make_plan
 
 pytestmark = pytest.mark.quick
 

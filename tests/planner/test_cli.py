@@ -23,7 +23,7 @@ from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import read_packs
 from omnibal.plan import read_plan
-from omnibal.planner import cost_of_plan, data_of_plan
+from omnibal.plan_files import data_of_plan, job_of_plan
 
 pytestmark = pytest.mark.quick
 
@@ -190,7 +190,7 @@ def test_report_of_a_replay(capsys, tmp_path, lengths_file):
         run(PLAN, "--dp", dp, "--lengths", lengths_file, "-o", tmp_path / f"plan {dp}")
     directory, replay = tmp_path / "plan 2", tmp_path / "replay"
     plan = read_plan(directory)
-    cost, data = cost_of_plan(plan, directory), data_of_plan(plan, directory)
+    cost, data = job_of_plan(plan, directory).cost, data_of_plan(plan, directory)
     write_replay(replay, plan, cost, data, (0, 2), factors=(2.0, 2.0))
     capsys.readouterr()
     report = ("report", directory, "--replay", replay, "-o", tmp_path / "r.html")
@@ -504,7 +504,9 @@ def test_version_and_help(capsys):
 def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypatch, lengths_file):
     """Prevents an hour of scanning or planning whose result has no place."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    monkeypatch.setattr(cli, "read_lengths", lambda paths: pytest.fail("worked first"))
+    for command in ("plan", "pack"):
+        read = f"omnibal.cli.{command}.read_lengths"
+        monkeypatch.setattr(read, lambda paths: pytest.fail("worked first"))
     pack = "pack --max-tiles 8 --max-tokens 512 --dp 2"
     for command, argument in ((PLAN + " --lengths", lengths_file), (pack, lengths_file)):
         error = failure(capsys, command, argument, "-o", tmp_path / "a/b")
@@ -532,7 +534,7 @@ def test_other_system_errors_name_the_path(capsys, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", str(tmp_path / "plan"))
 
-    monkeypatch.setattr("omnibal.planner.save_plan", full)
+    monkeypatch.setattr("omnibal.plan_files.save_plan", full)
     error = failure(capsys, PLAN, "-o", tmp_path / "plan")
     assert error.endswith(f"error: {tmp_path / 'plan'}: No space left on device\n")
 
@@ -570,7 +572,7 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
         write_profile(example_profile(), Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(cli, "_is_installed", lambda module: True)
+    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
     monkeypatch.setattr(subprocess, "run", run_profiler)
     run(PROFILE + " --processes 2 --layers 3 --precision fp32 --json -o", output)
     printed = json.loads(capsys.readouterr().out)
@@ -599,7 +601,7 @@ def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, length
         write_profile(example_profile(), Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(cli, "_is_installed", lambda module: True)
+    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
     monkeypatch.setattr(subprocess, "run", run_profiler)
     command = PROFILE.replace(" --tokens-per-sample 64", "")
     assert "give --tokens-per-sample, or --lengths" in failure(capsys, command, "-o", output)
@@ -610,7 +612,7 @@ def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, length
 
 def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
     """Prevents success from being reported when nothing was measured."""
-    monkeypatch.setattr(cli, "_is_installed", lambda module: True)
+    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
     failed = subprocess.CompletedProcess([], 3)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(SystemExit) as ended:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from plan_cases import example_lengths, example_profile, request
+from plan_cases import changed, example_lengths, example_profile, request
 
 from omnibal import feasible
 from omnibal.config import load_cluster, load_model
@@ -21,12 +21,16 @@ from omnibal.feasible import (
     gib_text,
     smaller_caps,
 )
+from omnibal.job import JobSpec
 from omnibal.limits import Caps, memory_cap_gib
 from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.plan_data import MockData, SampleData, least_caps
 from omnibal.planner import PlanRequest, make_plan
 
 CLUSTER = load_cluster("laptop-cpu")
+ANY = Caps(max_tiles=1, max_tokens=1)
+"""Of which every sample is larger."""
 
 
 def fits(planned: PlanRequest) -> bool:
@@ -38,7 +42,7 @@ def fits(planned: PlanRequest) -> bool:
 
 
 def with_memory(planned: PlanRequest, gib: float) -> PlanRequest:
-    return replace(planned, cluster=planned.cluster.model_copy(update={"memory_gib": gib}))
+    return changed(planned, cluster=planned.job.cluster.model_copy(update={"memory_gib": gib}))
 
 
 def least_memory(planned: PlanRequest) -> float:
@@ -51,8 +55,12 @@ def least_memory(planned: PlanRequest) -> float:
 
 
 def sized(planned: PlanRequest, **sizes: int) -> PlanRequest:
-    parallel = planned.parallel.model_copy(update=sizes)
-    return replace(planned, parallel=parallel, packs_per_step=planned.micro_batches * parallel.data)
+    """As many micro-batches per rank."""
+    parallel = planned.job.parallel.model_copy(update=sizes)
+    if isinstance(planned.data, MockData):
+        return changed(planned, parallel=parallel)
+    packs_per_step = planned.data.micro_batches(planned.job) * parallel.data
+    return changed(planned, parallel=parallel, packs_per_step=packs_per_step)
 
 
 def one_epoch(**changes) -> PlanRequest:
@@ -80,22 +88,22 @@ def test_changes_are_the_smallest_that_fit(lengths, share):
     found = changes_of(planned)
     for change in found:
         assert fits(change.request)
-        assert change.need_gib <= memory_cap_gib(change.request.cluster)
+        assert change.need_gib <= memory_cap_gib(change.request.job.cluster)
         figures = re.search(r"needs (\S+) of (\S+) GiB\)$", change.text)
         shown = [float(figure) for figure in figures.groups()]
-        exact = [change.need_gib, memory_cap_gib(change.request.cluster)]
+        exact = [change.need_gib, memory_cap_gib(change.request.job.cluster)]
         assert shown == pytest.approx(exact, rel=0.005)
     expected = []
     for kinds in LARGER.values():
         requests = [sized(planned, **sizes) for sizes in kinds]
         expected += [each for each in requests if fits(each)][:1]
     larger = {
-        change.request.parallel
+        change.request.job.parallel
         for change in found
-        if change.request.parallel != planned.parallel and len(change.text.split("--")) == 2
+        if change.request.job.parallel != planned.job.parallel and len(change.text.split("--")) == 2
     }
-    assert larger == {each.parallel for each in expected}
-    sizes = [change.request.parallel.world_size for change in found]
+    assert larger == {each.job.parallel for each in expected}
+    sizes = [change.request.job.parallel.world_size for change in found]
     assert sizes[:-1] == sorted(sizes[:-1])
 
 
@@ -104,7 +112,7 @@ def test_no_size_between_is_left_out():
     roomy = one_epoch(lengths=None)
     planned = with_memory(roomy, 1.001 * least_memory(sized(roomy, data=3)))
     assert not fits(sized(planned, data=2))
-    assert 3 in [change.request.parallel.data for change in changes_of(planned)]
+    assert 3 in [change.request.job.parallel.data for change in changes_of(planned)]
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8])
@@ -113,28 +121,28 @@ def test_next_larger_caps_do_not_fit(share):
     roomy = one_epoch(packing=PackingMethod.BALANCED)
     planned = with_memory(roomy, share * least_memory(roomy))
     change = changes_of(planned)[0]
-    tried = [planned.caps, *smaller_caps(planned.caps, planned.lengths)]
-    chosen = tried.index(change.request.caps)
+    tried = [planned.data.caps, *smaller_caps(planned.data.caps, least_caps(planned.data.lengths))]
+    chosen = tried.index(change.request.data.caps)
     assert fits(change.request)
-    assert not fits(replace(planned, caps=tried[chosen - 1]))
-    caps = change.request.caps
+    assert not fits(changed(planned, caps=tried[chosen - 1]))
+    caps = change.request.data.caps
     text = f"--max-tokens {caps.max_tokens} --max-tiles {caps.max_tiles} instead of 512 and 8"
     assert change.text.startswith(text)
 
 
 def test_smaller_caps_are_round_and_hold_every_sample():
     """Prevents caps that `omnibal plan` then refuses, and tiles that tokens cannot fill."""
-    assert smaller_caps(Caps(max_tiles=9, max_tokens=4096), None)[:2] == [
+    assert smaller_caps(Caps(max_tiles=9, max_tokens=4096), ANY)[:2] == [
         Caps(max_tiles=8, max_tokens=3840),
         Caps(max_tiles=8, max_tokens=3584),
     ]
     lengths = example_lengths()
-    for caps in smaller_caps(Caps(max_tiles=8, max_tokens=512), lengths):
+    for caps in smaller_caps(Caps(max_tiles=8, max_tokens=512), least_caps(lengths)):
         assert caps.max_tokens >= lengths.tokens.max()
         assert caps.max_tiles >= lengths.tiles.max()
     least = Caps(max_tiles=int(lengths.tiles.max()), max_tokens=int(lengths.tokens.max()))
-    assert smaller_caps(least, lengths) == []
-    assert smaller_caps(Caps(max_tiles=1, max_tokens=1), None) == []
+    assert smaller_caps(least, least_caps(lengths)) == []
+    assert smaller_caps(ANY, ANY) == []
 
 
 def test_two_larger_sizes_where_one_is_not_enough():
@@ -147,25 +155,21 @@ def test_two_larger_sizes_where_one_is_not_enough():
     (pair,) = (change for change in found if " --pp " in change.text and "--tp 2" in change.text)
     assert fits(pair.request)
     for tensor, pipeline in product([1, 2], range(2, 9)):
-        if tensor * pipeline < pair.request.parallel.world_size:
+        if tensor * pipeline < pair.request.job.parallel.world_size:
             assert not fits(sized(planned, tensor=tensor, pipeline=pipeline))
 
 
 def test_device_with_more_memory():
     """Prevents the smallest device that would do from being missed, or a profile's from leaving."""
     model = load_model("internvl-chat-1.5-6b-20b")
-    planned = PlanRequest(
+    planned = request(
         model=model,
         cluster=load_cluster("a100-80g"),
         parallel=Parallel(tensor=2, pipeline=2, data=1, sequence_parallel=True),
         precision="bf16",
         caps=Caps(max_tiles=8, max_tokens=2560),
         lengths=None,
-        packing=PackingMethod.BALANCED,
         packs_per_step=8,
-        epochs=1,
-        seed=0,
-        profile=None,
     )
     found = [change.text for change in changes_of(planned)]
     assert found[-1].startswith("--cluster h200-141g instead of a100-80g (needs ")
@@ -191,12 +195,14 @@ def test_steps_that_are_given_stay():
     """Prevents other caps for steps that are packed, and another number of packs in them."""
     roomy = one_epoch()
     scheduled, _ = make_plan(roomy).data
-    given = replace(roomy, steps=steps_of(scheduled))
+    given = changed(roomy, steps=steps_of(scheduled))
     planned = with_memory(given, 0.9 * least_memory(given))
     found = changes_of(planned)
     assert found
-    assert all(change.request.caps == planned.caps for change in found)
-    assert all(change.request.packs_per_step == planned.packs_per_step for change in found)
+    assert all(change.request.data.caps == planned.data.caps for change in found)
+    assert all(
+        change.request.data.packs_per_step == planned.data.packs_per_step for change in found
+    )
     assert all(fits(change.request) for change in found)
 
 
@@ -213,9 +219,9 @@ def test_named_methods_are_told_of_more_than_the_search():
     """Prevents "nothing is enough" though nothing but the search was tried."""
     roomy = one_epoch()
     tight = with_memory(roomy, 0.8 * least_memory(roomy))
-    expected = [change.request.parallel for change in changes_of(tight)]
+    expected = [change.request.job.parallel for change in changes_of(tight)]
     found = changes_of(replace(tight, **LAYER))
-    assert [change.request.parallel for change in found] == expected
+    assert [change.request.job.parallel for change in found] == expected
     assert found
     for change in found:
         assert fits(change.request)
@@ -226,7 +232,7 @@ def test_named_methods_are_told_of_more_than_the_search():
 def test_only_what_was_tried_is_called_not_enough(method):
     """Prevents caps or devices from being ruled out that were never looked at."""
     kinds = ("--max-tokens", "--tp", "--pp", "--dp", "preset device", "joint partition")
-    model = {"model_sha256": model_sha256(one_epoch().model)}
+    model = {"model_sha256": model_sha256(one_epoch().job.model)}
     profile = example_profile(activation_bytes=2**20).model_copy(update=model)
     scheduled, _ = make_plan(one_epoch()).data
     for changes, absent in (
@@ -237,8 +243,8 @@ def test_only_what_was_tried_is_called_not_enough(method):
         tiny = with_memory(one_epoch(**changes, **method), 1e-6)
         if "profile" not in changes:
             # No preset is large enough for a model of so many parameters either.
-            vast = tiny.model.language.model_copy(update={"vocab_size": 10**10})
-            tiny = replace(tiny, model=tiny.model.model_copy(update={"language": vast}))
+            vast = tiny.job.model.language.model_copy(update={"vocab_size": 10**10})
+            tiny = changed(tiny, model=tiny.job.model.model_copy(update={"language": vast}))
         message = advice_of(tiny)
         assert "what would fit" not in message
         named = message.rpartition("is enough: ")[2]
@@ -279,17 +285,17 @@ def test_many_samples_are_drawn_from(monkeypatch):
     planned = with_memory(roomy, 0.9 * least_memory(roomy))
     monkeypatch.setattr(feasible, "SAMPLES", 200)
     seen: list[int] = []
-    packs_of = feasible.packs_of
+    packed = SampleData.packed
 
-    def counted(request: PlanRequest):
-        seen.append(len(request.lengths))
-        return packs_of(request)
+    def counted(data: SampleData, job: JobSpec):
+        seen.append(len(data.lengths))
+        return packed(data, job)
 
-    monkeypatch.setattr(feasible, "packs_of", counted)
+    monkeypatch.setattr(SampleData, "packed", counted)
     found = changes_of(planned)
     assert found
     assert set(seen) == {200}
-    assert all(len(change.request.lengths) == 300 for change in found)
+    assert all(len(change.request.data.lengths) == 300 for change in found)
 
 
 def test_other_mistakes_are_said_as_they_are():

@@ -12,15 +12,13 @@ from plan_cases import MODEL, example_lengths
 
 from omnibal import cli
 from omnibal.config import load_cluster
-from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks, read_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
-from omnibal.pipeline.stage_cost import model_ms
 from omnibal.report.loads import LoadSetting, common_practice, draw_loads, write_loads
 
 pytestmark = pytest.mark.quick
@@ -53,7 +51,12 @@ def case(
 ) -> Case:
     lengths = example_lengths(count=900) if lengths is None else lengths
     cluster = load_cluster("laptop-cpu")
-    cost = analytic_cost(MODEL, cluster, Parallel(pipeline=1, data=dp), "fp32")
+    job = JobSpec(
+        model=MODEL.model_copy(update={"name": name}),
+        cluster=cluster.model_copy(update={"name": name}) if name == HOSTILE else cluster,
+        parallel=Parallel(pipeline=1, data=dp),
+        precision="fp32",
+    )
     request = DataRequest(
         caps=Caps(max_tiles=8, max_tokens=max_tokens),
         method=PackingMethod.ISF,
@@ -62,16 +65,10 @@ def case(
         packs_per_step=dp * micro_batches,
         alike=dp,
     )
-    setting = LoadSetting(
-        model=MODEL.model_copy(update={"name": name}),
-        cluster=cluster.model_copy(update={"name": name}) if name == HOSTILE else cluster,
-        cost=cost,
-        request=request,
-        dp=dp,
-    )
+    setting = LoadSetting(job=job, request=request)
 
     def load(packs):
-        return model_ms(cost, MODEL, pack_features(packs, lengths))
+        return job.load_ms(packs, lengths)
 
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp)
     return Case(setting=setting, scheduled=scheduled, lengths=lengths)
@@ -86,7 +83,7 @@ def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
     loss_tokens = sum(int(shown.lengths.loss_tokens[sample]) for sample in samples)
     features = [1, tiles, sum(tokens), sum(count * count for count in tokens), loss_tokens]
     total = 0.0
-    for unit, cost in shown.setting.cost.units.items():
+    for unit, cost in shown.setting.job.cost.units.items():
         tower = {"vision_layer": MODEL.vision.layers, "language_layer": MODEL.language.layers}
         for vector in (cost.forward_ms, cost.backward_ms):
             total += tower.get(unit, 1) * sum(f * c for f, c in zip(features, vector, strict=True))
@@ -431,7 +428,7 @@ def test_picture_that_cannot_be_written_is_found_first(
 ) -> None:
     """Prevents packing for minutes towards a picture that has no place."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
-    monkeypatch.setattr(cli, "read_lengths", lambda paths: pytest.fail("worked first"))
+    monkeypatch.setattr("omnibal.cli.pack.read_lengths", lambda paths: pytest.fail("worked first"))
     with pytest.raises(SystemExit) as ended:
         cli.main([*PACK.split(), str(tmp_path / "l.parquet"), "--picture", str(tmp_path / name)])
     assert ended.value.code == 2

@@ -21,7 +21,8 @@ from omnibal.data.packs import read_packs
 from omnibal.errors import UserError
 from omnibal.files import atomic
 from omnibal.outputs import check_files, check_folder
-from omnibal.planner import make_plan, save_plan
+from omnibal.plan_files import save_plan
+from omnibal.planner import make_plan
 from tools.make_digits_dataset import make_dataset, train_tokenizer
 
 PACK = "pack --max-tiles 8 --max-tokens 512 --dp 2 --no-bound"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import MODEL, example_lengths, origin_of, request
+from plan_cases import MODEL, example_lengths, job_spec, origin_of, request
 
 from omnibal.check import check_plan, training_obstacles
 from omnibal.config import ModelConfig, TilingConfig, load_cluster
@@ -13,13 +13,15 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import Unit, pack_features
 from omnibal.data.lengths import read_lengths
 from omnibal.data.metrics import rank_sums
+from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import read_packs
 from omnibal.errors import UserError
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel
 from omnibal.plan import read_plan
-from omnibal.planner import make_plan, save_plan
-from omnibal.trial import Job
+from omnibal.plan_files import save_plan
+from omnibal.planner import make_plan
+from omnibal.trial import Comparison
 
 pytestmark = pytest.mark.quick
 
@@ -143,7 +145,14 @@ def test_samples_beyond_the_models_rope_are_refused():
     with pytest.raises(UserError, match=message):
         make_plan(request(model=limited(MODEL, most - 1)))
     with pytest.raises(UserError, match=message):
-        Job.of(request(model=limited(MODEL, most - 1)), ())
+        Comparison(
+            job=job_spec(model=limited(MODEL, most - 1)),
+            lengths=lengths,
+            packing=PackingMethod.ISF,
+            samples_per_step=50,
+            samples=300,
+            seed=0,
+        )
     # Made-up samples at the caps are of no length that is trained.
     make_plan(request(model=limited(MODEL, 16), lengths=None))
 
@@ -154,7 +163,7 @@ def test_ranks_are_balanced_in_predicted_time():
     lengths = replace(lengths, tokens=np.full(3000, 170, np.int32))  # which say nothing of the time
     asked = request(lengths=lengths, epochs=1)
     packs, _ = make_plan(asked).data
-    cost = analytic_cost(MODEL, asked.cluster, asked.parallel, "fp32")
+    cost = analytic_cost(MODEL, asked.job.cluster, asked.job.parallel, "fp32")
     repeats = {Unit.VISION_LAYER: MODEL.vision.layers, Unit.LANGUAGE_LAYER: MODEL.language.layers}
     features = pack_features(packs.packs, lengths)
     pack_ms = sum(
@@ -194,7 +203,7 @@ def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("omnibal.planner.write_plan", full_disk)
+    monkeypatch.setattr("omnibal.plan_files.write_plan", full_disk)
     with pytest.raises(OSError, match="disk full"):
         save_plan(make_plan(request()), directory)
     assert saved_bytes(directory) == before

@@ -26,7 +26,7 @@ from omnibal.pipeline.simulate import simulate_1f1b
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, Shapes, read_plan, write_plan
-from omnibal.planner import PlanFiles, cost_of_plan, data_of_plan, read_plan_files
+from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.replay import StageReplay, read_replay
 from omnibal.report import write_report
 from omnibal.report.text import milliseconds
@@ -218,7 +218,9 @@ def make_evaluation(text: str) -> Evaluation:
 
 def files_of(directory: Path) -> PlanFiles:
     """As they stand: these plans' predictions are made up, so no check would pass them."""
-    return read_plan_files(read_plan(directory), directory)
+    plan = read_plan(directory)
+    job, data = job_of_plan(plan, directory), data_of_plan(plan, directory)
+    return PlanFiles(plan=plan, job=job, data=data)
 
 
 def write_plan_directory(
@@ -667,7 +669,7 @@ REPLAYED = (3, 50, 110)
 
 def write_replay_of(plan_directory: Path, directory: Path, **info) -> list[StageReplay]:
     plan = read_plan(plan_directory)
-    cost, data = cost_of_plan(plan, plan_directory), data_of_plan(plan, plan_directory)
+    cost, data = job_of_plan(plan, plan_directory).cost, data_of_plan(plan, plan_directory)
     return write_replay(
         directory,
         plan,
@@ -717,7 +719,7 @@ def test_replay_has_its_own_step_bubble_and_memory(
     measured in what is compared with the measured peak."""
     plan_directory = directories[0]
     plan = read_plan(plan_directory)
-    cost, data = cost_of_plan(plan, plan_directory), data_of_plan(plan, plan_directory)
+    cost, data = job_of_plan(plan, plan_directory).cost, data_of_plan(plan, plan_directory)
     replay = read_replay(plan_directory.parent / "replay", plan, cost, data)
     text = Page(three_columns).text
     error = 1 - replay.predicted_step_ms / replay.step_ms

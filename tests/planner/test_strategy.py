@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
-from plan_cases import MODEL, example_lengths, example_profile, request
+from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, request
 from rich.console import Console
 
 from omnibal import cli, tables
@@ -46,17 +46,18 @@ CAPS = Caps(max_tiles=8, max_tokens=320)
 
 
 def strategy_request(**changes) -> StrategyRequest:
+    fields = {"cluster": CLUSTER}
+    fields |= {name: changes.pop(name) for name in JOB if name in changes}
+    profile = fields.get("profile")
+    alone = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
     defaults = {
-        "model": MODEL,
-        "cluster": CLUSTER,
+        "job": job_spec(**fields, parallel=alone),
         "gpus": 4,
-        "precision": "fp32",
         "lengths": example_lengths(),
         "packing": PackingMethod.ISF,
         "samples_per_step": 50,
         "samples": 1000,
         "seed": 0,
-        "profile": None,
         "caps": CAPS,
     }
     return StrategyRequest(**(defaults | changes))
@@ -99,8 +100,8 @@ def test_all_possible_sizes_are_found(gpus, given):
 def plan_of(searched: StrategyRequest, parallel: Parallel, micro_batches: int) -> PlanResult:
     return make_plan(
         request(
-            model=searched.model,
-            cluster=searched.cluster,
+            model=searched.job.model,
+            cluster=searched.job.cluster,
             parallel=parallel,
             caps=searched.caps,
             lengths=searched.lengths,
@@ -218,19 +219,14 @@ def test_caps_and_strategies_are_timed_alike(samples_per_step):
     """Prevents caps that are best by `omnibal caps` and not by the choice of strategies."""
     parallel = Parallel(pipeline=2, data=2)
     shared = {
-        "model": MODEL,
-        "cluster": CLUSTER,
-        "precision": "fp32",
+        "job": job_spec(cluster=CLUSTER, parallel=parallel),
         "lengths": example_lengths(),
         "packing": PackingMethod.ISF,
         "samples_per_step": samples_per_step,
         "samples": 1000,
         "seed": 0,
-        "profile": None,
     }
-    by_caps = search_caps(
-        CapSearchRequest(**shared, parallel=parallel, rule=CapRule.TIME), lambda done: None
-    )
+    by_caps = search_caps(CapSearchRequest(**shared, rule=CapRule.TIME), lambda done: None)
     assert len(by_caps.candidates) > 5
     for candidate in by_caps.candidates[::5]:
         found = search_strategies(
@@ -363,9 +359,11 @@ def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list
     tried: list[Parallel] = []
 
     def scarcely(planned: PlanRequest) -> PlanResult:
-        tried.append(planned.parallel)
+        tried.append(planned.job.parallel)
         if len(tried) <= unfit:
-            raise DoesNotFit(f"needs too much on {planned.parallel.pipeline} stages; buy memory")
+            raise DoesNotFit(
+                f"needs too much on {planned.job.parallel.pipeline} stages; buy memory"
+            )
         return make_plan(planned)
 
     monkeypatch.setattr("omnibal.planner.make_plan", scarcely)

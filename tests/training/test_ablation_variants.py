@@ -32,7 +32,8 @@ from omnibal.pipeline.units import (
     unit_sequence,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.planner import PlanResult, save_plan
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanResult
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ablation_padding import padded_to_longest

@@ -19,6 +19,7 @@ from megatron.vlm.stage import build_stage
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.cost.model import FEATURES, Unit
 from omnibal.cost.profile import fitted_cost
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import GIB, stage_memories
 from omnibal.pipeline.units import unit_sequence
@@ -98,7 +99,7 @@ def profile_and_step(links, plan):
     peak_bytes = peak_activation_bytes(
         trainer, lambda: train_step(trainer, iter(batches), counts_of(batches))
     )
-    profiler = Profiler(plan.model, plan.precision, plan.cluster, links, PROFILE)
+    profiler = Profiler(JobSpec.of_plan(plan, None), links, PROFILE)
     return peak_bytes, profiler.result([profiler.round()])
 
 
@@ -141,7 +142,7 @@ def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
 
 
 def runs_of_layers(links, plan):
-    profiler, runs = Profiler(plan.model, plan.precision, plan.cluster, links, PROFILE), []
+    profiler, runs = Profiler(JobSpec.of_plan(plan, None), links, PROFILE), []
     stage = profiler._trainer.stage
     for layer in (*stage.vision.layers, *stage.language.layers):
         layer.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))

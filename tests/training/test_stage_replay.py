@@ -26,9 +26,12 @@ from omnibal.config import Part, load_cluster
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
-from omnibal.planner import PlanRequest, make_plan, save_plan
+from omnibal.plan_data import SampleData
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanRequest, make_plan
 from omnibal.replay import read_replay, read_stages, stage_file
 
 pytestmark = pytest.mark.in_own_process
@@ -167,20 +170,21 @@ def planned(tmp_path):
         origin=None,
     )
     cluster = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
-    request = PlanRequest(
+    job = JobSpec(
         model=MODEL,
         cluster=cluster,
         parallel=Parallel(pipeline=2, data=2),
         precision="fp32",
-        caps=Caps(max_tiles=8, max_tokens=120),
+    )
+    data = SampleData(
         lengths=lengths,
+        caps=Caps(max_tiles=8, max_tokens=120),
         packing=PackingMethod.BALANCED,
         packs_per_step=6,
         epochs=1,
         seed=0,
-        profile=None,
     )
-    save_plan(make_plan(request), tmp_path / "plan")
+    save_plan(make_plan(PlanRequest(job=job, data=data)), tmp_path / "plan")
     return tmp_path / "plan"
 
 

@@ -1,0 +1,50 @@
+"""The `omnibal` command: parse, call the library, print.
+
+Results go to stdout, as tables or with `--json` as one JSON object; progress and errors to stderr.
+Every command is a module of this package. What only one command needs is imported in its function,
+so that `omnibal --help` stays fast.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from omnibal import __version__
+from omnibal.cli import caps, check, lengths, pack, plan, presets, profile, report, simulate
+from omnibal.cli.groups import with_groups
+from omnibal.program import run_app
+
+app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; a user's mistake is one line on stderr and exit status 2."""
+    run_app(app, "omnibal", arguments)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    """Plan the training of vision-language models: packs, pipeline stages, recomputation."""
+    if version:
+        sys.stdout.write(f"omnibal {__version__}\n")
+    elif context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+
+
+for command in (
+    lengths.lengths,
+    pack.pack,
+    caps.caps,
+    profile.profile,
+    plan.plan,
+    presets.presets,
+    check.check,
+    simulate.simulate,
+    report.report,
+):
+    app.command()(with_groups(command))

@@ -1,0 +1,107 @@
+"""`omnibal caps`: search for the caps of a pack."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from omnibal import tables
+from omnibal.cli.console import print_notes, print_result, progress
+from omnibal.cli.options import (
+    DEFAULT_CAP_SAMPLES,
+    DEFAULT_MICRO_BATCHES,
+    MOST_PROCESSES,
+    JobOptions,
+    JsonOption,
+    LengthsArgument,
+    PackingRuleOption,
+    SeedOption,
+    SizeOptions,
+)
+from omnibal.config import MAX_COUNT
+from omnibal.data.lengths import read_lengths
+from omnibal.data.packing import PackingMethod
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchOptions:
+    """What caps are compared by, and on how much."""
+
+    samples_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="of all ranks, at which caps are compared "
+            f"(default: 4.5 samples x {DEFAULT_MICRO_BATCHES} micro-batches x dp)",
+        ),
+    ] = None
+    rule: Annotated[
+        Literal["time", "paper"],
+        typer.Option(
+            help="least predicted time per sample, or the OmniBal paper's: 4 to 5 samples in a "
+            "pack and least imbalance"
+        ),
+    ] = "time"
+    samples: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_COUNT, help="drawn to try caps on; more where steps are large"),
+    ] = DEFAULT_CAP_SAMPLES
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_PROCESSES,
+            help="that try caps at the same time (default: all cores)",
+        ),
+    ] = None
+
+
+def caps(
+    lengths: LengthsArgument,
+    given: JobOptions,
+    sizes: SizeOptions,
+    search: SearchOptions,
+    packing: PackingRuleOption = PackingMethod.BALANCED,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose the caps, --max-tiles and --max-tokens: the least predicted time that fits."""
+    from omnibal import cap_search
+    from omnibal.data.scan_pool import usable_cores
+
+    start = time.perf_counter()
+    job = given.job(sizes.parallel())
+    usual = cap_search.usual_samples_per_step(job.parallel.data, DEFAULT_MICRO_BATCHES)
+    request = cap_search.CapSearchRequest(
+        job=job,
+        lengths=read_lengths(lengths),
+        packing=packing,
+        samples_per_step=search.samples_per_step or usual,
+        samples=search.samples,
+        seed=seed,
+        rule=cap_search.CapRule(search.rule),
+    )
+    with progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
+        found = cap_search.search_caps(request, advance, search.processes or usable_cores())
+    print_notes(cap_search.notes(request, found))
+    reasons = [reason.split(";")[0] for reason in found.infeasible.values()]
+    unusable = [f"{len(reasons)} other caps cannot be used: {reasons[0]}"] if reasons else []
+    result = {
+        "max_tiles": found.best.max_tiles,
+        "max_tokens": found.best.max_tokens,
+        "rule": search.rule,
+        "candidates": [asdict(candidate) for candidate in found.candidates],
+        "infeasible": [
+            {**each.model_dump(), "reason": reason} for each, reason in found.infeasible.items()
+        ],
+        "seconds": time.perf_counter() - start,
+    }
+    print_result(
+        as_json,
+        result,
+        tables.caps_table(found, job.memory_cap_gib),
+        *unusable,
+        f"use: --max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}",
+    )

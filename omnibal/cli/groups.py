@@ -1,0 +1,62 @@
+"""Groups of options: a parameter of a command may be a dataclass, whose fields are its options."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import wraps
+from typing import Any, get_type_hints
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every group of options among a command's parameters by the group's fields.
+
+    What typer reads is the list of all options; what the command gets is its groups, filled.
+
+    Example:
+        >>> @dataclass
+        ... class Sizes:
+        ...     tp: int = 1
+        ...     pp: int = 1
+        >>> def plan(sizes: Sizes, output: str) -> None: ...
+        >>> inspect.signature(with_groups(plan))
+        <Signature (*, tp: int = 1, pp: int = 1, output: str) -> None>
+    """
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for parameter in signature.parameters.values():
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            groups[parameter.name] = kind
+            parameters += _parameters_of(kind)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        filled = {
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**given, **filled)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def _parameters_of(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[one.name],
+            default=_default_of(one),
+        )
+        for one in fields(group)
+    ]
+
+
+def _default_of(field: Field) -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default

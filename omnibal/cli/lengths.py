@@ -1,0 +1,128 @@
+"""`omnibal lengths`: scan a dataset."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from omnibal import tables
+from omnibal.cli.console import print_result, progress
+from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
+from omnibal.config import MAX_TILES_OF_IMAGE, ModelConfig, load_model, model_file
+from omnibal.data.lengths import write_lengths
+from omnibal.errors import UserError
+from omnibal.files import is_stream
+from omnibal.outputs import check_files
+
+_PARQUET_MAGIC = b"PAR1"
+
+
+def lengths(
+    meta: Annotated[Path, typer.Argument(help="InternVL meta JSON that names the annotations")],
+    model: ModelOption,
+    tokenizer_model: Annotated[
+        Path,
+        typer.Option(
+            help="SentencePiece tokenizer.model, Hugging Face tokenizer.json, or a folder: there "
+            "tokenizer.json if it exists, else tokenizer.model"
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
+    max_dynamic_patch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_TILES_OF_IMAGE, help="tiles of one image, in place of the model's"
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_PROCESSES,
+            help="that scan at the same time (default: usable cores)",
+        ),
+    ] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
+    ] = "stop",
+    as_json: JsonOption = False,
+) -> None:
+    """Scan a dataset: tiles and tokens of every sample, from image headers and text."""
+    from omnibal.data.annotations import Annotations
+    from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
+    from omnibal.data.scan_journal import ScanJournal
+    from omnibal.data.scan_pool import usable_cores
+    from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
+
+    start = time.perf_counter()
+    keeps_files = not is_stream(output)
+    skipped_list = output.with_name(f"{output.name}.skipped.txt")
+    partial = output.with_name(f"{output.name}.partial")
+    outputs: dict[str, Path | None] = {"-o": output}
+    if keeps_files:
+        outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
+    _check_earlier_lengths(output)
+    check_files(outputs, [meta, model_file(model), *tokenizer_files(tokenizer_model)])
+    config = _with_max_dynamic_patch(load_model(model), max_dynamic_patch)
+    tokenizer = open_tokenizer(tokenizer_model)
+    annotations = Annotations.open(meta)
+    check_files(outputs, annotations.files)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    key = scan_key(annotations, config, tokenizer)
+    journal = ScanJournal.open(partial, key) if keeps_files else None
+    for note in journal.notes(len(annotations)) if journal else ():
+        sys.stderr.write(f"{note}\n")
+    try:
+        with progress("scanning", len(annotations)) as advance:
+            scan = scan_lengths(
+                annotations, config, tokenizer, advance, processes=processes or usable_cores(),
+                on_error=on_error, journal=journal,
+            )  # fmt: skip
+    except KeyboardInterrupt as error:
+        sys.stderr.write("interrupted: run the same command again to resume\n")
+        raise typer.Exit(128 + signal.SIGINT) from error
+    if keeps_files:
+        write_skipped(scan.skipped, skipped_list)
+    write_lengths(scan.lengths, output)
+    if journal is not None:
+        journal.remove()
+    for note in skipped_notes(scan.skipped, skipped_list if keeps_files else None):
+        sys.stderr.write(f"{note}\n")
+    result = {
+        "samples": len(scan.lengths),
+        "seconds": time.perf_counter() - start,
+        "skipped": len(scan.skipped),
+        "skipped_list": str(skipped_list) if scan.skipped and keeps_files else None,
+        "sources": tables.source_statistics(scan.lengths),
+    }
+    print_result(as_json, result, tables.lengths_table(scan.lengths))
+
+
+def _check_earlier_lengths(output: Path) -> None:
+    """Refuse to write lengths over a file that no scan wrote, as it may be an image of the data."""
+    if not output.is_file() or is_stream(output):
+        return
+    with output.open("rb") as file:
+        begins = file.read(len(_PARQUET_MAGIC))
+    if begins not in (b"", _PARQUET_MAGIC):
+        raise UserError(
+            f"-o {output}: exists and is not a Parquet file, so no earlier result of this command; "
+            "move it away or choose another -o"
+        )
+
+
+def _with_max_dynamic_patch(model: ModelConfig, max_dynamic_patch: int | None) -> ModelConfig:
+    if max_dynamic_patch is None:
+        return model
+    tiling = model.tiling
+    if max_dynamic_patch < tiling.min_dynamic_patch:
+        raise UserError(
+            f"--max-dynamic-patch {max_dynamic_patch} is below the model's min_dynamic_patch "
+            f"{tiling.min_dynamic_patch}; give at least that many"
+        )
+    tiling = tiling.model_copy(update={"max_dynamic_patch": max_dynamic_patch})
+    return model.model_copy(update={"tiling": tiling})

@@ -1,0 +1,215 @@
+"""Every option that several commands have, declared once, and the groups that they come in."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omnibal.config import (
+    MAX_COUNT,
+    ClusterConfig,
+    Part,
+    Precision,
+    cluster_file,
+    load_cluster,
+    load_model,
+    model_file,
+)
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.limits import MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION, Caps
+from omnibal.parallel import MAX_DEVICES, Parallel
+from omnibal.plan import MAX_SEED
+
+if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
+    from omnibal.job import JobSpec
+
+DEFAULT_MICRO_BATCHES = 8
+DEFAULT_CAP_SAMPLES = 20_000
+"""Drawn to try caps and strategies on."""
+MOST_PROCESSES = 1_024
+_MOST_GIB = 1e9
+"""Of memory, and of a network's rate in GB/s."""
+
+
+def preset_help(kind: str) -> str:
+    """Help of an option that names a preset, or a TOML file."""
+    return f"{kind} preset (`omnibal presets` lists them) or TOML file"
+
+
+ModelOption = Annotated[str, typer.Option("--model", help=preset_help("model"))]
+ClusterOption = Annotated[str, typer.Option(help=preset_help("cluster"))]
+ProfileOption = Annotated[
+    Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
+]
+PackingRuleOption = Annotated[PackingMethod, typer.Option(help="packing rule")]
+LengthsArgument = Annotated[
+    list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
+]
+MaxTilesOption = Annotated[
+    int, typer.Option(min=1, max=MAX_COUNT, help="image tiles that a pack may hold")
+]
+MaxTokensOption = Annotated[
+    int, typer.Option(min=1, max=MAX_COUNT, help="language tokens that a pack may hold")
+]
+ChosenMaxTilesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_COUNT, help="image tiles that a pack may hold (default: searched for)"
+    ),
+]
+ChosenMaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_COUNT, help="language tokens that a pack may hold (default: searched for)"
+    ),
+]
+MicroBatchesOption = Annotated[
+    int, typer.Option(min=1, max=MAX_PACKS_PER_STEP, help="packs of one rank in a step")
+]
+PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
+SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="of packs and order")]
+TensorOption = Annotated[
+    int | None,
+    typer.Option("--tp", min=1, max=MAX_DEVICES, help="tensor-parallel size (default: 1)"),
+]
+PipelineOption = Annotated[
+    int | None,
+    typer.Option(
+        "--pp", min=1, max=MAX_DEVICES, help="pipeline-parallel size, stages (default: 1)"
+    ),
+]
+DataOption = Annotated[
+    int | None,
+    typer.Option("--dp", min=1, max=MAX_DEVICES, help="data-parallel size (default: 1)"),
+]
+SequenceOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="divide the language model's activations between parallel blocks too (default: with "
+        "--tp above 1)",
+    ),
+]
+FreezeOption = Annotated[
+    list[Part] | None, typer.Option(help="part that is not trained (may be repeated)")
+]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        help="memory of a device, in place of the cluster's; "
+        f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
+    ),
+]
+NetworkOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, help="between nodes, per device, in place of the cluster's (200 Gb/s are 25)"
+    ),
+]
+DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """What is trained, on which devices, and where its costs are from."""
+
+    model: ModelOption
+    cluster: ClusterOption
+    freeze: FreezeOption = None
+    precision: PrecisionOption = "bf16"
+    profile: ProfileOption = None
+    memory_gib: MemoryOption = None
+    network_gb_per_s: NetworkOption = None
+
+    def files(self) -> list[Path]:
+        """List the files that the job is read from."""
+        own = [] if self.profile is None else [self.profile]
+        return [model_file(self.model), cluster_file(self.cluster), *own]
+
+    def job(self, parallel: Parallel | None = None) -> "JobSpec":
+        """Make the job with these parallel sizes, or with the smallest that its costs are of.
+
+        Raises:
+            UserError: a file is missing or broken, or the options do not go together.
+        """
+        from omnibal.cost.profile import read_profile
+        from omnibal.job import JobSpec
+
+        model, cluster, frozen = load_model(self.model), self._cluster(), self._frozen()
+        profile = None if self.profile is None else read_profile(self.profile)
+        if parallel is None:
+            parallel = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
+        return JobSpec(
+            model=model,
+            cluster=cluster,
+            parallel=parallel,
+            precision=self.precision,
+            frozen=frozen,
+            profile=profile,
+        )
+
+    def _cluster(self) -> ClusterConfig:
+        """The cluster, with what was given in place of its own figures."""
+        given = {"memory_gib": self.memory_gib, "inter_node_gb_per_s": self.network_gb_per_s}
+        changes = {field: value for field, value in given.items() if value is not None}
+        for field, value in changes.items():
+            if not (math.isfinite(value) and value <= _MOST_GIB):
+                option = {"memory_gib": "--memory-gib", "inter_node_gb_per_s": "--network-gb-per-s"}
+                raise UserError(
+                    f"{option[field]} {value}: must be a finite number of at most "
+                    f"{_MOST_GIB:,.0f}; give one"
+                )
+        return load_cluster(self.cluster).model_copy(update=changes)
+
+    def _frozen(self) -> tuple[Part, ...]:
+        frozen = tuple(part for part in Part if part in (self.freeze or ()))
+        if len(frozen) == len(Part):
+            raise UserError(
+                f"--freeze was given for {', '.join(frozen)}, which is the whole model; a part "
+                "must be left to train: leave one out"
+            )
+        return frozen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeOptions:
+    """Tensor-, pipeline- and data-parallel sizes."""
+
+    tp: TensorOption = None
+    pp: PipelineOption = None
+    dp: DataOption = None
+    sequence_parallel: SequenceOption = None
+
+    def parallel(self) -> Parallel:
+        """Return the parallel sizes, 1 where none is given.
+
+        Raises:
+            UserError: sequence parallelism was asked for without tensor parallelism.
+        """
+        tensor = self.tp or 1
+        if self.sequence_parallel and tensor == 1:
+            raise UserError(
+                "--sequence-parallel was given with --tp 1; it divides activations over tensor "
+                "ranks, of which there must be at least 2: raise --tp, or leave it out"
+            )
+        divides = tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
+        return Parallel(
+            tensor=tensor, pipeline=self.pp or 1, data=self.dp or 1, sequence_parallel=divides
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapOptions:
+    """The caps of a pack."""
+
+    max_tiles: MaxTilesOption
+    max_tokens: MaxTokensOption
+
+    def caps(self) -> Caps:
+        """Return the caps as one value."""
+        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)

@@ -1,0 +1,126 @@
+"""`omnibal pack`: pack samples, match packs into steps, and measure both."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from omnibal import tables
+from omnibal.cli.console import print_notes, print_result, status
+from omnibal.cli.options import (
+    DEFAULT_MICRO_BATCHES,
+    CapOptions,
+    JsonOption,
+    LengthsArgument,
+    MicroBatchesOption,
+    SeedOption,
+    preset_help,
+)
+from omnibal.config import cluster_file, load_cluster, load_model, model_file
+from omnibal.data.lengths import length_files, read_lengths
+from omnibal.data.metrics import measure_packs
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import write_packs
+from omnibal.errors import UserError
+from omnibal.files import is_stream
+from omnibal.limits import check_packs_per_step
+from omnibal.outputs import check_files
+from omnibal.parallel import MAX_DEVICES, Parallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOptions:
+    """How samples become packs, and packs steps of all ranks."""
+
+    dp: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="data-parallel ranks")]
+    micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES
+    packing: Annotated[
+        PackingMethod, typer.Option("--packing", "--method", help="packing rule")
+    ] = PackingMethod.BALANCED
+    seed: SeedOption = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """Whose predicted time is balanced."""
+
+    model: Annotated[
+        str, typer.Option(help=f"whose predicted time is balanced: {preset_help('model')}")
+    ] = "internvl-chat-1.5-6b-20b"
+    cluster: Annotated[
+        str, typer.Option(help=f"on which that is predicted: {preset_help('cluster')}")
+    ] = "a100-80g"
+
+
+def pack(
+    lengths: LengthsArgument,
+    limits: CapOptions,
+    steps: StepOptions,
+    load: LoadOptions,
+    bound: Annotated[
+        bool, typer.Option(help="prove how many packs are needed at least, or only add up sizes")
+    ] = True,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Parquet file to write")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="SVG file to draw: load of ranks before and after")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Pack samples under two caps, match packs into steps, share them out, and measure it all."""
+    from omnibal.cap_search import isf_note
+    from omnibal.data.bound import naive_lower_bound, packs_lower_bound
+    from omnibal.job import JobSpec
+    from omnibal.plan_data import SampleData
+    from omnibal.report.loads import LoadSetting, write_loads
+
+    inputs = [*length_files(lengths), model_file(load.model), cluster_file(load.cluster)]
+    check_files({"-o": output, "--picture": picture}, inputs)
+    _check_picture(picture)
+    check_packs_per_step(steps.dp, steps.micro_batches)
+    job = JobSpec(
+        model=load_model(load.model),
+        cluster=load_cluster(load.cluster),
+        parallel=Parallel(pipeline=1, data=steps.dp),
+        precision="bf16",
+    )
+    samples, caps = read_lengths(lengths), limits.caps()
+    data = SampleData(
+        lengths=samples,
+        caps=caps,
+        packing=steps.packing,
+        packs_per_step=steps.dp * steps.micro_batches,
+        epochs=1,
+        seed=steps.seed,
+    )
+    start = time.perf_counter()
+    packs, _ = data.schedule(job)
+    seconds = time.perf_counter() - start
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_packs(packs, output)
+    if picture is not None:
+        setting = LoadSetting(job=job, request=data.draw_request(job))
+        write_loads(setting, packs, samples, picture)
+    with status("proving how many packs are needed"):
+        least = naive_lower_bound(samples, caps)
+        if bound:
+            fewest = int(np.bincount(packs.epoch).min())
+            least = packs_lower_bound(samples, caps, found=fewest)
+    load_ms = job.load_ms(packs.packs, samples)
+    metrics = measure_packs(packs, samples, caps, steps.dp, load_ms, least)
+    if steps.packing is PackingMethod.ISF:
+        note = isf_note(samples, caps, steps.seed)
+        print_notes([] if note is None else [note])
+    name, source = job.model.name, job.cost.source
+    result = asdict(metrics) | {"seconds": seconds, "load": source, "model": name}
+    print_result(as_json, result, tables.packs_table(metrics, f"{name}, {source}"))
+
+
+def _check_picture(picture: Path | None) -> None:
+    if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):
+        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")

@@ -1,0 +1,405 @@
+"""`omnibal plan`: make a plan directory."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from omnibal import tables
+from omnibal.cli.console import print_notes, print_result, progress, status
+from omnibal.cli.options import (
+    DEFAULT_CAP_SAMPLES,
+    DEFAULT_MICRO_BATCHES,
+    ChosenMaxTilesOption,
+    ChosenMaxTokensOption,
+    JobOptions,
+    JsonOption,
+    MicroBatchesOption,
+    PackingRuleOption,
+    SeedOption,
+    SizeOptions,
+)
+from omnibal.config import MAX_COUNT
+from omnibal.data.lengths import Lengths, length_files, read_lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import DoesNotFit, UserError
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.outputs import check_folder
+from omnibal.parallel import MAX_DEVICES
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.prediction import Prediction
+from omnibal.plan import MAX_EPOCHS, Plan
+
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.job import JobSpec
+    from omnibal.plan_data import PlanData, SampleData
+    from omnibal.planner import PlanRequest, PlanResult
+    from omnibal.strategy import Strategy, StrategySearch
+
+_CAPS_NEEDED = (
+    "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or neither, with "
+    "--lengths, to have them searched for"
+)
+_DATA_OPTIONS = "lengths max_tiles max_tokens micro_batches epochs seed packing".split()
+_STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions:
+    """The samples, how they are packed, and how often they are trained."""
+
+    max_tiles: ChosenMaxTilesOption = None
+    max_tokens: ChosenMaxTokensOption = None
+    lengths: Annotated[
+        list[Path] | None,
+        typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
+    ] = None
+    micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES
+    epochs: Annotated[
+        int, typer.Option(min=1, max=MAX_EPOCHS, help="times that every sample is trained")
+    ] = 1
+    seed: SeedOption = 0
+    packing: PackingRuleOption = PackingMethod.BALANCED
+    steps_of: Annotated[
+        Path | None,
+        typer.Option(
+            help="plan directory whose data to keep, step by step, so that its run can go on with "
+            "other parallel sizes"
+        ),
+    ] = None
+
+    def files(self) -> list[Path]:
+        """List the files that the data is read from."""
+        earlier = [] if self.steps_of is None else [self.steps_of]
+        return [*earlier, *length_files(self.lengths or [])]
+
+    def samples(self) -> Lengths | None:
+        """Read the lengths; None for a plan of shapes only."""
+        return read_lengths(self.lengths) if self.lengths else None
+
+    def caps(self) -> Caps | None:
+        """Return the caps of a pack; None where they are to be searched for.
+
+        Raises:
+            UserError: one cap was given without the other.
+        """
+        if self.max_tiles is None and self.max_tokens is None:
+            return None
+        if self.max_tiles is None or self.max_tokens is None:
+            raise UserError(_CAPS_NEEDED)
+        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
+
+    def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
+        """Describe the samples in packs under these caps, so many packs of all ranks a step."""
+        from omnibal.plan_data import SampleData
+
+        return SampleData(
+            lengths=samples,
+            caps=caps,
+            packing=self.packing,
+            packs_per_step=packs_per_step,
+            epochs=self.epochs,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyOptions:
+    """For how many devices parallel sizes are chosen, and at what size of step."""
+
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_DEVICES,
+            help="devices to choose parallel sizes for; any of --tp, --pp and --dp that is given "
+            "stays as it is",
+        ),
+    ] = None
+    samples_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="of all ranks, with --gpus; strategies are compared at so many (default: 36 for "
+            "every node)",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionOptions:
+    """How the model is divided over stages, and which activations are recomputed."""
+
+    method: Annotated[PartitionMethod, typer.Option(help="how the model is split over stages")] = (
+        PartitionMethod.OMNIBAL
+    )
+    recompute: Annotated[
+        RecomputeRule | None,
+        typer.Option(
+            help="which layers are recomputed [default: cheapest with omnibal, front with others]"
+        ),
+    ] = None
+
+    def rule(self) -> RecomputeRule:
+        """Return the recompute rule that was given, or the one that goes with the method."""
+        if self.recompute is not None:
+            return self.recompute
+        is_joint = self.method is PartitionMethod.OMNIBAL
+        return RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
+
+
+def plan(
+    context: typer.Context,
+    given: JobOptions,
+    output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
+    data: DataOptions,
+    strategy: StrategyOptions,
+    sizes: SizeOptions,
+    partition: PartitionOptions,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
+    from omnibal.plan_files import check_replaceable, save_plan
+    from omnibal.planner import PlanRequest
+
+    check_replaceable(output)
+    check_folder("-o", output, [*given.files(), *data.files()])
+    _refuse_overruled(context, data, strategy)
+    found = None
+    if strategy.gpus is None:
+        job = given.job(sizes.parallel())
+        result = _make_plan(
+            PlanRequest(
+                job=job,
+                data=_plan_data(job, data),
+                method=partition.method,
+                recompute=partition.rule(),
+            )
+        )
+    else:
+        job, samples = given.job(), _samples_for_strategy(data)
+        found = _find_strategy(job, samples, data, strategy, sizes)
+        result, found = _make_plan_of_strategy(job, data, samples, found)
+    save_plan(result, output)
+    _print_plan(as_json, result, found)
+
+
+def _refuse_overruled(context: typer.Context, data: DataOptions, strategy: StrategyOptions) -> None:
+    """Refuse options of the command line that another one overrules."""
+    if strategy.gpus is None:
+        _refuse_given(context, ("samples_per_step",), "it goes with --gpus")
+    else:
+        _refuse_given(context, _STRATEGY_OPTIONS, "--gpus chooses that")
+    if data.steps_of is not None:
+        _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
+
+
+def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> None:
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{listed} cannot be given: {why}; leave it out")
+
+
+def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
+    """What the plan's micro-batches are made of, with caps that are searched for if need be."""
+    from omnibal.check import open_plan
+    from omnibal.plan_data import MockData, SampleData
+
+    if data.steps_of is not None:
+        earlier = open_plan(data.steps_of)
+        return SampleData.of_plan(earlier.plan, earlier.data)
+    caps, samples = data.caps(), data.samples()
+    if samples is not None:
+        caps = caps or _find_caps(job, samples, data)
+        return data.packed(samples, caps, job.parallel.data * data.micro_batches)
+    if caps is None:
+        raise UserError(_CAPS_NEEDED)
+    return MockData(caps=caps, micro_batches_per_step=data.micro_batches)
+
+
+def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
+    """The caps of least predicted time per sample, as `omnibal caps` finds them."""
+    from omnibal import cap_search
+    from omnibal.data.scan_pool import usable_cores
+
+    ranks = job.parallel.data
+    request = cap_search.CapSearchRequest(
+        job=job,
+        lengths=samples,
+        packing=data.packing,
+        samples_per_step=cap_search.usual_samples_per_step(ranks, data.micro_batches),
+        samples=DEFAULT_CAP_SAMPLES,
+        seed=data.seed,
+        rule=cap_search.CapRule.TIME,
+    )
+    with progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
+        found = cap_search.search_caps(request, advance, usable_cores())
+    chosen = f"--max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}"
+    print_notes((f"found {chosen}", *cap_search.notes(request, found)))
+    return found.best
+
+
+def _samples_for_strategy(data: DataOptions) -> Lengths:
+    samples = data.samples()
+    if samples is None:
+        raise UserError(
+            "--gpus was given without --lengths; which parallel sizes are best depends on the "
+            "data: give its lengths, or the sizes themselves by --tp, --pp and --dp"
+        )
+    return samples
+
+
+def _find_strategy(
+    job: "JobSpec",
+    samples: Lengths,
+    data: DataOptions,
+    strategy: StrategyOptions,
+    sizes: SizeOptions,
+) -> "StrategySearch":
+    """Parallel sizes and, where not given, caps of least predicted time per sample."""
+    from omnibal.data.scan_pool import usable_cores
+    from omnibal.strategy import (
+        StrategyRequest,
+        progress_total,
+        search_strategies,
+        strategy_samples_per_step,
+    )
+
+    assert strategy.gpus is not None
+    usual = strategy_samples_per_step(strategy.gpus, job.cluster)
+    request = StrategyRequest(
+        job=job,
+        gpus=strategy.gpus,
+        lengths=samples,
+        packing=data.packing,
+        samples_per_step=strategy.samples_per_step or usual,
+        samples=DEFAULT_CAP_SAMPLES,
+        seed=data.seed,
+        caps=data.caps(),
+        tensor=sizes.tp,
+        pipeline=sizes.pp,
+        data=sizes.dp,
+    )
+    with progress("trying strategies", progress_total(request)) as advance:
+        return search_strategies(request, advance, usable_cores())
+
+
+def _models_dumped(strategy: "Strategy") -> dict[str, Any]:
+    """The fields of a strategy that are no plain values."""
+    models = {"parallel": strategy.parallel, "caps": strategy.caps, "lost": strategy.lost}
+    return {name: model.model_dump(mode="json") for name, model in models.items()}
+
+
+def _make_plan(request: "PlanRequest") -> "PlanResult":
+    """The plan, or an error that says what would fit."""
+    from omnibal.planner import make_plan
+
+    try:
+        return make_plan(request)
+    except DoesNotFit as error:
+        raise _with_advice(request, error) from error
+
+
+def _make_plan_of_strategy(
+    job: "JobSpec", data: DataOptions, samples: Lengths, found: "StrategySearch"
+) -> tuple["PlanResult", "StrategySearch"]:
+    """The plan of the fastest strategy that fits on all data, and the strategies from it on.
+
+    Strategies were found to fit on samples that were drawn, and all may need slightly more.
+    """
+    from omnibal.planner import PlanRequest, make_plan
+    from omnibal.strategy import without_best
+
+    left, first_error, first = found, None, None
+    while True:
+        best = left.best
+        packs_per_step = best.parallel.data * best.micro_batches
+        request = PlanRequest(
+            job=job.sized(best.parallel), data=data.packed(samples, best.caps, packs_per_step)
+        )
+        first = first or request
+        try:
+            return make_plan(request), left
+        except DoesNotFit as error:
+            first_error = first_error or error
+        if len(left.ranking) == 1:
+            raise _with_advice(first, first_error) from first_error
+        left = without_best(left, "does not fit all data")
+        old, new = (
+            f"--tp {sizes.tensor} --pp {sizes.pipeline} --dp {sizes.data}"
+            for sizes in (best.parallel, left.best.parallel)
+        )
+        print_notes([f"{old} fits the samples it was tried on, and not all: taking {new}"])
+
+
+def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
+    """The error with what would fit."""
+    from omnibal.feasible import does_not_fit_message, find_changes
+
+    with status("looking for what would fit"):
+        advice = find_changes(request)
+    return UserError(does_not_fit_message(error, advice))
+
+
+def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | None") -> None:
+    from omnibal.check import training_obstacles
+
+    plan, prediction = result.plan, result.plan.prediction
+    assert prediction is not None
+    gap = None if result.search is None else result.search.gap
+    notes = training_obstacles(plan)
+    if gap:
+        notes.append(
+            f"the search ended before its proof: stages that are up to {gap:.2%} faster may exist"
+        )
+    print_notes(notes)
+    summary = _plan_summary(plan, prediction) | {"search_gap": gap}
+    strategies = []
+    if found is not None:
+        summary["strategies"] = [
+            {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
+        ]
+        strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
+    print_result(
+        as_json,
+        summary,
+        *strategies,
+        tables.stages_table(plan, prediction),
+        tables.memory_table(plan, prediction),
+        tables.lost_time_table(prediction),
+        tables.plan_table(plan, prediction),
+    )
+
+
+def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+    return {
+        "stages": [
+            {
+                "vision_layers": stage.vision_layers,
+                "language_layers": stage.language_layers,
+                "recompute": stage.recomputed_layers,
+                "recompute_vision": len(stage.recompute_vision),
+                "recompute_language": len(stage.recompute_language),
+                "forward_ms": predicted.forward_ms,
+                "backward_ms": predicted.backward_ms,
+                "wait_fraction": predicted.wait_fraction,
+                "peak_gib": predicted.memory.peak_gib,
+            }
+            for stage, predicted in zip(plan.stages, prediction.stages, strict=True)
+        ],
+        "step_ms": prediction.step_ms,
+        "ideal_step_ms": prediction.ideal_step_ms,
+        "lost_ms": prediction.lost.model_dump(),
+        "bubble_fraction": prediction.bubble_fraction,
+        "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
+        "gpu_days": prediction.gpu_days,
+        "memory_cap_gib": memory_cap_gib(plan.cluster),
+        "cost_source": prediction.cost_source,
+        "packs": plan.data.packs if plan.data else None,
+        "steps": plan.data.steps if plan.data else None,
+    }

@@ -1,0 +1,122 @@
+"""`omnibal profile`: measure the model's layers on this device."""
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from omnibal import tables
+from omnibal.cli.console import print_result
+from omnibal.cli.options import (
+    MOST_PROCESSES,
+    CapOptions,
+    JsonOption,
+    ModelOption,
+    PrecisionOption,
+)
+from omnibal.config import MAX_COUNT, MAX_LAYERS, load_model, model_file
+from omnibal.data.lengths import length_files, read_lengths
+from omnibal.errors import UserError
+from omnibal.files import atomic
+from omnibal.outputs import check_files
+
+_MOST_REPETITIONS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureOptions:
+    """Which micro-batches are measured, on how many layers, and how often."""
+
+    tokens_per_sample: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_COUNT, help="of a typical sample [default: the mean of --lengths]"
+        ),
+    ] = None
+    lengths: Annotated[list[Path] | None, typer.Option(help="lengths (may be repeated)")] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_LAYERS, help="layers of each tower to build [default: few]"),
+    ] = None
+    repetitions: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MOST_REPETITIONS, help="timed runs of each pack [default: few]"),
+    ] = None
+
+    def typical_tokens(self) -> int:
+        """Find the tokens of a typical sample: as given, or the mean of the lengths.
+
+        Raises:
+            UserError: neither was given, or the lengths cannot be read.
+        """
+        if self.tokens_per_sample is not None:
+            return self.tokens_per_sample
+        if not self.lengths:
+            raise UserError(
+                "attention's cost depends on the samples' length: give --tokens-per-sample, or "
+                "--lengths to take the mean of"
+            )
+        return round(read_lengths(self.lengths).tokens.mean())
+
+
+def profile(
+    model: ModelOption,
+    limits: CapOptions,
+    output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
+    measured: MeasureOptions,
+    precision: PrecisionOption = "bf16",
+    processes: Annotated[
+        int, typer.Option(min=1, max=MOST_PROCESSES, help="that measure at the same time")
+    ] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the model's layers on this device, and show how well the costs fit."""
+    from omnibal.cost.profile import fit_residuals, read_profile
+
+    for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
+        if not _is_installed(module):
+            raise UserError(
+                f"{package} is not installed, and `omnibal profile` runs the model's layers; "
+                'install it with: pip install ".[train]" in its repository'
+            )
+    # A mistake is found here, before several processes start and each reports it.
+    check_files({"-o": output}, [model_file(model), *length_files(measured.lengths or [])])
+    load_model(model)
+    tokens_per_sample = measured.typical_tokens()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    options = {
+        "--model": model,
+        "--precision": precision,
+        "--max-tiles": limits.max_tiles,
+        "--max-tokens": limits.max_tokens,
+        "--tokens-per-sample": tokens_per_sample,
+        "--layers": measured.layers,
+        "--repetitions": measured.repetitions,
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *launcher, "-m", "megatron.vlm.profiler"]
+    for name, value in options.items():
+        command += [] if value is None else [name, str(value)]
+    with atomic(output) as written:
+        command += ["--output", str(written)]
+        # Whatever the programs print is progress: stdout is for the result.
+        returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
+        if returncode:
+            raise typer.Exit(returncode)
+        residuals = fit_residuals(read_profile(written))
+    print_result(
+        as_json,
+        {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},
+        tables.residuals_table(residuals),
+    )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False

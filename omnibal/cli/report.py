@@ -1,0 +1,66 @@
+"""`omnibal report`: write the page of a plan, its replay and its run."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from omnibal import tables
+from omnibal.cli.console import print_result
+from omnibal.cli.options import DirectoryArgument, JsonOption
+from omnibal.errors import UserError
+from omnibal.outputs import check_files
+from omnibal.plan import plan_files
+from omnibal.runlog import RUN_FILE, run_files
+
+
+def report(
+    directory: DirectoryArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write")],
+    run: Annotated[
+        Path | None, typer.Option(help="directory of the run trained from it (its --save)")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="directory of its replay (the -o of tools/replay.py)")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a page that shows the plan, and beside it what its replay and its run took."""
+    from omnibal.check import open_plan
+    from omnibal.replay import replay_files
+    from omnibal.report import write_report
+    from omnibal.report.summary import replay_figures
+
+    trained = _run_directory(run)
+    inputs = [*plan_files(directory)]
+    inputs += [] if trained is None else run_files(trained)
+    inputs += [] if replay is None else replay_files(replay)
+    check_files({"-o": output}, inputs)
+    shown = write_report(open_plan(directory), trained, output, replay)
+    result: dict[str, Any] = {}
+    if shown.replay is not None:
+        result["replay"] = replay_figures(shown.plan, shown.replay)
+    if shown.run is not None:
+        result["run"] = asdict(shown.run)
+        if shown.plan.prediction is not None:
+            result["predicted_step_ms"] = shown.plan.prediction.step_ms
+    if shown.evaluation is not None:
+        result["accuracy"] = {kind.kind: kind.accuracy for kind in shown.evaluation.kinds}
+        result["chance"] = {kind.kind: kind.chance for kind in shown.evaluation.kinds}
+    result["report"] = str(output)
+    measured = []
+    if shown.replay is not None or shown.run is not None:
+        measured = [tables.run_table(shown.plan, shown.run, shown.replay, shown.evaluation)]
+    print_result(as_json, result, *measured, f"report: {output}")
+
+
+def _run_directory(run: Path | None) -> Path | None:
+    """The directory that is meant by --run, which may name the run.jsonl in it."""
+    if run is None or not run.is_file():
+        return run
+    if run.name != RUN_FILE:
+        raise UserError(
+            f"--run {run}: is a file; give the directory of the run, which holds its {RUN_FILE}"
+        )
+    return run.parent

@@ -1,0 +1,67 @@
+"""`omnibal simulate`: simulate all steps of a plan."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from omnibal import tables
+from omnibal.cli.console import print_result, status
+from omnibal.cli.options import DirectoryArgument, JsonOption
+from omnibal.config import MAX_COUNT
+from omnibal.errors import UserError
+from omnibal.files import atomic
+from omnibal.outputs import check_files
+from omnibal.plan import plan_files
+
+
+def simulate(
+    directory: DirectoryArgument,
+    trace: Annotated[
+        Path | None, typer.Option(help="Chrome trace of a step to write, for Perfetto")
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_COUNT, help="that the trace shows (default: the slowest)"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate all steps of a plan on its own packs."""
+    from omnibal.check import open_plan
+    from omnibal.cost.model import pack_features
+    from omnibal.pipeline.simulate import simulate_run
+    from omnibal.pipeline.workload import Workload
+    from omnibal.report.trace import chrome_trace
+
+    check_files({"--trace": trace}, plan_files(directory))
+    files = open_plan(directory)
+    planned, cost, (packs, samples) = files.plan, files.job.cost, files.steps
+    features = pack_features(packs.packs, samples)
+    workload = Workload.of(packs, features, planned.parallel.data)
+    with status("simulating"):
+        steps = simulate_run(cost, planned.stages, workload)
+    shown = int(steps.step_ms.argmax()) if step is None else step
+    if shown >= packs.steps:
+        raise UserError(
+            f"--step {shown} was given, and the plan has steps 0 to {packs.steps - 1}; give one of "
+            "these"
+        )
+    if trace is not None:
+        events = chrome_trace(cost, planned.stages, workload, shown)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(trace) as temporary:
+            temporary.write_text(json.dumps(events) + "\n")
+    result = {
+        "steps": packs.steps,
+        "step_ms_mean": float(steps.step_ms.mean()),
+        "step_ms_median": float(np.median(steps.step_ms)),
+        "step_ms_min": float(steps.step_ms.min()),
+        "step_ms_max": float(steps.step_ms.max()),
+        "slowest_step": int(steps.step_ms.argmax()),
+        "busy_fraction": (steps.busy_ms.sum(axis=0) / steps.step_ms.sum()).tolist(),
+        "trace": None if trace is None else str(trace),
+        "trace_step": None if trace is None else shown,
+    }
+    print_result(as_json, result, tables.simulation_table(result))

@@ -1,0 +1,82 @@
+"""The job: what is trained on which devices, how it is divided over them, and what that costs.
+
+Everything that plans, checks or replays a job is given a `JobSpec` whole. One that exists is valid
+and has its costs, so nobody checks or counts again.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from omnibal.config import ClusterConfig, ModelConfig, Part, Precision, frozen_mistake
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.profile import Profile, fitted_cost
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs
+from omnibal.errors import UserError
+from omnibal.limits import memory_cap_gib
+from omnibal.parallel import Parallel, check_parallel
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class JobSpec:
+    """A training job without its data: model, devices, parallel sizes and the costs of all units.
+
+    Raises:
+        UserError: the parallel sizes do not fit the model or the cluster, nothing is trained, or
+            the profile is of another model, precision or tensor-parallel size.
+    """
+
+    model: ModelConfig
+    cluster: ClusterConfig
+    parallel: Parallel
+    precision: Precision
+    """Of weights and activations."""
+    frozen: tuple[Part, ...] = ()
+    """Parts of the model that are not trained."""
+    profile: Profile | None = None
+    """Measured costs; None to count operations and bytes instead."""
+    cost: CostModel = field(init=False, repr=False)
+    """Made once, from the fields above."""
+
+    def __post_init__(self) -> None:
+        mistake = frozen_mistake(self.frozen)
+        if mistake is not None:
+            raise UserError(mistake)
+        check_parallel(self.model, self.parallel, self.cluster)
+        object.__setattr__(self, "cost", self._made_cost())
+
+    def _made_cost(self) -> CostModel:
+        sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+        if self.profile is None:
+            return analytic_cost(*sizes)
+        return fitted_cost(self.profile, *sizes)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, profile: Profile | None) -> Self:
+        """Make the job that a plan is for, with the profile that the plan was made with, if any."""
+        return cls(
+            model=plan.model,
+            cluster=plan.cluster,
+            parallel=plan.parallel,
+            precision=plan.precision,
+            frozen=plan.frozen,
+            profile=profile,
+        )
+
+    def sized(self, parallel: Parallel) -> Self:
+        """Return the same job with other parallel sizes."""
+        return replace(self, parallel=parallel)
+
+    @property
+    def memory_cap_gib(self) -> float:
+        """Memory that a stage may fill of one device, in GiB."""
+        return memory_cap_gib(self.cluster)
+
+    def load_ms(self, packs: Packs, lengths: Lengths) -> np.ndarray:
+        """Predict the ms of every pack on the whole model, by which packs are balanced. [packs]"""
+        return model_ms(self.cost, self.model, pack_features(packs, lengths))

@@ -1,0 +1,321 @@
+"""What a plan's micro-batches are made of: a dataset's samples, or mock ones that fill the caps.
+
+Both kinds answer the same questions, so that nobody else asks which of them a plan has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from omnibal.config import ModelConfig
+from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, draw_samples
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.steps import (
+    DataRequest,
+    Steps,
+    deal_steps,
+    draw_steps,
+    pack_epochs,
+    size_load,
+    steps_of,
+)
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.limits import Caps, check_packs_per_step
+from omnibal.plan import DataPlan, PackedBy, Plan, Shapes
+
+MAX_TRAINED_SAMPLES = 200_000_000
+"""Of all epochs, where there are several: a plan lists them one by one, and holds them at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleData:
+    """A dataset's samples, and how they become packs and steps."""
+
+    lengths: Lengths
+    caps: Caps
+    packing: PackingMethod
+    packs_per_step: int
+    """Of all data-parallel ranks together."""
+    epochs: int
+    seed: int
+    steps: Steps | None = None
+    """Of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
+        """Take over the data of an earlier plan, step by step.
+
+        Raises:
+            UserError: the plan has no data, or other packs than `omnibal plan` makes.
+        """
+        if plan.data is None or data is None:
+            raise UserError(
+                "what --steps-of names is a plan of shapes only, so it has no steps to take over; "
+                "give a plan that was made with --lengths"
+            )
+        if plan.data.method == "other":
+            raise UserError(
+                "what --steps-of names is a plan whose packs `omnibal plan` did not make; give one "
+                f"with data.method {' or '.join(PackingMethod)}"
+            )
+        packs, lengths = data
+        return cls(
+            lengths=lengths,
+            caps=plan.data.caps,
+            packing=PackingMethod(plan.data.method),
+            packs_per_step=plan.data.packs_per_step,
+            epochs=plan.data.epochs,
+            seed=plan.data.seed,
+            steps=steps_of(packs),
+        )
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse data that cannot be planned for a job.
+
+        Raises:
+            UserError: a step has too many packs, the epochs too many samples, or the lengths were
+                scanned for another model.
+        """
+        check_packs_per_step(job.parallel.data, self.micro_batches(job))
+        _check_epochs(self.epochs, len(self.lengths))
+        self.trained_model(job.model)
+
+    def trained_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the model with the tiling that the lengths were scanned with."""
+        return model_of_lengths(model, self.lengths)
+
+    def micro_batches(self, job: JobSpec) -> int:
+        """Count the micro-batches of one data-parallel rank in a full step, at most."""
+        return -(-self.packs_per_step // job.parallel.data)
+
+    def draw_request(self, job: JobSpec) -> DataRequest:
+        """Describe how packs and steps are drawn from the samples."""
+        return DataRequest(
+            caps=self.caps,
+            method=self.packing,
+            seed=self.seed,
+            epochs=self.epochs,
+            packs_per_step=self.packs_per_step,
+            alike=job.parallel.data,
+        )
+
+    def packed(self, job: JobSpec) -> list[Packs]:
+        """Pack every epoch, which caps, packing rule and seed alone decide; no packs with steps."""
+        if self.steps is not None:
+            return []
+        return pack_epochs(self.lengths, self.draw_request(job))
+
+    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+        """Draw the steps unless they are given, from packs that are there or made here."""
+        if self.steps is not None:
+            return self
+        request = self.draw_request(job)
+        steps = draw_steps(
+            self.lengths, request, lambda packs: job.load_ms(packs, self.lengths), packed
+        )
+        return replace(self, steps=steps)
+
+    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
+        """Keep the micro-batches per rank for another job, or the steps where they are given."""
+        if self.steps is not None:
+            return self
+        return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
+
+    def sampled(self, most: int) -> Self:
+        """Draw at most so many samples at random; all are kept where steps are given."""
+        if self.steps is not None:
+            return self
+        return replace(self, lengths=draw_samples(self.lengths, most, self.seed))
+
+    def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
+        """Schedule all epochs: packs matched into steps and dealt to ranks by predicted time.
+
+        Raises:
+            UserError: a sample exceeds the caps, or an epoch has fewer packs than ranks.
+        """
+        lengths, steps = self.lengths, self.drawn(job).steps
+        assert steps is not None
+        ranks = job.parallel.data
+        return deal_steps(steps, lengths, lambda packs: job.load_ms(packs, lengths), ranks), lengths
+
+    def least_caps(self) -> Caps:
+        """Return the smallest caps that every sample fits."""
+        return least_caps(self.lengths)
+
+    def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+        """Describe the packs for plan.json."""
+        return describe_data(
+            packs,
+            self.lengths,
+            caps=self.caps,
+            method=self.packing.value,
+            seed=self.seed,
+            epochs=self.epochs,
+            packs_per_step=self.packs_per_step,
+            micro_batches_per_step=self.micro_batches(job),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MockData:
+    """One step of mock samples that each fill a pack: the data of a plan of shapes only."""
+
+    caps: Caps
+    micro_batches_per_step: int
+    """Packs of one data-parallel rank."""
+
+    @property
+    def steps(self) -> None:
+        """None: mock data has no steps of an earlier plan."""
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse more packs than anyone trains in a step.
+
+        Raises:
+            UserError: there are too many.
+        """
+        check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
+
+    def trained_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the model as it is: no lengths say how images are cut into tiles."""
+        return model
+
+    def packed(self, job: JobSpec) -> list[Packs]:
+        """Return no packs: there are no samples to pack."""
+        return []
+
+    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+        """Return the same data: its only step needs no drawing."""
+        return self
+
+    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
+        """Return the same data: its micro-batches are counted per rank."""
+        return self
+
+    def sampled(self, most: int) -> Self:
+        """Return the same data: there are no samples to draw from."""
+        return self
+
+    def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
+        """Schedule the only step: packs at the caps, equally many on every rank."""
+        return data_at_caps(self._shapes(), job.parallel.data)
+
+    def least_caps(self) -> Caps:
+        """Return the smallest caps there are, as mock samples fit any."""
+        return Caps(max_tiles=1, max_tokens=1)
+
+    def described(self, packs: ScheduledPacks, job: JobSpec) -> Shapes:
+        """Describe the micro-batches for plan.json."""
+        return self._shapes()
+
+    def _shapes(self) -> Shapes:
+        return Shapes(caps=self.caps, micro_batches_per_step=self.micro_batches_per_step)
+
+
+PlanData = SampleData | MockData
+
+
+def _check_epochs(epochs: int, samples: int) -> None:
+    if epochs > 1 and epochs * samples > MAX_TRAINED_SAMPLES:
+        raise UserError(
+            f"{epochs:,} epochs of {samples:,} samples are {epochs * samples:,} samples, and a "
+            f"plan of several epochs may list at most {MAX_TRAINED_SAMPLES:,}: give fewer --epochs"
+        )
+
+
+def least_caps(lengths: Lengths) -> Caps:
+    """Find the smallest caps that every sample fits."""
+    return Caps(max_tiles=max(int(lengths.tiles.max()), 1), max_tokens=int(lengths.tokens.max()))
+
+
+def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
+    """Make one step of samples that each fill a pack, and cost the most attention that fits it.
+
+    Raises:
+        UserError: there would be more packs than anyone trains in a step.
+    """
+    count = data_parallel * shapes.micro_batches_per_step
+    check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
+    lengths = Lengths(
+        tiles=np.full(count, shapes.caps.max_tiles, np.int32),
+        tokens=np.full(count, shapes.caps.max_tokens, np.int32),
+        loss_tokens=np.zeros(count, np.int32),
+        source=np.zeros(count, np.int32),
+        source_names=("at the caps",),
+        origin=None,
+    )
+    steps = Steps(
+        packs=Packs.from_lists([[sample] for sample in range(count)]),
+        step=np.zeros(count, np.int64),
+        epoch=np.zeros(count, np.int32),
+    )
+    return deal_steps(
+        steps, lengths, lambda packs: size_load(packs, lengths), data_parallel
+    ), lengths
+
+
+def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
+    """Return the model with the tiling of the lengths, as training must cut images alike.
+
+    Raises:
+        UserError: the lengths were scanned for tiles of other sizes, another chat template or
+            another system message than the model's, or a sample is longer than it may be.
+    """
+    if lengths is None:
+        return model
+    longest = int(lengths.tokens.argmax())
+    source = lengths.source_names[lengths.source[longest]]
+    check_positions(int(lengths.tokens[longest]), model, f"sample {longest} of {source}")
+    return model if lengths.origin is None else _of_origin(model, lengths.origin)
+
+
+def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
+    given = (origin.image_size, origin.tokens_per_tile)
+    needed = (model.vision.image_size, model.tokens_per_tile)
+    if given != needed:
+        raise UserError(
+            f"the lengths were scanned for tiles of {given[0]} pixels and {given[1]} tokens, but "
+            f"{model.name} has {needed[0]} pixels and {needed[1]} tokens; scan them for this model "
+            "with `omnibal lengths`"
+        )
+    if (origin.chat_template, origin.system_message) != (model.chat_template, model.system_message):
+        raise UserError(
+            f"the lengths were scanned with chat_template {origin.chat_template!r} and "
+            f"system_message {origin.system_message!r}, but {model.name} has "
+            f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
+            "`omnibal lengths`"
+        )
+    return model.model_copy(update={"tiling": origin.tiling})
+
+
+def describe_data(
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    *,
+    caps: Caps,
+    method: PackedBy,
+    seed: int,
+    epochs: int,
+    packs_per_step: int,
+    micro_batches_per_step: int,
+) -> DataPlan:
+    """Describe packs for plan.json, by which a run knows them again."""
+    return DataPlan(
+        caps=caps,
+        method=method,
+        seed=seed,
+        epochs=epochs,
+        packs_per_step=packs_per_step,
+        micro_batches_per_step=micro_batches_per_step,
+        samples=len(lengths),
+        packs=len(packs),
+        steps=packs.steps,
+        lengths_sha256=lengths.sha256,
+        packs_sha256=packs.sha256,
+        steps_sha256=steps_of(packs).sha256,
+        origin=lengths.origin,
+    )

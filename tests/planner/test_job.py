@@ -1,0 +1,135 @@
+"""The job: refused where it is wrong, and checked and costed once."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
+
+import numpy as np
+import pytest
+from plan_cases import MODEL, changed, example_lengths, example_profile, job_spec, request
+
+from omnibal import job as job_module
+from omnibal.cap_search import CapRule, CapSearchRequest, search_caps
+from omnibal.config import Part, load_cluster
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.profile import fitted_cost, model_sha256
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel, check_parallel
+from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
+from omnibal.planner import make_plan
+
+pytestmark = pytest.mark.quick
+
+PROFILE = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"parallel": Parallel(pipeline=100)}, "every stage must hold a layer"),
+        ({"parallel": Parallel(tensor=64, pipeline=1)}, "devices of a node"),
+        ({"profile": example_profile()}, "are not those of internvl-digits"),
+        ({"profile": PROFILE, "precision": "bf16"}, "profile was measured in fp32"),
+        (
+            {"profile": PROFILE, "parallel": Parallel(tensor=2, pipeline=1)},
+            "tensor parallel size 1 but the plan has 2",
+        ),
+        ({"frozen": tuple(Part)}, "leave one to train"),
+        ({"frozen": (Part.VISION, Part.VISION)}, "at most once"),
+        (
+            {"cluster": load_cluster("laptop-cpu").model_copy(update={"peak_tflops": {}})},
+            "peak_tflops has no rate for fp32",
+        ),
+    ],
+)
+def test_a_wrong_job_cannot_be_made(wrong: dict, message: str) -> None:
+    """Prevents a mistake that is found after minutes of packing or searching, or never."""
+    with pytest.raises(UserError, match=message):
+        job_spec(**wrong)
+
+
+@pytest.mark.parametrize("frozen", [(), (Part.VISION,)])
+def test_costs_are_those_of_its_source(frozen: tuple[Part, ...]) -> None:
+    """Prevents costs of other fields than the job has."""
+    counted, measured = job_spec(frozen=frozen), job_spec(frozen=frozen, profile=PROFILE)
+    sizes = MODEL, counted.cluster, counted.parallel, counted.precision, frozen
+    for job, expected in (
+        (counted, analytic_cost(*sizes)),
+        (measured, fitted_cost(PROFILE, *sizes)),
+    ):
+        assert job.cost.source == expected.source
+        for unit, cost in expected.units.items():
+            np.testing.assert_array_equal(job.cost.units[unit].forward_ms, cost.forward_ms)
+            np.testing.assert_array_equal(job.cost.units[unit].backward_ms, cost.backward_ms)
+        assert job.memory_cap_gib == memory_cap_gib(job.cluster)
+
+
+def test_other_sizes_have_other_costs() -> None:
+    """Prevents a job that keeps the costs of the sizes it had before."""
+    job = job_spec()
+    split = job.sized(Parallel(tensor=2, pipeline=2))
+    assert split.cost.units["head"].parameters < job.cost.units["head"].parameters
+    assert job.parallel == Parallel(pipeline=2, data=2)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable) -> list:
+    calls: list = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(job_module, name, counted)
+    return calls
+
+
+def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a plan, and a search with its dozens of plans, from doing both again and again."""
+    made = counting(monkeypatch, "analytic_cost", analytic_cost)
+    checked = counting(monkeypatch, "check_parallel", check_parallel)
+    planned = request(epochs=1)
+    make_plan(planned)
+    make_plan(planned.capped(Caps(max_tiles=8, max_tokens=400)))
+    search_caps(
+        CapSearchRequest(
+            job=planned.job,
+            lengths=example_lengths(),
+            packing=PackingMethod.ISF,
+            samples_per_step=50,
+            samples=100,
+            seed=0,
+            rule=CapRule.TIME,
+        ),
+        lambda done: None,
+    )
+    assert (len(made), len(checked)) == (1, 1)
+
+
+@pytest.mark.parametrize("profile", [None, PROFILE], ids=["counted", "measured"])
+@pytest.mark.parametrize("lengths", [example_lengths(), None], ids=["data", "shapes"])
+def test_a_plan_directory_gives_its_job_again(tmp_path, profile, lengths) -> None:
+    """Prevents a check, a replay or a run of another job than was planned."""
+    planned = request(profile=profile, frozen=(Part.VISION,), lengths=lengths)
+    result = make_plan(planned)
+    save_plan(result, tmp_path / "plan")
+    found = job_of_plan(result.plan, tmp_path / "plan")
+    for name in {field.name for field in fields(JobSpec)} - {"cost"}:
+        assert attrgetter(name)(found) == attrgetter(name)(planned.job)
+    assert found.cost.source == planned.job.cost.source
+    data = data_of_plan(result.plan, tmp_path / "plan")
+    packs, _ = PlanFiles(plan=result.plan, job=found, data=data).steps
+    assert packs.sha256 == planned.data.schedule(planned.job)[0].sha256
+
+
+def test_data_that_cannot_be_planned_is_refused_with_the_request() -> None:
+    """Prevents a request that exists and that no plan can be made of."""
+    few = changed(request(epochs=1), packs_per_step=2)
+    with pytest.raises(UserError, match="at most 1,000,000"):
+        changed(few, packs_per_step=2_000_002)
+    with pytest.raises(UserError, match="at most 1,000,000"):
+        request(lengths=None, packs_per_step=2_000_002)
+    with pytest.raises(UserError, match="fewer --epochs"):
+        changed(few, epochs=1_000_000)

@@ -1,0 +1,91 @@
+"""Groups of options: what commands share is declared once, and each gets what was typed."""
+
+import inspect
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Annotated
+
+import pytest
+import typer
+
+from omnibal import cli
+from omnibal.cli import caps, lengths, pack, plan, profile
+from omnibal.cli.groups import with_groups
+
+pytestmark = pytest.mark.quick
+
+COMMANDS = {
+    function.__name__: function
+    for function in (lengths.lengths, pack.pack, caps.caps, profile.profile, plan.plan)
+}
+OWN = {
+    "lengths": "an argument, or an option that may be repeated",
+    "output": "another file",
+    "processes": "other work",
+    "samples_per_step": "of caps, or of strategies",
+    "model": "of what is trained, or of packs alone, where there is a default",
+    "cluster": "likewise",
+    "packing": "also called --method where that is no method of partition",
+    "dp": "needed where nothing else is divided",
+    "max_tiles": "searched for where that is possible",
+    "max_tokens": "likewise",
+}
+"""Names that mean something else from command to command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    tp: Annotated[int, typer.Option(min=1, help="tensor")]
+    pp: Annotated[int, typer.Option(min=1, help="pipeline")] = 1
+
+
+def test_a_group_is_given_what_was_typed(capsys) -> None:
+    """Prevents options that are parsed and then lost, or that have another default."""
+    app = typer.Typer()
+
+    @app.command()
+    @with_groups
+    def show(sizes: Sizes, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
+        """Show sizes."""
+        print(sizes, loud)
+
+    for words, expected in (
+        ("--tp 2", "Sizes(tp=2, pp=1) False"),
+        ("--pp 3 --loud --tp 1", "Sizes(tp=1, pp=3) True"),
+    ):
+        app(words.split(), standalone_mode=False)
+        assert capsys.readouterr().out.strip() == expected
+    for wrong in ("--pp 3", "--tp 0"):
+        with pytest.raises(Exception, match=r"Missing|greater"):
+            app(wrong.split(), standalone_mode=False)
+
+
+def options_of(command: str) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(with_groups(COMMANDS[command])).parameters)
+
+
+def test_an_option_of_several_commands_is_declared_once() -> None:
+    """Prevents a name with one range, default or help in a command and another elsewhere."""
+    shared = 0
+    for first, second in combinations(COMMANDS, 2):
+        one, other = options_of(first), options_of(second)
+        for name in (one.keys() & other.keys()) - OWN.keys():
+            assert one[name].annotation == other[name].annotation, (first, second, name)
+            assert one[name].default == other[name].default, (first, second, name)
+            shared += 1
+    assert shared > 20
+
+
+def test_names_of_their_own_are_that() -> None:
+    """Prevents the test above from passing over a name that could be declared once."""
+    for name in OWN:
+        found = [options_of(command)[name] for command in COMMANDS if name in options_of(command)]
+        assert len(found) > 1
+        assert any(one.annotation != found[0].annotation for one in found), name
+
+
+def test_every_option_says_what_it_is() -> None:
+    """Prevents an option that is lost between its declaration and its help."""
+    for command in typer.main.get_command(cli.app).commands.values():
+        for option in command.params:
+            assert option.param_type_name == "argument" or option.help, (command.name, option.name)
