@@ -12,8 +12,8 @@ from rich.console import Console
 
 from megatron.vlm.arguments import parse_arguments
 from megatron.vlm.dry_run import print_dry_run
-from megatron.vlm.job import load_job, load_plan, run_job
 from megatron.vlm.launch import Launch, open_store
+from megatron.vlm.run import execute, load_run, open_trainable
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
 
@@ -21,19 +21,19 @@ def main() -> None:
     launch = Launch.from_environment()
     try:
         arguments = parse_arguments()
-        plan = load_plan(arguments.plan)
-        if arguments.dry_run:
+        planned = open_trainable(arguments.plan)
+        if arguments.run is None:
             if launch.rank == 0:
-                print_dry_run(plan, Console())
+                print_dry_run(planned.plan, Console())
             return
-        job = load_job(arguments, plan, launch)
+        run = load_run(arguments.run, planned, launch)
         store = open_store(launch)
     except UserError as error:
         # All processes of a node see the same files and fail alike: one of them speaks.
         if launch.local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
-    run_job(job, arguments, store)
+    execute(run, store)
 
 
 if __name__ == "__main__":

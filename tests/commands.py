@@ -21,7 +21,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 _IMPORTED = (
-    "megatron.vlm.job",
+    "megatron.vlm.run",
     "megatron.vlm.replay_job",
     "megatron.vlm.generate",
     "megatron.vlm.conversion.exporting",

@@ -1,15 +1,101 @@
-"""The command line of pretrain_vlm.py: Megatron-LM's flag names wherever it has the option."""
+"""The command line of pretrain_vlm.py: Megatron-LM's flag names wherever it has the option.
+
+`parse_arguments` gives dataclasses; argparse's namespace does not leave this module.
+"""
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megatron.vlm.data import LossWeighting, OnBadSample
+from megatron.vlm.data import DataOptions, LossWeighting, OnBadSample
+from megatron.vlm.train import OptimizationOptions
 from omnibal.errors import UserError
 
 DESCRIPTION = "Train a vision-language model as an OmniBal plan says."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointArguments:
+    """When checkpoints are saved, and how many are kept."""
+
+    save_interval: int
+    """Steps between checkpoints."""
+    keep_checkpoints: int | None
+    """So many of the newest are kept; None for all."""
+    async_save: bool
+    """Checkpoints are written while training goes on."""
+    exit_after_failed_saves: int
+    """So many failed saves in a row end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportArguments:
+    """Where a run is reported besides its own directory."""
+
+    tensorboard_dir: Path | None
+    wandb_project: str | None
+    profile_steps: range
+    """Steps whose torch profiler traces are written; empty for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationArguments:
+    """Held-out data: what is answered after training, and validated on during it."""
+
+    eval_data: Path
+    """Meta JSON of held-out samples."""
+    eval_samples: int
+    """Samples at most."""
+    eval_interval: int | None
+    """Steps between losses on the held-out samples; None for none."""
+    max_new_tokens: int
+    """Of the longest answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunArguments:
+    """Arguments of a run that trains, evaluates or both."""
+
+    tokenizer_model: Path
+    """tokenizer.model, tokenizer.json or folder that the plan's lengths were scanned with."""
+    save: Path
+    """Directory of the run."""
+    load: Path | None
+    """Directory of a run to resume, to take weights from, or to evaluate."""
+    data: Path | None
+    """Meta JSON that the plan's lengths were scanned from; may be None with `skip_train`."""
+    skip_train: bool
+    """Only evaluate `load`, which is then given."""
+    finetune: bool
+    """Take only the weights of `load`, and train the plan from its first step."""
+    train_iters: int | None
+    """Stop after so many of the plan's steps; None to train all."""
+    seed: int
+    """Of initial weights, augmentation and drop path."""
+    max_skipped_steps: int
+    """Steps in a row that may be skipped because loss or gradients are not finite."""
+    num_workers: int
+    """Loader processes of each rank."""
+    samples: DataOptions
+    """How samples become micro-batches of training."""
+    optimization: OptimizationOptions
+    checkpoints: CheckpointArguments
+    reports: ReportArguments
+    evaluation: EvaluationArguments | None
+    """None without held-out data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """The whole command line of pretrain_vlm.py."""
+
+    plan: Path
+    """Directory made by `omnibal plan`."""
+    run: RunArguments | None
+    """None for a dry run, which only checks the plan and says what each rank would hold."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,8 +138,8 @@ def _steps(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The options of this call.
+def parse_arguments() -> Arguments:
+    """Parse and check the command line of this process.
 
     Raises:
         UserError: an option is unknown, missing, not of its kind, or does not go with another.
@@ -65,13 +151,37 @@ def parse_arguments() -> argparse.Namespace:
     _add_optimization(parser.add_argument_group("optimization (AdamW)"))
     _add_reports(parser.add_argument_group("reports"))
     _add_evaluation(parser.add_argument_group("validation, and evaluation by greedy answers"))
-    arguments = parser.parse_args()
-    _check_together(arguments)
-    return arguments
+    given = parser.parse_args()
+    _check_together(given)
+    return Arguments(plan=given.plan, run=None if given.dry_run else _run_arguments(given))
 
 
-def _check_together(arguments: argparse.Namespace) -> None:
-    given = arguments
+def _run_arguments(given: argparse.Namespace) -> RunArguments:
+    values = vars(given) | {
+        "samples": DataOptions(
+            seed=given.seed,
+            loss_weighting=given.loss_weighting,
+            on_bad_sample=given.on_bad_sample,
+            augment=True,
+            drop_path=given.drop_path_rate > 0,
+        ),
+        "optimization": OptimizationOptions(**_fields_of(OptimizationOptions, vars(given))),
+        "checkpoints": CheckpointArguments(**_fields_of(CheckpointArguments, vars(given))),
+        "reports": ReportArguments(**_fields_of(ReportArguments, vars(given))),
+        "evaluation": None,
+    }
+    if given.eval_data is not None:
+        evaluation = EvaluationArguments(**_fields_of(EvaluationArguments, vars(given)))
+        values["evaluation"] = evaluation
+    return RunArguments(**_fields_of(RunArguments, values))
+
+
+def _fields_of(group: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that are fields of a dataclass."""
+    return {field.name: values[field.name] for field in fields(group)}
+
+
+def _check_together(given: argparse.Namespace) -> None:
     for wrong, message in (
         (
             given.skip_train and not (given.load and given.eval_data),

@@ -14,7 +14,6 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.data import SampleReader
-from megatron.vlm.job import check_same_data
 from megatron.vlm.launch import Launch
 from megatron.vlm.profiler import device_name
 from megatron.vlm.replay import (
@@ -25,6 +24,7 @@ from megatron.vlm.replay import (
     read_rows,
     replay_stage,
 )
+from megatron.vlm.run import check_same_data
 from omnibal.check import open_plan
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations

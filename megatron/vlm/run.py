@@ -1,9 +1,8 @@
 """One call of pretrain_vlm.py, its command line read: inputs checked, parts put together."""
 
-import argparse
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,18 @@ from megatron.core import parallel_state
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from megatron.vlm.arguments import RunArguments
 from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint_files import latest_step
-from megatron.vlm.data import DataOptions, PackDataset, SampleReader, load_batches
+from megatron.vlm.data import PackDataset, SampleReader, load_batches
 from megatron.vlm.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.health import RunHealth
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.loop import RunData, RunOptions, RunOutcome, RunOutputs, TrainingLoop, own_rows
 from megatron.vlm.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.stop import StopSignal
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer
+from megatron.vlm.train import Trainer, build_trainer
 from megatron.vlm.validation import Validation
 from megatron.vlm.validation_packs import pack_validation
 from megatron.vlm.watch import ending_together
@@ -31,11 +31,13 @@ from omnibal.check import open_plan, training_obstacles
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
-from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packs import ScheduledPacks, read_packs
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan
+from omnibal.job import JobSpec
+from omnibal.plan import DataPlan, Plan
+from omnibal.plan_files import PlanFiles
 from omnibal.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
@@ -46,54 +48,71 @@ from omnibal.runlog import (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """Everything that is known, and has been checked, before the processes join."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Run:
+    """One run of the trainer: its arguments, plan and data, all checked before processes join."""
 
-    plan: Plan
+    arguments: RunArguments
+    planned: PlanFiles
     tokenizer: Tokenizer
     launch: Launch
-    lengths: Lengths
-    packs: ScheduledPacks
     training_data: Annotations | None
+    """None where nothing is trained."""
     heldout_data: Annotations | None
+    """None where nothing is evaluated."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is trained."""
+        return self.planned.plan
+
+    @property
+    def packs(self) -> ScheduledPacks:
+        """Every micro-batch of the plan."""
+        return self.planned.steps[0]
+
+    @property
+    def lengths(self) -> Lengths:
+        """Tiles and tokens of every sample."""
+        return self.planned.steps[1]
 
     @property
     def data(self) -> DataPlan:
-        """What the packs were made from; without it a plan is refused before it becomes a job."""
+        """What the packs were made from; without it a plan is refused before it becomes a run."""
         assert self.plan.data is not None
         return self.plan.data
 
     def reader(self, annotations: Annotations | None) -> SampleReader:
-        """Samples, which the command line gave, as this job's model takes them."""
+        """Read samples of a dataset as this run's model takes them."""
         assert annotations is not None
         return SampleReader(annotations, self.tokenizer, self.plan.model)
 
     def say(self, line: str) -> None:
-        """To the user, once for all ranks."""
+        """Print a line once for all ranks."""
         if self.launch.rank == 0:
             print(line, flush=True)
 
 
-def load_plan(directory: Path) -> Plan:
-    """Read and check the plan.
+def open_trainable(directory: Path) -> PlanFiles:
+    """Read and check a plan that is to be trained.
 
     Raises:
         UserError: it does not hold, or cannot be trained.
     """
-    plan = open_plan(directory).plan
-    obstacles = training_obstacles(plan)
+    planned = open_plan(directory)
+    obstacles = training_obstacles(planned.plan)
     if obstacles:
         raise UserError(f"{directory}: {'; '.join(obstacles)}")
-    return plan
+    return planned
 
 
-def load_job(arguments: argparse.Namespace, plan: Plan, launch: Launch) -> Job:
-    """Read and check the other inputs; every rank finds the same mistakes here.
+def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
+    """Read and check data, tokenizer and directories; every rank finds the same mistakes here.
 
     Raises:
         UserError: the launch, the data, the tokenizer or the run's directory do not fit the plan.
     """
+    plan = planned.plan
     launch.check_against(plan.parallel)
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None
@@ -101,18 +120,18 @@ def load_job(arguments: argparse.Namespace, plan: Plan, launch: Launch) -> Job:
     check_same_data("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
     training_data = heldout_data = None
     if not arguments.skip_train:
+        assert arguments.data is not None
         training_data = Annotations.open(arguments.data)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is another run than the one that had them.
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
-    if arguments.eval_data is not None:
-        heldout_data = Annotations.open(arguments.eval_data)
-    return Job(
-        plan=plan,
+    if arguments.evaluation is not None:
+        heldout_data = Annotations.open(arguments.evaluation.eval_data)
+    return Run(
+        arguments=arguments,
+        planned=planned,
         tokenizer=tokenizer,
         launch=launch,
-        lengths=read_lengths([arguments.plan / LENGTHS_FILE]),
-        packs=read_packs(arguments.plan / PACKS_FILE),
         training_data=training_data,
         heldout_data=heldout_data,
     )
@@ -142,105 +161,108 @@ def check_same_data(name: str, given: str, planned: str) -> None:
         )
 
 
-def run_job(job: Job, arguments: argparse.Namespace, store: dist.Store) -> None:
+def execute(run: Run, store: dist.Store) -> None:
     """Join the processes, then train and evaluate; any rank's error ends the process.
 
     Args:
         store: through which the ranks have met.
     """
-    with ending_together(job.launch, store):
-        links = initialize_distributed(job.launch, job.plan.parallel, arguments.seed, store=store)
+    arguments = run.arguments
+    with ending_together(run.launch, store):
+        links = initialize_distributed(run.launch, run.plan.parallel, arguments.seed, store=store)
         trainer = build_trainer(
-            job.plan,
+            run.plan,
             links,
-            _optimization_options(arguments),
-            steps=job.packs.steps,
+            arguments.optimization,
+            steps=run.packs.steps,
             seed=arguments.seed,
         )
         if arguments.skip_train:
-            outcome = RunOutcome(load_weights(arguments.load, job.plan, trainer.stage), False)
+            assert arguments.load is not None
+            outcome = RunOutcome(load_weights(arguments.load, run.plan, trainer.stage), False)
         else:
-            outcome = train_plan(job, trainer, arguments)
+            outcome = train_plan(run, trainer)
         if outcome.stopped:
-            job.say(
+            run.say(
                 f"stopped as asked after step {outcome.steps}; to go on, give the same command "
                 f"with --load {arguments.save}"
             )
-        elif job.heldout_data is not None:
-            evaluate_heldout(job, trainer, arguments, outcome.steps)
+        elif run.heldout_data is not None:
+            evaluate_heldout(run, trainer, outcome.steps)
         shut_down_distributed()
 
 
-def train_plan(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> RunOutcome:
+def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
     """Train from the start or from --load to the end or to --train-iters."""
-    assert job.training_data is not None
+    arguments, evaluation = run.arguments, run.arguments.evaluation
+    assert run.training_data is not None
     options = asdict(trainer.options) | {
         "seed": arguments.seed,
-        "augmented": list(job.training_data.augmented),
-        "frozen": list(job.plan.frozen),
+        "augmented": list(run.training_data.augmented),
+        "frozen": list(run.plan.frozen),
     }
-    first_step, skipped_steps = _load(job, trainer, arguments, options)
-    last_step = min(arguments.train_iters or job.packs.steps, job.packs.steps)
+    first_step, skipped_steps = _load(run, trainer, options)
+    last_step = min(arguments.train_iters or run.packs.steps, run.packs.steps)
     if first_step >= last_step:
-        job.say(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
+        run.say(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return RunOutcome(first_step, False)
-    _check_traced_steps(arguments.profile_steps, last_step)
-    validation = _validation(job, trainer, arguments)
-    sinks = _open_run(job, arguments, first_step)
+    _check_traced_steps(arguments.reports.profile_steps, last_step)
+    validation = _validation(run, trainer)
+    sinks = _open_run(run, first_step)
     writer = CheckpointWriter(
-        arguments.save, job.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options,
-        keep_last=arguments.keep_checkpoints, asynchronous=arguments.async_save,
+        arguments.save, run.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options,
+        keep_last=arguments.checkpoints.keep_checkpoints,
+        asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
     dataset = PackDataset(
-        job.reader(job.training_data),
-        job.packs,
-        job.lengths,
-        own_rows(job.packs, first_step, last_step),
-        job.plan.stages[trainer.links.rank],
-        _data_options(arguments),
+        run.reader(run.training_data),
+        run.packs,
+        run.lengths,
+        own_rows(run.packs, first_step, last_step),
+        run.plan.stages[trainer.links.rank],
+        arguments.samples,
     )
     batches = load_batches(dataset, arguments.num_workers, current_device())
     with closing(batches), StopSignal() as stop:
         loop = TrainingLoop(
             trainer,
             RunData(
-                scheduled=job.packs,
+                scheduled=run.packs,
                 batches=batches,
-                pack_flops=_pack_flops(job),
-                peak_flops_per_s=_peak_flops_per_s(job.plan),
+                pack_flops=_pack_flops(run),
+                peak_flops_per_s=_peak_flops_per_s(run.planned.job),
                 validation=validation,
             ),
             RunOptions(
                 save=arguments.save,
-                save_interval=arguments.save_interval,
+                save_interval=arguments.checkpoints.save_interval,
                 last_step=last_step,
-                eval_interval=arguments.eval_interval,
-                exit_after_failed_saves=arguments.exit_after_failed_saves,
-                profile_steps=arguments.profile_steps,
+                eval_interval=None if evaluation is None else evaluation.eval_interval,
+                exit_after_failed_saves=arguments.checkpoints.exit_after_failed_saves,
+                profile_steps=arguments.reports.profile_steps,
             ),
             writer,
             RunHealth(arguments.max_skipped_steps, skipped_steps),
-            RunOutputs(on_line=job.say, sinks=sinks),
+            RunOutputs(on_line=run.say, sinks=sinks),
             lambda: stop.requested,
         )
         return loop.run(first_step)
 
 
-def _load(
-    job: Job, trainer: Trainer, arguments: argparse.Namespace, options: dict[str, Any]
-) -> tuple[int, int]:
+def _load(run: Run, trainer: Trainer, options: dict[str, Any]) -> tuple[int, int]:
     """The steps done before, and how many of them were skipped."""
+    arguments = run.arguments
     if arguments.load is None:
         return 0, 0
     if arguments.finetune:
-        steps = load_weights(arguments.load, job.plan, trainer.stage)
+        steps = load_weights(arguments.load, run.plan, trainer.stage)
         trainer.optimizer.reload_model_params()
-        job.say(f"starting from the weights of {arguments.load} after step {steps}")
+        run.say(f"starting from the weights of {arguments.load} after step {steps}")
         return 0, 0
     loaded = load_checkpoint(
-        arguments.load, job.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options
+        arguments.load, run.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options
     )
-    job.say(f"resuming {arguments.load} after step {loaded.step}")
+    run.say(f"resuming {arguments.load} after step {loaded.step}")
     return loaded.step, loaded.training_state["skipped_steps"]
 
 
@@ -252,23 +274,24 @@ def _check_traced_steps(steps: range, last_step: int) -> None:
         )
 
 
-def _open_run(job: Job, arguments: argparse.Namespace, first_step: int) -> Sequence[MetricsSink]:
+def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
     """On the writing rank, make the run's directory ready for its first step; what was logged of
     steps that are not in the checkpoint goes."""
-    if job.launch.rank != 0:
+    if run.launch.rank != 0:
         return ()
+    arguments, reports = run.arguments, run.arguments.reports
     _make_directory(arguments.save)
     sinks: list[MetricsSink] = []
-    if arguments.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
-    if arguments.wandb_project is not None:
-        sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
+    if reports.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(reports.tensorboard_dir, first_step))
+    if reports.wandb_project is not None:
+        sinks.append(WandbSink(reports.wandb_project, arguments.save.name, arguments.save))
     same_run = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
     first_logged = first_step if same_run else 0
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-    info = RunInfo(model=job.plan.model.name, packs_sha256=job.data.packs_sha256)
+    info = RunInfo(model=run.plan.model.name, packs_sha256=run.data.packs_sha256)
     write_run_info(info, arguments.save)
     return sinks
 
@@ -282,63 +305,50 @@ def _make_directory(path: Path) -> None:
         ) from error
 
 
-def _optimization_options(arguments: argparse.Namespace) -> OptimizationOptions:
-    names = [field.name for field in fields(OptimizationOptions)]
-    return OptimizationOptions(**{name: vars(arguments)[name] for name in names})
+def _pack_flops(run: Run) -> np.ndarray:
+    job = run.planned.job
+    flops = model_flops(job.model, job.cluster, job.frozen)
+    return pack_features(run.packs.packs, run.lengths) @ flops
 
 
-def _data_options(arguments: argparse.Namespace) -> DataOptions:
-    return DataOptions(
-        seed=arguments.seed,
-        loss_weighting=arguments.loss_weighting,
-        on_bad_sample=arguments.on_bad_sample,
-        augment=True,
-        drop_path=arguments.drop_path_rate > 0,
-    )
+def _peak_flops_per_s(job: JobSpec) -> float:
+    return job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size
 
 
-def _pack_flops(job: Job) -> np.ndarray:
-    flops = model_flops(job.plan.model, job.plan.cluster, job.plan.frozen)
-    return pack_features(job.packs.packs, job.lengths) @ flops
-
-
-def _peak_flops_per_s(plan: Plan) -> float:
-    return plan.cluster.tflops(plan.precision) * 1e12 * plan.parallel.world_size
-
-
-def _validation(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> Validation | None:
-    if arguments.eval_interval is None:
+def _validation(run: Run, trainer: Trainer) -> Validation | None:
+    arguments, evaluation = run.arguments, run.arguments.evaluation
+    if evaluation is None or evaluation.eval_interval is None:
         return None
-    reader = job.reader(job.heldout_data)
-    caps, sizes = job.data.caps, job.plan.parallel
-    packs = pack_validation(reader, arguments.eval_samples, caps, sizes.data)
+    reader = run.reader(run.heldout_data)
+    caps, sizes = run.data.caps, run.plan.parallel
+    packs = pack_validation(reader, evaluation.eval_samples, caps, sizes.data)
     if packs.left_out:
-        job.say(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
-    stage, rank = job.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
-    dataset = packs.dataset(reader, stage, rank, _data_options(arguments))
+        run.say(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
+    stage, rank = run.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
+    dataset = packs.dataset(reader, stage, rank, arguments.samples)
     return Validation(
         batches=lambda: load_batches(dataset, arguments.num_workers, current_device()),
         counts=packs.counts(rank),
     )
 
 
-def evaluate_heldout(job: Job, trainer: Trainer, arguments: argparse.Namespace, step: int) -> None:
+def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
     """Answer held-out questions; accuracy by kind goes into evaluation.json."""
+    given = run.arguments.evaluation
+    assert given is not None
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=job.launch.rank != 0) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=run.launch.rank != 0) as progress:
         task = progress.add_task("answering held-out questions", total=None)
         evaluation = evaluate(
             trainer.model,
             trainer.links,
-            job.plan,
-            job.data.caps,
-            job.reader(job.heldout_data),
+            run.plan,
+            run.data.caps,
+            run.reader(run.heldout_data),
             step,
-            EvaluationOptions(
-                samples=arguments.eval_samples, max_new_tokens=arguments.max_new_tokens
-            ),
+            EvaluationOptions(samples=given.eval_samples, max_new_tokens=given.max_new_tokens),
             lambda done, total: progress.update(task, completed=done, total=total),
         )
-    if job.launch.rank == 0:
-        _make_directory(arguments.save)
-        job.say(f"wrote {write_evaluation(evaluation, arguments.save)}")
+    if run.launch.rank == 0:
+        _make_directory(run.arguments.save)
+        run.say(f"wrote {write_evaluation(evaluation, run.arguments.save)}")

@@ -1,0 +1,129 @@
+"""The trainer's command line as dataclasses: every option is in one of them, as it was typed."""
+
+import ast
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.vlm import arguments as arguments_module
+from megatron.vlm.arguments import (
+    Arguments,
+    CheckpointArguments,
+    EvaluationArguments,
+    ReportArguments,
+    RunArguments,
+    parse_arguments,
+)
+from megatron.vlm.data import DataOptions, LossWeighting, OnBadSample
+from megatron.vlm.train import OptimizationOptions
+from omnibal.errors import UserError
+
+TRAIN = "--plan p --data d.json --tokenizer-model t --save s"
+MODULES = Path(arguments_module.__file__).parent
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, words: str) -> Arguments:
+    monkeypatch.setattr(sys, "argv", ["pretrain_vlm.py", *words.split()])
+    return parse_arguments()
+
+
+def run_of(monkeypatch: pytest.MonkeyPatch, words: str) -> RunArguments:
+    run = parsed(monkeypatch, words).run
+    assert run is not None
+    return run
+
+
+def test_defaults_are_megatrons_names(monkeypatch) -> None:
+    """Prevents a default that changes when options move from one class to another."""
+    assert run_of(monkeypatch, TRAIN) == RunArguments(
+        tokenizer_model=Path("t"),
+        save=Path("s"),
+        load=None,
+        data=Path("d.json"),
+        skip_train=False,
+        finetune=False,
+        train_iters=None,
+        seed=42,
+        max_skipped_steps=5,
+        num_workers=2,
+        samples=DataOptions(seed=42, augment=True),
+        optimization=OptimizationOptions(
+            lr=4e-5, min_lr=0.0, lr_decay_style="cosine", lr_warmup_fraction=0.03,
+            weight_decay=0.05, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,
+        ),
+        checkpoints=CheckpointArguments(
+            save_interval=1000, keep_checkpoints=None, async_save=True, exit_after_failed_saves=2
+        ),
+        reports=ReportArguments(tensorboard_dir=None, wandb_project=None, profile_steps=range(0)),
+        evaluation=None,
+    )  # fmt: skip
+
+
+def test_what_is_typed_arrives(monkeypatch) -> None:
+    """Prevents an option that is accepted and has no effect."""
+    run = run_of(
+        monkeypatch,
+        f"{TRAIN} --load l --finetune --train-iters 7 --seed 3 --no-async-save --save-interval 5 "
+        "--keep-checkpoints 2 --exit-after-failed-saves 3 --max-skipped-steps 0 --num-workers 0 "
+        "--on-bad-sample skip --loss-weighting sample --drop-path-rate 0.1 --lr 1e-3 "
+        "--wandb-project w --tensorboard-dir b --profile-steps 2-4 --eval-data e.json "
+        "--eval-samples 9 --eval-interval 6 --max-new-tokens 11",
+    )
+    assert (run.load, run.finetune, run.train_iters) == (Path("l"), True, 7)
+    assert (run.seed, run.max_skipped_steps, run.num_workers) == (3, 0, 0)
+    assert run.samples == DataOptions(
+        seed=3,
+        loss_weighting=LossWeighting.SAMPLE,
+        on_bad_sample=OnBadSample.SKIP,
+        augment=True,
+        drop_path=True,
+    )
+    assert (run.optimization.lr, run.optimization.drop_path_rate) == (1e-3, 0.1)
+    assert run.optimization.loss_weighting is LossWeighting.SAMPLE
+    assert run.checkpoints == CheckpointArguments(
+        save_interval=5, keep_checkpoints=2, async_save=False, exit_after_failed_saves=3
+    )
+    assert run.reports == ReportArguments(
+        tensorboard_dir=Path("b"), wandb_project="w", profile_steps=range(2, 5)
+    )
+    assert run.evaluation == EvaluationArguments(
+        eval_data=Path("e.json"), eval_samples=9, eval_interval=6, max_new_tokens=11
+    )
+
+
+def test_dry_run_needs_only_the_plan(monkeypatch) -> None:
+    """Prevents a look at a plan that asks for data that is not there yet."""
+    assert parsed(monkeypatch, "--plan p --dry-run") == Arguments(plan=Path("p"), run=None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--plan p --save s --tokenizer-model t",
+        f"{TRAIN} --finetune",
+        f"{TRAIN} --skip-train",
+        f"{TRAIN} --min-lr 1",
+        f"{TRAIN} --eval-interval 3",
+        f"{TRAIN} --lr -1",
+        "--plan p --data d",
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(monkeypatch, words) -> None:
+    """Prevents a mistake that every rank finds by itself, minutes later."""
+    with pytest.raises(UserError, match=r"see pretrain_vlm\.py --help"):
+        parsed(monkeypatch, words)
+
+
+def test_no_field_is_left_unread() -> None:
+    """Prevents a flag that nothing reads: every field is used somewhere in the trainer."""
+    read = {
+        node.attr
+        for path in MODULES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    kinds = (RunArguments, CheckpointArguments, ReportArguments, EvaluationArguments)
+    assert all(map(is_dataclass, kinds))
+    assert {field.name for kind in kinds for field in fields(kind)} <= read
