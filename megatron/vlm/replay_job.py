@@ -63,6 +63,10 @@ class ReplayJob:
     """A checked plan, and the samples that its replay is fed."""
 
     planned: PlanFiles
+    packs: ScheduledPacks
+    """Every micro-batch of the plan."""
+    lengths: Lengths
+    """Tiles and tokens of every sample."""
     reader: SampleReader | None
     """None for random content."""
 
@@ -75,16 +79,6 @@ class ReplayJob:
     def cost(self) -> CostModel:
         """The costs that the plan was made with."""
         return self.planned.job.cost
-
-    @property
-    def packs(self) -> ScheduledPacks:
-        """Every micro-batch of the plan."""
-        return self.planned.steps[0]
-
-    @property
-    def lengths(self) -> Lengths:
-        """Tiles and tokens of every sample."""
-        return self.planned.steps[1]
 
     def rows_of(self, stage: int) -> LoadRows:
         """Return what loads the micro-batches of a stage."""
@@ -116,9 +110,9 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
         UserError: the plan does not hold, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
-    # A plan without steps is refused before anything of it is built.
-    _ = planned.steps
-    return ReplayJob(planned=planned, reader=_reader(planned.plan, data, tokenizer))
+    packs, lengths = planned.steps
+    reader = _reader(planned.plan, data, tokenizer)
+    return ReplayJob(planned=planned, packs=packs, lengths=lengths, reader=reader)
 
 
 def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> SampleReader | None:
