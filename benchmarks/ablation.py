@@ -58,7 +58,7 @@ from omnibal.cost.profile import Profile, fitted_cost, read_profile
 from omnibal.data.lengths import Lengths
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.files import atomic, read_json_model, write_json_model
-from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import GIB, stage_times
 from omnibal.plan import Caps, LostTime, Parallel
 from omnibal.replay import (
@@ -809,7 +809,7 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
     return ShownStep(
         title=one.variant if one.variant is not Variant.MEMORY else "this project",
         note=f"{PRACTICE[one.variant]}; vision+language layers of the stages: {one.stages}",
-        timeline=simulate_1f1b(**times),
+        timeline=simulate_step(**times),
         recompute_ms=recompute_ms,
         samples=one.shown.samples,
     )

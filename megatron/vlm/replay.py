@@ -40,7 +40,8 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
-from omnibal.pipeline.simulate import simulate_1f1b, waits_before
+from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.simulate import simulate_step, waits_before
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import Parallel, Plan, memory_cap_gib
 from omnibal.replay import StageReplay
@@ -136,13 +137,13 @@ def predicted_waits(
 ) -> Waits:
     """How long a stage stands idle in a step of one rank's `packs`, as it is predicted."""
     times = stage_times(cost, plan.stages, pack_features(packs, lengths))
-    timeline = simulate_1f1b(
+    timeline = simulate_step(
         times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
     )
-    before_forward_ms, before_backward_ms = waits_before(timeline)
+    waits_ms = waits_before(timeline)
     return Waits(
-        before_forward_ms=tuple(before_forward_ms[:, stage].tolist()),
-        before_backward_ms=tuple(before_backward_ms[:, stage].tolist()),
+        before_forward_ms=tuple(waits_ms[Pass.FORWARD][:, stage].tolist()),
+        before_backward_ms=tuple(waits_ms[Pass.BACKWARD][:, stage].tolist()),
     )
 
 

@@ -13,6 +13,13 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import FEATURES, CostModel
+from omnibal.pipeline.operation_graph import (
+    OperationGraph,
+    in_flight,
+    planned_graph,
+    require_in_order,
+    require_shortens,
+)
 from omnibal.pipeline.units import (
     UNITS,
     holds_both_ends,
@@ -96,14 +103,29 @@ def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
     return np.asarray(peak) <= memory_cap * (1 + _CAP_TOLERANCE)
 
 
-def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
-    """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 5]
+def in_flight_features(
+    features: np.ndarray, slot: np.ndarray, pipeline_size: int, stage: int
+) -> np.ndarray:
+    """Summed features of the micro-batches that a stage holds after every forward. [packs, 5]
 
-    Stage s of p holds min(p - s, m) micro-batches: those whose forward has run and whose backward
-    has not ended. Packs are sorted by step, rank and slot, and slots count from 0 without gaps; row
-    i is the run that ends with pack i, shorter at the step's start.
+    Held are those whose forward has run and whose backward has not ended. Packs are sorted by step,
+    rank and slot, and slots count from 0 without gaps; row i is after the forward of pack i.
     """
-    return _in_flight_sums(_running_sums(features), slot, in_flight).T
+    oldest = _oldest_held(_graph_of(pipeline_size, slot), stage)
+    return _in_flight_sums(_running_sums(features), slot, oldest).T
+
+
+def _graph_of(pipeline_size: int, slot: np.ndarray) -> OperationGraph:
+    """The planned schedule of the step with most micro-batches, which holds for all others."""
+    graph = planned_graph(pipeline_size, int(slot.max()) + 1)
+    require_in_order(graph)
+    require_shortens(graph.schedule)
+    return graph
+
+
+def _oldest_held(graph: OperationGraph, stage: int) -> np.ndarray:
+    """The first micro-batch that a stage holds after the forward of each one. [m]"""
+    return in_flight(graph, stage)[:, 0, 0]
 
 
 def _running_sums(features: np.ndarray) -> np.ndarray:
@@ -113,9 +135,9 @@ def _running_sums(features: np.ndarray) -> np.ndarray:
     return total
 
 
-def _in_flight_sums(total: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
+def _in_flight_sums(total: np.ndarray, slot: np.ndarray, oldest: np.ndarray) -> np.ndarray:
     """`in_flight_features` from running sums. [5, packs]"""
-    first = np.arange(len(slot)) - np.minimum(slot, in_flight - 1)
+    first = np.arange(len(slot)) - (slot - oldest[slot])
     return total[:, 1:] - total[:, first]
 
 
@@ -208,17 +230,20 @@ def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarra
 def memory_tables(
     cost: CostModel, features: np.ndarray, slot: np.ndarray, pipeline_size: int
 ) -> list[MemoryTable]:
-    """Of every stage of a pipeline, each with its own number of micro-batches in flight.
+    """Of every stage of a pipeline, each with its own micro-batches in flight.
 
     Args:
         features: [packs, 5]; packs are sorted by step, rank and slot.
         slot: [packs].
     """
-    most = min(pipeline_size, int(slot.max()) + 1)
+    graph = _graph_of(pipeline_size, slot)
+    oldest = [_oldest_held(graph, stage) for stage in range(pipeline_size)]
+    # Stages that hold the same micro-batches share a table.
+    distinct = {first.tobytes(): first for first in oldest}
     total = _running_sums(features[:, _kept_features(cost)])
-    held = (_in_flight_sums(total, slot, in_flight) for in_flight in range(1, most + 1))
-    tables = _tables(cost, features, held)
-    return [tables[min(pipeline_size - stage, most) - 1] for stage in range(pipeline_size)]
+    held = (_in_flight_sums(total, slot, first) for first in distinct.values())
+    tables = dict(zip(distinct, _tables(cost, features, held), strict=True))
+    return [tables[first.tobytes()] for first in oldest]
 
 
 def _kept_features(cost: CostModel) -> np.ndarray:

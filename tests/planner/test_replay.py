@@ -16,7 +16,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.pipeline.predict import predict
-from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import (
     GIB,
     memory_table,
@@ -127,7 +127,7 @@ def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_pat
         ranks = []
         for rank in range(2):
             rows = (packs.step == step) & (packs.dp_rank == rank)
-            one = simulate_1f1b(
+            one = simulate_step(
                 times.forward_ms[rows] * factors,
                 times.backward_ms[rows] * factors,
                 times.forward_link_ms[rows],

@@ -19,7 +19,7 @@ from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, write_packs
 from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
-from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import (
     LENGTHS_FILE,
@@ -495,7 +495,7 @@ def test_timeline_is_as_long_as_the_simulated_step(page: str) -> None:
     found = re.search(r"Step (\d+) as simulated</h3>.*? stages in ([\d.]+) ms", page, re.S)
     number, length = found.groups()
     rows = (packs.step == int(number)) & (packs.dp_rank == 0)
-    step = simulate_1f1b(
+    step = simulate_step(
         times.forward_ms[rows],
         times.backward_ms[rows],
         times.forward_link_ms[rows],
