@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint_files import latest_step
 from megatron.vlm.data import DataOptions, PackDataset, SampleReader, load_batches
@@ -316,9 +317,11 @@ def _validation(job: Job, trainer: Trainer, arguments: argparse.Namespace) -> Va
         job.say(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
     stage, rank = job.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
     dataset = packs.dataset(reader, stage, rank, _data_options(arguments))
+    shapes, workers = packs.shapes(rank), arguments.num_workers
     return Validation(
-        batches=lambda: load_batches(dataset, arguments.num_workers, current_device()),
-        counts=packs.counts(rank),
+        batches=lambda: MicroBatchStream(
+            batches=load_batches(dataset, workers, current_device()), shapes=shapes
+        )
     )
 
 

@@ -24,7 +24,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.data import PackDataset, SampleReader
 from megatron.vlm.launch import shut_down_distributed
@@ -227,12 +227,13 @@ class StageReplayer:
         return self._clock.times()
 
     def _run(self, batches: Sequence[MicroBatch]) -> None:
-        trainer, counts = self._trainer, [(batch.tiles, batch.tokens) for batch in batches]
-        coming = (batch.to(current_device()) for batch in batches)
-        self._clock.switch(Phase.WAIT)
-        run_forward_backward(
-            trainer.plan, trainer.model, trainer.links, coming, counts, self._clock
+        trainer = self._trainer
+        coming = MicroBatchStream(
+            batches=(batch.to(current_device()) for batch in batches),
+            shapes=[batch.shape for batch in batches],
         )
+        self._clock.switch(Phase.WAIT)
+        run_forward_backward(trainer.plan, trainer.model, trainer.links, coming, self._clock)
 
     def activation_bytes(self, batches: Sequence[MicroBatch]) -> int:
         """What the step, or the update after it, needs at most besides the state; see
