@@ -232,20 +232,20 @@ def _structural_paths(steps: SampledSteps, unit_terms: np.ndarray, stages: int) 
     load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
     slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
     rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
-    return np.concatenate([_paths_on(steps, row, stages) for row in rows], axis=1)
+    graph = planned_graph(stages, steps.features.shape[1])
+    if (steps.counts < graph.schedule.micro_batches).any():
+        require_shortens(graph.schedule)
+    orders = StageOrder.of_stages(graph)
+    return np.concatenate([_paths_on(steps, row, orders) for row in rows], axis=1)
 
 
-def _paths_on(steps: SampledSteps, row: np.ndarray, stages: int) -> np.ndarray:
+def _paths_on(steps: SampledSteps, row: np.ndarray, orders: Sequence[StageOrder]) -> np.ndarray:
     """The structural paths on one row of every step. [p, 8, p, TERMS]"""
     features = steps.features[row]
     total = np.concatenate([np.zeros_like(features[:, :1]), features.cumsum(axis=1)], axis=1)
-    graph = planned_graph(stages, features.shape[1])
-    counts = steps.counts[row]
-    if (counts < features.shape[1]).any():
-        require_shortens(graph.schedule)
     paths = [
-        _paths_through(steps.weight, total, counts, StageOrder.of(graph, stage), stage, stages)
-        for stage in range(stages)
+        _paths_through(steps.weight, total, steps.counts[row], order, stage, len(orders))
+        for stage, order in enumerate(orders)
     ]
     return np.stack(paths)
 

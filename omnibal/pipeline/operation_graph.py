@@ -27,7 +27,7 @@ class OperationGraph:
 
     schedule: Schedule
     kind: np.ndarray
-    """[operations] of `Pass`; all arrays but the last have one entry per operation."""
+    """[operations] of `Pass`; all arrays but `levels` have one entry per operation."""
     stage: np.ndarray
     part: np.ndarray
     """Of the model, that the operation is computed with."""
@@ -38,6 +38,9 @@ class OperationGraph:
     """The operation whose output this one waits for; likewise."""
     levels: np.ndarray
     """[depths + 1]; the first operation of every depth, then the number of operations."""
+    in_turn: np.ndarray
+    """All operations, each after what it needs, and as many of one stage in a row as there can be:
+    an order in which what was just computed is soon needed again."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "OperationGraph":
@@ -50,7 +53,7 @@ class OperationGraph:
         table = _Table.of(schedule)
         place = _checked_places(schedule, table)
         source = _sources(schedule, table, place)
-        depth = _depths(schedule, table, source)
+        depth, in_turn = _depths(schedule, table, source)
         order = np.lexsort((table.stage, depth))
         count = len(order)
         rank = np.empty(count + 1, np.int64)
@@ -65,6 +68,7 @@ class OperationGraph:
             before=rank[table.before[order]],
             source=rank[source[order]],
             levels=np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2)),
+            in_turn=rank[in_turn],
         )
 
     def __len__(self) -> int:
@@ -151,18 +155,21 @@ class StageOrder:
     """[m], ascending."""
 
     @classmethod
-    def of(cls, graph: OperationGraph, stage: int) -> "StageOrder":
-        """Of a stage in a schedule of one chunk whose passes are in order (`require_in_order`).
+    def of_stages(cls, graph: OperationGraph) -> list["StageOrder"]:
+        """Of every stage of a schedule of one chunk whose passes are in order.
 
         Raises:
-            ValueError: the schedule is another one.
+            ValueError: the schedule is another one (`require_in_order`).
         """
         require_in_order(graph)
-        kind = graph.kind[graph.of_stage(stage)]
-        return cls(
-            forward=np.flatnonzero(kind == Pass.FORWARD),
-            backward=np.flatnonzero(kind == Pass.BACKWARD),
-        )
+        kinds = [graph.kind[graph.of_stage(stage)] for stage in range(graph.schedule.stages)]
+        return [
+            cls(
+                forward=np.flatnonzero(kind == Pass.FORWARD),
+                backward=np.flatnonzero(kind == Pass.BACKWARD),
+            )
+            for kind in kinds
+        ]
 
     def forwards_before_first_backward(self, count: np.ndarray) -> np.ndarray:
         """How many, where there are only the first `count` [...] micro-batches. [...]"""
@@ -305,8 +312,9 @@ def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray
     return source
 
 
-def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> np.ndarray:
-    """The length of the longest chain of operations that each one waits for. [operations]
+def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The length of the longest chain of operations that each one waits for, and all operations as
+    stages that run on as long as they can get to them. [operations] each
 
     Raises:
         ValueError: stages wait for each other for ever.
@@ -315,9 +323,10 @@ def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> np.ndarray
     depth = [-1] * (count + 1)  # the last stands for nothing, which nobody waits for
     first: Sequence[int] = table.first.tolist()
     at, stop = list(first[:-1]), first[1:]
-    done, before_round = 0, -1
-    while before_round < done < count:
-        before_round = done
+    order: list[int] = []
+    before_round = -1
+    while before_round < len(order) < count:
+        before_round = len(order)
         for stage, index in enumerate(at):
             ended = depth[index - 1] if index > first[stage] else -1
             while index < stop[stage]:
@@ -328,13 +337,13 @@ def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> np.ndarray
                 ended = max(ended, arrived) + 1
                 depth[index] = ended
                 index += 1
-            done += index - at[stage]
+            order += range(at[stage], index)
             at[stage] = index
-    if done < count:
+    if len(order) < count:
         stuck = [i for i, end in zip(at, stop, strict=True) if i < end]
         waiting = "; ".join(
             f"stage {table.stage[i]} at {table.named(i)} for stage {table.stage[sources[i]]}"
             for i in stuck
         )
         raise ValueError(f"{schedule.name}: stages wait for each other for ever: {waiting}")
-    return np.array(depth[:count], np.int64)
+    return np.array(depth[:count], np.int64), np.array(order, np.int64)

@@ -168,16 +168,17 @@ _Place = tuple[int, int, int]
 def _orders(graph: OperationGraph) -> Iterator[tuple[int, _Place, _Place | None, _Place]]:
     """Of every operation its stage, its place, whose output it waits for, and over which link:
     (0 forward or 1 backward, micro-batch, the first of its two parts)."""
-    row = np.searchsorted(graph.kinds, graph.kind)
-    places = list(zip(row.tolist(), graph.micro_batch.tolist(), graph.part.tolist(), strict=True))
-    backward = (graph.kind != Pass.FORWARD).tolist()
-    for index, (stage, source) in enumerate(
-        zip(graph.stage.tolist(), graph.source.tolist(), strict=True)
-    ):
-        _, micro_batch, part = place = places[index]
-        sender = places[source] if source < len(places) else None
-        cut = part if backward[index] else part - 1
-        yield stage, place, sender, (int(backward[index]), micro_batch, cut)
+    columns = np.searchsorted(graph.kinds, graph.kind), graph.micro_batch, graph.part
+    places = list(zip(*(column.tolist() for column in columns), strict=True))
+    backward = (graph.kind != Pass.FORWARD).astype(np.int64).tolist()
+    stages, sources = graph.stage.tolist(), graph.source.tolist()
+    for index in graph.in_turn.tolist():
+        place, source = places[index], sources[index]
+        if source == len(places):
+            yield stages[index], place, None, place
+        else:
+            cut = min(place[2], places[source][2])
+            yield stages[index], place, places[source], (backward[index], place[1], cut)
 
 
 def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:

@@ -8,13 +8,13 @@ output is free again once it is sent.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import FEATURES, CostModel
 from omnibal.pipeline.operation_graph import (
-    OperationGraph,
     in_flight,
     planned_graph,
     require_in_order,
@@ -34,6 +34,8 @@ from omnibal.plan import Stage, StageMemory
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12
 """Relative; sums of the same bytes in another order differ by less."""
+_KEPT_COUNTS = 8
+"""Of pipelines and numbers of micro-batches, what is in flight: one job asks for the same again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -111,21 +113,19 @@ def in_flight_features(
     Held are those whose forward has run and whose backward has not ended. Packs are sorted by step,
     rank and slot, and slots count from 0 without gaps; row i is after the forward of pack i.
     """
-    oldest = _oldest_held(_graph_of(pipeline_size, slot), stage)
-    return _in_flight_sums(_running_sums(features), slot, oldest).T
+    others = _held_besides(pipeline_size, int(slot.max()) + 1)[stage]
+    return _in_flight_sums(_running_sums(features), slot, others).T
 
 
-def _graph_of(pipeline_size: int, slot: np.ndarray) -> OperationGraph:
-    """The planned schedule of the step with most micro-batches, which holds for all others."""
-    graph = planned_graph(pipeline_size, int(slot.max()) + 1)
+@lru_cache(maxsize=_KEPT_COUNTS)
+def _held_besides(pipeline_size: int, micro_batches: int) -> tuple[np.ndarray, ...]:
+    """How many micro-batches each stage of the planned schedule holds besides each one, right after
+    its forward: those just before it. [m] of every stage"""
+    graph = planned_graph(pipeline_size, micro_batches)
     require_in_order(graph)
     require_shortens(graph.schedule)
-    return graph
-
-
-def _oldest_held(graph: OperationGraph, stage: int) -> np.ndarray:
-    """The first micro-batch that a stage holds after the forward of each one. [m]"""
-    return in_flight(graph, stage)[:, 0, 0]
+    held = [in_flight(graph, stage)[:, 0] for stage in range(pipeline_size)]
+    return tuple(stop - first - 1 for first, stop in (runs.T for runs in held))
 
 
 def _running_sums(features: np.ndarray) -> np.ndarray:
@@ -135,9 +135,9 @@ def _running_sums(features: np.ndarray) -> np.ndarray:
     return total
 
 
-def _in_flight_sums(total: np.ndarray, slot: np.ndarray, oldest: np.ndarray) -> np.ndarray:
+def _in_flight_sums(total: np.ndarray, slot: np.ndarray, others: np.ndarray) -> np.ndarray:
     """`in_flight_features` from running sums. [5, packs]"""
-    first = np.arange(len(slot)) - (slot - oldest[slot])
+    first = np.arange(len(slot)) - others[slot]
     return total[:, 1:] - total[:, first]
 
 
@@ -236,14 +236,13 @@ def memory_tables(
         features: [packs, 5]; packs are sorted by step, rank and slot.
         slot: [packs].
     """
-    graph = _graph_of(pipeline_size, slot)
-    oldest = [_oldest_held(graph, stage) for stage in range(pipeline_size)]
+    others = _held_besides(pipeline_size, int(slot.max()) + 1)
     # Stages that hold the same micro-batches share a table.
-    distinct = {first.tobytes(): first for first in oldest}
+    distinct = {besides.tobytes(): besides for besides in others}
     total = _running_sums(features[:, _kept_features(cost)])
-    held = (_in_flight_sums(total, slot, first) for first in distinct.values())
+    held = (_in_flight_sums(total, slot, besides) for besides in distinct.values())
     tables = dict(zip(distinct, _tables(cost, features, held), strict=True))
-    return [tables[first.tobytes()] for first in oldest]
+    return [tables[besides.tobytes()] for besides in others]
 
 
 def _kept_features(cost: CostModel) -> np.ndarray:

@@ -261,7 +261,7 @@ def test_stage_order_counts_passes_of_every_shorter_step():
     for m, p in SIZES:
         graph = planned_graph(p, m)
         for stage in range(p):
-            order, count = StageOrder.of(graph, stage), np.arange(1, m + 1)
+            order, count = StageOrder.of_stages(graph)[stage], np.arange(1, m + 1)
             ahead, behind = [], []
             for fewer in count:
                 kinds = [
@@ -317,10 +317,10 @@ def test_what_a_list_lacks_is_named_by_what_relies_on_it():
     several = operation_graph(interleaved, 2, 2, 4)
     for graph in (two_parts, several):
         with pytest.raises(ValueError, match="need a schedule of one chunk a stage"):
-            StageOrder.of(graph, 0)
+            StageOrder.of_stages(graph)
     unordered = OperationGraph.of(with_operations((F0, F1, B1, B0), (F0, F1, B1, B0)))
     with pytest.raises(ValueError, match="each run in micro-batch order"):
-        StageOrder.of(unordered, 0)
+        StageOrder.of_stages(unordered)
     with pytest.raises(ValueError, match="out of order"):
         in_flight(unordered, 0)
     with pytest.raises(ValueError, match="does not hold for fewer"):
