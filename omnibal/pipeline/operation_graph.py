@@ -41,6 +41,9 @@ class OperationGraph:
     in_turn: np.ndarray
     """All operations, each after what it needs, and as many of one stage in a row as there can be:
     an order in which what was just computed is soon needed again."""
+    in_order: bool
+    """Whether a stage has one chunk, and runs its forwards and its whole backwards each in
+    micro-batch order."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "OperationGraph":
@@ -69,6 +72,7 @@ class OperationGraph:
             source=rank[source[order]],
             levels=np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2)),
             in_turn=rank[in_turn],
+            in_order=_in_order(schedule, table),
         )
 
     def __len__(self) -> int:
@@ -187,18 +191,12 @@ def require_in_order(graph: OperationGraph) -> None:
     Raises:
         ValueError: the schedule has one of these.
     """
-    schedule = graph.schedule
-    is_whole = schedule.chunks == 1 and {Pass.FORWARD, Pass.BACKWARD}.issuperset(graph.kinds)
-    in_order = np.tile(np.arange(schedule.micro_batches), schedule.stages)
-    for kind in graph.kinds:
-        of_kind = np.flatnonzero(graph.kind == kind)
-        by_stage = of_kind[np.argsort(graph.stage[of_kind], kind="stable")]
-        if not is_whole or not np.array_equal(graph.micro_batch[by_stage], in_order):
-            raise ValueError(
-                f"{schedule.name}: the search and the trainer need a schedule of one chunk a "
-                "stage, whose forwards and whole backwards each run in micro-batch order; it has "
-                f"{schedule.chunks} chunk(s) of {', '.join(each.label for each in graph.kinds)}"
-            )
+    if not graph.in_order:
+        raise ValueError(
+            f"{graph.schedule.name}: the search and the trainer need a schedule of one chunk a "
+            "stage, whose forwards and whole backwards each run in micro-batch order; it has "
+            f"{graph.schedule.chunks} chunk(s) of {', '.join(kind.label for kind in graph.kinds)}"
+        )
 
 
 def require_shortens(schedule: Schedule) -> None:
@@ -297,6 +295,16 @@ def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
                 f"{table.named(second)}"
             )
     return place
+
+
+def _in_order(schedule: Schedule, table: _Table) -> bool:
+    whole = np.isin(table.kind, (Pass.FORWARD, Pass.BACKWARD)).all()
+    if schedule.chunks != 1 or not whole:
+        return False
+    order = np.tile(np.arange(schedule.micro_batches), schedule.stages)
+    # The table is sorted by stage.
+    by_kind = (table.micro_batch[table.kind == kind] for kind in np.unique(table.kind))
+    return all(np.array_equal(micro_batches, order) for micro_batches in by_kind)
 
 
 def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray:
