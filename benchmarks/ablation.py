@@ -61,7 +61,7 @@ from omnibal.files import atomic, read_json_model, write_json_model
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import LostTime
-from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import GIB, stage_times
 from omnibal.replay import (
     ReplayInfo,
@@ -811,7 +811,7 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
     return ShownStep(
         title=one.variant if one.variant is not Variant.MEMORY else "this project",
         note=f"{PRACTICE[one.variant]}; vision+language layers of the stages: {one.stages}",
-        timeline=simulate_1f1b(**times),
+        timeline=simulate_step(**times),
         recompute_ms=recompute_ms,
         samples=one.shown.samples,
     )

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.data import DataOptions, PackDataset, SampleReader, load_batches
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.train import Trainer, build_trainer, train_step
@@ -145,8 +145,10 @@ def heldout_packs(reader: SampleReader, plan: Plan) -> Validation:
     packs = pack_validation(reader, len(reader.annotations), CAPS, data_parallel=1)
     dataset = packs.dataset(reader, plan.stages[0], rank=0, options=DataOptions())
     return Validation(
-        batches=lambda: load_batches(dataset, num_workers=0, device=current_device()),
-        counts=packs.counts(rank=0),
+        batches=lambda: MicroBatchStream(
+            batches=load_batches(dataset, num_workers=0, device=current_device()),
+            shapes=packs.shapes(rank=0),
+        )
     )
 
 
@@ -164,11 +166,11 @@ def trained(
     """
     ends = np.linspace(0, packs.steps, POINTS + 1).round().astype(int)
     samples = np.diff(packs.packs.offsets)
+    padded = replace(packs, tokens=tokens)
     for start, end in pairwise(ends.tolist()):
         for step in range(start, end):
-            rows = packs.step == step
-            counts = zip(packs.tiles[rows].tolist(), tokens[rows].tolist(), strict=True)
-            train_step(trainer, batches, list(counts))
+            shapes = MicroBatchShape.of_rows(padded, np.flatnonzero(packs.step == step))
+            train_step(trainer, MicroBatchStream(batches=batches, shapes=shapes))
         yield int(samples[packs.step < end].sum()), validate(trainer, heldout, end).loss
 
 

@@ -24,7 +24,7 @@ from ablation_padding import padded_to_longest
 from ablation_variants import Variant
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.clock import Phase, each_ms
 from megatron.vlm.data import PackDataset, SampleReader, load_batches
 from megatron.vlm.launch import Launch, initialize_distributed
@@ -162,8 +162,7 @@ class TrainWorker:
 
     def train(self, variant: Variant, step: int) -> TrainedStep:
         """A real step on what is loaded, warmed up."""
-        some = _counts(self._planned[variant], step)[:WARM_UP]
-        train_step(self._trainers[variant], iter(self._loaded), some)
+        train_step(self._trainers[variant], MicroBatchStream.of(self._loaded[:WARM_UP]))
         return self._train(variant, step, iter(self._loaded))
 
     def train_as_usual(self, variant: Variant, count: int, log: Path) -> list[TrainedStep]:
@@ -183,7 +182,8 @@ class TrainWorker:
         one, trainer = self._planned[variant], self._trainers[variant]
         dist.barrier()
         begun = time.perf_counter()
-        result = train_step(trainer, batches, _counts(one, step))
+        shapes = MicroBatchShape.of_rows(one.packs, one.rows(step))
+        result = train_step(trainer, MicroBatchStream(batches=batches, shapes=shapes))
         if has_cuda():
             torch.cuda.synchronize()
         ended = time.perf_counter()
@@ -208,8 +208,11 @@ class TrainWorker:
         """What this rank's stage needs at most in a real step of random content."""
         one, trainer = self._planned[variant], self._trainers[variant]
         load = random_rows(one.plan, trainer.links.rank, one.packs, one.lengths)
-        batches = load(one.rows(step))
-        run = partial(train_step, trainer, iter(batches), _counts(one, step))
+        rows = one.rows(step)
+        stream = MicroBatchStream(
+            batches=iter(load(rows)), shapes=MicroBatchShape.of_rows(one.packs, rows)
+        )
+        run = partial(train_step, trainer, stream)
         return peak_activation_bytes(trainer, run)
 
 
@@ -217,11 +220,6 @@ def _read(found: MicroBatch | UserError) -> MicroBatch:
     if isinstance(found, UserError):
         raise found
     return found.to(current_device())
-
-
-def _counts(one: Planned, step: int) -> list[tuple[int, int]]:
-    rows = one.rows(step)
-    return list(zip(one.packs.tiles[rows].tolist(), one.packs.tokens[rows].tolist(), strict=True))
 
 
 def _dataset(one: Planned, data: TrainingData, stage: int) -> torch.utils.data.Dataset:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from scipy.stats import trim_mean
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.loop import own_rows
 from megatron.vlm.profiler import (
@@ -229,8 +229,7 @@ def step_batches(
 
 
 def run_step(trainer: Trainer, batches: list[MicroBatch]) -> None:
-    counts = [(batch.tiles, batch.tokens) for batch in batches]
-    train_step(trainer, iter(batches), counts)
+    train_step(trainer, MicroBatchStream.of(batches))
 
 
 def run_case(case: Case, rounds: int, patience_s: float) -> Outcome | None:

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatchShape, MicroBatchStream
 from megatron.vlm.data import PackDataset, SampleReader, load_batches
 from megatron.vlm.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
@@ -311,8 +312,8 @@ def train_and_evaluate(
     for start, end in pairwise(ends.tolist()):
         loss, loss_tokens = 0.0, 0
         for step in range(start, end):
-            counts = counts_of_step(packs, step)
-            result = train_step(trainer, batches, counts)
+            shapes = MicroBatchShape.of_rows(packs, np.flatnonzero(packs.step == step))
+            result = train_step(trainer, MicroBatchStream(batches=batches, shapes=shapes))
             loss += result.loss * result.loss_tokens
             loss_tokens += result.loss_tokens
         yield Point(
@@ -320,12 +321,6 @@ def train_and_evaluate(
             loss=loss / loss_tokens,
             answers=answers(trainer, heldout, end),
         )
-
-
-def counts_of_step(packs: ScheduledPacks, step: int) -> list[tuple[int, int]]:
-    """(tiles, tokens) of the step's micro-batches."""
-    rows = packs.step == step
-    return list(zip(packs.tiles[rows].tolist(), packs.tokens[rows].tolist(), strict=True))
 
 
 def answers(trainer: Trainer, heldout: SampleReader, step: int) -> dict[str, Answers]:

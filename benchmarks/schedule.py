@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.clock import Phase, PhaseClock
 from megatron.vlm.configs import parameter_dtype
 from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
@@ -173,7 +173,7 @@ class Relay(torch.nn.Module):
         number = self.weight if self.received is None else self.weight * self.received.mean()
         if self.rank == self.plan.parallel.pipeline - 1:
             return number
-        shape = boundary_shape(self.plan, self.rank, batch.tiles, batch.tokens)
+        shape = boundary_shape(self.plan, self.rank, batch.shape)
         return number.expand(shape).clone()
 
 
@@ -218,10 +218,9 @@ def run_stock(
 
     def shapes(received: list, sent: list) -> tuple[list, list]:
         """Of equal micro-batches; where they vary, stock overrides these."""
-        counts = (first.tiles, first.tokens)
         return (
-            received if links.is_first else [boundary_shape(plan, links.rank - 1, *counts)],
-            sent if links.is_last else [boundary_shape(plan, links.rank, *counts)],
+            received if links.is_first else [boundary_shape(plan, links.rank - 1, first.shape)],
+            sent if links.is_last else [boundary_shape(plan, links.rank, first.shape)],
         )
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -245,9 +244,8 @@ def run_ours(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[torch.Tens
     """Forward and backward as in training."""
     clock = PhaseClock()
     clock.switch(Phase.WAIT)
-    counts = [(batch.tiles, batch.tokens) for batch in batches]
     losses = run_forward_backward(
-        trainer.plan, trainer.model, trainer.links, iter(batches), counts, clock
+        trainer.plan, trainer.model, trainer.links, MicroBatchStream.of(batches), clock
     )
     clock.stop()
     return losses

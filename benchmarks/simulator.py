@@ -12,7 +12,9 @@ import time
 import numpy as np
 
 from omnibal.cost.model import FEATURES
-from omnibal.pipeline.simulate import dependency_order, predict_steps
+from omnibal.pipeline.operation_graph import planned_graph
+from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import StageTimes
 from omnibal.pipeline.workload import Workload
 
@@ -33,14 +35,16 @@ def random_times(packs: int, rng: np.random.Generator) -> StageTimes:
 
 def loop_step_ms(times: StageTimes, first: int) -> float:
     """One step: all ranks, one operation after the other."""
-    slowest = 0.0
+    slowest, graph = 0.0, planned_graph(STAGES, MICRO_BATCHES)
+    columns = graph.stage, graph.kind == Pass.BACKWARD, graph.micro_batch
+    operations = list(zip(*(column.tolist() for column in columns), strict=True))
     for rank in range(RANKS):
         rows = slice(first + rank * MICRO_BATCHES, first + (rank + 1) * MICRO_BATCHES)
         duration = (times.forward_ms[rows].tolist(), times.backward_ms[rows].tolist())
         link = (times.forward_link_ms[rows].tolist(), times.backward_link_ms[rows].tolist())
         free = [0.0] * STAGES
         end: dict[tuple[int, int, int], float] = {}
-        for stage, backward, micro_batch in dependency_order(STAGES, MICRO_BATCHES):
+        for stage, backward, micro_batch in operations:
             sender = stage + 1 if backward else stage - 1
             start = free[stage]
             if 0 <= sender < STAGES:

@@ -163,7 +163,7 @@ def heaviest_rows(
     """Rows of one rank's step of the run in which the stage is predicted to keep the most, and, if
     it is another one, of that with the micro-batch that takes most working memory."""
     features = pack_features(packs.packs, lengths)
-    in_flight = in_flight_features(features, packs.slot, len(plan.stages) - stage)
+    in_flight = in_flight_features(features, packs.slot, len(plan.stages), stage)
     kept, working = bytes_by_feature(cost, plan.stages[stage])
     worst = {int((in_flight @ kept).argmax()), int((features @ working.T).max(axis=1).argmax())}
     places = {(int(packs.step[row]), int(packs.dp_rank[row])) for row in worst}

@@ -4,11 +4,29 @@ Shapes: T tiles, C channels, P pixels per side, S packed tokens, M image tokens,
 A answers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from omnibal.data.packs import ScheduledPacks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchShape:
+    """Sizes of a micro-batch, which every stage knows from the plan before it comes."""
+
+    tiles: int
+    tokens: int
+    """Of all samples of the pack together."""
+
+    @classmethod
+    def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
+        """As the plan has them for some rows of its packs."""
+        sizes = zip(packs.tiles[rows].tolist(), packs.tokens[rows].tolist(), strict=True)
+        return [cls(tiles=tiles, tokens=tokens) for tiles, tokens in sizes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +57,11 @@ class MicroBatch:
     pixels and no loss; where the vision embed or the head is."""
     answer_positions_A: torch.Tensor | None = None
     """Positions whose next token is wanted; where the head is, when answering."""
+
+    @property
+    def shape(self) -> MicroBatchShape:
+        """Of what crosses between stages for it."""
+        return MicroBatchShape(tiles=self.tiles, tokens=self.tokens)
 
     @property
     def replaced_samples(self) -> int:
@@ -91,3 +114,42 @@ class MicroBatch:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchStream:
+    """One step's micro-batches as they come, and the shape that is planned for each of them."""
+
+    batches: Iterator[MicroBatch]
+    """In order; what comes after the step's own stays where it is."""
+    shapes: Sequence[MicroBatchShape]
+    """May be empty."""
+
+    @classmethod
+    def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
+        """Of micro-batches that are all there, planned as they are."""
+        return cls(batches=iter(batches), shapes=[batch.shape for batch in batches])
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def take(self, micro_batch: int) -> MicroBatch:
+        """The next one, which is to be this one of the step.
+
+        Raises:
+            ValueError: there is none, or it has another shape than planned: neighbouring stages
+                would send and expect tensors of different shapes.
+        """
+        batch, planned = next(self.batches, None), self.shapes[micro_batch]
+        if batch is None:
+            raise ValueError(
+                f"the data ended before micro-batch {micro_batch} of a step of {len(self)}; read "
+                "as many packs as the plan has for this rank"
+            )
+        if batch.shape != planned:
+            raise ValueError(
+                f"micro-batch {micro_batch} of the step has {batch.tiles} tiles and {batch.tokens} "
+                f"tokens, and the plan has {planned.tiles} tiles and {planned.tokens} tokens for "
+                "it; read the packs of the plan's own rows, in their order"
+            )
+        return batch

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.data import SampleReader
 from megatron.vlm.schedule import PipelineLinks, run_forward
 from omnibal.data.chat import as_written
@@ -134,9 +134,11 @@ def _answer(
         pixels = {sample: reader.pixels([sample]) for sample in samples}
     active = wave
     for _ in range(max_new_tokens):
-        counts = [(sum(q.tiles for q in group), sum(q.tokens for q in group)) for group in active]
-        batches = (_micro_batch(group, pixels, reader) for group in active)
-        outputs = run_forward(plan, model, links, batches, counts)
+        batches = MicroBatchStream(
+            batches=(_micro_batch(group, pixels, reader) for group in active),
+            shapes=[_shape(group) for group in active],
+        )
+        outputs = run_forward(plan, model, links, batches)
         asked = [question for group in active for question in group]
         next_ids = _broadcast_from_last(links, outputs, len(asked))
         for question, next_id in zip(asked, next_ids, strict=True):
@@ -146,6 +148,13 @@ def _answer(
         active = [group for group in active if group]
         if not active:
             break
+
+
+def _shape(group: list[_Question]) -> MicroBatchShape:
+    return MicroBatchShape(
+        tiles=sum(question.tiles for question in group),
+        tokens=sum(question.tokens for question in group),
+    )
 
 
 def _micro_batch(

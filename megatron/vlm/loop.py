@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter
 from megatron.vlm.clock import Phase
 from megatron.vlm.health import RunHealth
@@ -146,8 +146,9 @@ class TrainingLoop:
         scheduled = self._data.scheduled
         rows = self._rows(step)
         rows = rows[scheduled.dp_rank[rows] == parallel_state.get_data_parallel_rank()]
-        counts = [(int(scheduled.tiles[row]), int(scheduled.tokens[row])) for row in rows]
-        return train_step(self._trainer, self._data.batches, counts, self._stop_requested())
+        shapes = MicroBatchShape.of_rows(scheduled, rows)
+        batches = MicroBatchStream(batches=self._data.batches, shapes=shapes)
+        return train_step(self._trainer, batches, self._stop_requested())
 
     def _rows(self, step: int) -> np.ndarray:
         """Of all ranks' packs in the step; packs are sorted by step."""

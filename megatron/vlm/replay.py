@@ -24,7 +24,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.data import PackDataset, SampleReader
 from megatron.vlm.launch import shut_down_distributed
@@ -42,7 +42,8 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel
-from omnibal.pipeline.simulate import simulate_1f1b, waits_before
+from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.simulate import simulate_step, waits_before
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import Plan
 from omnibal.replay import StageReplay
@@ -138,13 +139,13 @@ def predicted_waits(
 ) -> Waits:
     """How long a stage stands idle in a step of one rank's `packs`, as it is predicted."""
     times = stage_times(cost, plan.stages, pack_features(packs, lengths))
-    timeline = simulate_1f1b(
+    timeline = simulate_step(
         times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
     )
-    before_forward_ms, before_backward_ms = waits_before(timeline)
+    waits_ms = waits_before(timeline)
     return Waits(
-        before_forward_ms=tuple(before_forward_ms[:, stage].tolist()),
-        before_backward_ms=tuple(before_backward_ms[:, stage].tolist()),
+        before_forward_ms=tuple(waits_ms[Pass.FORWARD][:, stage].tolist()),
+        before_backward_ms=tuple(waits_ms[Pass.BACKWARD][:, stage].tolist()),
     )
 
 
@@ -228,12 +229,13 @@ class StageReplayer:
         return self._clock.times()
 
     def _run(self, batches: Sequence[MicroBatch]) -> None:
-        trainer, counts = self._trainer, [(batch.tiles, batch.tokens) for batch in batches]
-        coming = (batch.to(current_device()) for batch in batches)
-        self._clock.switch(Phase.WAIT)
-        run_forward_backward(
-            trainer.plan, trainer.model, trainer.links, coming, counts, self._clock
+        trainer = self._trainer
+        coming = MicroBatchStream(
+            batches=(batch.to(current_device()) for batch in batches),
+            shapes=[batch.shape for batch in batches],
         )
+        self._clock.switch(Phase.WAIT)
+        run_forward_backward(trainer.plan, trainer.model, trainer.links, coming, self._clock)
 
     def activation_bytes(self, batches: Sequence[MicroBatch]) -> int:
         """What the step, or the update after it, needs at most besides the state; see

@@ -14,6 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.arguments import RunArguments
 from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint_files import latest_step
 from megatron.vlm.data import PackDataset, SampleReader, load_batches
@@ -326,9 +327,11 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
         run.say(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
     stage, rank = run.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
     dataset = packs.dataset(reader, stage, rank, arguments.samples)
+    shapes, workers = packs.shapes(rank), arguments.num_workers
     return Validation(
-        batches=lambda: load_batches(dataset, arguments.num_workers, current_device()),
-        counts=packs.counts(rank),
+        batches=lambda: MicroBatchStream(
+            batches=load_batches(dataset, workers, current_device()), shapes=shapes
+        )
     )
 
 

@@ -1,4 +1,7 @@
-"""1F1B over stages that know every shape beforehand, so that only hidden states travel.
+"""A schedule run over stages that know every shape beforehand, so that only hidden states travel.
+
+A stage walks its list of operations (`omnibal.pipeline.schedules`), the one that the planner
+simulates.
 
 Stock Megatron-core with `variable_seq_lengths` sends each shape ahead of its tensor, synchronises
 the device and reads the shape on the host, for every transfer. Here the plan gives each
@@ -18,8 +21,7 @@ their devices could block each other; the launchers' settings (scripts/job.sh) k
 A boundary that carries nothing (no tile in the pack, cut before the language embed) is not sent.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +30,17 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.clock import Phase, PhaseClock
 from megatron.vlm.configs import parameter_dtype
 from megatron.vlm.stage import boundary_shape
+from omnibal.pipeline.operation_graph import (
+    OperationGraph,
+    operation_graph,
+    planned_graph,
+    require_in_order,
+)
+from omnibal.pipeline.schedules import Pass, StageOperations, forward_only
 from omnibal.plan import Plan
 
 
@@ -195,49 +204,63 @@ class _StageRun:
         plan: Plan,
         model: torch.nn.Module,
         links: PipelineLinks,
-        counts: Sequence[tuple[int, int]],
+        batches: MicroBatchStream,
         clock: PhaseClock,
     ) -> None:
         self.plan, self.model, self.links, self.clock = plan, model, links, clock
+        self.batches = batches
         self.dtype = parameter_dtype(plan.precision)
-        self.counts = counts
-        self.kept: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
-        self.sends_gradients = not links.is_first and plan.gradient_crosses(links.rank - 1)
-        self.receives_gradients = not links.is_last and plan.gradient_crosses(links.rank)
+        self.kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.results: list[torch.Tensor] = []
         self.inputs: Inbox | None = None
         self.outputs: Outbox | None = None
         self.output_gradients: Inbox | None = None
         self.input_gradients: Outbox | None = None
         if not links.is_first:
-            shapes = self._shapes(links.rank - 1)
-            self.inputs = links.inbox(shapes, self.dtype, links.previous_rank, links.activations)
+            self.inputs = self._inbox(links.rank - 1, links.previous_rank, links.activations)
         if not links.is_last:
             self.outputs = Outbox(links.next_rank, links.activations)
 
-    def _shapes(self, cut: int) -> list[tuple[int, ...]]:
-        return [boundary_shape(self.plan, cut, tiles, tokens) for tiles, tokens in self.counts]
+    def _inbox(self, cut: int, source_rank: int, group: dist.ProcessGroup) -> Inbox:
+        """What comes over a cut, in micro-batch order."""
+        shapes = [boundary_shape(self.plan, cut, shape) for shape in self.batches.shapes]
+        return self.links.inbox(shapes, self.dtype, source_rank, group)
 
-    def open_gradients(self) -> None:
+    def _open_gradients(self) -> None:
         """Make ready for gradients; only training has them, and nothing that is frozen together
         with all before it."""
-        if self.receives_gradients:
-            shapes = self._shapes(self.links.rank)
-            self.output_gradients = self.links.inbox(
-                shapes, self.dtype, self.links.next_rank, self.links.gradients
-            )
-        if self.sends_gradients:
-            self.input_gradients = Outbox(self.links.previous_rank, self.links.gradients)
+        links = self.links
+        if not links.is_last and self.plan.gradient_crosses(links.rank):
+            self.output_gradients = self._inbox(links.rank, links.next_rank, links.gradients)
+        if not links.is_first and self.plan.gradient_crosses(links.rank - 1):
+            self.input_gradients = Outbox(links.previous_rank, links.gradients)
 
-    def forward(self, batches: Iterator[MicroBatch]) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run the next micro-batch and start sending its output; returns (input, output)."""
+    def run(self, operations: StageOperations) -> list[torch.Tensor]:
+        """Run the stage's list; returns the last stage's output of every micro-batch."""
+        trains = any(operation.kind is Pass.BACKWARD for operation in operations)
+        if trains:
+            self._open_gradients()
+        for operation in operations:
+            if operation.kind is Pass.BACKWARD:
+                self._backward(operation.micro_batch)
+            else:
+                self._forward(operation.micro_batch, trains)
+        self.clock.switch(Phase.WAIT)
+        for box in (self.outputs, self.input_gradients):
+            if box is not None:
+                box.flush()
+        return self.results
+
+    def _forward(self, micro_batch: int, trains: bool) -> None:
+        """Run the next micro-batch and start sending its output."""
         received = None
         if self.inputs is not None:
             self.clock.switch(Phase.WAIT)
             received = self.inputs.take()
-            if torch.is_grad_enabled() and self.sends_gradients:
+            if self.input_gradients is not None:
                 received.requires_grad_()
         self.clock.switch(Phase.DATA)
-        batch = next(batches)
+        batch = self.batches.take(micro_batch)
         self.clock.switch(Phase.FORWARD)
         self.model.module.set_input_tensor(received)
         output = self.model(batch)
@@ -248,11 +271,14 @@ class _StageRun:
             self.outputs.put(output.detach())
             # From here on only the output's graph is needed; its memory goes when the send is done.
             output.data = output.new_empty(1)
-        return received, output
+        if self.links.is_last:
+            self.results.append(output.detach().clone() if trains else output)
+        if trains:
+            self.kept[micro_batch] = (received, output)
 
-    def backward(self) -> None:
-        """Backward of the oldest kept micro-batch, and start sending its input's gradient."""
-        received, output = self.kept.popleft()
+    def _backward(self, micro_batch: int) -> None:
+        """Backward of a kept micro-batch, and start sending its input's gradient."""
+        received, output = self.kept.pop(micro_batch)
         gradient = None
         if self.output_gradients is not None:
             self.clock.switch(Phase.WAIT)
@@ -267,64 +293,42 @@ class _StageRun:
             has_gradient = received.grad is not None
             self.input_gradients.put(received.grad if has_gradient else torch.zeros_like(received))
 
-    def finish(self) -> None:
-        self.clock.switch(Phase.WAIT)
-        for box in (self.outputs, self.input_gradients):
-            if box is not None:
-                box.flush()
+
+def _operations(graph: OperationGraph, links: PipelineLinks) -> StageOperations:
+    """This stage's list. Neighbours send in micro-batch order, so the passes must be in it.
+
+    Raises:
+        ValueError: they are not, or the schedule has chunks or backwards in two parts.
+    """
+    require_in_order(graph)
+    return graph.schedule.operations[links.rank]
 
 
 def run_forward_backward(
     plan: Plan,
     model: torch.nn.Module,
     links: PipelineLinks,
-    batches: Iterator[MicroBatch],
-    counts: Sequence[tuple[int, int]],
+    batches: MicroBatchStream,
     clock: PhaseClock,
 ) -> list[torch.Tensor]:
-    """Forward and backward of one step's micro-batches in 1F1B order.
+    """Forward and backward of one step's micro-batches in the planned schedule.
 
     Args:
         model: the stage inside Megatron-core's DistributedDataParallel.
         batches: this stage's micro-batches, in slot order.
-        counts: (tiles, tokens) of the same micro-batches; may be empty.
 
     Returns:
         The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
         those of the sum over micro-batches, in core's gradient buffers.
     """
-    run = _StageRun(plan, model, links, counts, clock)
-    run.open_gradients()
-    losses = []
-
-    def forward() -> None:
-        received, output = run.forward(batches)
-        if links.is_last:
-            losses.append(output.detach().clone())
-        run.kept.append((received, output))
-
-    warmup = min(links.size - 1 - links.rank, len(counts))
-    for _ in range(warmup):
-        forward()
-    for _ in range(len(counts) - warmup):
-        forward()
-        run.backward()
-    for _ in range(warmup):
-        run.backward()
-    run.finish()
-    return losses
+    operations = _operations(planned_graph(links.size, len(batches)), links)
+    return _StageRun(plan, model, links, batches, clock).run(operations)
 
 
 @torch.no_grad()
 def run_forward(
-    plan: Plan,
-    model: torch.nn.Module,
-    links: PipelineLinks,
-    batches: Iterator[MicroBatch],
-    counts: Sequence[tuple[int, int]],
+    plan: Plan, model: torch.nn.Module, links: PipelineLinks, batches: MicroBatchStream
 ) -> list[torch.Tensor]:
     """Forward only; returns the head's outputs on the last stage, else an empty list."""
-    run = _StageRun(plan, model, links, counts, PhaseClock())
-    outputs = [run.forward(batches)[1] for _ in counts]
-    run.finish()
-    return outputs if links.is_last else []
+    operations = _operations(operation_graph(forward_only, links.size, 1, len(batches)), links)
+    return _StageRun(plan, model, links, batches, PhaseClock()).run(operations)

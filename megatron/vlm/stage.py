@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.block import PlannedBlock
 from megatron.vlm.configs import language_transformer_config, vision_transformer_config
 from megatron.vlm.drop_path import branch_scales
@@ -341,8 +341,8 @@ def _freeze(stage: VLMStage, parts: Collection[Part]) -> None:
                 module.requires_grad_(False)
 
 
-def boundary_shape(plan: Plan, cut: int, tiles: int, tokens: int) -> tuple[int, ...]:
-    """Shape of what crosses from stage `cut` to stage `cut + 1` for a pack of these counts.
+def boundary_shape(plan: Plan, cut: int, shape: MicroBatchShape) -> tuple[int, ...]:
+    """Shape of what crosses from stage `cut` to stage `cut + 1` for a micro-batch.
 
     [V, T, H] inside the vision encoder, [K, E] between projector and language embed, and [S, 1, E]
     after it, with sequence parallelism each rank's part of it.
@@ -350,7 +350,7 @@ def boundary_shape(plan: Plan, cut: int, tiles: int, tokens: int) -> tuple[int, 
     model, before = plan.model, plan.stages[: cut + 1]
     if any(stage.language_embed for stage in before):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
-        return (padded_size(tokens, parts) // parts, 1, model.language.hidden_size)
+        return (padded_size(shape.tokens, parts) // parts, 1, model.language.hidden_size)
     if any(stage.projector for stage in before):
-        return (tiles * model.tokens_per_tile, model.language.hidden_size)
-    return (model.vision.positions_per_tile, tiles, model.vision.hidden_size)
+        return (shape.tiles * model.tokens_per_tile, model.language.hidden_size)
+    return (model.vision.positions_per_tile, shape.tiles, model.vision.hidden_size)

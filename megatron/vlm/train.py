@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.configs import parameter_dtype
 from megatron.vlm.data import LossWeighting
@@ -198,17 +198,16 @@ class StepResult:
 
 def train_step(
     trainer: Trainer,
-    batches: Iterator[MicroBatch],
-    counts: Sequence[tuple[int, int]],
+    batches: MicroBatchStream,
     stop_requested: bool = False,
 ) -> StepResult:
-    """One optimizer step on the next `len(counts)` micro-batches; collective over all ranks.
+    """One optimizer step on this rank's micro-batches; collective over all ranks.
 
     The loss is the weighted mean over the global batch's loss tokens, however they are spread over
     packs, slots and ranks.
 
     Args:
-        counts: (tiles, tokens) of this rank's micro-batches; may be empty.
+        batches: this rank's; may be empty.
         stop_requested: whether this rank was asked to stop; all ranks learn of it.
     """
     clock = PhaseClock()
@@ -216,7 +215,7 @@ def train_step(
     trainer.zero_gradients()
     seen = SeenBatches()
     losses = run_forward_backward(
-        trainer.plan, trainer.model, trainer.links, seen.count(batches), counts, clock
+        trainer.plan, trainer.model, trainer.links, seen.count(batches), clock
     )
     # Every stage needs the sum of weights to scale its gradients. This is also where a stage that
     # is done waits for the others, so that waiting is not mistaken for the optimizer's time.
@@ -272,8 +271,11 @@ class SeenBatches:
         self.loss_weights: list[torch.Tensor] = []
         self.unreadable: list[str] = []
 
-    def count(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def count(self, batches: MicroBatchStream) -> MicroBatchStream:
         """The same micro-batches."""
+        return replace(batches, batches=self._counted(batches.batches))
+
+    def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             if batch.labels_L is not None:
                 self.loss_tokens += len(batch.labels_L)

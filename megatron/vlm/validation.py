@@ -1,10 +1,10 @@
 """The loss on held-out data, through the pipeline that trains."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.schedule import run_forward
 from megatron.vlm.train import SeenBatches, Trainer, global_sums
 from omnibal.runlog import ValidationRecord
@@ -14,10 +14,8 @@ from omnibal.runlog import ValidationRecord
 class Validation:
     """This data-parallel rank's share of the held-out packs; may be empty."""
 
-    batches: Callable[[], Iterator[MicroBatch]]
+    batches: Callable[[], MicroBatchStream]
     """Reads them from the start, as this stage needs them."""
-    counts: Sequence[tuple[int, int]]
-    """(tiles, tokens) of each."""
 
 
 def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
@@ -30,7 +28,7 @@ def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationR
     trainer.model.eval()
     seen = SeenBatches()
     batches = seen.count(validation.batches())
-    losses = run_forward(trainer.plan, trainer.model, trainer.links, batches, validation.counts)
+    losses = run_forward(trainer.plan, trainer.model, trainer.links, batches)
     trainer.model.train()
     sums = global_sums(trainer.links, losses, seen)
     return ValidationRecord(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron.vlm.batch import MicroBatchShape
 from megatron.vlm.data import DataOptions, PackDataset, SampleReader
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
@@ -43,11 +44,9 @@ class ValidationPacks:
         plain = replace(options, augment=False, drop_path=False)
         return PackDataset(reader, self.scheduled, self.lengths, self._rows(rank), stage, plain)
 
-    def counts(self, rank: int) -> list[tuple[int, int]]:
-        """(tiles, tokens) of the rank's micro-batches."""
-        rows = self._rows(rank)
-        tiles, tokens = self.scheduled.tiles[rows], self.scheduled.tokens[rows]
-        return list(zip(tiles.tolist(), tokens.tolist(), strict=True))
+    def shapes(self, rank: int) -> list[MicroBatchShape]:
+        """Of the rank's micro-batches."""
+        return MicroBatchShape.of_rows(self.scheduled, self._rows(rank))
 
     def _rows(self, rank: int) -> np.ndarray:
         return np.flatnonzero(self.scheduled.dp_rank == rank)

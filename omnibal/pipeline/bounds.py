@@ -7,7 +7,8 @@ ways to complete a part of a split is a shortest path over positions.
 The structural paths go to the first forward of a stage, through all it does, and to its reduction,
 or on from its last backward to the last one of the first stage. Instead of the forwards that it
 runs before its first backward, the first micro-batch's round trip through the later stages; instead
-of the backwards after its last forward, the last one's; or both. What precedes and follows the
+of the backwards after its last forward, the last one's; or both. How many these are is read from
+the schedule's list (`omnibal.pipeline.operation_graph.StageOrder`). What precedes and follows the
 stage is the same however it is split, so each possible stage is bounded on its own.
 """
 
@@ -28,6 +29,7 @@ from omnibal.pipeline.critical_path import (
     TERMS,
     SampledSteps,
 )
+from omnibal.pipeline.operation_graph import StageOrder, planned_graph, require_shortens
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.units import (
     LANGUAGE_LAYER,
@@ -230,22 +232,31 @@ def _structural_paths(steps: SampledSteps, unit_terms: np.ndarray, stages: int) 
     load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
     slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
     rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
-    return np.concatenate([_paths_on(steps, row, stages) for row in rows], axis=1)
+    graph = planned_graph(stages, steps.features.shape[1])
+    if (steps.counts < graph.schedule.micro_batches).any():
+        require_shortens(graph.schedule)
+    orders = StageOrder.of_stages(graph)
+    return np.concatenate([_paths_on(steps, row, orders) for row in rows], axis=1)
 
 
-def _paths_on(steps: SampledSteps, row: np.ndarray, stages: int) -> np.ndarray:
+def _paths_on(steps: SampledSteps, row: np.ndarray, orders: Sequence[StageOrder]) -> np.ndarray:
     """The structural paths on one row of every step. [p, 8, p, TERMS]"""
     features = steps.features[row]
     total = np.concatenate([np.zeros_like(features[:, :1]), features.cumsum(axis=1)], axis=1)
     paths = [
-        _paths_through(steps.weight, total, steps.counts[row], stage, stages)
-        for stage in range(stages)
+        _paths_through(steps.weight, total, steps.counts[row], order, stage, len(orders))
+        for stage, order in enumerate(orders)
     ]
     return np.stack(paths)
 
 
 def _paths_through(
-    weight: np.ndarray, total: np.ndarray, count: np.ndarray, stage: int, stages: int
+    weight: np.ndarray,
+    total: np.ndarray,
+    count: np.ndarray,
+    order: StageOrder,
+    stage: int,
+    stages: int,
 ) -> np.ndarray:
     """The structural paths through a stage. [8, p, TERMS]
 
@@ -255,16 +266,18 @@ def _paths_through(
         weight: [steps].
         total: [steps, m + 1, 5]; features of the micro-batches before each one and of all.
         count: [steps] micro-batches.
+        order: of the stage.
     """
     every = np.arange(len(count))
     last = np.maximum(count - 1, 0)
-    # Forwards 1 to `ahead` run before the first backward, and as many backwards between the last
+    # Forwards 1 to `ahead` run before the first backward, and `behind` backwards between the last
     # forward and the last backward.
-    ahead = np.minimum(stages - 1 - stage, last)
+    ahead = np.maximum(order.forwards_before_first_backward(count) - 1, 0)
+    behind = np.maximum(order.backwards_after_last_forward(count) - 1, 0)
     everything, opening = total[:, -1], total[:, 1]
     closing = everything - total[every, last]
     forwards = everything - total[every, ahead + 1] + opening
-    backwards = total[every, last - ahead] + closing
+    backwards = total[every, last - behind] + closing
     # With both detours, the first backward must come before the last forward.
     both = (last > ahead)[:, None]
     ways = (

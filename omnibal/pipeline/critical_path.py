@@ -16,7 +16,13 @@ from itertools import pairwise
 import numpy as np
 
 from omnibal.cost.model import FEATURES
-from omnibal.pipeline.simulate import dependency_order
+from omnibal.pipeline.operation_graph import (
+    OperationGraph,
+    planned_graph,
+    require_in_order,
+    require_shortens,
+)
+from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
 
 _F = len(FEATURES)
@@ -68,73 +74,48 @@ class SampledSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PipelineSimulator:
-    """1F1B of p stages over sampled steps. Operations are sorted by depth in the dependencies."""
+    """The planned schedule on p stages over sampled steps."""
 
     steps: SampledSteps
-    stages: int
-    stage: np.ndarray
-    """[operations], and so the next four."""
-    backward: np.ndarray
-    """0 for a forward, 1 for a backward."""
-    micro_batch: np.ndarray
-    before: np.ndarray
-    """The stage's previous operation; the number of operations where there is none."""
-    sender: np.ndarray
-    """The operation whose output this one waits for; likewise."""
+    graph: OperationGraph
+    """Its operations are sorted by depth: none needs another of its depth."""
     features: np.ndarray
     """[operations, 5, rows] of the operation's micro-batch."""
     delay_ms: np.ndarray
     """[operations, 1, rows] on top of its link's time: 0, or never where a row lacks it."""
     last: np.ndarray
     """[p]; each stage's last operation."""
-    levels: np.ndarray
-    """[depths + 1] first operation of every depth. One depth has an operation of a stage at most,
-    and none that needs another."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
         """The schedule of `stages` stages."""
-        order = dependency_order(stages, steps.features.shape[1])
-        depth: dict[tuple[int, int, int], int] = {}
-        last: dict[int, tuple[int, int, int]] = {}
-        needs = {}
-        for operation in order:
-            stage, backward, micro_batch = operation
-            source = (stage + 1 if backward else stage - 1, backward, micro_batch)
-            needs[operation] = last.get(stage), source if source in depth else None
-            depth[operation] = 1 + max((depth[n] for n in needs[operation] if n), default=-1)
-            last[stage] = operation
-        by_depth = sorted(order, key=lambda operation: (depth[operation], operation))
-        place = {operation: i for i, operation in enumerate(by_depth)}
-        columns = np.array(by_depth, np.int64).reshape(-1, 3).T
-        links = np.array(
-            [
-                [len(order) if need is None else place[need] for need in needs[operation]]
-                for operation in by_depth
-            ],
-            np.int64,
-        )
-        depths = np.array([depth[operation] for operation in by_depth])
-        features = np.ascontiguousarray(steps.features.transpose(1, 2, 0)[columns[2]])
-        missing = columns[2][:, None] >= steps.counts
+        graph = planned_graph(stages, steps.features.shape[1])
+        require_in_order(graph)
+        missing = graph.micro_batch[:, None] >= steps.counts
+        if missing.any():
+            require_shortens(graph.schedule)
         return cls(
             steps=steps,
-            stages=stages,
-            stage=columns[0],
-            backward=columns[1],
-            micro_batch=columns[2],
-            before=links[:, 0],
-            sender=links[:, 1],
-            features=features,
+            graph=graph,
+            features=np.ascontiguousarray(steps.features.transpose(1, 2, 0)[graph.micro_batch]),
             delay_ms=np.where(missing, _NEVER_MS, 0.0)[:, None],
-            last=np.array([place[last[stage]] for stage in range(stages)]),
-            levels=np.searchsorted(depths, np.arange(depths[-1] + 2)),
+            last=graph.last_of_stages(),
         )
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return self.graph.schedule.stages
 
     @property
     def operations(self) -> int:
         """Of all rows of the steps."""
-        return len(self.stage) * len(self.steps.counts)
+        return len(self.graph) * len(self.steps.counts)
+
+    @property
+    def _backwards(self) -> np.ndarray:
+        """1 for a backward, 0 for a forward. [operations]"""
+        return (self.graph.kind == Pass.BACKWARD).astype(np.int64)
 
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
         """Mean step time of candidates [n, p, TERMS]. [n]"""
@@ -171,18 +152,19 @@ class PipelineSimulator:
         weights[np.arange(n), :, slowest_update, OPTIMIZER] = 1
         of_kind = weights[..., :REDUCTION].reshape(n, steps, self.stages, 4, _F)
         row, operation = self.steps.rows[step, rank], self.last[stage]
+        graph, backwards = self.graph, self._backwards
         while len(operation):
-            features = self.steps.features[row, self.micro_batch[operation]]
-            backward, stage = self.backward[operation], self.stage[operation]
+            features = self.steps.features[row, graph.micro_batch[operation]]
+            backward, stage = backwards[operation], graph.stage[operation]
             of_kind[candidate, step, stage, backward] += features
-            before, sender = self.before[operation], self.sender[operation]
+            before, sender = graph.before[operation], graph.source[operation]
             arrival = end[sender, candidate, row] + link[operation, candidate, row]
             waits = arrival > end[before, candidate, row]
             cut = np.where(backward, stage, stage - 1)
             sent = candidate[waits], step[waits], cut[waits], 2 + backward[waits]
             of_kind[sent] += features[waits]
             operation = np.where(waits, sender, before)
-            going = operation < len(self.stage)
+            going = operation < len(graph)
             operation, candidate, step, row = (
                 values[going] for values in (operation, candidate, step, row)
             )
@@ -192,21 +174,22 @@ class PipelineSimulator:
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """When everything ends [operations + 1, n, rows], the last entry 0, and its link's time."""
         n, rows = len(terms), len(self.steps.counts)
+        graph, backwards = self.graph, self._backwards
         of_kind = terms[:, :, :REDUCTION].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)
-        duration = np.matmul(of_kind[self.stage, self.backward], self.features)
-        cut = np.where(self.backward, self.stage, self.stage - 1)
-        sent = of_kind[cut, 2 + self.backward]
-        sent[self.sender == len(self.stage)] = 0
+        duration = np.matmul(of_kind[graph.stage, backwards], self.features)
+        cut = np.where(backwards, graph.stage, graph.stage - 1)
+        sent = of_kind[cut, 2 + backwards]
+        sent[graph.source == len(graph)] = 0
         link = np.matmul(sent, self.features)
         if self.delay_ms.any():
             link += self.delay_ms
-        end = np.empty((len(self.stage) + 1, n, rows))
+        end = np.empty((len(graph) + 1, n, rows))
         end[-1] = 0.0
-        for first, stop in pairwise(self.levels):
+        for first, stop in pairwise(graph.levels):
             level = slice(first, stop)
-            start = end[self.sender[level]]
+            start = end[graph.source[level]]
             start += link[level]
-            np.maximum(start, end[self.before[level]], out=start)
+            np.maximum(start, end[graph.before[level]], out=start)
             np.add(start, duration[level], out=end[level])
         return end, link
 

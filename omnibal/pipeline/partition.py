@@ -1,10 +1,10 @@
 """Joint search of the pipeline split and of the layers that every stage recomputes.
 
 Objective: the simulated time of a step, mean over sampled steps of the real packs, as
-`omnibal.pipeline.simulate.predict_steps` gives it: 1F1B with every micro-batch's own durations, the
-slowest data-parallel rank, gradient reduction and optimizer. Every contiguous split with at least
-one layer per stage and all recomputed sets are considered; stage s must fit the memory cap with
-every min(p - s, m) consecutive packs of a rank's step in flight, over all packs.
+`omnibal.pipeline.simulate.predict_steps` gives it: the planned schedule with every micro-batch's
+own durations, the slowest data-parallel rank, gradient reduction and optimizer. Every contiguous
+split with at least one layer per stage and all recomputed sets are considered; a stage must fit the
+memory cap with all packs of a rank's step that the schedule holds at once, over all packs.
 
 Branch and bound on path lengths (`omnibal.pipeline.bounds`): of the structural paths, and of the
 critical paths of splits that were simulated, which are exact there and close for similar splits.
@@ -33,6 +33,7 @@ from omnibal.pipeline.critical_path import (
     PipelineSimulator,
     SampledSteps,
 )
+from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
@@ -244,11 +245,14 @@ def _descend(problem: _Problem) -> "_Search":
 
 
 def _even_ms(problem: _Problem) -> float:
-    """A step in which every stage takes as long as every other, without links."""
+    """A step in which every stage takes as long as every other, without links, and forwards as long
+    as backwards: so many as the longest chain of operations has."""
     steps, stages = problem.simulator.steps, problem.stages
+    counts, row = np.unique(steps.counts, return_inverse=True)
+    chain = np.array([planned_graph(stages, count).depths for count in counts.tolist()])[row]
     whole = problem.structure.runs.prefix[-1]
     work_ms = steps.features.sum(axis=1) @ (whole[FORWARD] + whole[BACKWARD])
-    row_ms = work_ms * (steps.counts + stages - 1) / np.maximum(steps.counts, 1) / stages
+    row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
 
 

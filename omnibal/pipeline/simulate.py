@@ -1,20 +1,22 @@
-"""1F1B pipeline schedules with every micro-batch's own duration, and what a plan's steps will take.
+"""Pipeline schedules simulated with every micro-batch's own durations, and what steps will take.
 
-One-forward-one-backward (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): stage s of p runs
-min(p - 1 - s, m) warm-up forwards, then one forward and one backward in turn, then the remaining
-backwards. A forward starts when the stage is free and the previous stage's output has arrived, a
-backward when the next stage's gradient has. Sends do not occupy the sender.
+A stage runs its operations in the order that the schedule lists. A forward starts when the stage is
+free and the activation of the part before has arrived, a backward when the gradient of the part
+after has. Sends do not occupy the sender.
 
-Axes: m micro-batches, p stages. All steps (and data-parallel ranks) are simulated side by side.
+Axes: m micro-batches, p stages, k parts of the model: one for every chunk of every stage
+(`omnibal.pipeline.schedules`), so k is p unless schedules are interleaved. All steps (and
+data-parallel ranks) are simulated side by side.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.operation_graph import OperationGraph, planned_graph, require_shortens
+from omnibal.pipeline.schedules import Pass, Schedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
 from omnibal.pipeline.workload import Workload
@@ -27,16 +29,13 @@ _CHUNK_ENTRIES = 2_000_000
 class Timeline:
     """When everything ran, in ms from the step's start; a leading steps axis when batched."""
 
-    forward_start_ms: np.ndarray
-    """[m, p]."""
-    forward_end_ms: np.ndarray
-    """[m, p]."""
-    backward_start_ms: np.ndarray
-    """[m, p]."""
-    backward_end_ms: np.ndarray
-    """[m, p]."""
+    schedule: Schedule
+    start_ms: Mapping[Pass, np.ndarray]
+    """[m, k] of every kind of pass that the schedule has."""
+    end_ms: Mapping[Pass, np.ndarray]
+    """Likewise."""
     finish_ms: np.ndarray
-    """[p]; end of the stage's last backward."""
+    """[p]; end of the stage's last operation."""
     busy_ms: np.ndarray
     """[p]."""
     wait_ms: np.ndarray
@@ -44,14 +43,26 @@ class Timeline:
     step_ms: np.ndarray
     """Scalar; when the last stage to finish has finished."""
 
+    def of_step(self, step: int) -> "Timeline":
+        """One step of a batched timeline."""
+        return Timeline(
+            schedule=self.schedule,
+            start_ms={kind: values[step] for kind, values in self.start_ms.items()},
+            end_ms={kind: values[step] for kind, values in self.end_ms.items()},
+            finish_ms=self.finish_ms[step],
+            busy_ms=self.busy_ms[step],
+            wait_ms=self.wait_ms[step],
+            step_ms=self.step_ms[step],
+        )
 
-def simulate_1f1b(
+
+def simulate_step(
     forward_ms: np.ndarray,
     backward_ms: np.ndarray,
     forward_link_ms: np.ndarray,
     backward_link_ms: np.ndarray,
 ) -> Timeline:
-    """One step of one pipeline.
+    """One step of one pipeline, in the schedule that plans are made for.
 
     Args:
         forward_ms: [m, p], and `backward_ms` likewise.
@@ -60,7 +71,7 @@ def simulate_1f1b(
 
     Example:
         >>> ones, links = np.ones((4, 2)), np.zeros((4, 1))
-        >>> float(simulate_1f1b(ones, 2 * ones, links, links).step_ms)
+        >>> float(simulate_step(ones, 2 * ones, links, links).step_ms)
         15.0
     """
     batched = simulate_steps(
@@ -70,7 +81,7 @@ def simulate_1f1b(
         backward_link_ms[None],
         np.array([len(forward_ms)]),
     )
-    return Timeline(**{field.name: getattr(batched, field.name)[0] for field in fields(Timeline)})
+    return batched.of_step(0)
 
 
 def simulate_steps(
@@ -80,40 +91,69 @@ def simulate_steps(
     backward_link_ms: np.ndarray,
     counts: np.ndarray,
 ) -> Timeline:
-    """Many steps side by side, each with its own number of micro-batches.
+    """Many steps side by side, in the schedule that plans are made for.
 
     Args:
         forward_ms: [steps, m, p], and `backward_ms` likewise.
         forward_link_ms: [steps, m, p - 1], and `backward_link_ms` likewise.
-        counts: [steps]; micro-batches from `counts` on do not exist. They take no time and wait
-            for nothing, which is exact: 1F1B of fewer micro-batches runs in the same order.
+        counts: [steps] micro-batches of each step.
     """
-    steps, micro_batches, stages = forward_ms.shape
+    _, micro_batches, stages = forward_ms.shape
+    return simulate_schedule(
+        planned_graph(stages, micro_batches),
+        {Pass.FORWARD: forward_ms, Pass.BACKWARD: backward_ms},
+        forward_link_ms,
+        backward_link_ms,
+        counts,
+    )
+
+
+def simulate_schedule(
+    graph: OperationGraph,
+    duration_ms: Mapping[Pass, np.ndarray],
+    forward_link_ms: np.ndarray,
+    backward_link_ms: np.ndarray,
+    counts: np.ndarray,
+) -> Timeline:
+    """Many steps side by side, in any schedule.
+
+    Args:
+        duration_ms: [steps, m, k] of every kind of pass that the schedule has.
+        forward_link_ms: [steps, m, k - 1]; entry i is from part i to i + 1.
+        backward_link_ms: [steps, m, k - 1]; entry i is from part i + 1 to i.
+        counts: [steps]; micro-batches from `counts` on do not exist. They take no time and wait
+            for nothing, which is exact where the schedule of fewer micro-batches runs in the same
+            order.
+
+    Raises:
+        ValueError: some steps have fewer micro-batches than the schedule, and it is another one
+            for fewer.
+    """
+    schedule, kinds = graph.schedule, graph.kinds
+    steps, micro_batches = len(counts), schedule.micro_batches
     real = np.arange(micro_batches)[:, None] < counts  # [m, steps]
     padded = not real.all()
+    if padded:
+        require_shortens(schedule)
     # Steps last, so that every operation below is on one contiguous vector of them.
-    duration = np.stack([_steps_last(forward_ms, real), _steps_last(backward_ms, real)])
+    duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
-    end = np.empty_like(duration)  # [2, m, p, steps]
-    free = np.zeros((stages, steps))
-    for stage, backward, micro_batch in dependency_order(stages, micro_batches):
-        sender = stage + 1 if backward else stage - 1
+    end = np.empty_like(duration)  # [kinds, m, k, steps]
+    free = np.zeros((schedule.stages, steps))
+    for stage, place, sender, over in _orders(graph):
         start = free[stage]
-        if 0 <= sender < stages:
-            arrival = (
-                end[backward, micro_batch, sender] + link[backward, micro_batch, min(stage, sender)]
-            )
-            start = np.maximum(start, arrival * real[micro_batch] if padded else arrival)
-        free[stage] = start + duration[backward, micro_batch, stage]
-        end[backward, micro_batch, stage] = free[stage]
+        if sender is not None:
+            arrival = end[sender] + link[over]
+            start = np.maximum(start, arrival * real[place[1]] if padded else arrival)
+        free[stage] = start + duration[place]
+        end[place] = free[stage]
     begin = end - duration
-    busy = duration.sum(axis=(0, 1))
+    busy = duration.sum(axis=(0, 1)).reshape(schedule.chunks, schedule.stages, steps).sum(axis=0)
     step_ms = free.max(axis=0)
     return Timeline(
-        forward_start_ms=np.moveaxis(begin[0], -1, 0),
-        forward_end_ms=np.moveaxis(end[0], -1, 0),
-        backward_start_ms=np.moveaxis(begin[1], -1, 0),
-        backward_end_ms=np.moveaxis(end[1], -1, 0),
+        schedule=schedule,
+        start_ms={kind: np.moveaxis(begin[row], -1, 0) for row, kind in enumerate(kinds)},
+        end_ms={kind: np.moveaxis(end[row], -1, 0) for row, kind in enumerate(kinds)},
         finish_ms=free.T,
         busy_ms=busy.T,
         wait_ms=(step_ms - busy).T,
@@ -121,53 +161,43 @@ def simulate_steps(
     )
 
 
-def waits_before(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """How long every stage stands idle before each forward and each backward of one step, in ms.
+_Place = tuple[int, int, int]
+"""(row of the kind, micro-batch, part) of an operation."""
 
-    Both [m, p].
-    """
-    micro_batches, stages = timeline.forward_start_ms.shape
-    start = np.stack([timeline.forward_start_ms, timeline.backward_start_ms])
-    end = np.stack([timeline.forward_end_ms, timeline.backward_end_ms])
-    waits = np.zeros_like(start)
-    for stage in range(stages):
-        passes, indices = np.array(_stage_order(stage, stages, micro_batches)).T
-        ended = np.append(0.0, end[passes, indices, stage][:-1])
-        waits[passes, indices, stage] = start[passes, indices, stage] - ended
-    # Differences of equal times may be a rounding error below 0.
-    return tuple(np.maximum(waits, 0.0))
+
+def _orders(graph: OperationGraph) -> Iterator[tuple[int, _Place, _Place | None, _Place]]:
+    """Of every operation its stage, its place, whose output it waits for, and over which link:
+    (0 forward or 1 backward, micro-batch, the first of its two parts)."""
+    columns = np.searchsorted(graph.kinds, graph.kind), graph.micro_batch, graph.part
+    places = list(zip(*(column.tolist() for column in columns), strict=True))
+    backward = (graph.kind != Pass.FORWARD).astype(np.int64).tolist()
+    stages, sources = graph.stage.tolist(), graph.source.tolist()
+    for index in graph.in_turn.tolist():
+        place, source = places[index], sources[index]
+        if source == len(places):
+            yield stages[index], place, None, place
+        else:
+            cut = min(place[2], places[source][2])
+            yield stages[index], place, places[source], (backward[index], place[1], cut)
+
+
+def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:
+    """Idle time of its stage before each operation of one step, in ms. [m, k] of every kind."""
+    schedule = timeline.schedule
+    waits = {kind: np.zeros_like(start) for kind, start in timeline.start_ms.items()}
+    for stage, operations in enumerate(schedule.operations):
+        ended = 0.0
+        for operation in operations:
+            place = operation.micro_batch, schedule.part(stage, operation.chunk)
+            # Differences of equal times may be a rounding error below 0.
+            waits[operation.kind][place] = max(timeline.start_ms[operation.kind][place] - ended, 0)
+            ended = timeline.end_ms[operation.kind][place]
+    return waits
 
 
 def _steps_last(values: np.ndarray, real: np.ndarray) -> np.ndarray:
     """[steps, m, k] to [m, k, steps], with 0 for micro-batches that do not exist."""
     return np.where(real[:, None], np.moveaxis(values, 0, -1), 0.0)
-
-
-def _stage_order(stage: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
-    """What one stage runs, in order: (0 forward or 1 backward, micro-batch)."""
-    warm_up = min(stages - 1 - stage, micro_batches)
-    order = [(0, i) for i in range(warm_up)]
-    for i in range(micro_batches - warm_up):
-        order += [(0, warm_up + i), (1, i)]
-    return order + [(1, i) for i in range(micro_batches - warm_up, micro_batches)]
-
-
-def dependency_order(stages: int, micro_batches: int) -> list[tuple[int, int, int]]:
-    """Everything that runs, as (stage, direction, micro-batch), each after what it needs."""
-    queues = [deque(_stage_order(stage, stages, micro_batches)) for stage in range(stages)]
-    order: list[tuple[int, int, int]] = []
-    done: set[tuple[int, int, int]] = set()
-    while any(queues):
-        for stage, queue in enumerate(queues):
-            while queue:
-                backward, micro_batch = queue[0]
-                sender = stage + 1 if backward else stage - 1
-                if 0 <= sender < stages and (sender, backward, micro_batch) not in done:
-                    break
-                queue.popleft()
-                done.add((stage, backward, micro_batch))
-                order.append((stage, backward, micro_batch))
-    return order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

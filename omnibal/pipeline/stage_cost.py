@@ -8,11 +8,18 @@ output is free again once it is sent.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import FEATURES, CostModel
+from omnibal.pipeline.operation_graph import (
+    in_flight,
+    planned_graph,
+    require_in_order,
+    require_shortens,
+)
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import (
@@ -28,6 +35,8 @@ from omnibal.pipeline.units import (
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12
 """Relative; sums of the same bytes in another order differ by less."""
+_KEPT_COUNTS = 8
+"""Of pipelines and numbers of micro-batches, what is in flight: one job asks for the same again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -97,14 +106,27 @@ def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
     return np.asarray(peak) <= memory_cap * (1 + _CAP_TOLERANCE)
 
 
-def in_flight_features(features: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
-    """Summed features of every run of `in_flight` consecutive micro-batches of a step. [packs, 5]
+def in_flight_features(
+    features: np.ndarray, slot: np.ndarray, pipeline_size: int, stage: int
+) -> np.ndarray:
+    """Summed features of the micro-batches that a stage holds after every forward. [packs, 5]
 
-    Stage s of p holds min(p - s, m) micro-batches: those whose forward has run and whose backward
-    has not ended. Packs are sorted by step, rank and slot, and slots count from 0 without gaps; row
-    i is the run that ends with pack i, shorter at the step's start.
+    Held are those whose forward has run and whose backward has not ended. Packs are sorted by step,
+    rank and slot, and slots count from 0 without gaps; row i is after the forward of pack i.
     """
-    return _in_flight_sums(_running_sums(features), slot, in_flight).T
+    others = _held_besides(pipeline_size, int(slot.max()) + 1)[stage]
+    return _in_flight_sums(_running_sums(features), slot, others).T
+
+
+@lru_cache(maxsize=_KEPT_COUNTS)
+def _held_besides(pipeline_size: int, micro_batches: int) -> tuple[np.ndarray, ...]:
+    """How many micro-batches each stage of the planned schedule holds besides each one, right after
+    its forward: those just before it. [m] of every stage"""
+    graph = planned_graph(pipeline_size, micro_batches)
+    require_in_order(graph)
+    require_shortens(graph.schedule)
+    held = [in_flight(graph, stage)[:, 0] for stage in range(pipeline_size)]
+    return tuple(stop - first - 1 for first, stop in (runs.T for runs in held))
 
 
 def _running_sums(features: np.ndarray) -> np.ndarray:
@@ -114,9 +136,9 @@ def _running_sums(features: np.ndarray) -> np.ndarray:
     return total
 
 
-def _in_flight_sums(total: np.ndarray, slot: np.ndarray, in_flight: int) -> np.ndarray:
+def _in_flight_sums(total: np.ndarray, slot: np.ndarray, others: np.ndarray) -> np.ndarray:
     """`in_flight_features` from running sums. [5, packs]"""
-    first = np.arange(len(slot)) - np.minimum(slot, in_flight - 1)
+    first = np.arange(len(slot)) - others[slot]
     return total[:, 1:] - total[:, first]
 
 
@@ -209,17 +231,19 @@ def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarra
 def memory_tables(
     cost: CostModel, features: np.ndarray, slot: np.ndarray, pipeline_size: int
 ) -> list[MemoryTable]:
-    """Of every stage of a pipeline, each with its own number of micro-batches in flight.
+    """Of every stage of a pipeline, each with its own micro-batches in flight.
 
     Args:
         features: [packs, 5]; packs are sorted by step, rank and slot.
         slot: [packs].
     """
-    most = min(pipeline_size, int(slot.max()) + 1)
+    others = _held_besides(pipeline_size, int(slot.max()) + 1)
+    # Stages that hold the same micro-batches share a table.
+    distinct = {besides.tobytes(): besides for besides in others}
     total = _running_sums(features[:, _kept_features(cost)])
-    held = (_in_flight_sums(total, slot, in_flight) for in_flight in range(1, most + 1))
-    tables = _tables(cost, features, held)
-    return [tables[min(pipeline_size - stage, most) - 1] for stage in range(pipeline_size)]
+    held = (_in_flight_sums(total, slot, besides) for besides in distinct.values())
+    tables = dict(zip(distinct, _tables(cost, features, held), strict=True))
+    return [tables[besides.tobytes()] for besides in others]
 
 
 def _kept_features(cost: CostModel) -> np.ndarray:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import Timeline
 from omnibal.report.svg import Scale, document, line, rect, text
 from omnibal.report.text import milliseconds, number, percent, tick
@@ -137,17 +138,15 @@ def _row(step: ShownStep, stage: int, x: Scale) -> list[str]:
     parts = [rect(_LEFT, y, x(step.step_ms) - _LEFT, height, "wait")]
     if step.row_height >= _LABELLED_ROW:
         parts.append(text(_LEFT - 10, y + height / 2 + 4, f"stage {stage}", "label end"))
-    for css, starts, ends, recompute_ms in (
-        ("forward", timeline.forward_start_ms, timeline.forward_end_ms, None),
-        ("backward", timeline.backward_start_ms, timeline.backward_end_ms, step.recompute_ms),
-    ):
+    for kind, starts in timeline.start_ms.items():
+        ends = timeline.end_ms[kind]
         for index, (start, end) in enumerate(zip(starts[:, stage], ends[:, stage], strict=True)):
-            tip = f"{css} of micro-batch {index}: {milliseconds(end - start)}"
+            tip = f"{kind.label} of micro-batch {index}: {milliseconds(end - start)}"
             left, right = x(start), x(end)
             # The thin gap keeps equal neighbours apart.
-            parts.append(rect(left, y, right - left - 0.6, height, css, tip))
-            if recompute_ms is not None and recompute_ms[index, stage] > 0:
-                again_ms = recompute_ms[index, stage]
+            parts.append(rect(left, y, right - left - 0.6, height, kind.label, tip))
+            again_ms = step.recompute_ms[index, stage]
+            if kind is Pass.BACKWARD and again_ms > 0:
                 tip += f", of which {milliseconds(again_ms)} recompute"
                 parts.append(rect(left, y, x(start + again_ms) - left, height, "recompute", tip))
     return parts

@@ -1,4 +1,4 @@
-"""One training step as it runs over the stages: the simulator's 1F1B schedule, drawn."""
+"""One training step as it runs over the stages: the planned schedule as simulated, drawn."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import numpy as np
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
-from omnibal.pipeline.simulate import Timeline, simulate_1f1b
+from omnibal.pipeline.simulate import Timeline, simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.report.figures import WIDE, figure, legend
@@ -25,7 +25,7 @@ def timeline_figure(
     """The simulated schedule of one representative step of the first data-parallel rank."""
     times = stage_times(cost, stages, pack_features(packs.packs, lengths))
     rows = representative_step(packs, (times.forward_ms + times.backward_ms).sum(axis=1))
-    timeline = simulate_1f1b(
+    timeline = simulate_step(
         times.forward_ms[rows],
         times.backward_ms[rows],
         times.forward_link_ms[rows],
@@ -41,7 +41,7 @@ def timeline_figure(
         f"Step {packs.step[rows[0]]:,} as simulated",
         draw(timeline, tips),
         f"The step of median load on the first data-parallel rank: {len(rows)} micro-batches under "
-        "1F1B. Rest the pointer on a block for its pack.",
+        f"{timeline.schedule.name}. Rest the pointer on a block for its pack.",
         legend(("forward", "forward"), ("backward", "backward"), ("wait", "waiting")),
         "wide",
     )
@@ -59,14 +59,12 @@ def draw(timeline: Timeline, tips: Sequence[str]) -> str:
         y = _ROW * stage + 3
         parts.append(text(0, y + 17, f"stage {stage}"))
         parts.append(rect(_LEFT, y, x(end_ms) - _LEFT, _ROW - 6, "wait"))
-        for css, start, end in (
-            ("forward", timeline.forward_start_ms[:, stage], timeline.forward_end_ms[:, stage]),
-            ("backward", timeline.backward_start_ms[:, stage], timeline.backward_end_ms[:, stage]),
-        ):
-            for index, (left, right) in enumerate(zip(x(start), x(end), strict=True)):
-                tip = f"{css} of {tips[index]}"
+        for kind, start_ms in timeline.start_ms.items():
+            start, end = x(start_ms[:, stage]), x(timeline.end_ms[kind][:, stage])
+            for index, (left, right) in enumerate(zip(start, end, strict=True)):
+                tip = f"{kind.label} of {tips[index]}"
                 # The thin gap keeps equal neighbours apart.
-                parts.append(rect(left, y, right - left - 0.6, _ROW - 6, css, tip))
+                parts.append(rect(left, y, right - left - 0.6, _ROW - 6, kind.label, tip))
                 if right - left >= _LABEL_WIDTH:
                     parts.append(text((left + right) / 2, y + 17, index, "block middle"))
     label = f"schedule of {len(tips)} micro-batches on {stages} stages in {milliseconds(end_ms)}"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.simulate import Timeline, simulate_1f1b
+from omnibal.pipeline.simulate import Timeline, simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.workload import Workload
@@ -30,7 +30,7 @@ def chrome_trace(
         events += [_name("thread_name", f"stage {s}", rank, s) for s in range(len(stages))]
         if len(rows):
             times = stage_times(cost, stages, workload.features[rows])
-            timeline = simulate_1f1b(
+            timeline = simulate_step(
                 times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
             )
             events += _blocks(timeline, workload.features[rows], rank)
@@ -42,22 +42,21 @@ def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
 
 
 def _blocks(timeline: Timeline, features: np.ndarray, rank: int) -> list[dict[str, Any]]:
-    directions = {
-        "forward": (timeline.forward_start_ms, timeline.forward_end_ms),
-        "backward": (timeline.backward_start_ms, timeline.backward_end_ms),
-    }
-    return [
-        {
-            "ph": "X",
-            "name": f"{direction} {micro_batch}",
-            "cat": direction,
-            "pid": rank,
-            "tid": stage,
-            "ts": _US_PER_MS * float(start[micro_batch, stage]),
-            "dur": _US_PER_MS * float(end[micro_batch, stage] - start[micro_batch, stage]),
-            "args": {"tiles": int(tiles), "tokens": int(tokens)},
-        }
-        for direction, (start, end) in directions.items()
-        for micro_batch, (_, tiles, tokens, *_) in enumerate(features)
-        for stage in range(start.shape[1])
-    ]
+    events = []
+    for kind, start_ms in timeline.start_ms.items():
+        took_ms = timeline.end_ms[kind] - start_ms
+        events += [
+            {
+                "ph": "X",
+                "name": f"{kind.label} {micro_batch}",
+                "cat": kind.label,
+                "pid": rank,
+                "tid": stage,
+                "ts": _US_PER_MS * float(start_ms[micro_batch, stage]),
+                "dur": _US_PER_MS * float(took_ms[micro_batch, stage]),
+                "args": {"tiles": int(tiles), "tokens": int(tokens)},
+            }
+            for micro_batch, (_, tiles, tokens, *_) in enumerate(features)
+            for stage in range(start_ms.shape[1])
+        ]
+    return events

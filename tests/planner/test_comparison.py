@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.report.comparison import ShownStep, before_and_after
 
 pytestmark = pytest.mark.quick
@@ -20,7 +21,7 @@ def shown_step(title: str, scale: float, recomputed: float) -> ShownStep:
     forward_ms = scale * rng.uniform(5, 15, (6, 3))
     recompute_ms = recomputed * forward_ms
     links = np.full((6, 2), 0.5)
-    timeline = simulate_1f1b(forward_ms, 2 * forward_ms + recompute_ms, links, links)
+    timeline = simulate_step(forward_ms, 2 * forward_ms + recompute_ms, links, links)
     return ShownStep(
         title=title, note="<made> & up", timeline=timeline, recompute_ms=recompute_ms, samples=24
     )
@@ -54,8 +55,8 @@ def test_every_pass_is_drawn_where_it_ran(panels) -> None:
     for panel, step in zip(panels, STEPS, strict=True):
         t = step.timeline
         for css, start, end in (
-            ("forward", t.forward_start_ms, t.forward_end_ms),
-            ("backward", t.backward_start_ms, t.backward_end_ms),
+            ("forward", t.start_ms[Pass.FORWARD], t.end_ms[Pass.FORWARD]),
+            ("backward", t.start_ms[Pass.BACKWARD], t.end_ms[Pass.BACKWARD]),
         ):
             found = np.array(boxes(panel, css))
             assert found[:, 1] == pytest.approx(LEFT + per_ms * start.T.ravel(), abs=0.06)
@@ -103,7 +104,7 @@ def test_no_recomputation_and_many_stages() -> None:
     step = ShownStep(
         title="deep",
         note="32 stages",
-        timeline=simulate_1f1b(ones, 2 * ones, links, links),
+        timeline=simulate_step(ones, 2 * ones, links, links),
         recompute_ms=0 * ones,
         samples=40,
     )

@@ -151,7 +151,7 @@ def test_tables_of_all_stages_have_every_set_in_flight():
         slot = np.tile(np.arange(micro_batches), 7)
         features = random_features(rng, len(slot))
         for stage, table in enumerate(memory_tables(cost, features, slot, stages)):
-            held = in_flight_features(features, slot, stages - stage)
+            held = in_flight_features(features, slot, stages, stage)
             sums = [
                 features[i - min(n, stages - stage - 1) : i + 1].sum(axis=0)
                 for i, n in enumerate(slot)

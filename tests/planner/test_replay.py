@@ -18,7 +18,7 @@ from omnibal.errors import UserError
 from omnibal.parallel import Parallel
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import (
     GIB,
     memory_table,
@@ -129,7 +129,7 @@ def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_pat
         ranks = []
         for rank in range(2):
             rows = (packs.step == step) & (packs.dp_rank == rank)
-            one = simulate_1f1b(
+            one = simulate_step(
                 times.forward_ms[rows] * factors,
                 times.backward_ms[rows] * factors,
                 times.forward_link_ms[rows],

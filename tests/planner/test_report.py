@@ -22,7 +22,7 @@ from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import LostTime, Prediction, StageMemory, StagePrediction
-from omnibal.pipeline.simulate import simulate_1f1b
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, Shapes, read_plan, write_plan
@@ -486,7 +486,7 @@ def test_timeline_is_as_long_as_the_simulated_step(page: str) -> None:
     found = re.search(r"Step (\d+) as simulated</h3>.*? stages in ([\d.]+) ms", page, re.S)
     number, length = found.groups()
     rows = (packs.step == int(number)) & (packs.dp_rank == 0)
-    step = simulate_1f1b(
+    step = simulate_step(
         times.forward_ms[rows],
         times.backward_ms[rows],
         times.forward_link_ms[rows],

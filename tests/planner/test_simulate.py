@@ -10,10 +10,11 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.parallel import Parallel
 from omnibal.pipeline import simulate
 from omnibal.pipeline.predict import predict
+from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import (
     Timeline,
     predict_steps,
-    simulate_1f1b,
+    simulate_step,
     simulate_steps,
 )
 from omnibal.pipeline.stage_cost import GIB, StageTimes, in_flight_features, stage_times
@@ -84,8 +85,8 @@ def random_durations(rng: np.random.Generator, *shape: int) -> list[np.ndarray]:
 
 def assert_matches_event_loop(timeline: Timeline, durations: list[np.ndarray]) -> None:
     forward_end, backward_end = event_loop(*durations)
-    np.testing.assert_allclose(timeline.forward_end_ms, forward_end)
-    np.testing.assert_allclose(timeline.backward_end_ms, backward_end)
+    np.testing.assert_allclose(timeline.end_ms[Pass.FORWARD], forward_end)
+    np.testing.assert_allclose(timeline.end_ms[Pass.BACKWARD], backward_end)
     assert timeline.step_ms == pytest.approx(backward_end.max())
 
 
@@ -93,7 +94,7 @@ def assert_matches_event_loop(timeline: Timeline, durations: list[np.ndarray]) -
 def test_equal_stages_have_the_textbook_bubble(m: int, p: int):
     """Prevents a schedule that is not 1F1B: its bubble is (p - 1) / (m + p - 1)."""
     forward, links = np.ones((m, p)), np.zeros((m, p - 1))
-    timeline = simulate_1f1b(forward, 2 * forward, links, links)
+    timeline = simulate_step(forward, 2 * forward, links, links)
     assert timeline.step_ms == 3 * (m + p - 1)
     np.testing.assert_allclose(timeline.wait_ms / timeline.step_ms, (p - 1) / (m + p - 1))
 
@@ -107,11 +108,11 @@ def test_unequal_stages_drawn_by_hand():
     """
     forward, backward = np.array([[1.0, 3.0]] * 2), np.array([[2.0, 4.0]] * 2)
     link = np.full((2, 1), 0.5)
-    timeline = simulate_1f1b(forward, backward, link, link)
-    np.testing.assert_allclose(timeline.forward_start_ms, [[0, 1.5], [1, 8.5]])
-    np.testing.assert_allclose(timeline.forward_end_ms, [[1, 4.5], [2, 11.5]])
-    np.testing.assert_allclose(timeline.backward_start_ms, [[9, 4.5], [16, 11.5]])
-    np.testing.assert_allclose(timeline.backward_end_ms, [[11, 8.5], [18, 15.5]])
+    timeline = simulate_step(forward, backward, link, link)
+    np.testing.assert_allclose(timeline.start_ms[Pass.FORWARD], [[0, 1.5], [1, 8.5]])
+    np.testing.assert_allclose(timeline.end_ms[Pass.FORWARD], [[1, 4.5], [2, 11.5]])
+    np.testing.assert_allclose(timeline.start_ms[Pass.BACKWARD], [[9, 4.5], [16, 11.5]])
+    np.testing.assert_allclose(timeline.end_ms[Pass.BACKWARD], [[11, 8.5], [18, 15.5]])
     assert timeline.step_ms == 18
     np.testing.assert_allclose(timeline.finish_ms, [18, 15.5])
     np.testing.assert_allclose(timeline.busy_ms, [6, 14])
@@ -124,21 +125,21 @@ def test_varying_micro_batches_match_an_event_loop(m: int, p: int):
     rng = np.random.default_rng(m * 100 + p)
     for _ in range(20):
         durations = random_durations(rng, m, p)
-        assert_matches_event_loop(simulate_1f1b(*durations), durations)
+        assert_matches_event_loop(simulate_step(*durations), durations)
 
 
 def test_waits_are_the_gaps_between_passes():
     """Prevents waits that are counted to another pass, or the time of a pass as waiting."""
     # Stage 0 runs F0 F1, waits for 2, B0, waits for 1, B1; stage 1 waits for 1, F0 B0 F1 B1.
     ones, links = np.ones((2, 2)), np.zeros((2, 1))
-    drawn = simulate.simulate_1f1b(ones, 2 * ones, links, links)
-    before_forward, before_backward = simulate.waits_before(drawn)
-    assert before_forward.tolist() == [[0, 1], [0, 0]]
-    assert before_backward.tolist() == [[2, 0], [1, 0]]
+    drawn = simulate.simulate_step(ones, 2 * ones, links, links)
+    waits = simulate.waits_before(drawn)
+    assert waits[Pass.FORWARD].tolist() == [[0, 1], [0, 0]]
+    assert waits[Pass.BACKWARD].tolist() == [[2, 0], [1, 0]]
     rng = np.random.default_rng(3)
     for m, p in ((1, 1), (1, 3), (2, 4), (7, 3), (5, 1)):
-        timeline = simulate.simulate_1f1b(*random_durations(rng, m, p))
-        waits = np.stack(simulate.waits_before(timeline))
+        timeline = simulate.simulate_step(*random_durations(rng, m, p))
+        waits = np.stack(list(simulate.waits_before(timeline).values()))
         assert (waits >= 0).all()
         np.testing.assert_allclose(waits.sum(axis=(0, 1)) + timeline.busy_ms, timeline.finish_ms)
 
@@ -154,8 +155,8 @@ def test_steps_of_different_lengths_match_an_event_loop():
         if count:
             real = [values[index, :count] for values in durations]
             forward_end, backward_end = event_loop(*real)
-            np.testing.assert_allclose(timeline.forward_end_ms[index, :count], forward_end)
-            np.testing.assert_allclose(timeline.backward_end_ms[index, :count], backward_end)
+            np.testing.assert_allclose(timeline.end_ms[Pass.FORWARD][index, :count], forward_end)
+            np.testing.assert_allclose(timeline.end_ms[Pass.BACKWARD][index, :count], backward_end)
             assert timeline.step_ms[index] == pytest.approx(backward_end.max())
             busy = real[0].sum(axis=0) + real[1].sum(axis=0)
             np.testing.assert_allclose(timeline.busy_ms[index], busy)
@@ -217,7 +218,7 @@ def test_in_flight_runs_are_what_the_schedule_holds(m: int, p: int):
             size[(forward_end[:, stage] <= now) & (backward_end[:, stage] > now)].sum(axis=0)
             for now in forward_end[:, stage]
         ]
-        runs = in_flight_features(size, np.arange(m), p - stage)
+        runs = in_flight_features(size, np.arange(m), p, stage)
         np.testing.assert_allclose(runs.max(axis=0), np.max(held, axis=0))
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import current_device
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint
 from megatron.vlm.launch import Launch, initialize_distributed
 from megatron.vlm.layers import attend_by_segment, attend_flash
@@ -62,7 +63,7 @@ def _steps(trainer: Trainer, first: int, last: int) -> list[float]:
         model = trainer.plan.model
         packs = [toy_batch(model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
         own = [pack.to(current_device()) for pack in packs]
-        losses.append(train_step(trainer, iter(own), counts_of(own)).loss)
+        losses.append(train_step(trainer, MicroBatchStream.of(own)).loss)
     return losses
 
 
@@ -106,7 +107,7 @@ def losses_on_one_pack(links: PipelineLinks, plan: Plan, *sizes: object) -> list
     options = replace(OPTIONS, lr=1e-5, min_lr=0.0)
     trainer = build_trainer(plan, links, options, steps=10, seed=0)
     batch = random_batch(plan.model, *sizes).to(current_device())
-    return [train_step(trainer, iter([batch]), counts_of([batch])).loss for _ in range(4)]
+    return [train_step(trainer, MicroBatchStream.of([batch])).loss for _ in range(4)]
 
 
 def real_size_stage(folder: Path) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.clock import PhaseClock
 from megatron.vlm.schedule import run_forward_backward
 from megatron.vlm.train import build_trainer
@@ -302,8 +303,8 @@ def gradients(links, plan, batch):
     """Loss and every parameter's gradient of one micro-batch."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=0)
     trainer.model.zero_grad_buffer()
-    counts = counts_of([batch])
-    losses = run_forward_backward(plan, trainer.model, links, iter([batch]), counts, PhaseClock())
+    batches = MicroBatchStream.of([batch])
+    losses = run_forward_backward(plan, trainer.model, links, batches, PhaseClock())
     grads = {name: p.main_grad.clone() for name, p in trainer.stage.named_parameters()}
     return torch.stack(losses).sum().item(), grads
 

@@ -13,9 +13,10 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm import checkpoint
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import (
     CheckpointWriter,
     LoadedCheckpoint,
@@ -44,7 +45,7 @@ def train_range(links, plan, first, last, load, save, seed=3):
     for step in range(first, last):
         batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-        losses.append(train_step(trainer, iter(own), counts_of(own)).loss)
+        losses.append(train_step(trainer, MicroBatchStream.of(own)).loss)
     if save is not None:
         writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
         writer.save(last, {})
@@ -139,7 +140,7 @@ def saved_while_training(links, plan, directory):
     for step in range(5):
         batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-        train_step(trainer, iter(own), counts_of(own))
+        train_step(trainer, MicroBatchStream.of(own))
         if step == 1:
             at_once.save(2, {"skipped": 1})
             later.save(2, {"skipped": 1})

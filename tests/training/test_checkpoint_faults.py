@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm import checkpoint
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint_files import (
     TRACKER_FILE,
@@ -54,7 +55,7 @@ def step_loss(trainer, step):
     batches = [
         toy_batch(trainer.plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)
     ]
-    return train_step(trainer, iter(batches), counts_of(batches)).loss
+    return train_step(trainer, MicroBatchStream.of(batches)).loss
 
 
 def names(directory):

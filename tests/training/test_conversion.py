@@ -35,7 +35,7 @@ from test_conversion_parity import (
     predicting_positions,
 )
 from test_tensor_parallel import by_name, whole
-from toy import OPTIONS, counts_of, pack, stages_of, toy_plan
+from toy import OPTIONS, pack, stages_of, toy_plan
 from transformers import (
     InternVLForConditionalGeneration,
     LlamaConfig,
@@ -44,6 +44,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint_identity import open_newest
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
@@ -380,7 +381,7 @@ def train_and_save(links, plan, run, directory):
     load_weights(run, plan, trainer.stage)
     trainer.optimizer.reload_model_params()
     batches = [pack(samples) for samples in micro_batches(plan.model)]
-    train_step(trainer, iter(batches), counts_of(batches))
+    train_step(trainer, MicroBatchStream.of(batches))
     parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
     writer.save(1, {})
@@ -388,7 +389,7 @@ def train_and_save(links, plan, run, directory):
     logits: list[torch.Tensor] = []
     if trainer.stage.head is not None:
         trainer.stage.head.register_forward_hook(lambda *call: keep(logits, *call))
-    train_step(trainer, iter(batches), counts_of(batches))
+    train_step(trainer, MicroBatchStream.of(batches))
     return [each.squeeze(1) for each in logits]
 
 

@@ -19,9 +19,10 @@ from released import (
     transformers_model,
 )
 from test_tensor_parallel import by_name, gather_gradients, whole
-from toy import OPTIONS, ToySample, counts_of, pack, stages_of, toy_plan
+from toy import OPTIONS, ToySample, pack, stages_of, toy_plan
 from transformers import InternVLVisionModel, LlamaForCausalLM, Qwen2ForCausalLM
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import load_weights
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from megatron.vlm.train import build_trainer, train_step
@@ -147,7 +148,7 @@ def observed(links, plan: Plan, run, packs: Sequence[Sequence[ToySample]]):
         if part in seen:
             module.register_forward_hook(functools.partial(keep, seen[part]))
     batches = [pack(samples) for samples in packs]
-    result = train_step(trainer, iter(batches), counts_of(batches))
+    result = train_step(trainer, MicroBatchStream.of(batches))
     gather_gradients(trainer.model)
     gradients = by_name(trainer.stage, lambda parameter: parameter.main_grad)
     return result.loss, seen, gradients

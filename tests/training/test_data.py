@@ -472,12 +472,12 @@ def test_validation_packs_hold_every_sample_once(data):
     seen, labels = Counter(), Counter()
     for rank in range(RANKS):
         dataset = packs.dataset(data.reader, WHOLE, rank, options)
-        counts = packs.counts(rank)
-        assert len(counts) == len(dataset) > 1
-        for batch, (tiles, tokens) in zip(dataset, counts, strict=True):
-            assert tiles <= CAPS.max_tiles and tokens <= CAPS.max_tokens
-            assert len(batch.pixels_TCPP) == batch.tiles == tiles
-            assert len(batch.token_ids_S) == batch.tokens == tokens
+        shapes = packs.shapes(rank)
+        assert len(shapes) == len(dataset) > 1
+        for batch, shape in zip(dataset, shapes, strict=True):
+            assert shape.tiles <= CAPS.max_tiles and shape.tokens <= CAPS.max_tokens
+            assert len(batch.pixels_TCPP) == batch.tiles == shape.tiles
+            assert len(batch.token_ids_S) == batch.tokens == shape.tokens
             assert batch.drop_path_keys_T is None
             labels.update(batch.labels_L.tolist())
         for row in dataset.rows:

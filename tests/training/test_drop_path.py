@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.drop_path import branch_scales
 from megatron.vlm.train import build_trainer, train_step
 
@@ -30,7 +31,7 @@ def losses_of(links, plan, rate=RATE, reverse=False):
     batches = [replace(p, drop_path_keys_T=k) for p, k in zip(packs, keys, strict=True)]
     if reverse:
         batches = batches[::-1]
-    results = [train_step(trainer, iter(batches), counts_of(batches)) for _ in range(3)]
+    results = [train_step(trainer, MicroBatchStream.of(batches)) for _ in range(3)]
     return [(result.loss, result.grad_norm) for result in results]
 
 
@@ -77,7 +78,7 @@ def eval_loss(links, plan):
     pack = toy_batch(plan.model, SAMPLES[0], seed=0)
     keys = random_keys(pack.tiles, 0)
     with_keys = replace(pack, drop_path_keys_T=keys)
-    train_step(trainer, iter([with_keys]), counts_of([with_keys]))
+    train_step(trainer, MicroBatchStream.of([with_keys]))
     trainer.model.eval()
     return float(trainer.stage(with_keys)), float(trainer.stage(pack))
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_pipeline import STEPS
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.profiler import peak_activation_bytes
 from megatron.vlm.train import build_trainer, train_step
 from omnibal.config import Part
@@ -30,7 +31,7 @@ def frozen_weights(links, plan):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batch = toy_batch(plan.model, [(2, 9), (1, 14)], seed=0)
-    train_step(trainer, iter([batch]), counts_of([batch]))
+    train_step(trainer, MicroBatchStream.of([batch]))
     return {name: not torch.equal(before[name], p) for name, p in trainer.stage.named_parameters()}
 
 
@@ -62,7 +63,7 @@ def train_trained(links, plan, steps):
         batches = [
             toy_batch(plan.model, pack, seed=100 * number + i) for i, pack in enumerate(step)
         ]
-        result = train_step(trainer, iter(batches), counts_of(batches))
+        result = train_step(trainer, MicroBatchStream.of(batches))
         results.append((result.loss, result.grad_norm))
         if number == 0:
             own = trainer.stage.named_parameters()
@@ -94,7 +95,7 @@ def kept_activations(links, plan):
     batches = [toy_batch(plan.model, [(2, 9)], seed=i) for i in range(2)]
 
     def step():
-        train_step(trainer, iter(batches), counts_of(batches))
+        train_step(trainer, MicroBatchStream.of(batches))
 
     return peak_activation_bytes(trainer, step)
 

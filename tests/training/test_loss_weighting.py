@@ -6,8 +6,9 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, pack, stages_of, toy_model, toy_plan, toy_sample
+from toy import OPTIONS, pack, stages_of, toy_model, toy_plan, toy_sample
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.train import build_trainer, train_step
 
 # (tiles, text tokens); two tokens of each carry no loss.
@@ -21,7 +22,7 @@ def gradients_of(links, plan, step, exponent):
     samples = [toy_sample(plan.model, *sizes, seed=i) for i, sizes in enumerate(SAMPLES)]
     own = step[parallel_state.get_data_parallel_rank()]
     batches = [pack([samples[i] for i in one], exponent) for one in own]
-    result = train_step(trainer, iter(batches), counts_of(batches))
+    result = train_step(trainer, MicroBatchStream.of(batches))
     buffers = {name: p.main_grad for name, p in trainer.stage.named_parameters()}
     if plan.parallel.data > 1:
         # Each rank of the distributed optimizer holds its part of the sum, at the start or the end.

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.train import build_trainer, train_step
 
 
@@ -16,9 +17,7 @@ def run_steps(links, plan, options, steps, total):
     trainer = build_trainer(plan, links, options, steps=total, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batch = toy_batch(plan.model, [(1, 9), (0, 6)], seed=0)
-    rates = [
-        train_step(trainer, iter([batch]), counts_of([batch])).learning_rate for _ in range(steps)
-    ]
+    rates = [train_step(trainer, MicroBatchStream.of([batch])).learning_rate for _ in range(steps)]
     after = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     return rates, before, after
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.schedule import create_pipeline_links
 from megatron.vlm.train import _tied_groups, build_trainer, train_step
@@ -36,7 +37,7 @@ def train_steps(links, plan, steps, data_size=1, new_samples=True):
         batches = [toy_batch(plan.model, pack, seed=seed + i) for i, pack in enumerate(step)]
         own = batches[parallel_state.get_data_parallel_rank() :: data_size]
         before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
-        result = train_step(trainer, iter(own), counts_of(own))
+        result = train_step(trainer, MicroBatchStream.of(own))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gradients.append(
             {
@@ -185,10 +186,10 @@ def train_on_poisoned_pixels(links, plan):
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batch = toy_batch(plan.model, [(1, 9)], seed=0)
     poisoned = replace(batch, pixels_TCPP=batch.pixels_TCPP * float("nan"))
-    result = train_step(trainer, iter([poisoned]), counts_of([poisoned]))
+    result = train_step(trainer, MicroBatchStream.of([poisoned]))
     assert result.skipped and math.isnan(result.loss) and math.isnan(result.grad_norm)
     assert all(torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
-    after = train_step(trainer, iter([batch]), counts_of([batch]))
+    after = train_step(trainer, MicroBatchStream.of([batch]))
     return after.loss, after.skipped
 
 
@@ -200,12 +201,12 @@ def poison_one_gradient(links, plan, factor):
     weight = next(trainer.stage.parameters())
     if links.rank == 1:
         hook = weight.register_hook(lambda gradient: gradient * factor)
-    result = train_step(trainer, iter([batch]), counts_of([batch]))
+    result = train_step(trainer, MicroBatchStream.of([batch]))
     assert result.skipped and math.isfinite(result.loss)
     assert all(torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
     if links.rank == 1:
         hook.remove()
-    after = train_step(trainer, iter([batch]), counts_of([batch]))
+    after = train_step(trainer, MicroBatchStream.of([batch]))
     return after.loss, after.skipped
 
 

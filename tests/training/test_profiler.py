@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.profiler import (
     KeptActivations,
     ProfileOptions,
@@ -97,7 +98,7 @@ def profile_and_step(links, plan):
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(PACKS)]
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     peak_bytes = peak_activation_bytes(
-        trainer, lambda: train_step(trainer, iter(batches), counts_of(batches))
+        trainer, lambda: train_step(trainer, MicroBatchStream.of(batches))
     )
     profiler = Profiler(JobSpec.of_plan(plan, None), links, PROFILE)
     return peak_bytes, profiler.result([profiler.round()])

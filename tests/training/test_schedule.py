@@ -10,15 +10,27 @@ import torch
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm import schedule
+from megatron.vlm.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.clock import PhaseClock
 from megatron.vlm.schedule import PipelineLinks, run_forward, run_forward_backward
 from megatron.vlm.stage import boundary_shape
 from omnibal.config import Part
+from omnibal.pipeline.operation_graph import OperationGraph
+from omnibal.pipeline.schedules import (
+    Operation,
+    Pass,
+    Schedule,
+    forward_only,
+    one_forward_one_backward,
+)
 
 MODEL = toy_model()
 CUTS = {1: (), 2: (4,), 3: (3, 8), 4: (2, 7, 9), 5: (1, 3, 7, 9)}
 POSITIONS = [(size, rank) for size in CUTS for rank in range(size)]
-BATCHES = [SimpleNamespace(tiles=tiles, tokens=30 + tiles) for tiles in (2, 1, 3, 1, 2, 4)]
+BATCHES = [
+    MicroBatch(tiles=tiles, tokens=30 + tiles, segment_tokens=(30 + tiles,))
+    for tiles in (2, 1, 3, 1, 2, 4)
+]
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Recorder(torch.nn.Module):
         self.note("launch", "forward")
         number = self.weight if self.received is None else self.weight * self.received.mean()
         if self.rank < self.plan.parallel.pipeline - 1:
-            shape = boundary_shape(self.plan, self.rank, batch.tiles, batch.tokens)
+            shape = boundary_shape(self.plan, self.rank, batch.shape)
             number = number.expand(shape).clone()
         return number
 
@@ -83,11 +95,11 @@ def events_of(monkeypatch, size, rank, training=True, frozen=()):
         rank=rank, size=size, previous_rank=rank - 1, next_rank=rank + 1,
         activations="activations", gradients="gradients",
     )  # fmt: skip
-    counts = [(batch.tiles, batch.tokens) for batch in BATCHES]
+    batches = MicroBatchStream.of(BATCHES)
     if training:
-        run_forward_backward(plan, recorder, links, iter(BATCHES), counts, PhaseClock())
+        run_forward_backward(plan, recorder, links, batches, PhaseClock())
     else:
-        run_forward(plan, recorder, links, iter(BATCHES), counts)
+        run_forward(plan, recorder, links, batches)
     return recorder.events
 
 
@@ -176,3 +188,50 @@ def test_no_stage_hangs_that_waits_for_its_device_at_first_launches(monkeypatch,
     """Prevents: stages that wait for each other in a ring when each of them loads its kernels."""
     programs = [events_of(monkeypatch, size, rank) for rank in range(size)]
     assert hosts_that_hang(programs, draining) == []
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
+@pytest.mark.parametrize(("size", "rank"), POSITIONS)
+def test_a_stage_launches_what_its_list_says(monkeypatch, size, rank, training):
+    """Prevents: a step in another order than the one that is simulated and counted for memory."""
+    rule = one_forward_one_backward if training else forward_only
+    listed = rule(size, 1, len(BATCHES)).operations[rank]
+    events = events_of(monkeypatch, size, rank, training)
+    launched = [event.what for event in events if event.kind == "launch"]
+    assert launched == [operation.kind.label for operation in listed]
+
+
+def test_micro_batches_that_are_not_as_planned_are_refused():
+    """Prevents: neighbours that exchange tensors of different shapes, or a step of too few."""
+    shapes = [batch.shape for batch in BATCHES]
+    swapped = MicroBatchStream(batches=iter(BATCHES[::-1]), shapes=shapes)
+    message = (
+        "micro-batch 0 of the step has 4 tiles and 34 tokens, and the plan has 2 tiles and 32 "
+        "tokens for it"
+    )
+    with pytest.raises(ValueError, match=message):
+        swapped.take(0)
+    short = MicroBatchStream(batches=iter(BATCHES[:2]), shapes=shapes)
+    assert [short.take(0), short.take(1)] == BATCHES[:2]
+    with pytest.raises(ValueError, match="ended before micro-batch 2 of a step of 6"):
+        short.take(2)
+
+
+def test_a_step_takes_no_more_than_its_own_micro_batches():
+    """Prevents: a step that swallows the first micro-batch of the next one."""
+    coming = iter(BATCHES)
+    stream = MicroBatchStream(batches=coming, shapes=[batch.shape for batch in BATCHES[:2]])
+    assert [stream.take(number) for number in range(len(stream))] == BATCHES[:2]
+    assert list(coming) == BATCHES[2:]
+
+
+def test_schedules_that_the_trainer_cannot_run_are_refused(monkeypatch):
+    """Prevents: a stage that mixes up what its neighbours send in another order."""
+    out_of_order = Schedule(
+        name="all forwards first, last one first", chunks=1, micro_batches=2, shortens=False,
+        operations=((Operation(Pass.FORWARD, 1), Operation(Pass.FORWARD, 0)),),
+    )  # fmt: skip
+    graph = OperationGraph.of(out_of_order)
+    monkeypatch.setattr(schedule, "planned_graph", lambda stages, micro_batches: graph)
+    with pytest.raises(ValueError, match="the search and the trainer need a schedule of one chunk"):
+        events_of(monkeypatch, 1, 0)

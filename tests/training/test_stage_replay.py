@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_model, toy_plan
 
 from megatron.vlm import clock
 from megatron.vlm import replay as replay_module
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.launch import Launch, open_store
 from megatron.vlm.profiler import peak_activation_bytes, random_batch
 from megatron.vlm.replay import (
@@ -56,7 +57,7 @@ def bytes_of_rank(links, plan):
     batches = batches_for(plan.stages[links.rank])
 
     def step():
-        train_step(trainer, iter(batches), counts_of(batches))
+        train_step(trainer, MicroBatchStream.of(batches))
 
     step()
     return state_bytes_of(trainer), peak_activation_bytes(trainer, step)

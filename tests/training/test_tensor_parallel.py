@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
-from toy import OPTIONS, counts_of, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint
 from megatron.vlm.initialize import global_parameter_name
 from megatron.vlm.train import build_trainer, train_step
@@ -69,7 +70,7 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
     for number, packs in enumerate(steps, first):
         batches = list(batches_of(plan.model, number, packs))
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-        result = train_step(trainer, iter(own), counts_of(own))
+        result = train_step(trainer, MicroBatchStream.of(own))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)
         gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
@@ -202,7 +203,7 @@ def gradients_in_norm(links, plan):
     """How many gradients the optimizer takes on this rank, and the rank's parameters by name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     batches = list(batches_of(plan.model, 0, STEPS[0]))
-    train_step(trainer, iter(batches), counts_of(batches))
+    train_step(trainer, MicroBatchStream.of(batches))
     optimizers = trainer.optimizer.chained_optimizers
     taken = [grad for each in optimizers for grad in each.get_main_grads_for_grad_norm()]
     return sum(map(torch.numel, taken)), by_name(trainer.stage, lambda parameter: parameter)

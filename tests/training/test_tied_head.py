@@ -17,8 +17,9 @@ from test_tensor_parallel import (
     model_of,
     run,
 )
-from toy import OPTIONS, counts_of, stages_of, toy_plan
+from toy import OPTIONS, stages_of, toy_plan
 
+from megatron.vlm.batch import MicroBatchStream
 from megatron.vlm.checkpoint import CheckpointWriter, load_weights
 from megatron.vlm.checkpoint_files import checkpoint_path
 from megatron.vlm.initialize import global_parameter_name
@@ -102,7 +103,7 @@ def first_step(links, plan):
         with torch.no_grad():
             stage.head.weight.copy_(stage.embedding.word_embeddings.weight)
     batches = list(batches_of(plan.model, 0, STEPS[0]))
-    result = train_step(trainer, iter(batches), counts_of(batches))
+    result = train_step(trainer, MicroBatchStream.of(batches))
     gather_gradients(trainer.model)
     return result.loss, result.grad_norm, by_name(stage, lambda parameter: parameter.main_grad)
 

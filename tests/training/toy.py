@@ -139,11 +139,6 @@ def toy_batch(model: ModelConfig, samples: Sequence[tuple[int, int]], seed: int)
     )
 
 
-def counts_of(batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
-    """(tiles, tokens) of each micro-batch, as the plan would tell the schedule."""
-    return [(batch.tiles, batch.tokens) for batch in batches]
-
-
 OPTIONS = OptimizationOptions(
     lr=1e-2, min_lr=1e-3, lr_decay_style="cosine", lr_warmup_fraction=0.1, weight_decay=0.1,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,

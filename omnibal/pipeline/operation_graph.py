@@ -1,0 +1,357 @@
+"""A schedule's operations as arrays, checked, and with what each of them waits for.
+
+An operation waits for the stage's previous one. A forward also waits for the activation of the
+part before (`omnibal.pipeline.schedules` says what a part is), a backward for the gradient of the
+part after.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from omnibal.pipeline.schedules import Pass, Schedule, ScheduleRule, one_forward_one_backward
+
+_KINDS = len(Pass)
+_KEPT_GRAPHS = 8
+"""Of the last schedules asked for: one job asks for the same ones again and again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OperationGraph:
+    """The operations of a schedule, sorted by depth in their dependencies and then by stage.
+
+    All operations of one depth can run at the same time; each stage has at most one of them.
+    """
+
+    schedule: Schedule
+    kind: np.ndarray
+    """[operations] of `Pass`; all arrays but `levels` have one entry per operation."""
+    stage: np.ndarray
+    part: np.ndarray
+    """Of the model, that the operation is computed with."""
+    micro_batch: np.ndarray
+    before: np.ndarray
+    """The stage's previous operation; the number of operations where there is none."""
+    source: np.ndarray
+    """The operation whose output this one waits for; likewise."""
+    levels: np.ndarray
+    """[depths + 1]; the first operation of every depth, then the number of operations."""
+    in_turn: np.ndarray
+    """All operations, each after what it needs, and as many of one stage in a row as there can be:
+    an order in which what was just computed is soon needed again."""
+    in_order: bool
+    """Whether a stage has one chunk, and runs its forwards and its whole backwards each in
+    micro-batch order."""
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "OperationGraph":
+        """Check a schedule and find what its operations wait for.
+
+        Raises:
+            ValueError: an operation is missing, doubled or unknown, a backward comes before its
+                forward, or stages wait for each other for ever.
+        """
+        table = _Table.of(schedule)
+        place = _checked_places(schedule, table)
+        source = _sources(schedule, table, place)
+        depth, in_turn = _depths(schedule, table, source)
+        order = np.lexsort((table.stage, depth))
+        count = len(order)
+        rank = np.empty(count + 1, np.int64)
+        rank[order] = np.arange(count)
+        rank[count] = count  # of what waits for nothing
+        return cls(
+            schedule=schedule,
+            kind=table.kind[order],
+            stage=table.stage[order],
+            part=table.part[order],
+            micro_batch=table.micro_batch[order],
+            before=rank[table.before[order]],
+            source=rank[source[order]],
+            levels=np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2)),
+            in_turn=rank[in_turn],
+            in_order=_in_order(schedule, table),
+        )
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def depths(self) -> int:
+        """Operations of the longest chain in which each waits for the one before."""
+        return len(self.levels) - 1
+
+    @property
+    def kinds(self) -> tuple[Pass, ...]:
+        """The kinds of operations that occur."""
+        return tuple(Pass(kind) for kind in np.unique(self.kind).tolist())
+
+    def last_of_stages(self) -> np.ndarray:
+        """Every stage's last operation. [stages]"""
+        last = np.empty(self.schedule.stages, np.int64)
+        last[self.stage] = np.arange(len(self))  # of equal indices the last one is kept
+        return last
+
+    def of_stage(self, stage: int) -> np.ndarray:
+        """A stage's operations, in the order in which it runs them."""
+        return np.flatnonzero(self.stage == stage)
+
+
+@lru_cache(maxsize=_KEPT_GRAPHS)
+def operation_graph(
+    rule: ScheduleRule, stages: int, chunks: int, micro_batches: int
+) -> OperationGraph:
+    """The checked operations of a schedule; the one way in for all that reads a schedule.
+
+    Raises:
+        ValueError: the schedule is wrong (see `OperationGraph.of`).
+    """
+    return OperationGraph.of(rule(stages, chunks, micro_batches))
+
+
+def planned_graph(stages: int, micro_batches: int) -> OperationGraph:
+    """The operations of the schedule that plans are made for and trained by, which is 1F1B."""
+    return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
+
+
+def in_flight(graph: OperationGraph, stage: int) -> np.ndarray:
+    """The micro-batches that a stage holds right after each of its forwards, chunk by chunk.
+
+    A micro-batch is held from its forward to the end of its backward, of both parts if it has two.
+
+    Returns:
+        [forwards, chunks, 2]; the first micro-batch of the chunk that is held, and the first after
+        it that is not.
+
+    Raises:
+        ValueError: the held ones are not consecutive, since a chunk's passes are out of order.
+    """
+    schedule, own = graph.schedule, graph.of_stage(stage)
+    kind, micro_batch, part = graph.kind[own], graph.micro_batch[own], graph.part[own]
+    forwards = np.flatnonzero(kind == Pass.FORWARD)
+    held = np.empty((len(forwards), schedule.chunks, 2), np.int64)
+    ends = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_WEIGHT)
+    for chunk in range(schedule.chunks):
+        of_chunk = part == schedule.part(stage, chunk)
+        begun = np.flatnonzero((kind == Pass.FORWARD) & of_chunk)
+        ended = np.flatnonzero(ends & of_chunk)
+        for passes in (begun, ended):
+            if not np.array_equal(micro_batch[passes], np.arange(schedule.micro_batches)):
+                raise ValueError(
+                    f"{schedule.name}: stage {stage} runs passes of chunk {chunk} out of order, or "
+                    "has no backward; memory is counted for schedules that hold consecutive "
+                    "micro-batches"
+                )
+        held[:, chunk, 0] = np.searchsorted(ended, forwards)
+        held[:, chunk, 1] = np.searchsorted(begun, forwards, side="right")
+    return held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageOrder:
+    """Where a stage has the forward and the backward of each micro-batch in its list."""
+
+    forward: np.ndarray
+    """[m], ascending; position in the stage's list."""
+    backward: np.ndarray
+    """[m], ascending."""
+
+    @classmethod
+    def of_stages(cls, graph: OperationGraph) -> list["StageOrder"]:
+        """Of every stage of a schedule of one chunk whose passes are in order.
+
+        Raises:
+            ValueError: the schedule is another one (`require_in_order`).
+        """
+        require_in_order(graph)
+        kinds = [graph.kind[graph.of_stage(stage)] for stage in range(graph.schedule.stages)]
+        return [
+            cls(
+                forward=np.flatnonzero(kind == Pass.FORWARD),
+                backward=np.flatnonzero(kind == Pass.BACKWARD),
+            )
+            for kind in kinds
+        ]
+
+    def forwards_before_first_backward(self, count: np.ndarray) -> np.ndarray:
+        """How many, where there are only the first `count` [...] micro-batches. [...]"""
+        return np.minimum(np.searchsorted(self.forward, self.backward[0]), count)
+
+    def backwards_after_last_forward(self, count: np.ndarray) -> np.ndarray:
+        """How many, where there are only the first `count` [...] micro-batches. [...]"""
+        last = self.forward[np.maximum(count - 1, 0)]
+        return np.maximum(count - np.searchsorted(self.backward, last), 0)
+
+
+def require_in_order(graph: OperationGraph) -> None:
+    """Refuse several chunks, backwards in two parts, and passes out of micro-batch order.
+
+    Raises:
+        ValueError: the schedule has one of these.
+    """
+    if not graph.in_order:
+        raise ValueError(
+            f"{graph.schedule.name}: the search and the trainer need a schedule of one chunk a "
+            "stage, whose forwards and whole backwards each run in micro-batch order; it has "
+            f"{graph.schedule.chunks} chunk(s) of {', '.join(kind.label for kind in graph.kinds)}"
+        )
+
+
+def require_shortens(schedule: Schedule) -> None:
+    """Refuse a schedule whose list says nothing of fewer micro-batches.
+
+    Raises:
+        ValueError: leaving out micro-batches does not give its schedule of fewer.
+    """
+    if not schedule.shortens:
+        raise ValueError(
+            f"{schedule.name}: steps of different numbers of micro-batches were given, and its "
+            "list does not hold for fewer; simulate each number by a list of its own"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Table:
+    """Operations as they are listed, stage by stage. [operations] each"""
+
+    kind: np.ndarray
+    stage: np.ndarray
+    chunk: np.ndarray
+    part: np.ndarray
+    micro_batch: np.ndarray
+    before: np.ndarray
+    """The stage's previous one; the number of operations where there is none."""
+    first: np.ndarray
+    """[stages + 1]; each stage's first operation, then the number of operations."""
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "_Table":
+        lengths = [len(operations) for operations in schedule.operations]
+        first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        every = [operation for operations in schedule.operations for operation in operations]
+        stage = np.repeat(np.arange(schedule.stages), lengths)
+        chunk = np.array([operation.chunk for operation in every], np.int64)
+        before = np.arange(len(every)) - 1
+        before[first[:-1][np.array(lengths) > 0]] = len(every)
+        return cls(
+            kind=np.array([operation.kind for operation in every], np.int64),
+            stage=stage,
+            chunk=chunk,
+            part=chunk * schedule.stages + stage,
+            micro_batch=np.array([operation.micro_batch for operation in every], np.int64),
+            before=before,
+            first=first,
+        )
+
+    def named(self, index: int) -> str:
+        """An operation in words."""
+        kind = Pass(int(self.kind[index])).label
+        return f"{kind} of micro-batch {self.micro_batch[index]}, chunk {self.chunk[index]}"
+
+
+def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
+    """Where each operation is in the table; -1 where it is not. [kinds, m, parts]
+
+    Raises:
+        ValueError: an operation is missing, doubled or unknown, or comes before what it needs.
+    """
+    shape = _KINDS, schedule.micro_batches, schedule.parts
+    known = (0 <= table.micro_batch) & (table.micro_batch < schedule.micro_batches)
+    known &= (0 <= table.chunk) & (table.chunk < schedule.chunks)
+    if not known.all():
+        index = int(known.argmin())
+        raise ValueError(
+            f"{schedule.name}: stage {table.stage[index]} runs {table.named(index)}, of "
+            f"{schedule.micro_batches} micro-batches and {schedule.chunks} chunks"
+        )
+    times = np.zeros(shape, np.int64)
+    np.add.at(times, (table.kind, table.micro_batch, table.part), 1)
+    forward, whole, of_input, of_weight = times
+    # Every backward is whole or in two parts, or there is none anywhere.
+    complete = (forward == 1) & (whole + of_input == 1) & (of_input == of_weight)
+    has_backwards = bool(times[1:].any())
+    if not (complete if has_backwards else forward == 1).all():
+        wrong = ~complete if has_backwards else forward != 1
+        micro_batch, part = np.unravel_index(int(wrong.argmax()), shape[1:])
+        raise ValueError(
+            f"{schedule.name}: stage {part % schedule.stages} runs micro-batch {micro_batch} of "
+            f"chunk {part // schedule.stages} forward {forward[micro_batch, part]} times and "
+            f"backward {whole[micro_batch, part]} times whole, {of_input[micro_batch, part]} times "
+            f"for the input and {of_weight[micro_batch, part]} times for the weights; each is to "
+            "run forward once and backward once, whole or in both parts"
+        )
+    place = np.full(shape, -1, np.int64)
+    place[table.kind, table.micro_batch, table.part] = np.arange(len(table.kind))
+    begun = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_INPUT])
+    ended = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_WEIGHT])
+    for early, late in ((place[Pass.FORWARD], begun), (begun, ended)):
+        wrong = late < early
+        if has_backwards and wrong.any():
+            first, second = int(late[wrong][0]), int(early[wrong][0])
+            raise ValueError(
+                f"{schedule.name}: stage {table.stage[first]} runs {table.named(first)} before "
+                f"{table.named(second)}"
+            )
+    return place
+
+
+def _in_order(schedule: Schedule, table: _Table) -> bool:
+    whole = np.isin(table.kind, (Pass.FORWARD, Pass.BACKWARD)).all()
+    if schedule.chunks != 1 or not whole:
+        return False
+    order = np.tile(np.arange(schedule.micro_batches), schedule.stages)
+    # The table is sorted by stage.
+    by_kind = (table.micro_batch[table.kind == kind] for kind in np.unique(table.kind))
+    return all(np.array_equal(micro_batches, order) for micro_batches in by_kind)
+
+
+def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray:
+    """The operation whose output each one waits for, or their number. [operations]"""
+    count, parts = len(table.kind), schedule.parts
+    source = np.full(count, count, np.int64)
+    forward = (table.kind == Pass.FORWARD) & (table.part > 0)
+    source[forward] = place[Pass.FORWARD, table.micro_batch[forward], table.part[forward] - 1]
+    backward = (table.kind == Pass.BACKWARD) | (table.kind == Pass.BACKWARD_INPUT)
+    backward &= table.part < parts - 1
+    gradient = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_INPUT])
+    source[backward] = gradient[table.micro_batch[backward], table.part[backward] + 1]
+    return source
+
+
+def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The length of the longest chain of operations that each one waits for, and all operations as
+    stages that run on as long as they can get to them. [operations] each
+
+    Raises:
+        ValueError: stages wait for each other for ever.
+    """
+    count, sources = len(source), source.tolist()
+    depth = [-1] * (count + 1)  # the last stands for nothing, which nobody waits for
+    first: Sequence[int] = table.first.tolist()
+    at, stop = list(first[:-1]), first[1:]
+    order: list[int] = []
+    before_round = -1
+    while before_round < len(order) < count:
+        before_round = len(order)
+        for stage, index in enumerate(at):
+            ended = depth[index - 1] if index > first[stage] else -1
+            while index < stop[stage]:
+                needed = sources[index]
+                arrived = depth[needed]
+                if arrived < 0 and needed < count:
+                    break
+                ended = max(ended, arrived) + 1
+                depth[index] = ended
+                index += 1
+            order += range(at[stage], index)
+            at[stage] = index
+    if len(order) < count:
+        stuck = [i for i, end in zip(at, stop, strict=True) if i < end]
+        waiting = "; ".join(
+            f"stage {table.stage[i]} at {table.named(i)} for stage {table.stage[sources[i]]}"
+            for i in stuck
+        )
+        raise ValueError(f"{schedule.name}: stages wait for each other for ever: {waiting}")
+    return np.array(depth[:count], np.int64), np.array(order, np.int64)

@@ -1,0 +1,124 @@
+"""Pipeline schedules as data: the operations of every stage, in the order in which it runs them.
+
+A schedule is a function of (stages, chunks, micro-batches). Simulator, memory count, bounds and
+trainer read the lists that it returns (`omnibal.pipeline.operation_graph` checks them), so another
+schedule is one more function here.
+
+A stage holds one or several *chunks* of the model (Narayanan et al. 2021, arXiv 2104.04473, section
+2.2): the model is cut into stages x chunks *parts*, and part k is chunk k // stages of stage
+k % stages. A backward pass is one operation, or two: of its input, which the stage before waits
+for, and later of its weights (Qi et al. 2023, arXiv 2401.10241).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Pass(IntEnum):
+    """What an operation computes of one micro-batch and chunk."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    """Gradients of the input and of the weights."""
+    BACKWARD_INPUT = 2
+    """The first part of a backward: the gradient that the stage before waits for."""
+    BACKWARD_WEIGHT = 3
+    """The second part: gradients of the weights, which nobody waits for."""
+
+    @property
+    def label(self) -> str:
+        """In words: `forward`, `backward`, `backward input`, `backward weight`."""
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One pass of one micro-batch through one chunk of a stage."""
+
+    kind: Pass
+    micro_batch: int
+    chunk: int = 0
+
+
+StageOperations = tuple[Operation, ...]
+"""What one stage runs in a step, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Schedule:
+    """The operations of one step on every stage of a pipeline."""
+
+    name: str
+    chunks: int
+    """Of every stage."""
+    micro_batches: int
+    operations: tuple[StageOperations, ...]
+    """Of every stage."""
+    shortens: bool
+    """Whether leaving out the last micro-batches gives the schedule of so many fewer. Ranks with
+    different numbers of micro-batches can then be simulated side by side by one list."""
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return len(self.operations)
+
+    @property
+    def parts(self) -> int:
+        """Runs of units that the model is cut into: one for every chunk of every stage."""
+        return self.stages * self.chunks
+
+    def part(self, stage: int, chunk: int) -> int:
+        """The part of the model that is a stage's chunk."""
+        return chunk * self.stages + stage
+
+
+ScheduleRule = Callable[[int, int, int], Schedule]
+"""A schedule for any (stages, chunks, micro-batches)."""
+
+
+def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Schedule:
+    """1F1B, the schedule that keeps at most as many micro-batches as stages are left.
+
+    Stage s of p runs min(p - 1 - s, m) warm-up forwards, then one forward and one backward in turn,
+    then the remaining backwards (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    Example:
+        >>> first, last = one_forward_one_backward(2, 1, 2).operations
+        >>> [f"{operation.kind.name[0]}{operation.micro_batch}" for operation in first]
+        ['F0', 'F1', 'B0', 'B1']
+        >>> [f"{operation.kind.name[0]}{operation.micro_batch}" for operation in last]
+        ['F0', 'B0', 'F1', 'B1']
+    """
+    if chunks != 1:
+        raise ValueError(f"1F1B has 1 chunk a stage, not {chunks}; interleaved 1F1B has several")
+    forwards = [Operation(Pass.FORWARD, i) for i in range(micro_batches)]
+    backwards = [Operation(Pass.BACKWARD, i) for i in range(micro_batches)]
+    operations = []
+    for stage in range(stages):
+        warm_up = min(stages - 1 - stage, micro_batches)
+        steady = micro_batches - warm_up
+        order = forwards[:warm_up]
+        for pair in zip(forwards[warm_up:], backwards[:steady], strict=True):
+            order += pair
+        operations.append((*order, *backwards[steady:]))
+    return Schedule(
+        name="1F1B",
+        chunks=1,
+        micro_batches=micro_batches,
+        operations=tuple(operations),
+        shortens=True,
+    )
+
+
+def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
+    """Evaluation: the forward passes of every micro-batch in order, and no backward."""
+    order = [Operation(Pass.FORWARD, i, c) for i in range(micro_batches) for c in range(chunks)]
+    return Schedule(
+        name="forward only",
+        chunks=chunks,
+        micro_batches=micro_batches,
+        operations=(tuple(order),) * stages,
+        shortens=True,
+    )
