@@ -147,7 +147,8 @@ class _Search:
         self._values, self._counts = priced.values[order], priced.counts[order]
         self.found: list[np.ndarray] = []
         """Places in the order, of packs worth more than enough."""
-        self._most = enough
+        # A pack may hold nothing but what the grid rounds to nothing.
+        self._most = max(enough, priced.filler_price * best._caps.max_tokens)
 
     def run(self) -> float:
         """The most that a pack can be worth, and no less than enough."""
@@ -156,7 +157,7 @@ class _Search:
         value, run = np.zeros(1), np.zeros(1, np.int64)
         tiles, tokens = np.array([caps.max_tiles]), np.array([caps.max_tokens])
         searched = 0
-        while len(members):
+        while len(members) and len(self._values):
             searched += len(members) * len(self._values)
             if searched > _MAX_SEARCHED:
                 rest = self._best._rest(self._priced, tiles, tokens)

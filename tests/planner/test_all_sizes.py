@@ -84,6 +84,22 @@ def test_search_that_is_cut_short_still_bounds(monkeypatch):
         assert best.most(best.price(values, counts), 0.5 * truth)[0] >= truth - 1e-9
 
 
+def test_packs_of_what_the_grid_rounds_to_nothing():
+    """Prevents a bound above the truth, or none, where tiny samples alone fill packs."""
+    caps = Caps(max_tiles=512, max_tokens=65_536)
+    texts = np.array([63] * (5 * 994) + [62] * (5 * 47))
+    tiles = np.zeros(len(texts), np.int64)
+    best = BestPack(tiles[:2], np.array([62, 63]), caps, 1 << 18)
+    priced = best.price(np.array([62, 63]) / 65_536, np.array([235, 4970]))
+    assert best.most(priced, 0.5)[0] == pytest.approx(1)
+    tiles[0] = 512
+    for found in (None, 6):
+        lengths = make_lengths(list(zip(tiles.tolist(), texts.tolist(), strict=True)))
+        assert packs_lower_bound(lengths, caps, found=found) == 5
+    one_more = make_lengths([(0, 63)] * 5200 + [(512, 1)])
+    assert packs_lower_bound(one_more, caps) == 5
+
+
 def test_table_of_limited_copies_equals_all_choices():
     """Prevents a table that takes a sample more often than it is there."""
     rng = np.random.default_rng(4)
