@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 # Before torch is imported: the forked ranks of these tests share no GPU, and two processes of
@@ -20,6 +21,10 @@ from tools.make_digits_dataset import make_dataset
 # An example takes as long as the machine's other work lets it.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so all they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -644,7 +644,7 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
             command.kill()
         else:
             os.killpg(command.pid, number)
-        command.wait()
+        command.wait(60)
         deadline = time.monotonic() + 30
         while running_members(command.pid) and time.monotonic() < deadline:
             if number == signal.SIGKILL:  # a worker finds out when it has done its task
