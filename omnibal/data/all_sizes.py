@@ -32,7 +32,7 @@ _MAX_NEW = 1000
 """Columns, in each round."""
 _MAX_CELLS_OF_MASTER = 1e7
 """Columns times sizes, at most; where more are wanted, packs hold many samples and it is slow."""
-_MIN_COLUMNS = 4
+_MIN_COLUMNS = 2
 """For each size, which are always allowed."""
 _ROUNDING = 1e-9
 """Relative; the float sums are good to more than that."""
@@ -108,9 +108,10 @@ class SizeMix:
         self._master = Master(sizes.counts, self.exchanges)
         self._master.add(self.columns)
 
-    def cover(self, demand: np.ndarray, *, max_rounds: int) -> Cover:
+    def cover(self, demand: np.ndarray, *, max_rounds: int) -> Cover | None:
         """Cover a demand [sizes] of some samples by the fewest packs, over all columns of then.
 
+        None where the master problem takes too long.
         New columns are made in at most `max_rounds` rounds.
         """
         return self._cover(demand, max_rounds, None)[0]
@@ -126,33 +127,50 @@ class SizeMix:
 
     def _cover(
         self, demand: np.ndarray, max_rounds: int, wanted: int | None
-    ) -> tuple[Cover, float]:
+    ) -> tuple[Cover | None, float]:
         self._master.change_demand(demand)
         bound, best_values = 0.0, None
         cover = self._master.solve()
+        if cover is None:
+            return None, bound
         for _ in range(max_rounds):
             tried = [cover.values]
             if best_values is not None:
                 tried.insert(0, _SMOOTHING * best_values + (1 - _SMOOTHING) * cover.values)
             for values in tried:
-                priced = self._best.price(values, demand)
-                most, patterns = priced.most, self._best.patterns(priced, _MAX_NEW)
-                found = patterns[patterns @ cover.values > 1 + _MIN_GAIN]
-                if wanted is not None and values is cover.values and not len(found):
-                    most, patterns = self._best.most(priced, 1 + _ABOVE)
-                    found = patterns[np.argsort(-(patterns @ values), kind="stable")[:_MAX_NEW]]
+                needed = wanted if values is cover.values else None
+                most, patterns = self._best_packs(values, demand, needed)
+                found = patterns[patterns @ cover.values > 1 + _MIN_GAIN][:_MAX_NEW]
                 proven = float(values @ demand) / most * (1 - _ROUNDING)
                 if proven > bound:
                     bound, best_values = proven, values / most
                 if len(found):
                     break
             # Packs come in whole numbers, so the bound rounded up may be all there is to prove.
-            if not len(found) or np.ceil(bound) >= min(cover.packs, wanted or cover.packs):
-                break
-            if self.columns.shape[0] > self._max_columns:
+            proven_all = np.ceil(bound) >= min(cover.packs, wanted or cover.packs)
+            if proven_all or not len(found) or self.columns.shape[0] > self._max_columns:
                 break
             new = sparse.csr_array(found.astype(np.float64))
             self.columns = sparse.vstack([self.columns, new], format="csr")
             self._master.add(new)
-            cover = self._master.solve()
+            solved = self._master.solve()
+            if solved is None:
+                break
+            cover = solved
         return cover, bound
+
+    def _best_packs(
+        self, values: np.ndarray, demand: np.ndarray, wanted: int | None
+    ) -> tuple[float, np.ndarray]:
+        """At most what a pack can be worth, and some of the best, int64 [patterns, sizes].
+
+        With a bound `wanted`, both are searched for where the first try neither proves it nor finds
+        packs worth more than 1.
+        """
+        priced = self._best.price(values, demand)
+        patterns = self._best.patterns(priced, _MAX_NEW)
+        found = (patterns @ values > 1 + _MIN_GAIN).any()
+        if wanted is None or found or np.ceil(values @ demand / priced.most) >= wanted:
+            return priced.most, patterns
+        most, patterns = self._best.most(priced, 1 + _ABOVE)
+        return most, patterns[np.argsort(-(patterns @ values), kind="stable")]

@@ -30,7 +30,7 @@ from scipy import sparse
 from omnibal.data.bound import packs_of_sums
 from omnibal.data.dive import pack_by_diving
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
-from omnibal.data.fit import Seed, check_samples_fit
+from omnibal.data.fit import Seed, check_samples_fit, in_common_units
 from omnibal.data.isf import cut_groups, pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.level import Leading, deal_level, even_out
@@ -87,11 +87,7 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = 
     """
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)
-    tiles, tile_unit = _in_common_units(lengths.tiles)
-    tokens, token_unit = _in_common_units(lengths.tokens)
-    units = Caps(
-        max_tiles=max(caps.max_tiles // tile_unit, 1), max_tokens=caps.max_tokens // token_unit
-    )
+    tiles, tokens, units = in_common_units(lengths, caps)
     if len(lengths) <= MAX_SAMPLES:
         order = rng.permutation(len(lengths))
         chosen = pack_exactly(tiles[order], tokens[order], units)
@@ -128,16 +124,6 @@ def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Gen
     )
     tried = pack_isf(drawn, caps, 0)
     return len(tried) / len(some) < (1 + _ISF_CLOSE) * packs / len(lengths)
-
-
-def _in_common_units(sizes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Sizes [samples] in their greatest common divisor, as int64, and that divisor.
-
-    Lengths rounded to multiples of 256 are small numbers then, and what of a cap is no multiple
-    is no room.
-    """
-    unit = max(int(np.gcd.reduce(sizes)), 1)
-    return sizes.astype(np.int64) // unit, unit
 
 
 def _pack_level(

@@ -14,8 +14,10 @@ import numpy as np
 from omnibal.data.patterns import Grid, knapsack_table
 from omnibal.limits import Caps
 
-_MAX_SEARCHED = 3e8
-"""Extensions of partial packs that the search looks at."""
+_MAX_SEARCHED = 1e8
+"""Extensions of partial packs that the search looks at, at most."""
+_MAX_HELD = 3e7
+"""Samples of all partial packs that are held at once, at most."""
 _CHUNK = 1 << 22
 """Extensions looked at together."""
 
@@ -159,7 +161,7 @@ class _Search:
         searched = 0
         while len(members) and len(self._values):
             searched += len(members) * len(self._values)
-            if searched > _MAX_SEARCHED:
+            if searched > _MAX_SEARCHED or members.size > _MAX_HELD:
                 rest = self._best._rest(self._priced, tiles, tokens)
                 return max(self._most, float((value + rest).max()))
             rows = max(1, _CHUNK // len(self._values))

@@ -23,7 +23,7 @@ import numpy as np
 from scipy import sparse
 
 from omnibal.data.all_sizes import SizeMix, Sizes
-from omnibal.data.fit import check_samples_fit
+from omnibal.data.fit import check_samples_fit, in_common_units
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.data.patterns import (
@@ -44,7 +44,9 @@ _FEW_SIZES, _MANY_SIZES = 400, 6000
 """Distinct sizes up to which each has a value of its own: always, and where a gap is left."""
 _GAP = 0.005
 """Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
-_EXACT_ROUNDS = 100
+_MAX_EXACT_ROUNDS, _MIN_EXACT_ROUNDS = 100, 8
+_SIZES_TIMES_ROUNDS = 60_000
+"""Distinct sizes times rounds of new columns, which keeps the bound of thousands to a minute."""
 _EXACT_WORK = 4e8
 _KNOT_ROUNDS = 40
 _COARSE_ROUNDS = 30
@@ -74,16 +76,16 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
-    naive = naive_lower_bound(lengths, caps)
+    tiles, tokens, units = in_common_units(lengths, caps)
+    naive = packs_of_sums(tiles, tokens, units)
     if found is not None and found <= naive:
         return naive
-    tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
     sizes = Sizes.of(tiles, tokens)
     if len(sizes) <= _FEW_SIZES:
-        return max(naive, _whole(_exact_bound(sizes, tiles, tokens, caps, found)))
-    bound = max(naive, _whole(_fractional_bound(tiles, tokens, caps)))
+        return max(naive, _whole(_exact_bound(sizes, tiles, tokens, units, found)))
+    bound = max(naive, _whole(_fractional_bound(tiles, tokens, units)))
     if found is not None and found > bound + max(1, _GAP * bound) and len(sizes) <= _MANY_SIZES:
-        bound = max(bound, _whole(_exact_bound(sizes, tiles, tokens, caps, found)))
+        bound = max(bound, _whole(_exact_bound(sizes, tiles, tokens, units, found)))
     return bound
 
 
@@ -95,14 +97,19 @@ def _exact_bound(
     sizes: Sizes, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, found: int | None
 ) -> float:
     packs = Packs.from_lists(Rest(tiles, tokens, caps).best_fit(np.random.default_rng(0)))
+    naive = packs_of_sums(tiles, tokens, caps)
+    if len(packs) <= naive:
+        return naive
     cells = min(max(_EXACT_WORK / len(sizes), _EXACT_WORK**0.5), _MAX_CELLS)
     mix = SizeMix(sizes, caps, packs, int(cells))
-    return mix.bound(max_rounds=_EXACT_ROUNDS, wanted=min(found or len(packs), len(packs)))
+    rounds = max(_SIZES_TIMES_ROUNDS // len(sizes), _MIN_EXACT_ROUNDS)
+    rounds = min(rounds, _MAX_EXACT_ROUNDS)
+    return mix.bound(max_rounds=rounds, wanted=min(found or len(packs), len(packs)))
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
     """Packs needed at least: the total tiles, or tokens, fill no fewer."""
-    return packs_of_sums(lengths.tiles, lengths.tokens, caps)
+    return packs_of_sums(*in_common_units(lengths, caps))
 
 
 def packs_of_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:

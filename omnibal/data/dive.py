@@ -42,14 +42,14 @@ def pack_by_diving(
     sizes = Sizes.of(tiles, tokens)
     mix = SizeMix(sizes, caps, packs, _MAX_CELLS)
     cover = mix.cover(sizes.counts, max_rounds=_MAX_ROUNDS)
-    if len(packs) <= np.ceil(cover.packs - _USED) + enough:
+    if cover is None or len(packs) <= np.ceil(cover.packs - _USED) + enough:
         return packs
     made = _dive(mix, cover)
-    return _with_samples(made, sizes) if len(made) < len(packs) else packs
+    return packs if made is None or len(made) >= len(packs) else _with_samples(made, sizes)
 
 
-def _dive(mix: SizeMix, cover: Cover) -> np.ndarray:
-    """Packs of sizes, int64 [packs, sizes]."""
+def _dive(mix: SizeMix, cover: Cover) -> np.ndarray | None:
+    """Packs of sizes, int64 [packs, sizes]; None where a cover takes too long."""
     left = mix.sizes.counts
     made: list[np.ndarray] = []
     while left.sum() > MAX_SAMPLES:
@@ -69,7 +69,10 @@ def _dive(mix: SizeMix, cover: Cover) -> np.ndarray:
                 made.append(pack)
                 left = left - pack
         if left.any():
-            cover = mix.cover(left, max_rounds=_ROUNDS_AGAIN)
+            anew = mix.cover(left, max_rounds=_ROUNDS_AGAIN)
+            if anew is None:
+                return None
+            cover = anew
     return np.array(made + _exactly(mix, left))
 
 

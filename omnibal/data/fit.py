@@ -33,3 +33,19 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
         f"{max(lengths.tokens.max(), caps.max_tokens)} would do), split the samples, or drop them "
         "from the dataset"
     )
+
+
+def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray, Caps]:
+    """Tiles and tokens [samples] in their greatest common divisors, as int64, and the caps in them.
+
+    Lengths rounded to multiples of 256 are small numbers then, and what of a cap is no multiple is
+    no room.
+    """
+    tile_unit, token_unit = (
+        max(int(np.gcd.reduce(sizes)), 1) for sizes in (lengths.tiles, lengths.tokens)
+    )
+    units = Caps(
+        max_tiles=max(caps.max_tiles // tile_unit, 1), max_tokens=caps.max_tokens // token_unit
+    )
+    tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
+    return tiles // tile_unit, tokens // token_unit, units

@@ -12,6 +12,8 @@ from scipy import sparse
 
 _DUAL_SIMPLEX, _PRIMAL_SIMPLEX = 1, 4
 """HiGHS's `simplex_strategy`."""
+_ITERATIONS_TIMES_ROWS = 3e7
+"""Simplex iterations of one solution times rows, at most: about half a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,6 +47,8 @@ class Master:
         self._solver.setOptionValue("output_flag", False)
         self._solver.setOptionValue("threads", 1)
         rows = len(demand)
+        most = int(_ITERATIONS_TIMES_ROWS / max(rows, 1))
+        self._solver.setOptionValue("simplex_iteration_limit", most)
         nothing = np.zeros(0, np.int32)
         self._solver.addRows(
             rows, demand.astype(np.float64), np.full(rows, highspy.kHighsInf), 0,
@@ -79,17 +83,19 @@ class Master:
         self._solver.changeRowsBounds(self._rows, rows, least, most)  # type: ignore[attr-defined]
         self._demand_changed = True
 
-    def solve(self) -> Cover:
-        """Solve for the columns and the demand of now.
+    def solve(self) -> Cover | None:
+        """Solve for the columns and the demand of now; None where that takes too long.
 
         Raises:
-            RuntimeError: the columns do not cover the demand, or the solver gives up.
+            RuntimeError: the columns do not cover the demand.
         """
         # The last solution stays feasible when columns come, and its values when the demand moves.
         strategy = _DUAL_SIMPLEX if self._demand_changed else _PRIMAL_SIMPLEX
         self._solver.setOptionValue("simplex_strategy", strategy)
         self._solver.run()
         status = self._solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kIterationLimit:
+            return None
         if status != highspy.HighsModelStatus.kOptimal:
             raise RuntimeError(f"the master problem was not solved: {status}")
         self._demand_changed = False

@@ -234,3 +234,25 @@ def test_nothing_left_ends_the_dive():
         found = pack_by_diving(np.zeros(len(sizes), np.int64), sizes, CAPS, alone(len(sizes)), 0)
         assert sorted(found.samples.tolist()) == list(range(len(sizes)))
         assert len(found) == 20
+
+
+def test_lengths_in_common_units_need_no_more_than_their_sums():
+    """Prevents room below a multiple, which no sample can use, from loosening the bound."""
+    rng = np.random.default_rng(10)
+    caps = Caps(max_tiles=100, max_tokens=32_700)
+    tokens = 256 * rng.integers(1, 60, 2000)
+    lengths = make_lengths([(1, count) for count in tokens.tolist()])
+    needed = -(-int(tokens.sum()) // (32_700 // 256 * 256))
+    assert naive_lower_bound(lengths, caps) == packs_lower_bound(lengths, caps) == needed
+
+
+def test_a_master_that_takes_too_long_gives_up(monkeypatch):
+    """Prevents a bound or a dive of thousands of sizes from taking the afternoon."""
+    monkeypatch.setattr("omnibal.data.master._ITERATIONS_TIMES_ROWS", 100)
+    rng = np.random.default_rng(11)
+    tokens = rng.integers(200, 600, 120)
+    tiles = rng.integers(0, 16, 120)
+    packs = alone(120)
+    assert pack_by_diving(tiles, tokens, CAPS, packs, 0) is packs
+    lengths = make_lengths(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
+    assert packs_lower_bound(lengths, CAPS) >= naive_lower_bound(lengths, CAPS)
