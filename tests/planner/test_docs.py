@@ -1,0 +1,105 @@
+"""The README and the pages of docs/: short enough, and right about links, files and commands."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from omnibal.cli import app
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+SUBJECTS = ("data", "planning", "training", "conversion", "replay", "results", "faults")
+GUIDES = (README, *(ROOT / "docs" / f"{subject}.md" for subject in SUBJECTS))
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+MOST_LINES = 150
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_guide = pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+
+_BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PLACE = re.compile(
+    r"(?<![\w/.-])(?:\./)?((?:benchmarks|docs|megatron/vlm|omnibal|scripts|tests|tools)/"
+    r"[\w/.-]*\w|pretrain_vlm\.py)"
+)
+_OPTION = re.compile(r"(?<![\w-])(--?[a-z][a-z-]*)")
+
+
+def prose(page: Path) -> str:
+    return _BLOCK.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def command_lines(page: Path) -> Iterator[str]:
+    """The lines of a page's code blocks, with continued lines joined."""
+    for block in _BLOCK.findall(page.read_text()):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def options_of(command: str) -> set[str]:
+    """Every option of a command of `omnibal`."""
+    parameters = get_command(app).commands[command].params
+    return {name for one in parameters for name in (*one.opts, *one.secondary_opts)}
+
+
+def test_readme_is_short():
+    """Prevents: a front page that grows until nobody reads it to the end."""
+    lines = README.read_text().splitlines()
+    assert len(lines) <= MOST_LINES, f"move some of the {len(lines)} lines to a page of docs/"
+
+
+@each_page
+def test_links_resolve(page: Path):
+    """Prevents: links to files and headings that were moved or renamed."""
+    for link in _LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page.name} links to {link}, which is not there"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link} names no heading"
+
+
+@each_guide
+def test_named_files_exist(page: Path):
+    """Prevents: commands and explanations that name a file which was moved or renamed."""
+    missing = [name for name in _PLACE.findall(page.read_text()) if not (ROOT / name).exists()]
+    assert not missing
+
+
+@each_guide
+def test_commands_exist_with_their_options(page: Path):
+    """Prevents: a command that ends with `no such option` when it is pasted."""
+    for line in command_lines(page):
+        words = line.split()
+        if words[:1] == ["omnibal"]:
+            unknown = set(_OPTION.findall(line)) - options_of(words[1])
+            assert not unknown, f"{line}: no such option"
+        elif "pretrain_vlm.py" in words:
+            source = (ROOT / "megatron" / "vlm" / "arguments.py").read_text()
+            trainer_options = _OPTION.findall(line.partition("pretrain_vlm.py")[2])
+            assert all(f'"{option}"' in source for option in trainer_options), line
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_guide_begins_with_a_command(subject: str):
+    """Prevents: a page that is hard to enter, and one that the README does not lead to."""
+    text = (ROOT / "docs" / f"{subject}.md").read_text()
+    assert re.match(r"# [^\n]+\n\n```\n(omnibal|python|scripts/|\./scripts/)", text)
+    assert f"](docs/{subject}.md)" in README.read_text()
+
+
+def test_readme_reaches_design_and_log():
+    """Prevents: pages that nobody finds."""
+    linked = set(_LINK.findall(README.read_text()))
+    assert {"docs/design.md", "docs/log.md"} <= linked
