@@ -12,7 +12,7 @@ from scipy import sparse
 
 _DUAL_SIMPLEX, _PRIMAL_SIMPLEX = 1, 4
 """HiGHS's `simplex_strategy`."""
-_ITERATIONS_TIMES_ROWS = 3e7
+_ITERATIONS_TIMES_ROWS = 1e8
 """Simplex iterations of one solution times rows, at most: about half a minute."""
 
 
