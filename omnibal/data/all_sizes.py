@@ -27,15 +27,15 @@ _SMOOTHING = 0.5
 """Share of the best values so far in the values that columns are priced at."""
 _MIN_GAIN = 1e-6
 _ABOVE = 2e-4
-"""Relative; a bound is given away by this much, which spares looking at packs worth just 1."""
+"""Relative amount that a bound gives up, so that packs worth just 1 need not be searched."""
 _MAX_NEW = 1000
 """Columns, in each round."""
 _MAX_CELLS_OF_MASTER = 1e7
 """Columns times sizes, at most; where more are wanted, packs hold many samples and it is slow."""
 _MIN_COLUMNS = 4
-"""For each size, which are always allowed."""
+"""Columns per size that are always allowed."""
 _ROUNDING = 1e-9
-"""Relative; the float sums are good to more than that."""
+"""Relative rounding error allowed for; float sums are more exact than that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class Sizes:
     tokens: np.ndarray
     """int64 [sizes]."""
     of_sample: np.ndarray
-    """int64 [samples], every sample's size."""
+    """Index of every sample's size, int64 [samples]."""
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -64,7 +64,7 @@ class Sizes:
         return np.bincount(self.of_sample, minlength=len(self))
 
     def columns(self, packs: Packs) -> sparse.csr_array:
-        """How many samples of each size packs hold, float64 [packs, sizes]."""
+        """Count the samples of each size in every pack, float64 [packs, sizes]."""
         pack = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
         held = (np.ones(len(pack)), (pack, self.of_sample[packs.samples]))
         return sparse.csr_array(held, shape=(len(packs), len(self)))
@@ -109,14 +109,14 @@ class SizeMix:
         self._master.add(self.columns)
 
     def cover(self, demand: np.ndarray, *, max_rounds: int) -> Cover:
-        """Cover a demand [sizes] of some samples by the fewest packs, over all columns of then.
+        """Cover a demand [sizes] of some samples by the fewest packs, over all columns so far.
 
         New columns are made in at most `max_rounds` rounds.
         """
         return self._cover(demand, max_rounds, None)[0]
 
     def bound(self, *, max_rounds: int, wanted: int) -> float:
-        """Packs that all samples need at least, by any fractional cover.
+        """Lower bound on the packs of all samples, over all fractional covers.
 
         Args:
             max_rounds: of new columns.

@@ -18,7 +18,7 @@ from omnibal.limits import Caps
 
 _MAX_SHELVES = 32
 _TRIES = 12
-"""Samples of a shelf of several tile counts that are looked at for one that fits by tiles too."""
+"""Most samples tried for one that fits by tiles, on a shelf of several tile counts."""
 
 
 def pack_best_fit(
@@ -159,7 +159,7 @@ class _Shelf:
 
 
 def _most_valuable(shelves: list[_Shelf], tiles_left: int, tokens_left: int) -> int | None:
-    """Of what each shelf has to offer, the sample worth most; None where nothing fits."""
+    """Most valuable of the samples that the shelves offer; None where nothing fits."""
     most, chosen = 0.0, None
     for shelf in shelves:
         if shelf.fewest_tiles > tiles_left:

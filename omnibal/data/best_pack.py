@@ -15,27 +15,27 @@ from omnibal.data.patterns import Grid, knapsack_table
 from omnibal.limits import Caps
 
 _MAX_SEARCHED = 3e8
-"""Extensions of partial packs that the search looks at."""
+"""Most extensions of partial packs that the search tries."""
 _CHUNK = 1 << 22
 """Extensions looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Priced:
-    """Values of sizes, and what they make of a pack's room."""
+    """Values of sizes, and the value that each amount of room in a pack can reach."""
 
     values: np.ndarray
     """float64 [sizes]."""
     counts: np.ndarray
-    """int64 [sizes], samples of each that there are."""
+    """Available samples of each size, int64 [sizes]."""
     table: np.ndarray
-    """float64, at most what a pair of capacities is worth."""
+    """Upper bound on the value of every pair of capacities, float64."""
     filler_price: float
-    """Most that sizes which the grid rounds to nothing pay for a token."""
+    """Highest value per token of the sizes that the grid rounds down to nothing."""
 
     @property
     def most(self) -> float:
-        """At most what a pack can be worth."""
+        """Upper bound on the value of a pack."""
         return float(self.table[-1, -1])
 
 
@@ -107,7 +107,7 @@ class BestPack:
         return np.unique(patterns, axis=0)
 
     def most(self, priced: Priced, enough: float) -> tuple[float, np.ndarray]:
-        """At most what a pack can be worth, by search, and packs worth more than `enough`.
+        """Upper bound on the value of a pack, by search, and packs worth more than `enough`.
 
         All packs are built up, size by size in one order, but for those that cannot come to be
         worth more than `enough` by the table. Where that takes too long, what is left of them is
@@ -133,7 +133,7 @@ class BestPack:
         return most, found
 
     def _rest(self, priced: Priced, tiles_left: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
-        """At most what fits into the room that is left is worth."""
+        """Upper bound on the value of what fits into the room left."""
         tile_units = tiles_left // self._grid.tile_unit
         return priced.table[tile_units, tokens_left // self._grid.token_unit]
 

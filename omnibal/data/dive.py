@@ -18,7 +18,7 @@ from omnibal.limits import Caps
 _MAX_CELLS = 1 << 16
 _MAX_ROUNDS = 60
 _ROUNDS_AGAIN = 1
-"""Rounds of new patterns after some packs were made."""
+"""Rounds of column generation each time some packs are fixed."""
 _SHARE_AT_ONCE = 0.1
 """Share of the packs still to be made that is made before the rest is covered anew."""
 _LEAST_USED = 0.5
@@ -82,7 +82,7 @@ def _exactly(mix: SizeMix, left: np.ndarray) -> list[np.ndarray]:
 
 
 class _Trades:
-    """Which size takes a place in a pattern once all samples of the place's own size are packed."""
+    """Replacement sizes for a place in a pattern once the samples of its own size are packed."""
 
     def __init__(self, mix: SizeMix, cover: Cover):
         self._sizes, self._caps, self._columns = mix.sizes, mix.caps, mix.columns

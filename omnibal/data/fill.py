@@ -13,7 +13,7 @@ from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 14
 _MAX_PAIRED = 160
-"""Samples of which all pairs are looked at; the larger half and the smaller half of these."""
+"""Most samples whose pairs are all tried: half of them the largest, half the smallest."""
 
 
 def fill_one_by_one(

@@ -82,6 +82,6 @@ def cut_groups(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
 
 
 def _ends(sizes: np.ndarray, cap: int) -> np.ndarray:
-    """For every start, the largest end such that sizes[start:end] sums to no more than the cap."""
+    """Largest end for every start such that sizes[start:end] sums to no more than the cap."""
     sums = np.concatenate([[0], np.cumsum(sizes)])
     return np.searchsorted(sums, sums[:-1] + cap, side="right") - 1

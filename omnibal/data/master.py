@@ -19,9 +19,9 @@ class Cover:
     """Solution of a covering problem."""
 
     times: np.ndarray
-    """How often every column is used, float64 [columns]."""
+    """Number of times that every column is used, float64 [columns]."""
     traded: np.ndarray
-    """How often every exchange is used, float64 [exchanges]."""
+    """Number of times that every exchange is used, float64 [exchanges]."""
     values: np.ndarray
     """Dual value of every row, float64 [rows]."""
     packs: float
@@ -71,7 +71,7 @@ class Master:
         )  # fmt: skip
 
     def change_demand(self, demand: np.ndarray) -> None:
-        """Put another demand [rows] in place."""
+        """Replace the demand [rows]."""
         rows = np.arange(self._rows, dtype=np.int32)
         most = np.full(self._rows, highspy.kHighsInf)
         least = demand.astype(np.float64)
@@ -80,7 +80,7 @@ class Master:
         self._demand_changed = True
 
     def solve(self) -> Cover:
-        """Solve for the columns and the demand of now.
+        """Solve for the current columns and demand.
 
         Raises:
             RuntimeError: the columns do not cover the demand, or the solver gives up.

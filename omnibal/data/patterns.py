@@ -23,7 +23,7 @@ from scipy.optimize import linprog
 from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 17
-"""Of a knapsack table: what still fits into a core's second-level cache in float64."""
+"""Most cells of a knapsack table: in float64 it fits into a core's second-level cache."""
 _MAX_TILE_UNITS = 512
 _MIN_IMPROVEMENT = 1e-7
 _EMPTY = 1e-12
@@ -336,7 +336,7 @@ def _copies(
     tiles_left: np.ndarray,
     tokens_left: np.ndarray,
 ) -> np.ndarray:
-    """How many copies of item[i] to take at once, a power of two: int64 [rows].
+    """Number of copies of item[i] to take at once, a power of two: int64 [rows].
 
     One is known to be in a best pattern. As many are taken as lose no value, since a pack of
     thousands of small samples would take as many rounds of one.
@@ -388,7 +388,7 @@ def first_guesses(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarr
 
 
 def most_copies(items: Items) -> np.ndarray:
-    """How often every item alone fits. [items]"""
+    """Number of copies of every item that fit into one pack [items]."""
     by_tiles = items.grid.tiles // np.maximum(items.tiles, 1)
     by_tokens = items.grid.tokens // np.maximum(items.tokens, 1)
     most = np.where(items.tiles > 0, by_tiles, by_tokens)

@@ -1,11 +1,11 @@
 """Steps: which packs share an optimizer step, and the rank and slot that each one runs in.
 
-Two parts, so that a run can go on with another number of ranks: which packs form a step is settled
-without a word about ranks, and where they run is dealt out anew for any number of them.
+There are two parts, so that a run can resume with another number of ranks: which packs form a step
+is settled independently of ranks, and where they run is dealt out anew for any number of ranks.
 
-A step is made of rows. The packs of a row are alike, with equal tiles and similar predicted time,
-so that ranks which take one each do not wait for each other. Which rows share a step is random: a
-step of packs that are all alike would be of one kind of sample, and trains worse.
+A step is made of rows. The packs of a row have equal tiles and similar predicted time, so
+that ranks which take one each do not wait for each other. Which rows share a step is random: a step
+of packs of one kind of sample alone trains worse.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,26 +23,26 @@ from omnibal.limits import Caps
 _THOROUGH_WORK = 4e6
 """Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""
 _WINDOW_PACKS = 1 << 14
-"""Packs among which those of a row are matched; more match better and mix less."""
+"""Packs in a window that rows are formed within; larger windows match better and mix less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRequest:
-    """How samples become steps."""
+    """Settings by which samples become steps."""
 
     caps: Caps
     method: PackingMethod
     seed: int
     epochs: int
     packs_per_step: int
-    """Of all ranks together."""
+    """Packs per step, of all ranks together."""
     alike: int
-    """Packs of a row, of which a step has a whole number: the ranks that will be in balance."""
+    """Packs per row, a divisor of `packs_per_step`: the data-parallel size to balance for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Steps:
-    """Packs in the order of the steps that they belong to, with no word about ranks.
+    """Packs in the order of their steps, independent of ranks.
 
     Inside a step they are sorted by their first sample, so equal steps are equal arrays.
     """
@@ -55,7 +55,7 @@ class Steps:
 
     @classmethod
     def of(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":
-        """Steps of packs in any order."""
+        """Sort packs that are in any order into steps."""
         order = np.lexsort((packs.samples[packs.offsets[:-1]], step))
         return cls(packs=packs.take(order), step=step[order], epoch=epoch[order])
 
@@ -111,7 +111,7 @@ def draw_steps(
 
 
 def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
-    """Of an epoch's packing and of its order."""
+    """Seeds of an epoch's packing and of its order."""
     return np.random.SeedSequence([request.seed, epoch]).spawn(2)
 
 
