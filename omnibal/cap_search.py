@@ -27,26 +27,27 @@ from omnibal.plan_data import least_caps
 from omnibal.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 MAX_CANDIDATES = 32
-"""Of a search by time: 17 on the grid, the best 3 again on more samples, twice 6 moves."""
+"""Most candidates of a search by time: 17 on the grid, the best 3 on more samples, twice 6
+moves."""
 
 _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003
 _COARSE_SHARE = 8
-"""The grid is evaluated on this part of the samples."""
+"""Divisor of the samples that the grid is evaluated on."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the least."""
 _TILE_SHARES = (0.75, 1.0)
 """Tile caps of the grid, relative to where tiles and tokens fill up together."""
 _FIRST_TILE_SHARES = (0.5, *_TILE_SHARES)
-"""At the least token cap, where only the tile cap can make packs smaller."""
+"""Tile caps of the grid at the least token cap, where only the tile cap can make packs smaller."""
 _CLEARLY_WORSE = 1.05
 _FINALISTS = 3
 _MOVES = (2**0.25, 2**0.125)
-"""How far to move from the best, first and then."""
+"""Factors of the moves around the best, in the first round and in the second."""
 _TOKEN_STEPS = 8
-"""Token caps are multiples of a power of two, at least so many of which make up the least cap."""
+"""Least number of token steps, a power of two each, in the smallest token cap."""
 _COMMON_SHARE = 1 / 8
-"""A tile count is common when it holds this part of all tiles."""
+"""Share of all tiles from which a tile count is common."""
 
 _PAPER_TOKENS = 4096
 _PAPER_ALIGNMENT = 256
@@ -56,7 +57,7 @@ _PAPER_CANDIDATES = 10
 
 
 class CapRule(StrEnum):
-    """Whether caps are chosen by predicted time or by the paper's rule."""
+    """Rule by which caps are chosen."""
 
     TIME = "time"
     PAPER = "paper"
@@ -77,14 +78,15 @@ class Candidate:
     max_tokens: int
     samples_per_pack: float
     packs_per_step: int
-    """Of all ranks together: the multiple of the ranks that comes nearest to the samples wanted."""
+    """Packs of all ranks: the multiple of the ranks nearest to the samples per step wanted."""
     micro_batches: int
-    """Packs of one rank in a step; the next three are of the plan with so many."""
+    """Micro-batches per rank and step; the next three fields are of the plan with this number."""
     recomputed_layers: int
-    """Of all stages."""
+    """Recomputed layers of all stages."""
     peak_gib: float
-    """Of one device of the fullest stage."""
+    """Peak memory of one device of the fullest stage."""
     bubble_fraction: float
+    """Idle share of device time, for any cause."""
     ms_per_sample: float
     """Time of a step of exactly the samples wanted, over their number."""
     samples_per_second: float
@@ -100,11 +102,11 @@ class CapSearch:
     """Result of a cap search: the candidates in order, and those that cannot be used."""
 
     candidates: tuple[Candidate, ...]
-    """Those that can be trained: the chosen one, then the others in the order of the rule."""
+    """Candidates that can be trained: the chosen one, then the others in the order of the rule."""
     infeasible: dict[Caps, str]
-    """Why the others cannot be, in the order in which that was found."""
+    """Reasons why other caps cannot be trained, in the order in which they were found."""
     is_largest: bool
-    """Whether no larger token cap than the chosen one is tried; one might be better."""
+    """Whether the chosen token cap is the largest that is tried; a larger one might be better."""
 
     @property
     def best(self) -> Caps:
@@ -113,7 +115,7 @@ class CapSearch:
 
 
 def usual_samples_per_step(data_parallel: int, micro_batches: int) -> int:
-    """Samples of a step when a pack holds 4.5, the middle of what the paper's rule looks for."""
+    """Samples per step at 4.5 samples per pack, the middle of the range of the paper's rule."""
     return round(_USUAL_SAMPLES_PER_PACK * micro_batches * data_parallel)
 
 
@@ -127,7 +129,7 @@ def search_caps(
     Args:
         request: equal requests give equal results.
         on_progress: called with the candidates done since the last call, `MAX_CANDIDATES` in all.
-        processes: that evaluate candidates at the same time.
+        processes: number of processes that evaluate candidates.
 
     Raises:
         UserError: no caps can be used.
@@ -254,7 +256,7 @@ def _paper_tokens_per_tile(lengths: Lengths) -> int:
 
 
 def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
-    """Of vision plus language when each rank trains its share of the packs in random order."""
+    """Sum of the vision and language dist ratios, with the packs in random order on every rank."""
     ranks = min(_PAPER_RANKS, len(packs))
     shares = np.arange(len(packs) // ranks * ranks).reshape(ranks, -1)
     by_step = np.random.default_rng(seed).permuted(shares, axis=1).T
@@ -273,10 +275,10 @@ def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evaluation:
-    """What candidates are evaluated on; can be sent to another process."""
+    """Evaluation of one candidate on the drawn samples; can be sent to another process."""
 
     request: CapSearchRequest
-    """With the samples that were drawn."""
+    """Request with the samples that were drawn."""
 
     def __call__(self, caps: Caps) -> tuple[Caps, Candidate | str]:
         """The candidate, or why the caps cannot be used."""
@@ -326,7 +328,7 @@ class _CapTrials:
     failed: dict[Caps, str] = field(default_factory=dict)
 
     def run(self, candidates: Iterable[Caps]) -> None:
-        """Evaluate those that are new; what is larger than caps that failed fails without it."""
+        """Evaluate new candidates; those larger than caps that failed fail untried."""
         untried = []
         for caps in dict.fromkeys(candidates):
             if caps in self.found or caps in self.failed:
@@ -367,7 +369,7 @@ class CapSpace:
     tokens: np.ndarray
     """int64, ascending multiples of a power of two, up to 4 times the least."""
     tiles_per_token: float
-    """Of all samples together."""
+    """Tiles per token of all samples together."""
     main_tiles: int
     """The tile count that holds the most tiles; 1 without any."""
 
@@ -396,7 +398,7 @@ class CapSpace:
         return Caps(max_tiles=int(self.tiles[0]), max_tokens=int(self.tokens[0]))
 
     def level(self, factor: float) -> list[Caps]:
-        """The grid's caps with so many times the least tokens."""
+        """The grid's caps with `factor` times the least tokens."""
         tokens = _nearest(self.tokens, factor * self.tokens[0])
         matched = tokens * self.tiles_per_token
         shares = _FIRST_TILE_SHARES if factor == _LEVELS[0] else _TILE_SHARES
@@ -408,7 +410,7 @@ class CapSpace:
         return [Caps(max_tiles=value, max_tokens=tokens) for value in tiles]
 
     def moves(self, caps: Caps, factor: float) -> list[Caps]:
-        """Caps around some, one of them or both smaller or larger by about the factor."""
+        """Neighbours of `caps`: one or both caps smaller or larger by about the factor."""
         less, more = (
             (_moved(self.tiles, caps.max_tiles, by), _moved(self.tokens, caps.max_tokens, by))
             for by in (1 / factor, factor)
@@ -426,7 +428,7 @@ class CapSpace:
 
 
 def _sums(parts: Sequence[int], most: int) -> np.ndarray:
-    """All sums, up to the most, of parts that may repeat; int64, ascending from 0."""
+    """All sums up to `most` of parts that may repeat, int64, ascending from 0."""
     reached = np.zeros(most + 1, bool)
     reached[0] = True
     for part in parts:
@@ -440,7 +442,7 @@ def _nearest(axis: np.ndarray, value: float) -> int:
 
 
 def _moved(axis: np.ndarray, value: int, factor: float) -> int:
-    """The entry nearest to so many times an entry, but another one unless that is the last."""
+    """Entry nearest to `factor` times `value`, other than `value` unless that is the last."""
     old, new = (int(np.abs(axis - near).argmin()) for near in (value, value * factor))
     new = max(new, old + 1) if factor > 1 else min(new, old - 1)
     return int(axis[min(max(new, 0), len(axis) - 1)])
@@ -491,7 +493,7 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
 
 
 def _search_by_paper(trials: _CapTrials, least: Caps) -> CapSearch:
-    """What the rule finds, in its order; predicted times are to be looked at only."""
+    """Candidates of the paper's rule, in its order; predicted times are for information only."""
     request = trials.evaluation.request
     ranked = paper_caps(request.lengths, least, request.seed)[:_PAPER_CANDIDATES]
     trials.run(ranked)

@@ -1,4 +1,4 @@
-"""Sizes of the parallel groups, and what a model and a cluster allow of them."""
+"""Sizes of the parallel groups, and their limits by model and cluster."""
 
 import math
 from typing import Annotated
@@ -9,7 +9,7 @@ from omnibal.config import ClusterConfig, Frozen, ModelConfig
 from omnibal.errors import UserError
 
 MAX_DEVICES = 1_000_000
-"""In any one direction of parallelism."""
+"""Most devices in any one dimension of parallelism."""
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
@@ -20,7 +20,7 @@ class Parallel(Frozen):
     pipeline: Size
     data: Size = 1
     sequence_parallel: bool = False
-    """Divide the language model's tensors between parallel blocks over tensor ranks too."""
+    """Megatron sequence parallelism for the language model."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallel":

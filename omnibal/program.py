@@ -1,4 +1,4 @@
-"""How every program of this project ends: a user's mistake is one line on stderr and status 2."""
+"""Exit of every program of this project: a user's mistake is one line on stderr and status 2."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Reports a mistake in the options like every other one."""
+    """Argument parser that reports a mistake in the options like every other one."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
@@ -40,7 +40,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what no path can hold.
+    """Refuse arguments that no path can hold.
 
     Raises:
         UserError: an argument holds a NUL character.

@@ -34,7 +34,7 @@ from omnibal.pipeline.stage_cost import fits_cap
 from omnibal.trial import Comparison, Trial, micro_batches_at, step_sizes, time_per_sample
 
 CLEARLY_WORSE = 1.15
-"""Of the best time per sample: what takes longer by its bound is not planned."""
+"""Factor over the best time per sample; a choice whose bound is above it is not planned."""
 
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
@@ -44,23 +44,23 @@ _FINALISTS = 3
 _USUAL_MICRO_BATCHES = 8
 _NAMED_CAUSES = 2
 _LEAST_CAUSE = 0.01
-"""Of the best time per sample: smaller differences are not worth a word."""
+"""Share of the best time per sample below which a cause is not named."""
 _ROUNDING = 1e-6
-"""Of the last digit that is shown."""
+"""Tolerance before rounding down, as a share of the last digit shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StrategyRequest(Comparison):
     """Devices to share out among tensor, pipeline and data parallelism, and what is trained.
 
-    The parallel sizes of its job are no choice: every strategy replaces them.
+    Every strategy replaces the parallel sizes of the job.
     """
 
     gpus: int
     caps: Caps | None = None
-    """None to choose them too."""
+    """Caps of every strategy; None to choose them too."""
     tensor: int | None = None
-    """None to choose it, as the next two. Measured costs are of one tensor size alone."""
+    """Tensor-parallel size; this and the next two are chosen where None. Measured costs fix it."""
     pipeline: int | None = None
     data: int | None = None
 
@@ -72,19 +72,20 @@ class Strategy:
     parallel: Parallel
     caps: Caps
     micro_batches: int
-    """Packs of one rank in a step: the whole number nearest to the samples wanted."""
+    """Micro-batches per rank and step: the whole number nearest to the samples wanted."""
     samples_per_second: float
-    """Of all devices together."""
+    """Samples per second of all devices together."""
     ms_per_sample: float
-    """Of all devices together; times the devices it is what a sample costs."""
+    """Time per sample of all devices together; times the devices it is the device time of a
+    sample."""
     lost: LostTime
-    """Of a sample: it all adds up to `ms_per_sample`."""
+    """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
     peak_gib: float
-    """Of one device of the fullest stage, as the next of the plan with `micro_batches`."""
+    """Peak memory of a device of the fullest stage; this and the next are at `micro_batches`."""
     recomputed_layers: int
-    """Of all stages."""
+    """Recomputed layers of all stages."""
     why: str
-    """What makes it slower than the best."""
+    """Reasons why it is slower than the best strategy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +94,9 @@ class RuledOut:
 
     parallel: Parallel
     need_gib: float | None
-    """Of one device, at the caps tried that need least and in the best split; where none fit."""
+    """Memory of one device at the best caps tried and in the best split; set where none fit."""
     most_samples_per_second: float | None
-    """A bound, where some caps fit and all are clearly slower than the best strategy."""
+    """Upper bound; set where some caps fit and all are clearly slower than the best strategy."""
     why: str
 
 
@@ -106,9 +107,9 @@ class StrategySearch:
     gpus: int
     samples_per_step: int
     ranking: tuple[Strategy, ...]
-    """The fastest first."""
+    """Strategies that were planned, the fastest first."""
     ruled_out: tuple[RuledOut, ...]
-    """Slow ones first, the fastest bound before; then those that do not fit, by need."""
+    """Strategies that are clearly slower, by their bounds; then those that do not fit, by need."""
 
     @property
     def best(self) -> Strategy:
@@ -136,7 +137,7 @@ def search_strategies(
     Args:
         request: equal requests give equal results.
         on_progress: called with what is done since the last call, `progress_total` in all.
-        processes: that evaluate strategies at the same time.
+        processes: number of processes that evaluate strategies.
 
     Raises:
         DoesNotFit: no strategy fits into memory.
@@ -235,7 +236,7 @@ def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
 
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
-    """No sizes are as given; `others` would be possible if nothing was."""
+    """Message for given sizes that are impossible; `others` are possible if none is given."""
     given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
     fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
     model = request.job.model
@@ -272,14 +273,14 @@ Choice = tuple[Parallel, Caps]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Setting:
-    """What strategies are evaluated on; can be sent to another process."""
+    """Samples and packs that strategies are evaluated on; can be sent to another process."""
 
     request: StrategyRequest
-    """With the samples that were drawn."""
+    """Request with the samples that were drawn."""
     packs: dict[Caps, Packs]
 
     def micro_batches(self, choice: Choice) -> float:
-        """Packs of a rank in a step of the samples wanted."""
+        """Micro-batches per rank in a step of the samples wanted; not a whole number."""
         (parallel, caps), request = choice, self.request
         packs, samples = len(self.packs[caps]), len(request.lengths)
         return micro_batches_at(request.samples_per_step, samples, packs, parallel.data)
@@ -293,7 +294,7 @@ class _Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pack:
-    """Packs for caps."""
+    """Packing of the samples under given caps."""
 
     setting: _Setting
 
@@ -306,17 +307,17 @@ class _Pack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outlook:
-    """What is known of a choice without a plan."""
+    """Bounds of a choice that are known without planning it."""
 
     need_gib: float
-    """Of one device in the best split, with the steps that need more."""
+    """Memory of one device in the best split, at the step size that needs more."""
     least_ms: float
-    """Per sample; 0 where nothing is known."""
+    """Lower bound on the time per sample; 0 where none is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Look:
-    """Bounds of choices."""
+    """Computation of a choice's bounds."""
 
     setting: _Setting
 
@@ -337,7 +338,7 @@ class _Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evaluate:
-    """Plans of choices that fit."""
+    """Planning of a choice that fits."""
 
     setting: _Setting
 
@@ -367,7 +368,7 @@ class _StrategyTrials:
     processes: int
     advance: Callable[[int], None]
     outlooks: dict[Choice, _Outlook] = field(default_factory=dict)
-    """Of those with a pack for every rank, whether they fit or not."""
+    """Bounds of choices with a pack for every rank, whether they fit or not."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
 
     def run(self, choices: Iterable[Choice]) -> None:
@@ -394,7 +395,8 @@ class _StrategyTrials:
         return bool(fits_cap(self.outlooks[choice].need_gib, cap_gib))
 
     def ranked(self) -> list[Strategy]:
-        """The best of each strategy, of choices whose bound is not clearly worse than the best."""
+        """Best plan of each strategy, among choices whose bound is not clearly worse than the
+        best."""
         limit_ms = CLEARLY_WORSE * self.best_ms()
         kept = [
             strategy
@@ -407,7 +409,7 @@ class _StrategyTrials:
         return list(best.values())
 
     def best_ms(self, parallel: Parallel | None = None) -> float:
-        """Per sample, of all that were planned or of one strategy."""
+        """Least time per sample planned, of all strategies or of one; infinite without any."""
         times = (
             strategy.ms_per_sample
             for strategy in self.planned.values()
@@ -416,7 +418,8 @@ class _StrategyTrials:
         return min(times, default=math.inf)
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Trials that may be the best of their strategy, and no worse than the best of all."""
+        """Choices that may be the best of their strategy and are not clearly slower than the best
+        of all."""
         for choice in choices:
             least_ms = self.outlooks[choice].least_ms
             if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(choice[0])):
@@ -425,7 +428,7 @@ class _StrategyTrials:
                 yield choice
 
     def _useful(self, tasks: Sequence) -> int:
-        """Processes, of which each has something to do."""
+        """Number of processes to use, no more than there are tasks."""
         return max(min(self.processes, len(tasks)), 1)
 
 
@@ -516,7 +519,7 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
 
 
 def _most_packs(trials: _StrategyTrials) -> str:
-    """Of a step of the samples wanted, at any caps; rounded down to three digits."""
+    """Most packs in a step of the samples wanted, at any caps, rounded down to three digits."""
     alone = Parallel(pipeline=1)
     packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)

@@ -1,4 +1,4 @@
-"""The headline: will it fit, how long, what is wasted, did it train."""
+"""Headline cards: fit into memory, time, waste and training result."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ def _card(title: str, value: str, note: str) -> str:
 def _beside(
     predicted: str | None, replayed: str | None, measured: str | None
 ) -> tuple[str, list[str]]:
-    """The last value that there is, and notes of those before it; one at least is not None."""
+    """Last value that is given, and notes of those before it; at least one is not None."""
     values = {"predicted": predicted, "replayed": replayed, "measured": measured}
     *others, (name, value) = [(k, v) for k, v in values.items() if v is not None]
     missing = ["no prediction"] * (predicted is None)
