@@ -100,7 +100,7 @@ class SampleData:
             seed=self.seed,
             epochs=self.epochs,
             packs_per_step=self.packs_per_step,
-            alike=job.parallel.data,
+            packs_per_row=job.parallel.data,
         )
 
     def packed(self, job: JobSpec) -> list[Packs]:

@@ -120,7 +120,7 @@ class ReplaySummary:
         return float(self.predicted_each_step_ms.mean())
 
     @property
-    def bubble_fraction(self) -> float:
+    def idle_fraction(self) -> float:
         """Idle share of the step, for any cause, mean over stages."""
         return float(self.wait_fractions.mean())
 

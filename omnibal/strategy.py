@@ -306,7 +306,7 @@ class _Pack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Outlook:
+class _TrialBound:
     """Bounds of a choice that are known without planning it."""
 
     need_gib: float
@@ -316,12 +316,12 @@ class _Outlook:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Look:
+class _FindBound:
     """Computation of a choice's bounds."""
 
     setting: _Setting
 
-    def __call__(self, choice: Choice) -> tuple[Choice, _Outlook]:
+    def __call__(self, choice: Choice) -> tuple[Choice, _TrialBound]:
         setting, trial = self.setting, self.setting.trial(choice)
         job, micro_batches = trial.job, setting.micro_batches(choice)
         need_gib = least_ms = 0.0
@@ -333,7 +333,7 @@ class _Look:
             least_ms += size.steps_per_sample * step_ms
             # What is subtracted would need a bound from above.
             is_bound &= size.steps_per_sample >= 0
-        return choice, _Outlook(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
+        return choice, _TrialBound(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -367,21 +367,21 @@ class _StrategyTrials:
     setting: _Setting
     processes: int
     advance: Callable[[int], None]
-    outlooks: dict[Choice, _Outlook] = field(default_factory=dict)
+    bounds: dict[Choice, _TrialBound] = field(default_factory=dict)
     """Bounds of choices with a pack for every rank, whether they fit or not."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
 
     def run(self, choices: Iterable[Choice]) -> None:
         """Plan those of the new choices that fit and may be among the best."""
-        new = [choice for choice in choices if choice not in self.outlooks]
+        new = [choice for choice in choices if choice not in self.bounds]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
         packs |= dict(map_unordered(_Pack(setting=self.setting), caps, self._useful(caps)))
         full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
-        look = _Look(setting=self.setting)
-        outlooks = dict(map_unordered(look, full, self._useful(full)))
-        self.outlooks.update((choice, outlooks[choice]) for choice in full)
-        fitting = sorted(filter(self.fits, full), key=lambda choice: outlooks[choice].least_ms)
+        find = _FindBound(setting=self.setting)
+        bounds = dict(map_unordered(find, full, self._useful(full)))
+        self.bounds.update((choice, bounds[choice]) for choice in full)
+        fitting = sorted(filter(self.fits, full), key=lambda choice: bounds[choice].least_ms)
         self.advance(len(new) - len(fitting))
         # More processes may plan more, which are left out of the ranking.
         work = _Evaluate(setting=self.setting)
@@ -392,7 +392,7 @@ class _StrategyTrials:
 
     def fits(self, choice: Choice) -> bool:
         cap_gib = self.setting.request.job.memory_cap_gib
-        return bool(fits_cap(self.outlooks[choice].need_gib, cap_gib))
+        return bool(fits_cap(self.bounds[choice].need_gib, cap_gib))
 
     def ranked(self) -> list[Strategy]:
         """Best plan of each strategy, among choices whose bound is not clearly worse than the
@@ -401,7 +401,7 @@ class _StrategyTrials:
         kept = [
             strategy
             for choice, strategy in self.planned.items()
-            if self.outlooks[choice].least_ms <= limit_ms
+            if self.bounds[choice].least_ms <= limit_ms
         ]
         best: dict[Parallel, Strategy] = {}
         for strategy in sorted(kept, key=_rank):
@@ -421,7 +421,7 @@ class _StrategyTrials:
         """Choices that may be the best of their strategy and are not clearly slower than the best
         of all."""
         for choice in choices:
-            least_ms = self.outlooks[choice].least_ms
+            least_ms = self.bounds[choice].least_ms
             if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(choice[0])):
                 self.advance(1)
             else:
@@ -495,8 +495,8 @@ def _why(strategy: Strategy, best: Strategy) -> str:
 
 
 def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
-    outlooks = {choice: known for choice, known in trials.outlooks.items() if choice[0] == parallel}
-    fitting = [known.least_ms for choice, known in outlooks.items() if trials.fits(choice)]
+    bounds = {choice: known for choice, known in trials.bounds.items() if choice[0] == parallel}
+    fitting = [known.least_ms for choice, known in bounds.items() if trials.fits(choice)]
     if fitting:
         least_ms = min(fitting)
         return RuledOut(
@@ -505,8 +505,8 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
             most_samples_per_second=1e3 / least_ms,
             why=_why_slow(least_ms, best),
         )
-    if outlooks:
-        need_gib = min(known.need_gib for known in outlooks.values())
+    if bounds:
+        need_gib = min(known.need_gib for known in bounds.values())
         cap_gib = trials.setting.request.job.memory_cap_gib
         why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
         return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
@@ -528,7 +528,7 @@ def _most_packs(trials: _StrategyTrials) -> str:
 
 def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserError:
     request = trials.setting.request
-    if not trials.outlooks:
+    if not trials.bounds:
         fewest = min(parallel.data for parallel in parallels)
         samples = min(request.samples_per_step, len(request.lengths))
         return UserError(
@@ -536,9 +536,9 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
             f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
             "must have one: use more samples per step, smaller caps or fewer GPUs"
         )
-    (parallel, caps), nearest = min(trials.outlooks.items(), key=lambda each: each[1].need_gib)
+    (parallel, caps), nearest = min(trials.bounds.items(), key=lambda each: each[1].need_gib)
     cap_gib = request.job.memory_cap_gib
-    looked_at = len({parallel for parallel, _ in trials.outlooks})
+    looked_at = len({parallel for parallel, _ in trials.bounds})
     idle = len(parallels) - looked_at
     others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(

@@ -114,7 +114,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
     """The best caps that were tried, the chosen ones first."""
     title = "Caps: samples per pack, packs per step and per rank, and what that takes"
     packs = ("per pack", "per step", "per rank")
-    predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "bubble", "ms per sample", "over best")
+    predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "idle", "ms per sample", "over best")
     table = _table(title, "tiles", "tokens", *packs, *predicted)
     # Else too wide for 80 characters.
     table.pad_edge = False

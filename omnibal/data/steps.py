@@ -36,7 +36,7 @@ class DataRequest:
     epochs: int
     packs_per_step: int
     """Packs per step, of all ranks together."""
-    alike: int
+    packs_per_row: int
     """Packs per row, a divisor of `packs_per_step`: the data-parallel size to balance for."""
 
 
@@ -102,7 +102,9 @@ def draw_steps(
         tiles = packs.sums(lengths.tiles)
         order_seed = _seeds(request, epoch)[1]
         step.append(
-            match_packs(tiles, load(packs), request.packs_per_step, request.alike, order_seed)
+            match_packs(
+                tiles, load(packs), request.packs_per_step, request.packs_per_row, order_seed
+            )
         )
         step[-1] += first_step
         first_step = int(step[-1].max()) + 1
@@ -116,7 +118,7 @@ def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
 
 
 def match_packs(
-    tiles: np.ndarray, load: np.ndarray, packs_per_step: int, alike: int, seed: Seed
+    tiles: np.ndarray, load: np.ndarray, packs_per_step: int, packs_per_row: int, seed: Seed
 ) -> np.ndarray:
     """The step of every pack of an epoch, int64 [packs], counted from 0.
 
@@ -127,8 +129,8 @@ def match_packs(
     Args:
         tiles: int64 [packs].
         load: float64 [packs], what packs of a row should have equally much of.
-        packs_per_step: of all ranks together, a multiple of `alike`.
-        alike: packs of a row.
+        packs_per_step: of all ranks together, a multiple of `packs_per_row`.
+        packs_per_row: packs of equal tiles and similar load.
         seed: of windows and order.
     """
     rng = np.random.default_rng(seed)
@@ -139,13 +141,14 @@ def match_packs(
     step = np.empty(len(load), np.int64)
     step[lightest_first[:left_over]] = number[-1]
     shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
-    rows = (steps - 1) * packs_per_step // alike
-    step_of_row = number[rng.permutation(rows) * alike // packs_per_step]
-    for window in np.array_split(np.arange(rows), max(round(rows * alike / _WINDOW_PACKS), 1)):
+    rows = (steps - 1) * packs_per_step // packs_per_row
+    step_of_row = number[rng.permutation(rows) * packs_per_row // packs_per_step]
+    windows = max(round(rows * packs_per_row / _WINDOW_PACKS), 1)
+    for window in np.array_split(np.arange(rows), windows):
         if len(window):
-            inside = shuffled[window[0] * alike : (window[-1] + 1) * alike]
+            inside = shuffled[window[0] * packs_per_row : (window[-1] + 1) * packs_per_row]
             sorted_ = inside[_by_tiles_then_load(tiles[inside], load[inside])]
-            step[sorted_] = np.repeat(step_of_row[window], alike)
+            step[sorted_] = np.repeat(step_of_row[window], packs_per_row)
     return step
 
 

@@ -24,7 +24,7 @@ def headline_cards(
     prediction = plan.prediction
     cards = [_fit(plan, prediction, run, replay)] if prediction else []
     if run or replay or prediction:
-        cards += [_step(prediction, run, replay), _bubble(prediction, run, replay)]
+        cards += [_step(prediction, run, replay), _idle(prediction, run, replay)]
         cards += [_rate(prediction, run)]
     cards += [_length(plan, prediction)] if prediction else []
     cards += [_loss(run, records)] if run else []
@@ -91,15 +91,15 @@ def _step(
     return _card("Time per step", value, "; ".join(notes))
 
 
-def _bubble(
+def _idle(
     prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
 ) -> str:
     value, notes = _beside(
         percent(prediction.bubble_fraction) if prediction else None,
-        percent(replay.bubble_fraction) if replay else None,
+        percent(replay.idle_fraction) if replay else None,
         percent(run.bubble_fraction) if run else None,
     )
-    return _card("Bubble", value, "; ".join(notes) or "share of device time spent waiting")
+    return _card("Idle", value, "; ".join(notes) or "share of device time spent waiting")
 
 
 def _rate(prediction: Prediction | None, run: RunSummary | None) -> str:

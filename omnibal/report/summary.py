@@ -164,7 +164,7 @@ def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
     return replay.info.model_dump(mode="json", exclude={"plan_sha256"}) | {
         "step_ms": replay.step_ms,
         "predicted_step_ms": replay.predicted_step_ms,
-        "bubble_fraction": replay.bubble_fraction,
+        "bubble_fraction": replay.idle_fraction,
         "recompute_fraction": replay.recompute_fraction,
         "lost_ms": replay.lost.model_dump(),
         "forward_ms": replay.forward_ms.tolist(),
