@@ -27,8 +27,7 @@ from omnibal.plan_data import least_caps
 from omnibal.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 MAX_CANDIDATES = 32
-"""Most candidates of a search by time: 17 on the grid, the best 3 on more samples, twice 6
-moves."""
+"""Most candidates of a search by time: 17 of the grid, the best 3 on more samples, 12 moves."""
 
 _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003

@@ -176,8 +176,7 @@ class _Changes:
             self.tried.append(kind)
 
     def change(self, text: str, make: Callable[[], PlanRequest]) -> Change | None:
-        """Try a change; None where the request does not fit, or is impossible for another
-        reason."""
+        """Try a change; None where the request does not fit or is otherwise impossible."""
         try:
             request = make()
             sampled = _sampled(request)

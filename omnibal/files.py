@@ -25,8 +25,7 @@ _TELLING = ("json_invalid", "missing", "value_error")
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write, which replaces `path` at the end, or is removed on any
-    error.
+    """Yield a temporary path, which replaces `path` at the end, or is removed on any error.
 
     Of a link, what it leads to is replaced. A device or pipe is no file to replace: what was
     written goes into it.

@@ -61,8 +61,8 @@ class DataPlan(Shapes):
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
-    """SHA-256 of the packs of every step, independent of ranks: runs with equal hashes can resume
-    each other."""
+    """SHA-256 of the packs of every step, whatever the ranks: equal hashes can resume each
+    other."""
     origin: LengthsOrigin | None
 
 

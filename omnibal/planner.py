@@ -85,8 +85,7 @@ class PlanResult:
     profile: Profile | None
     """Measured costs; None where costs were counted."""
     search: SearchResult | None
-    """Result of the joint search, with its proven bound; None where another method chose the
-    stages."""
+    """Result of the joint search, with its proven bound; None for another method."""
 
 
 def make_plan(request: PlanRequest) -> PlanResult:

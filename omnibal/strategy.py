@@ -76,8 +76,7 @@ class Strategy:
     samples_per_second: float
     """Samples per second of all devices together."""
     ms_per_sample: float
-    """Time per sample of all devices together; times the devices it is the device time of a
-    sample."""
+    """Time per sample of all devices together; times their number, the device time per sample."""
     lost: LostTime
     """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
     peak_gib: float
@@ -395,8 +394,7 @@ class _StrategyTrials:
         return bool(fits_cap(self.bounds[choice].need_gib, cap_gib))
 
     def ranked(self) -> list[Strategy]:
-        """Best plan of each strategy, among choices whose bound is not clearly worse than the
-        best."""
+        """Best plan of each strategy, among choices whose bound is not clearly above the best."""
         limit_ms = CLEARLY_WORSE * self.best_ms()
         kept = [
             strategy
@@ -418,8 +416,7 @@ class _StrategyTrials:
         return min(times, default=math.inf)
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Choices that may be the best of their strategy and are not clearly slower than the best
-        of all."""
+        """Choices that may be the best of their strategy and not clearly slower than the best."""
         for choice in choices:
             least_ms = self.bounds[choice].least_ms
             if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(choice[0])):

@@ -279,8 +279,7 @@ def run_table(
     replay: "ReplaySummary | None",
     evaluation: Evaluation | None,
 ) -> Table:
-    """Times of a run and a replay beside the plan's prediction; at least one of the two is
-    given."""
+    """Times of a run and a replay beside the plan's prediction; at least one is given."""
     given = {"replayed": replay, "measured": run}
     columns = ["predicted", *(name for name, one in given.items() if one is not None)]
     title = " and ".join({"replayed": "replay", "measured": "run"}[name] for name in columns[1:])

@@ -41,8 +41,7 @@ class Comparison:
     samples_per_step: int
     """Samples per step of all data-parallel ranks, at which candidates are compared."""
     samples: int
-    """Samples drawn at random to evaluate candidates on; more where steps are large, all if
-    fewer."""
+    """Samples drawn at random to evaluate candidates on; more for large steps, all if fewer."""
     seed: int
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ def latest_step(directory: Path) -> int | None:
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:
-    """A new, empty folder to write a checkpoint into; removes what there was of this step."""
+    """Make a new, empty folder to write a checkpoint into; removes any earlier one of this step."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_checkpoint(directory, step)
     part = part_path(directory, step)

@@ -90,23 +90,20 @@ class _Counts:
     attention_flops: np.ndarray
     moved_bytes: np.ndarray
     collective_bytes: np.ndarray
-    """Bytes that the rank sends in collectives of the forward pass; the next two are of
-    backward."""
+    """Bytes that the rank sends in collectives of forward; the next two are of backward."""
     back_collective_bytes: np.ndarray
     gathered_again_bytes: np.ndarray
     """Bytes sent in backward on top, where the weights are trained."""
     kernels: int
     kept_bytes: np.ndarray
     kept_frozen_bytes: np.ndarray | None = None
-    """Bytes kept where only the input's gradient is needed; None if no earlier unit can be
-    trained."""
+    """Bytes kept where only the input's gradient is needed; None if nothing before is trainable."""
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
     transient_bytes: np.ndarray
     parameters: int
     begins_with_weights: bool = False
-    """Whether no trained weight precedes the unit's products, so that alone it needs no input
-    gradient."""
+    """Whether the unit needs no input gradient unless an earlier unit is trained."""
 
 
 def analytic_cost(
@@ -186,8 +183,7 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
 
 
 def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
-    """Milliseconds per byte for a group of `consecutive_ranks`, within one node or over the
-    network."""
+    """Milliseconds per byte for a group of `consecutive_ranks`, within a node or between nodes."""
     within_node = consecutive_ranks <= cluster.gpus_per_node
     rate = cluster.intra_node_gb_per_s if within_node else cluster.inter_node_gb_per_s
     return 1 / (rate * 1e6 * cluster.link_efficiency)
@@ -208,8 +204,7 @@ def _gradient_reduction_ms(
 def _unit_costs(
     model: ModelConfig, device: _Device, frozen: Collection[Part]
 ) -> dict[Unit, UnitCost]:
-    """Costs of all units in model order; a unit has a backward if it, or any before it, is
-    trained."""
+    """Costs of all units in model order; a unit has a backward if it or one before is trained."""
     costs = {}
     before_trained = False
     for unit, part, counts in _unit_counts(model, device):

@@ -80,8 +80,7 @@ class CostModel:
     link_ms_per_byte: float
     """Time per byte of one send between neighbouring stages."""
     gradient_reduction_ms_per_parameter: float
-    """Gradient reduction time per trained parameter, once a step; 0 when the data-parallel size is
-    1."""
+    """Gradient reduction time per trained parameter, once a step; 0 without data parallelism."""
     source: str
     tied_parameters: int = 0
     """Parameters on this device of the matrix that is both language embed and head. Both units

@@ -275,8 +275,7 @@ def _fitted_unit(
 
 
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
-    """Share of coefficients `part` [5] in `whole` [5], summed over micro-batches [n, 5]; 1 of
-    nothing."""
+    """Share of `part` [5] in `whole` [5], summed over micro-batches [n, 5]; 1 if that is 0."""
     total = float((features @ whole).sum())
     return float((features @ part).sum()) / total if total else 1.0
 

@@ -176,8 +176,7 @@ class _Knots:
         return cls(tiles=points[:, 0], tokens=points[:, 1])
 
     def weights(self, tiles: np.ndarray, tokens: np.ndarray) -> sparse.csr_array:
-        """Interpolation weights of sizes between their two knots, float64 [sizes, knots]; rows sum
-        to 1."""
+        """Interpolation weights of sizes, float64 [sizes, knots]; rows sum to 1, over two knots."""
         # The largest size of every tile count is a knot.
         upper = np.searchsorted(self.tiles << 32 | self.tokens, tiles << 32 | tokens)
         lower = np.maximum(upper - 1, 0)

@@ -59,8 +59,7 @@ class Sample:
         return sum(asked.question.count(IMAGE) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig) -> "Sample":
-        """Keep the frames that the model sees, each named in the question; non-videos are
-        unchanged.
+        """Keep the frames that the model sees, each named in the question; images are unchanged.
 
         To do so again changes nothing.
         """

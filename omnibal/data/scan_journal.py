@@ -67,8 +67,7 @@ class ScanJournal:
         )
 
     def notes(self, samples: int) -> list[str]:
-        """Lines that tell the user what is resumed or discarded, before a scan of `samples`
-        samples."""
+        """Lines that tell the user what a scan of `samples` samples resumes or discards."""
         notes = []
         if self.discarded:
             notes.append(f"note: {self.path} is of other data or settings; the scan begins anew")

@@ -58,8 +58,7 @@ class _Member:
 
     @property
     def suffix(self) -> str:
-        """Part of the name after the key and its dot, such as json or 0.jpg; empty without a
-        key."""
+        """Name after the key and its dot, such as json or 0.jpg; empty without a key."""
         stem, _, suffix = self.name.rpartition("/")[2].partition(".")
         return suffix.lower() if stem else ""
 
@@ -262,8 +261,7 @@ def _members(file: BinaryIO) -> Iterator[_Member]:
 
 
 def _all_members(file: BinaryIO) -> Iterator[_Member]:
-    """Yield the members of a whole tar; raises tarfile.ReadError where its end does not follow
-    them."""
+    """Yield the members of a whole tar; raises tarfile.ReadError where it is cut off."""
     yield from _members(file)
     place = file.tell()
     if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):

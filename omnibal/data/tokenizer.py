@@ -41,8 +41,7 @@ class Tokenizer(ABC):
     path: Path
     """File of the tokenizer's model."""
     sha256: str
-    """SHA-256 of all that determines ids: the model, and the added tokens and settings beside
-    it."""
+    """SHA-256 of all that determines ids: model, added tokens and settings."""
     vocab_size: int
     """Highest id, plus one."""
     add_bos: bool
@@ -88,8 +87,7 @@ def lacking(pieces: Sequence[str]) -> str:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """List the files that `open_tokenizer` may read for a file or folder, whether they exist or
-    not."""
+    """List the files that `open_tokenizer` may read for a path, whether they exist or not."""
     folder = path if path.is_dir() else path.parent
     beside = [folder / CONFIG_FILE, folder / ADDED_FILE]
     models = [folder / FAST_FILE, folder / _SENTENCEPIECE_FILE] if path.is_dir() else [path]

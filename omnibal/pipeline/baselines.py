@@ -56,7 +56,7 @@ Cuts = tuple[int, ...]
 
 
 class PartitionMethod(StrEnum):
-    """How the model is split over pipeline stages."""
+    """Method that splits the model over pipeline stages."""
 
     OMNIBAL = "omnibal"
     BMP = "bmp"
@@ -66,7 +66,7 @@ class PartitionMethod(StrEnum):
 
 
 class RecomputeRule(StrEnum):
-    """Which layers a stage recomputes."""
+    """Rule for the layers that a stage recomputes."""
 
     CHEAPEST = "cheapest"
     """The least time that fits, searched together with the split."""

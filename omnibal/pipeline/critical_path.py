@@ -82,8 +82,7 @@ class PipelineSimulator:
     features: np.ndarray
     """Features of the operation's micro-batch, [operations, 5, rows]."""
     delay_ms: np.ndarray
-    """Delay on top of the link's time, [operations, 1, rows]: 0, or `_NEVER_MS` where a row lacks
-    it."""
+    """Delay besides the link, [operations, 1, rows]: 0, or `_NEVER_MS` where a row lacks it."""
     last: np.ndarray
     """Last operation of every stage, [p]."""
 
@@ -140,8 +139,7 @@ class PipelineSimulator:
         return finish_ms @ self.steps.weight + terms[:, :, OPTIMIZER].max(axis=1)
 
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
-        """Weights of a longest path of every step, followed from its end back to the first
-        operation."""
+        """Weights of a longest path of every step, followed back from its end."""
         end, link = self._run(terms)
         finish_ms = self._finish_ms(end, terms)
         n, steps = finish_ms.shape[:2]
@@ -174,8 +172,7 @@ class PipelineSimulator:
         return np.einsum("s,nspt->npt", self.steps.weight, weights)
 
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """End of every operation [operations + 1, n, rows], the last entry 0, and its link's
-        time."""
+        """End of operations [operations + 1, n, rows], the last entry 0, and their links' times."""
         n, rows = len(terms), len(self.steps.counts)
         graph, backwards = self.graph, self._backwards
         of_kind = terms[:, :, :REDUCTION].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)

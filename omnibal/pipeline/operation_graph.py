@@ -35,8 +35,7 @@ class OperationGraph:
     before: np.ndarray
     """The stage's previous operation; the number of operations where there is none."""
     source: np.ndarray
-    """The operation whose output this one waits for; the number of operations where there is
-    none."""
+    """The operation whose output this one waits for; the number of operations if none."""
     levels: np.ndarray
     """First operation of every depth, then the number of operations, [depths + 1]."""
     in_turn: np.ndarray

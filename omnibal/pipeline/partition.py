@@ -74,8 +74,7 @@ _MAX_STALE = 2
 _LEAST_RISE = 1e-5
 """Relative rise that counts as a higher bound."""
 _WIDENING_RISE = 0.1
-"""Share of the gap; while the bound rises by it in a round, a larger width is not worth its
-time."""
+"""Share of the gap; while the bound rises by it in a round, the width stays."""
 _MAX_DESCENT_WORK, _MAX_WORK = 2e8, 8e8
 """Path lengths that are computed, or as much other work, to improve a first split and to prove a
 result: a second or two, and some seconds."""
@@ -93,8 +92,7 @@ class SearchResult:
     step_ms: float
     """Simulated step time, mean over the sampled steps."""
     lower_bound_ms: float
-    """Proven lower bound over all splits and recomputed sets that fit; `step_ms` if the search
-    ended."""
+    """Proven bound over all splits and recomputed sets that fit; `step_ms` if the search ended."""
     simulated: int
     """Candidates that were simulated."""
 
@@ -607,8 +605,7 @@ class _Search:
         return parent, option, bound_ms
 
     def _completed(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
-        """Complete each partial split, stage by stage, with the option that raises its bound
-        least."""
+        """Complete partial splits, stage by stage, with the option that raises the bound least."""
         for later in range(stage, self.problem.stages):
             parent, option, bound_ms = self._children(bounds, later, grown)
             order = np.lexsort((option, bound_ms, parent))
@@ -639,8 +636,7 @@ def _extended(
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """Indices of at most `most` of `count` splits by rising bound: half the lowest, half spread
-    out."""
+    """Indices of at most `most` of `count` sorted splits: half the lowest, half spread out."""
     spread = np.linspace(0, count - 1, min(most // 2, count)).astype(np.int64)
     return np.unique(np.concatenate([np.arange(min(most // 2, count)), spread]))
 

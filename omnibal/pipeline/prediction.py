@@ -80,8 +80,8 @@ class Prediction(Frozen):
     """Step time, mean over the simulated steps."""
     lost: LostTime
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
-    """Idle share of device time, for any cause and not only `LostTime.bubble_ms`; mean over stages
-    and steps."""
+    """Idle share of device time for any cause, mean over stages and steps; `LostTime.bubble_ms` is
+    only a part of it."""
     samples_per_second_per_gpu: NonNegativeFloat | None
     """Samples per second and GPU; None, as `gpu_days`, for a plan of shapes only."""
     gpu_days: NonNegativeFloat | None

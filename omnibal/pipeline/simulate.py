@@ -196,8 +196,7 @@ def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:
 
 
 def _steps_last(values: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Move the steps axis last, [steps, m, k] to [m, k, steps]; 0 for micro-batches that do not
-    exist."""
+    """Move the steps axis last, [steps, m, k] to [m, k, steps]; 0 for missing micro-batches."""
     return np.where(real[:, None], np.moveaxis(values, 0, -1), 0.0)
 
 

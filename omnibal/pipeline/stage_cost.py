@@ -253,8 +253,7 @@ def _kept_features(cost: CostModel) -> np.ndarray:
 
 
 def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -> list[MemoryTable]:
-    """Memory tables for several sets of micro-batches, given by `_kept_features` [kept, sets]
-    each."""
+    """Memory tables for sets of micro-batches, by `_kept_features` [kept, sets] each."""
     activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
     boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
     working = np.stack([cost.units[unit].transient_bytes for unit in UNITS])

@@ -192,7 +192,7 @@ def is_right(answer: EvaluatedAnswer) -> bool:
 
 
 def telling_examples(evaluation: Evaluation, limit: int) -> list[EvaluatedAnswer]:
-    """At most `limit` answers, taking turns over the kinds, and over right and wrong in each."""
+    """Choose at most `limit` answers, taking turns over kinds, and over right and wrong in each."""
     groups: dict[tuple[str, bool], list[EvaluatedAnswer]] = {}
     for answer in evaluation.examples:
         groups.setdefault((answer.kind, is_right(answer)), []).append(answer)
