@@ -250,7 +250,7 @@ def _paper_tokens_per_tile(lengths: Lengths) -> int:
             f"{len(lengths)} samples has a tile; choose caps by predicted time (--rule time)"
         )
     aligned = -(-lengths.tokens.astype(np.int64) // _PAPER_ALIGNMENT) * _PAPER_ALIGNMENT
-    # At least 16, also where tiles are many and tokens few.
+    # At least 16, even with many tiles and few tokens.
     return max(int((float(aligned.mean()) // mean_tiles + 1) // 16) * 16, 16)
 
 
@@ -341,7 +341,7 @@ class _CapTrials:
         for caps, result in map_unordered(self.evaluation, untried, processes):
             results[caps] = result
             self.advance()
-        # In the order asked for, whichever process was the first.
+        # In the order of `untried`, for results that do not depend on timing.
         for caps in untried:
             result = results[caps]
             if isinstance(result, str):

@@ -153,7 +153,7 @@ class _Changes:
         parallel = self.request.job.parallel
         changes = dict(sizes)
         if parallel.tensor == 1 < sizes.get("tensor", 1):
-            # As `omnibal plan` does unless told otherwise.
+            # The default of `omnibal plan`.
             changes["sequence_parallel"] = True
         options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp"}
         old = parallel.model_dump()

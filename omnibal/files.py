@@ -46,7 +46,7 @@ def atomic(path: Path) -> Iterator[Path]:
             _pour(written, path)
         return
     target = Path(os.path.realpath(path))
-    # Of a name that nothing else has: a file beside it may be the user's own.
+    # A unique name, as a file beside it may be the user's own.
     temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
     try:
         yield temporary

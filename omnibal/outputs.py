@@ -112,7 +112,7 @@ def _check_place(option: str, path: Path) -> None:
 
 
 def _check_parent(option: str, path: Path) -> None:
-    # Of a link, the folder of what it leads to.
+    # For a link, the folder of its target.
     parents = Path(os.path.realpath(path)).parents
     if is_stream(path):
         return

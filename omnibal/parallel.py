@@ -52,7 +52,7 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
             f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
             f"node of {cluster.name}, and its ranks must share one: choose at most that many"
         )
-    # Not the vision heads: Megatron pads InternViT's 25 to a multiple of the tensor size.
+    # Vision heads need not divide: InternViT's 25 are padded to a multiple of the tensor size.
     divided = {
         "vision.ffn_hidden_size": model.vision.ffn_hidden_size,
         "language.heads": model.language.heads,

@@ -12,7 +12,7 @@ import typer
 
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
-# Of an unknown option, a missing argument or a bad value; typer gives it no public name.
+# The error of an unknown option, a missing argument or a bad value; typer has no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 
@@ -80,7 +80,7 @@ def _system_error(error: OSError) -> str:
 
 def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
-    # What a file or an option holds may be in the message, and must not steer the terminal.
+    # The message may quote a file or an option; control characters must not reach the terminal.
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     sys.stderr.write(f"error: {shown}\n")
     sys.exit(EXIT_USER_ERROR)

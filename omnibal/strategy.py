@@ -298,7 +298,7 @@ class _Pack:
     setting: _Setting
 
     def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
-        # They are the same for any parallel sizes.
+        # Packs are the same for any parallel sizes.
         request = self.setting.request
         (packs,) = request.sample_data(caps).packed(request.job)
         return caps, packs
@@ -330,7 +330,7 @@ class _FindBound:
             need_gib = max(need_gib, least_need_gib(job, workload))
             step_ms = least_step_ms(job.cost, job.model, workload, job.parallel.pipeline)
             least_ms += size.steps_per_sample * step_ms
-            # What is subtracted would need a bound from above.
+            # A term with a negative weight would need an upper bound.
             is_bound &= size.steps_per_sample >= 0
         return choice, _TrialBound(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
 
@@ -481,7 +481,7 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     if strategy is best:
         return "best"
     own, others = strategy.lost.named(), best.lost.named()
-    # What is left as ideal differs by what tensor parallelism does not divide.
+    # Ideal times differ by the work that tensor parallelism does not divide.
     share = {
         "compute" if name == "ideal" else name: (own[name] - others[name]) / best.ms_per_sample
         for name in own

@@ -116,7 +116,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
     packs = ("per pack", "per step", "per rank")
     predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "idle", "ms per sample", "over best")
     table = _table(title, "tiles", "tokens", *packs, *predicted)
-    # Else too wide for 80 characters.
+    # Padded edges would make the table wider than 80 characters.
     table.pad_edge = False
     best = search.candidates[0]
     for candidate in search.candidates[:_SHOWN_CANDIDATES]:
@@ -146,7 +146,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     plan = ("tiles", "tokens", "recom-\nputed", "GiB")
     table = _table(title, "TP", "PP", "DP", *plan, "samples\nper s")
     table.add_column("over best", min_width=24)
-    # Else too wide for 80 characters.
+    # Padded edges would make the table wider than 80 characters.
     table.pad_edge = False
     for strategy in search.ranking[:_SHOWN_CANDIDATES]:
         parallel = strategy.parallel
@@ -327,7 +327,7 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
     """Measurements of the replayed stages, times per micro-batch."""
     times = ("forward ms", "backward ms", "recompute ms", "update ms", "peak")
     table = _table("Replayed stages, per micro-batch", "stage", "packs", *times)
-    # Else too wide for 80 characters.
+    # Padded edges would make the table wider than 80 characters.
     table.pad_edge = False
     if plan.prediction is not None:
         table.add_column("predicted", justify="right")

@@ -249,7 +249,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep-checkpoints",
         type=_POSITIVE,
-        help="keep so many of the newest checkpoints (default: all)",
+        help="number of newest checkpoints to keep (default: all)",
     )
     group.add_argument(
         "--async-save",
@@ -261,7 +261,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--exit-after-failed-saves",
         type=_POSITIVE,
         default=2,
-        help="end the run when so many saves in a row have failed, or its last one",
+        help="failed saves in a row that end the run; a failed last save ends it too",
     )
     group.add_argument(
         "--max-skipped-steps",

@@ -113,7 +113,7 @@ class CheckpointWriter:
         self._identity = identity_state(plan.model, _steps_sha256(plan), _plain(options))
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        # Of its own, over the host: asking whether all are done must not wait for the devices.
+        # A separate group on the host: polling for completion must not wait for the devices.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
         self._pending: _PendingSave | None = None
@@ -162,7 +162,7 @@ class CheckpointWriter:
     def _wait(self) -> None:
         if self._pending is not None:
             wait(self._pending.files)
-            # In turns, as one wait for a slow rank could run into the timeout of collectives.
+            # Polled, as one long wait for a slow rank could exceed the timeout of collectives.
             while not self._is_written(self._pending):
                 time.sleep(_TURN_S)
             self._complete(self._pending)
@@ -389,7 +389,7 @@ def _on_host(buckets: Sequence[WriteBucket], changing: set[int]) -> list[WriteBu
 def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor
-    # From pinned memory, which torch keeps for the next save, nothing is copied twice.
+    # Torch keeps pinned memory for the next save, and files are written from it without a copy.
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=has_cuda())
     return copied.copy_(tensor, non_blocking=True)
 

@@ -97,7 +97,7 @@ def prune_checkpoints(directory: Path, keep_last: int) -> None:
     """
     newest = latest_step(directory)
     whole = []
-    # In reverse, what is left of a step comes before its checkpoint.
+    # In reverse order, a `.part` folder comes before the checkpoint of its step.
     for folder in sorted(directory.iterdir(), reverse=True):
         match = _FOLDER_NAME.fullmatch(folder.name)
         if match is None or newest is None or int(match[1]) > newest:

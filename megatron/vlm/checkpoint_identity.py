@@ -81,7 +81,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
         return CheckpointIdentity(
             path=path,
             step=step,
-            # What the model could not be told of when it was saved has the value it had then.
+            # Fields that are newer than the checkpoint take their defaults.
             model=ModelConfig.model_validate(identity["model"]),
             steps_sha256=identity["steps_sha256"],
             options=identity["options"],

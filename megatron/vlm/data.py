@@ -103,8 +103,7 @@ class SampleReader:
     def encode(self, sample: Sample, tiles: int) -> EncodedSample:
         """Encode the whole conversation, whose images make `tiles` tiles, with its loss mask."""
         if sample.video:
-            # Of as many frames as were planned, also where some are gone: whoever reads them
-            # finds that out.
+            # As many frames as planned, even where some are missing: reading them raises an error.
             sample = sample.with_frames(sample.images[:1] * tiles)
             per_image = [1] * tiles
         else:
@@ -402,7 +401,7 @@ def _check_count(found: int, planned: int, what: str, sample: Sample) -> None:
 def _loss_weights(loss_tokens: int, weighting: LossWeighting) -> np.ndarray:
     """Weights of a sample's loss tokens, all equal. float32 [L]"""
     exponent = {LossWeighting.TOKEN: 0.0, LossWeighting.SQRT: 0.5, LossWeighting.SAMPLE: 1.0}
-    # Of no token there is no weight to compute: 0 to a negative power is none.
+    # 0 cannot be raised to a negative power.
     weight = max(loss_tokens, 1) ** -exponent[weighting]
     return np.full(loss_tokens, weight, np.float32)
 
@@ -456,7 +455,7 @@ class _DeviceCopies:
         """Start the copy of a micro-batch, in the thread that reads ahead."""
         if isinstance(item, UserError):
             return item
-        # Which also makes the device current: pinning would open a context on the first one.
+        # This also makes the device current: pinning would open a context on the first one.
         with torch.cuda.stream(self._stream):
             batch = item.pinned().to(self._device)
             return _Coming(batch, self._stream.record_event())

@@ -194,12 +194,12 @@ class TrainingLoop:
     def _save_and_validate(self, step: int, stopped: bool) -> None:
         options = self._options
         last = stopped or step == options.last_step
-        # In a row of skipped steps the weights may be what is wrong: the last checkpoint stays.
+        # No save while steps are skipped, as the weights may be at fault.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
         is_due = options.eval_interval is not None and step % options.eval_interval == 0
         validation = self._data.validation if is_due else None
-        # What follows may take long, or fail, and meanwhile nobody would complete a save.
+        # Complete a pending save first: validation may take long or fail.
         self._say(self._writer.finish() if last or validation is not None else self._writer.poll())
         self._check_saves(last)
         if validation is not None and not stopped:

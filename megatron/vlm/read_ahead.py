@@ -112,7 +112,7 @@ class _Reading:
             # A worker that is lost first shows in what it had begun to send.
             lost = self._lost_worker(patience_s=_POLL_S)
             self._put(_End(error if lost is None else _ended_from_outside(lost)))
-            # They hold the loader, which ends its workers when nobody does.
+            # The frames hold the loader, which ends its workers when it is freed.
             traceback.clear_frames(frames)
         for worker in self._workers:
             worker.kill()  # only one that did not end: a program waits for its children at exit

@@ -63,7 +63,7 @@ class _RandomInbox(Inbox):
         return super().take()
 
     def _begin(self, tensor: torch.Tensor) -> None:
-        # Not what memory happens to hold: a CPU is many times slower on denormal numbers.
+        # Random, as uninitialized memory may hold denormal numbers, on which a CPU is much slower.
         tensor.normal_()
 
 
@@ -348,7 +348,7 @@ def replay_stage(
         gc.collect()
         if has_cuda():
             torch.cuda.empty_cache()
-    # Not from within the handler: the error's traceback would hold the stage.
+    # Raised outside the handler, where the error's traceback would hold the stage.
     raise UserError(
         f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
         f"fill of a device ({failure}); see that nothing else is on this one, or plan with a "

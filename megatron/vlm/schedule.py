@@ -268,7 +268,7 @@ class _StageRun:
             self.inputs.run_ahead()
         if self.outputs is not None:
             self.outputs.put(output.detach())
-            # From here on only the output's graph is needed; its memory goes when the send is done.
+            # Only the output's graph is needed from now on; its memory is freed after the send.
             output.data = output.new_empty(1)
         if self.links.is_last:
             self.results.append(output.detach().clone() if trains else output)

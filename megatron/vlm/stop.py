@@ -29,5 +29,5 @@ class StopSignal:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            # Not a handler of ours: Python's run only between two of its own instructions.
+            # No handler written in Python, as these run only between two Python instructions.
             signal.signal(signal.SIGINT, signal.SIG_DFL)

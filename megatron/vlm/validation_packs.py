@@ -62,7 +62,7 @@ def pack_validation(
     """
     taken = np.arange(min(samples, len(reader.annotations)))
     annotations = reader.annotations.take(taken)
-    # So that what is bad is named without the scan's own advice.
+    # Skipped here and raised below, without the scan's own advice.
     scan = scan_lengths(
         annotations, reader.model, reader.tokenizer, lambda done: None, on_error="skip"
     )

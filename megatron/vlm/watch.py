@@ -275,8 +275,8 @@ class Watch:
                 self._end_without_store(f"no answer for {self._pace.patience_s:g} s")
 
     def _end_without_store(self, reason: str) -> NoReturn:
-        # Not through the lock: its holder may be the one that waits for the store. Two a node
-        # speak, as one may be what is gone.
+        # Without the lock, whose holder may be waiting for the store. Two ranks per node print, as
+        # one of them may be dead.
         if self._launch.local_rank <= 1:
             _print_line(
                 f"error: rank {self._launch.rank} has lost the store of all ranks ({reason}): rank "
@@ -342,5 +342,5 @@ def _print_line(line: str) -> None:
 
 
 def _end_process(exit_code: int) -> NoReturn:
-    # Not sys.exit: ending the interpreter would wait for transfers that never come.
+    # No sys.exit, as ending the interpreter would wait for transfers that never come.
     os._exit(exit_code)

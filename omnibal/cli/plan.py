@@ -123,8 +123,8 @@ class StrategyOptions:
         typer.Option(
             min=1,
             max=MAX_COUNT,
-            help="of all ranks, with --gpus; strategies are compared at so many (default: 36 for "
-            "every node)",
+            help="of all ranks, with --gpus; strategies are compared at this step size (default: "
+            "36 for every node)",
         ),
     ] = None
 

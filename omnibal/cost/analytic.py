@@ -373,7 +373,7 @@ def _projector(model: ModelConfig, device: _Device) -> _Counts:
         # Shuffle and norm of the input, then GELU, then the bias.
         moved_bytes=2 * 2 * vision_bytes + rows * (2 * h / t + 2 * h) * size,
         collective_bytes=2 * device.sent * output_bytes,
-        # Of the first product's input, which the norm needs.
+        # Gradient of the first product's input, which the norm needs.
         back_collective_bytes=2 * device.sent * rows * wide * size,
         gathered_again_bytes=0 * rows,
         kernels=8,

@@ -261,7 +261,7 @@ def _fitted_unit(
     if len(measured):
         kept_share = _share(features, counted.activation_bytes, counted_trained.activation_bytes)
         kept_bytes = kept_share * _fit(features, measured, unit)
-        # What is kept includes the input, so recomputing a layer can never cost memory.
+        # Kept bytes include the input, so recomputing a layer never costs memory.
         activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
     return replace(
         counted,

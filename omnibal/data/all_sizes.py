@@ -78,7 +78,8 @@ class Sizes:
         for size in range(len(self) - 1):
             larger = size + 1 + np.flatnonzero(self.tokens[size + 1 :] >= self.tokens[size])
             tokens = self.tokens[larger]
-            # With the tiles growing, those are next whose tokens are fewer than of all before.
+            # Tiles ascend, so the next larger sizes are those with fewer tokens than all before
+            # them.
             is_next = tokens < np.minimum.accumulate(np.concatenate([[1 << 40], tokens[:-1]]))
             pairs += [(size, int(other)) for other in larger[is_next][:_MAX_EXCHANGES]]
         return np.array(pairs, np.int64).reshape(-1, 2)

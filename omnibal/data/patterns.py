@@ -91,7 +91,7 @@ def group_sizes(tiles: np.ndarray, tokens: np.ndarray, max_types: int) -> SizeTy
     order = np.argsort(tiles.astype(np.int64) << 32 | tokens, kind="stable")
     sorted_tiles, sorted_tokens = tiles[order], tokens[order].astype(np.int64)
     sums = np.concatenate([[0], np.cumsum(sorted_tokens)])
-    # As floats, since squares of a million tokens outgrow int64 with some millions of samples.
+    # Floats, as squares of a million tokens overflow int64 with some millions of samples.
     squares = np.concatenate([[0], np.cumsum(sorted_tokens.astype(np.float64) ** 2)])
 
     def candidate(first: int, last: int) -> tuple[float, int, int, int]:

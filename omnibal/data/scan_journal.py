@@ -53,7 +53,7 @@ class ScanJournal:
         records: list[np.ndarray] = []
         if content.startswith(header):
             records = list(_records(content, len(header)))
-            # What is added after a torn record would never be read.
+            # Records added after a torn one would never be read.
             os.truncate(path, len(header) + sum(_PREFIX.size + rows.nbytes for rows in records))
         else:
             path.unlink(missing_ok=True)
@@ -105,5 +105,5 @@ def _records(content: bytes, start: int) -> Iterator[np.ndarray]:
 
 
 def _checksum(samples: int, data: bytes) -> int:
-    # Of their number too, as otherwise a tail of zeros would be records of nothing.
+    # Includes the number of samples, as a tail of zeros would else pass for empty records.
     return zlib.crc32(samples.to_bytes(4) + data)

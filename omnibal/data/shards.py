@@ -25,7 +25,7 @@ from omnibal.data.records import InvalidRecordError, is_video_file
 from omnibal.errors import UserError
 
 _RECORD = "json"
-# What both libraries pass over: members, and whole folders, named __like_this__.
+# Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
 _TAR_BLOCK = 512
 

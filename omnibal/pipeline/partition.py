@@ -320,7 +320,7 @@ def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray) -> np.ndarray:
     """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ recompute_ms.T
-    # What costs nothing says nothing, and would make all sets equal.
+    # Micro-batches without recomputation time are left out, as they would make all sets equal.
     total_ms = layers_ms.sum(axis=1)
     layers_ms = layers_ms[total_ms > 0] if total_ms.any() else layers_ms
     share = layers_ms[:, 0] / np.maximum(layers_ms.sum(axis=1), np.finfo(float).tiny)
@@ -594,7 +594,7 @@ class _Search:
         parent = np.repeat(np.arange(len(grown)), number)
         first = np.cumsum(number) - number
         option = np.arange(len(parent)) - np.repeat(first - low, number)
-        # What an option adds whichever split it is added to.
+        # Cost that an option adds to any split.
         rest = bounds.costs[stage] + bounds.after[stage + 1][end]
         self.work += len(parent) * rest.shape[1]
         bound_ms = np.empty(len(parent))

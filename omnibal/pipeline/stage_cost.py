@@ -294,7 +294,7 @@ def undominated(rows: np.ndarray) -> np.ndarray:
     sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
     found = []
     while len(sums):
-        # Of the rows that are left, one with the largest scaled sum is dominated by no other.
+        # A row with the largest scaled sum is dominated by no other.
         top = columns[:, sums.argmax()]
         found.append(top)
         left = np.zeros(len(sums), bool)
