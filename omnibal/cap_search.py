@@ -77,7 +77,7 @@ class Candidate:
     max_tokens: int
     samples_per_pack: float
     packs_per_step: int
-    """Packs of all ranks: the multiple of the ranks nearest to the samples per step wanted."""
+    """Packs of all ranks: the multiple of the ranks nearest to the requested samples per step."""
     micro_batches: int
     """Micro-batches per rank and step; the next three fields are of the plan with this number."""
     recomputed_layers: int
@@ -87,7 +87,7 @@ class Candidate:
     bubble_fraction: float
     """Idle share of device time, for any cause."""
     ms_per_sample: float
-    """Time of a step of exactly the samples wanted, over their number."""
+    """Predicted step time per sample, at exactly the requested samples per step."""
     samples_per_second: float
 
     @property
@@ -287,7 +287,7 @@ class _Evaluation:
             return caps, str(error)
 
     def _candidate(self, caps: Caps) -> Candidate:
-        """Pack, and predict the time at exactly the samples wanted.
+        """Pack, and predict the time at exactly the requested samples per step.
 
         Raises:
             UserError: the caps do not fit into memory, or there are fewer packs than ranks.
@@ -364,13 +364,13 @@ class CapSpace:
     """All caps that a search by time may come to; every sample fits the least of them."""
 
     tiles: np.ndarray
-    """int64, ascending: the most tiles of a sample, and sums of common tile counts above."""
+    """Tile caps, int64, ascending: the most tiles of a sample, and larger sums of common counts."""
     tokens: np.ndarray
-    """int64, ascending multiples of a power of two, up to 4 times the least."""
+    """Token caps, int64, ascending multiples of a power of two, up to 4 times the least."""
     tiles_per_token: float
     """Tiles per token of all samples together."""
     main_tiles: int
-    """The tile count that holds the most tiles; 1 without any."""
+    """Tile count whose samples have the most tiles in all; 1 without any."""
 
     @classmethod
     def of(cls, lengths: Lengths) -> "CapSpace":
@@ -481,7 +481,7 @@ def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
 
 
 def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]:
-    """The candidates, with the smallest of those that are about as good as the best before all."""
+    """Candidates with the smallest of those that tie with the best moved to the front."""
 
     def size(candidate: Candidate) -> float:
         return candidate.max_tiles / least.max_tiles + candidate.max_tokens / least.max_tokens

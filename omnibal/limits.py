@@ -21,7 +21,7 @@ def memory_cap_gib(cluster: ClusterConfig) -> float:
 
 
 def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
-    """Refuse a step of more packs than anyone trains or this program can deal out.
+    """Refuse a step of more than `MAX_PACKS_PER_STEP` packs.
 
     Raises:
         UserError: there are too many.

@@ -110,7 +110,7 @@ class SampleData:
         return pack_epochs(self.lengths, self.draw_request(job))
 
     def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
-        """Draw the steps unless they are given, from packs that are there or made here."""
+        """Draw the steps unless they are given, from `packed` or from packs made here."""
         if self.steps is not None:
             return self
         request = self.draw_request(job)
@@ -173,7 +173,7 @@ class MockData:
         """None: mock data has no steps of an earlier plan."""
 
     def check(self, job: JobSpec) -> None:
-        """Refuse more packs than anyone trains in a step.
+        """Refuse a step of too many packs.
 
         Raises:
             UserError: there are too many.
@@ -236,7 +236,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     """Make one step of samples that each fill a pack, and cost the most attention that fits it.
 
     Raises:
-        UserError: there would be more packs than anyone trains in a step.
+        UserError: there would be more packs than a step may have.
     """
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)

@@ -62,7 +62,7 @@ class PlanRequest:
         return self.data.packed(self.job)
 
     def drawn(self, packed: Sequence[Packs]) -> Self:
-        """Draw the steps from packs that are there."""
+        """Draw the steps from packs of `packed`."""
         return replace(self, data=self.data.drawn(self.job, packed))
 
     def workload(self) -> Workload:

@@ -200,7 +200,7 @@ def read_stages(directory: Path, plan: Plan) -> tuple[StageReplay, ...]:
 
 
 def open_replay(directory: Path, info: ReplayInfo) -> None:
-    """Begin a replay in a directory, or go on with one of the same plan and settings.
+    """Begin a replay in a directory, or resume one of the same plan and settings.
 
     Raises:
         UserError: the directory holds another replay.

@@ -38,20 +38,20 @@ class StageRecord(Frozen):
     backward_ms: NonNegativeFloat
     """Backward time, recomputation included."""
     wait_ms: NonNegativeFloat
-    """Waiting for the neighbours' tensors, and for the other stages at the end of the step."""
+    """Idle time: waiting for the neighbours' tensors, and for other stages at the step's end."""
     data_ms: NonNegativeFloat
-    """Waiting for the next micro-batch to be loaded."""
+    """Time spent waiting for the next micro-batch to be loaded."""
     optimizer_ms: NonNegativeFloat
     """Gradient reduction, norm, clipping and weight update."""
     peak_gib: NonNegativeFloat
     """Peak memory, the largest over the ranks. CUDA: allocated since the step before was recorded;
     CPU: resident set of the process so far."""
     reserved_gib: NonNegativeFloat = 0.0
-    """CUDA: the most of a device that the allocator has held since then, the largest over the
-    ranks; where it is far above `peak_gib`, memory is in pieces. CPU: 0."""
+    """Memory reserved by CUDA's allocator since then, the largest over the ranks; far above
+    `peak_gib`, memory is fragmented. CPU: 0."""
     allocation_retries: NonNegativeInt = 0
-    """CUDA: how often since then the allocator had to give memory back to the driver before it got
-    any, the most of any rank; each stops the device. CPU: 0."""
+    """Times since then that CUDA's allocator had to return memory to the driver before it got any,
+    the most of any rank; each stops the device. CPU: 0."""
 
 
 class StepRecord(Frozen):
@@ -69,7 +69,7 @@ class StepRecord(Frozen):
     tokens: NonNegativeInt
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0
-    """Logging, checkpoints and validation since the step before, on the writing rank."""
+    """Time of logging, checkpoints and validation since the step before, on the writing rank."""
     mfu: NonNegativeFloat = 0.0
     """Model FLOPs utilization: needed operations over what all devices could do in the step."""
     skipped: bool = False

@@ -72,7 +72,7 @@ class Strategy:
     parallel: Parallel
     caps: Caps
     micro_batches: int
-    """Micro-batches per rank and step: the whole number nearest to the samples wanted."""
+    """Micro-batches per rank and step: the whole number nearest to the requested samples."""
     samples_per_second: float
     """Samples per second of all devices together."""
     ms_per_sample: float
@@ -279,7 +279,7 @@ class _Setting:
     packs: dict[Caps, Packs]
 
     def micro_batches(self, choice: Choice) -> float:
-        """Micro-batches per rank in a step of the samples wanted; not a whole number."""
+        """Micro-batches per rank in a step of the requested samples; not a whole number."""
         (parallel, caps), request = choice, self.request
         packs, samples = len(self.packs[caps]), len(request.lengths)
         return micro_batches_at(request.samples_per_step, samples, packs, parallel.data)
@@ -516,7 +516,7 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
 
 
 def _most_packs(trials: _StrategyTrials) -> str:
-    """Most packs in a step of the samples wanted, at any caps, rounded down to three digits."""
+    """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
     alone = Parallel(pipeline=1)
     packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)

@@ -111,7 +111,7 @@ def packs_table(metrics: PackMetrics, load: str) -> Table:
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
-    """The best caps that were tried, the chosen ones first."""
+    """Table of the best caps that were tried, the chosen ones first."""
     title = "Caps: samples per pack, packs per step and per rank, and what that takes"
     packs = ("per pack", "per step", "per rank")
     predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "idle", "ms per sample", "over best")
@@ -138,7 +138,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
-    """The fastest parallel sizes, and below them those that are clearly slower or do not fit."""
+    """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
     title = (
         f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per step, "
         f"memory of {cap_gib:.1f} GiB"
@@ -224,7 +224,7 @@ def memory_table(plan: Plan, prediction: Prediction) -> Table:
 
 
 def plan_table(plan: Plan, prediction: Prediction) -> Table:
-    """The prediction of the whole job."""
+    """Table of the prediction of the whole job."""
     parallel = plan.parallel
     table = _facts_table("Plan")
     table.add_row(
@@ -250,7 +250,7 @@ def plan_table(plan: Plan, prediction: Prediction) -> Table:
 
 
 def simulation_table(result: dict[str, Any]) -> Table:
-    """All steps of a replayed plan."""
+    """Table of the simulated steps of a plan."""
     table = _facts_table("Simulated steps")
     table.add_row("steps", f"{result['steps']:,}")
     for name in ("mean", "median", "min", "max"):

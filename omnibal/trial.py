@@ -121,7 +121,7 @@ def _steps_of(request: PlanRequest) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timed:
-    """Predicted time per sample of a trial, and the plan nearest to the samples wanted."""
+    """Predicted time per sample of a trial, and the plan nearest to the requested samples."""
 
     plan: Plan
     micro_batches: int

@@ -26,7 +26,7 @@ class CheckpointArguments:
     keep_checkpoints: int | None
     """Number of newest checkpoints to keep; None for all."""
     async_save: bool
-    """Whether checkpoints are written while training goes on."""
+    """Whether checkpoints are written in the background of training."""
     exit_after_failed_saves: int
     """Number of failed saves in a row that ends the run."""
 

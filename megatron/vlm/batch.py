@@ -48,7 +48,7 @@ class MicroBatch:
     loss_positions_L: torch.Tensor | None = None
     """Positions in the pack whose next token carries loss; where the head is, in training."""
     loss_weights_L: torch.Tensor | None = None
-    """float32 weight of each loss position; where the head is, in training."""
+    """Weight of each loss position, float32; where the head is, in training."""
     drop_path_keys_T: torch.Tensor | None = None
     """Random number of each tile, int64, on the host, from which every vision layer draws whether
     the tile skips its branches; where vision layers are, in training with drop path."""
@@ -56,7 +56,7 @@ class MicroBatch:
     """Errors of samples whose images cannot be read, which have blank pixels and no loss; where the
     vision embed or the head is."""
     answer_positions_A: torch.Tensor | None = None
-    """Positions whose next token is wanted; where the head is, when answering."""
+    """Positions whose next token is to be predicted; where the head is, when answering."""
 
     @property
     def shape(self) -> MicroBatchShape:

@@ -80,9 +80,9 @@ _TURN_S = 0.02
 class CheckpointWriter:
     """Saves one run's state in its directory, one save at a time.
 
-    Every method is collective over all ranks. A save that fails is told of and counted, and not
-    raised: the checkpoints there are stay, and the next save tries again. The lines that methods
-    return are for rank 0 to tell.
+    Every method is collective over all ranks. A save that fails is reported and counted, and not
+    raised: existing checkpoints stay, and the next save tries again. The lines that methods return
+    are for rank 0 to print.
 
     Args:
         directory: of the run; all ranks must see the same.

@@ -257,7 +257,7 @@ class TrainingLoop:
 
 
 class _Tracer:
-    """Records the wanted steps with torch's profiler, on the first rank of each stage."""
+    """Records the profiled steps with torch's profiler, on the first rank of each stage."""
 
     def __init__(self, options: RunOptions, links: PipelineLinks) -> None:
         first_replica = parallel_state.get_data_parallel_rank() == 0

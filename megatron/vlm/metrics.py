@@ -9,7 +9,7 @@ from omnibal.runlog import StepRecord, ValidationRecord
 
 
 class MetricsSink(Protocol):
-    """Takes named numbers of a step."""
+    """Output for named numbers of a step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 

@@ -154,7 +154,7 @@ class JobOptions:
         )
 
     def _cluster(self) -> ClusterConfig:
-        """The cluster, with what was given in place of its own figures."""
+        """The cluster, with its figures replaced by those given."""
         given = {"memory_gib": self.memory_gib, "inter_node_gb_per_s": self.network_gb_per_s}
         changes = {field: value for field, value in given.items() if value is not None}
         for field, value in changes.items():

@@ -115,7 +115,8 @@ class FitResidual:
 
 
 def model_sha256(model: ModelConfig) -> str:
-    """Hash of what the cost of a unit depends on: not how many there are, nor constants in them."""
+    """Hash of the model fields that a unit's cost depends on; neither layer counts nor
+    constants."""
     sizes: dict[str, Any] = model.model_dump(
         mode="json",
         exclude={

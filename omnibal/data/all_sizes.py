@@ -31,7 +31,7 @@ _ABOVE = 2e-4
 _MAX_NEW = 1000
 """Columns, in each round."""
 _MAX_CELLS_OF_MASTER = 1e7
-"""Columns times sizes, at most; where more are wanted, packs hold many samples and it is slow."""
+"""Most columns times sizes; beyond that, packs hold many samples and the master is slow."""
 _MIN_COLUMNS = 4
 """Columns per size that are always allowed."""
 _ROUNDING = 1e-9
@@ -43,9 +43,9 @@ class Sizes:
     """Distinct sizes of samples, sorted by (tiles, tokens)."""
 
     tiles: np.ndarray
-    """int64 [sizes]."""
+    """Tiles of every size, int64 [sizes]."""
     tokens: np.ndarray
-    """int64 [sizes]."""
+    """Tokens of every size, int64 [sizes]."""
     of_sample: np.ndarray
     """Index of every sample's size, int64 [samples]."""
 

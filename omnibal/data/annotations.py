@@ -113,7 +113,7 @@ class _Places:
 
     files: tuple[Path, ...]
     file: np.ndarray
-    """int32 index into `files`."""
+    """Index of the record's file in `files`, int32."""
     number: np.ndarray
     """Number of the record in its file, int64."""
     start: np.ndarray
@@ -173,7 +173,7 @@ class Annotations:
         self._sources = sources
         self._places = places
         self.source = source
-        """int32 index into `sources` of every sample."""
+        """Index of every sample's source in `sources`, int32."""
         self.sources = tuple(entry.name for entry in sources)
         self.sha256 = sha256
         """Covers source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes

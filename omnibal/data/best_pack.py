@@ -17,7 +17,7 @@ from omnibal.limits import Caps
 _MAX_SEARCHED = 3e8
 """Most extensions of partial packs that the search tries."""
 _CHUNK = 1 << 22
-"""Extensions looked at together."""
+"""Extensions of partial packs that are evaluated at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class Priced:
     """Values of sizes, and the value that each amount of room in a pack can reach."""
 
     values: np.ndarray
-    """float64 [sizes]."""
+    """Value of every size, float64 [sizes]."""
     counts: np.ndarray
     """Available samples of each size, int64 [sizes]."""
     table: np.ndarray
@@ -58,7 +58,7 @@ class BestPack:
         self._is_exact = grid.tile_unit == grid.token_unit == 1
 
     def price(self, values: np.ndarray, counts: np.ndarray) -> Priced:
-        """Make the table for some values [sizes], of as many samples as there are [sizes]."""
+        """Make the table for values [sizes] and available samples [sizes]."""
         useful = ~self._fills & (values > 0) & (counts > 0)
         table = knapsack_table(
             values[useful], self._tile_units[useful], self._token_units[useful], self._grid,

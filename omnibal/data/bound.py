@@ -41,7 +41,7 @@ from omnibal.limits import Caps
 _TYPES = 112
 """Number of sample types, with two knots each."""
 _FEW_SIZES, _MANY_SIZES = 400, 6000
-"""Distinct sizes up to which each has a value of its own: always, and where a gap is left."""
+"""Most distinct sizes for a separate value each: always, and where a gap remains."""
 _GAP = 0.005
 """Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
 _EXACT_ROUNDS = 100
@@ -158,9 +158,9 @@ class _Knots:
     """Points between which values are interpolated, sorted by (tiles, tokens)."""
 
     tiles: np.ndarray
-    """int64 [knots]."""
+    """Tiles of every knot, int64 [knots]."""
     tokens: np.ndarray
-    """int64 [knots]."""
+    """Tokens of every knot, int64 [knots]."""
 
     def __len__(self) -> int:
         return len(self.tiles)

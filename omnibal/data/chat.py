@@ -50,9 +50,9 @@ class EncodedSample:
     """One conversation; both arrays are [tokens]."""
 
     token_ids: np.ndarray
-    """int64."""
+    """Token ids, int64."""
     loss_mask: np.ndarray
-    """bool: the token is to be predicted (not shifted)."""
+    """Whether each token is to be predicted, bool (not shifted)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +184,7 @@ def encode_prompt(
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
-    """The system message if there is one, and a greeting, then questions and answers in turn."""
+    """Messages in order: the system message and the greeting if any, then questions and answers."""
     template = _TEMPLATES[model.chat_template]
     _check_texts(sample, template)
     close = template.end + template.after_end

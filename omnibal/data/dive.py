@@ -20,7 +20,7 @@ _MAX_ROUNDS = 60
 _ROUNDS_AGAIN = 1
 """Rounds of column generation each time some packs are fixed."""
 _SHARE_AT_ONCE = 0.1
-"""Share of the packs still to be made that is made before the rest is covered anew."""
+"""Share of the remaining packs that is fixed before the rest is covered again."""
 _LEAST_USED = 0.5
 """Times that a pattern must be used to become a pack, if it is not the most used one."""
 _SIZE_VALUE = 1e-6
@@ -31,7 +31,7 @@ _USED = 1e-7
 def pack_by_diving(
     tiles: np.ndarray, tokens: np.ndarray, caps: Caps, packs: Packs, enough: int
 ) -> Packs:
-    """Fewer packs than there are, if the fractional cover shows that it is worth the time.
+    """Reduce the number of packs, if the fractional cover shows that it is worth the time.
 
     Args:
         tiles, tokens: int64 [samples].

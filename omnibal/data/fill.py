@@ -62,7 +62,7 @@ def fill_one_by_one(
 def fill_by_pairs(
     tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray, first: np.ndarray, caps: Caps
 ) -> Iterator[np.ndarray]:
-    """Packs [samples] of indices, each opened by a sample and filled by the best pairs in turn.
+    """Packs [samples] of indices, each opened by one sample and filled by the best pairs.
 
     Where packs hold two or three samples, this is the best that can go with the first.
 

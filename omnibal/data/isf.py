@@ -69,7 +69,7 @@ def pack_isf(
 
 
 def cut_groups(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
-    """Bounds of the groups when samples are taken in order until the next would break a cap.
+    """Bounds of the groups that are filled in order until the next sample would exceed a cap.
 
     Where a group that starts at i ends does not depend on what came before, so all possible ends
     are looked up at once and only the chain of actual starts is followed one by one.

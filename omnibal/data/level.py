@@ -1,4 +1,4 @@
-"""Packs made level: for packs of many samples, where the sums of sizes decide how few there are.
+"""Level packing: for packs of many samples, whose number the sums of sizes decide.
 
 With dozens of samples a pack, hardly any combination of sizes is wasteful; what counts is that no
 pack has more than its share. So a number of packs is given, the samples are dealt to them longest

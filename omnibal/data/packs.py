@@ -35,9 +35,9 @@ class Packs:
     """Ragged lists of sample indices: pack i holds `samples[offsets[i]:offsets[i + 1]]`."""
 
     samples: np.ndarray
-    """int64, indices into the lengths."""
+    """Indices into the lengths, int64."""
     offsets: np.ndarray
-    """int64 of len(packs) + 1, from 0 to len(samples)."""
+    """Bounds of the packs, int64 [packs + 1], from 0 to len(samples)."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -25,7 +25,7 @@ class Conversation:
 
 
 class Pictures(Protocol):
-    """Images and frames that the names in a record stand for."""
+    """Images and frames that the names in a record refer to."""
 
     def image(self, name: str) -> ImageFile:
         """One image or frame."""

@@ -169,7 +169,7 @@ class _Scanned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scanner:
-    """Scans samples, and remembers the image files that were looked at."""
+    """Scans samples, and caches the sizes of image files."""
 
     model: ModelConfig
     tokenizer: Tokenizer

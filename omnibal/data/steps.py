@@ -49,9 +49,9 @@ class Steps:
 
     packs: Packs
     step: np.ndarray
-    """int64 [packs]; counts on through the epochs."""
+    """Step of every pack, int64 [packs], counted through all epochs."""
     epoch: np.ndarray
-    """int32 [packs]."""
+    """Epoch of every pack, int32 [packs]."""
 
     @classmethod
     def of(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":

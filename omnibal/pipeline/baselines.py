@@ -50,7 +50,7 @@ BMP_RUNS = 15
 BMP_STEPS = 200
 """Steps of each BMP run, spread evenly over the data; the paper runs 3."""
 _TIE = 1e-9
-"""Relative difference below which two splits are as good."""
+"""Relative difference below which two splits tie."""
 
 Cuts = tuple[int, ...]
 

@@ -79,7 +79,7 @@ _MAX_DESCENT_WORK, _MAX_WORK = 2e8, 8e8
 """Path lengths that are computed, or as much other work, to improve a first split and to prove a
 result: a second or two, and some seconds."""
 _SIMULATED_WORK, _LEARNED_WORK = 3, 6
-"""Path lengths that take as long as one operation simulated, and as one looked at for its path."""
+"""Work of one operation in path lengths: when simulated, and when traced for a critical path."""
 _CHUNK_ENTRIES = 8_000_000
 """Entries of [partial splits, paths] computed at a time: bounds memory."""
 
@@ -147,7 +147,7 @@ class _Problem:
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray
-    """[2, 2]; see `useful_recomputes`."""
+    """Times to recompute layers, [2, 2]; see `useful_recomputes`."""
 
     @property
     def stages(self) -> int:

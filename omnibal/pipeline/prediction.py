@@ -45,7 +45,7 @@ class LostTime(Frozen):
     weight_update_ms: float
     recompute_ms: float
     padding_ms: float
-    """Work on attention heads that are there to be divided over tensor-parallel ranks."""
+    """Work on attention heads that pad their number to a multiple of the tensor-parallel ranks."""
     stage_imbalance_ms: float
     """Stages that take longer than others."""
     bubble_ms: float
@@ -65,7 +65,7 @@ class StagePrediction(Frozen):
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat
-    """Includes recomputation."""
+    """Backward time, recomputation included."""
     wait_fraction: Annotated[float, Field(ge=0, le=1)]
     """Share of the step in which the stage neither computes nor updates weights."""
     memory: StageMemory

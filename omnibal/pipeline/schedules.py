@@ -24,7 +24,7 @@ class Pass(IntEnum):
     BACKWARD_INPUT = 2
     """The first part of a backward: the gradient that the stage before waits for."""
     BACKWARD_WEIGHT = 3
-    """The second part: gradients of the weights, which nobody waits for."""
+    """The second part: gradients of the weights, which no stage waits for."""
 
     @property
     def label(self) -> str:

@@ -51,7 +51,7 @@ class Workload:
         )
 
     def each_rank_alone(self) -> "Workload":
-        """The same micro-batches, every rank's step as a step of its own."""
+        """Make each data-parallel rank's part of a step a separate step."""
         return Workload(
             features=self.features,
             step=self.step * self.data_parallel_size + self.dp_rank,

@@ -1,4 +1,4 @@
-"""Load of every rank and step, before and after balancing, as one SVG file that stands alone.
+"""Load of every rank and step, before and after balancing, as a self-contained SVG file.
 
 Both sides are simulated: predicted forward and backward time of the whole model, on the samples
 given. "Before" is common practice, which fills micro-batches with a fixed count of samples in

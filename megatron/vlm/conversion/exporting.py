@@ -172,7 +172,7 @@ def _head_copy(
     name: str,
     dtype_of: Callable[[str, Parameter], torch.dtype],
 ) -> _Piece:
-    """The embedding's values once more, as the head of a model whose head is tied to it.
+    """A copy of the embedding as the head of a model whose head is tied to it.
 
     InternVL's own code unties every head, whatever config.json says, and so would begin without
     this tensor with a random one.

@@ -169,7 +169,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shortened(names: list[str]) -> str:
-    """The first of many names, and how many there are."""
+    """Text of the first names, and of the number of further ones."""
     listed = ", ".join(names[:_LISTED])
     return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"
 
