@@ -1,4 +1,4 @@
-"""Caps by predicted time: how many image tiles (Qv) and language tokens (Qt) a pack may hold.
+"""Search for the caps of a pack, image tiles (Qv) and language tokens (Qt), by predicted time.
 
 Larger packs pay fixed costs less often; smaller ones leave more micro-batches to a step of the same
 samples, so less bubble, and need less memory, so less recomputation. Each candidate is therefore

@@ -1,4 +1,4 @@
-"""Model and cluster descriptions: TOML in, frozen typed values out.
+"""Model and cluster descriptions, read from TOML as frozen typed values.
 
 Sizes follow the published models' own config files; every derived number (tokens per tile,
 parameters) is computed here once.

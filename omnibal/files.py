@@ -1,4 +1,4 @@
-"""Files in and out: writes that are never half done, and reads that fail with one clear line."""
+"""Reading and writing of files: atomic writes, and reads that fail with a one-line error."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checks of output paths: never where an input is, nor over a file of another kind.
+"""Checks of output paths: they must neither replace an input nor a file of another kind.
 
 Every command asks here before it works, and `omnibal.files.atomic` then writes.
 """

@@ -1,4 +1,4 @@
-"""The plan: the one planner result that training reads, as `plan.json` and `packs.parquet`.
+"""The plan: the planner result that training reads, as `plan.json` and `packs.parquet`.
 
 A hand-written plan and a searched plan are the same type. `prediction` is for reports and may be
 absent; everything training needs is in the other fields.

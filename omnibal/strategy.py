@@ -1,4 +1,4 @@
-"""Parallel sizes for a number of devices: the tensor, pipeline and data sizes of least time.
+"""Search for the tensor, pipeline and data parallel sizes of least time on a number of devices.
 
 Every product of the three that the model and the cluster allow is compared at the same number of
 samples per step, on the same samples, in the same packs, by the time per sample of

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which are whole, which is newest, which may go.
+"""Folders of a run's checkpoints: which are complete, which is newest, which may be removed.
 
     latest_checkpointed_iteration.txt   the steps of the newest whole checkpoint; replaced last
     iter_0000100/                       a whole checkpoint, after 100 steps

@@ -1,4 +1,4 @@
-"""The training loop: packs of the plan in, checkpoints, `run.jsonl` and traces out."""
+"""The training loop: trains the plan's packs; writes checkpoints, `run.jsonl` and traces."""
 
 import resource
 import sys

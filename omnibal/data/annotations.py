@@ -1,4 +1,4 @@
-"""InternVL's training data, a meta JSON that names annotation files, as a lazy sequence of samples.
+"""InternVL's training data (a meta JSON that names annotation files) as lazily read samples.
 
     {source: {"root": image folder, "annotation": file.jsonl, "repeat_time": 1, ...}}
     {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records

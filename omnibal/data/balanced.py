@@ -1,4 +1,4 @@
-"""The `balanced` packing: as few packs as can be, which are mixtures of all lengths where they can.
+"""The `balanced` packing: as few packs as possible, each a mixture of all lengths if possible.
 
 How few packs are possible depends on the data in three ways, and so does what is done:
 

@@ -1,4 +1,4 @@
-"""Best fit decreasing on exact sizes: the largest sample opens a pack, what fills it best follows.
+"""Best fit decreasing on exact sizes: the largest sample opens a pack, best-fitting ones follow.
 
 Used for what patterns leave over, and for data whose packs hold two or three samples, where a
 sample's partner must have the one size that is missing and types of similar sizes are too coarse.

@@ -1,4 +1,4 @@
-"""Packs from a fractional cover of all sizes, by diving: the optimum or next to it.
+"""Packs from a fractional cover of all sizes, by diving: optimal or nearly so.
 
 The patterns that the cover uses most become packs, what is left is covered anew, with new patterns
 for it, and so on until all samples are packed (Sadykov, Vanderbeck, Pessoa, Tahiri and Uchoa,

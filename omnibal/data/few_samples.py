@@ -1,4 +1,4 @@
-"""The fewest packs for a handful of samples, by looking at all subsets."""
+"""The fewest packs for a handful of samples, by enumeration of all subsets."""
 
 import numpy as np
 

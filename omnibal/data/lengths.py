@@ -67,8 +67,8 @@ class Lengths:
     origin: LengthsOrigin | None
     """None when the lengths did not come from a scan, so that no training data can be matched."""
     sample: np.ndarray | None = None
-    """int64 index of every row's sample in the annotations, ascending; None where a row's index is
-    its sample's, as nothing was skipped."""
+    """Index of every row's sample in the annotations, int64, ascending; None where nothing was
+    skipped and a row's index is its sample's."""
 
     def __len__(self) -> int:
         return len(self.tiles)

@@ -1,4 +1,4 @@
-"""The master problem of column generation: cover a demand by as few packs as can be, in fractions.
+"""Master problem of column generation: cover a demand by the fewest packs, fractionally.
 
 It is solved again and again, with more columns or another demand each time, and goes on from the
 solution before, which takes a fraction of the time of a new start.

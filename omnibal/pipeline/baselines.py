@@ -1,4 +1,4 @@
-"""Partition and recomputation as others do them, so that the joint search's gain is measured.
+"""Baseline methods of partition and recomputation, to measure the gain of the joint search.
 
 Splits: contiguous, at least one vision or language layer per stage, and the largest stage as small
 as can be, counted in parameters (`parameter`), in layers (`layer`) or in forward time of the mean

@@ -1,4 +1,4 @@
-"""Lower bounds on the step time of splits: paths through what must run in order.
+"""Lower bounds on the step time of splits: paths through operations that must run in order.
 
 A step takes at least as long as any path. A path's length is a sum over stages of terms that are
 linear in what each costs (`omnibal.pipeline.critical_path`), so the least that it can be over all

@@ -1,4 +1,4 @@
-"""Step times of many candidate pipelines side by side, and the critical paths that prove them.
+"""Step times of many candidate pipelines at once, and the critical paths that prove them.
 
 A step's time is the longest path through its operations, so the length of any path, with any
 durations, is a lower bound of it; with the durations that made the path critical it is the time.

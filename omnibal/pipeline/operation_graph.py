@@ -1,4 +1,4 @@
-"""A schedule's operations as arrays, checked, and with what each of them waits for.
+"""Dependency graph of a schedule's operations, as checked arrays.
 
 An operation waits for the stage's previous one. A forward also waits for the activation of the
 part before (`omnibal.pipeline.schedules` says what a part is), a backward for the gradient of the

@@ -1,4 +1,4 @@
-"""Pipeline schedules simulated with every micro-batch's own durations, and what steps will take.
+"""Simulation of pipeline schedules with every micro-batch's own durations, and of step times.
 
 A stage runs its operations in the order that the schedule lists. A forward starts when the stage is
 free and the activation of the part before has arrived, a backward when the gradient of the part

@@ -1,4 +1,4 @@
-"""A pipeline stage: which of the model's units it holds, and which layers it recomputes."""
+"""A pipeline stage: the model units that it holds, and the layers that it recomputes."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The report's figures: plan and run in, SVG out. Colours mean the same thing in all of them."""
+"""The report's figures of plan and run, as SVG; colours mean the same thing in all of them."""
 
 import itertools
 from collections.abc import Sequence

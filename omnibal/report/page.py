@@ -1,4 +1,4 @@
-"""A plan, its replay and its run to one HTML file: no script, no other file, no network.
+"""The report page of a plan, its replay and its run: one HTML file, no script and no network.
 
 Equal inputs give equal bytes: nothing on the page depends on when or where it was written.
 """

@@ -1,4 +1,4 @@
-"""A run log and a replay reduced to the figures that stand beside the plan's prediction.
+"""Summaries of a run log and a replay, comparable with the plan's prediction.
 
 A run's times are medians over its steps: one slow step (the first, a checkpoint, a busy file
 system) must not pass for the plan's error.

@@ -1,4 +1,4 @@
-"""SVG, just enough for the report and its pictures: scales, axes, lines, dots, bars.
+"""SVG elements for the report and its pictures: scales, axes, lines, dots, bars.
 
 Colours are classes of report.css, so one drawing serves light, dark and print. Coordinates are
 rounded to 0.1, which keeps pages small and equal inputs equal bytes.

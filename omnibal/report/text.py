@@ -1,4 +1,4 @@
-"""Values to HTML text: escaping, and numbers with units, the same in all of the report."""
+"""Formatting of values as HTML text: escaping, and numbers with units."""
 
 import html
 import math

@@ -1,4 +1,4 @@
-"""One training step as it runs over the stages: the planned schedule as simulated, drawn."""
+"""Drawing of one simulated training step over the stages."""
 
 from collections.abc import Sequence
 
