@@ -95,7 +95,7 @@ def balanced(
         seed=seed,
         epochs=1,
         packs_per_step=RANKS * micro_batches,
-        alike=RANKS,
+        packs_per_row=RANKS,
     )
 
     def load(packs: Packs) -> np.ndarray:

@@ -190,7 +190,7 @@ def scheduled_packs(case: Case, lengths: Lengths) -> ScheduledPacks:
         seed=0,
         epochs=1,
         packs_per_step=case.micro_batches,
-        alike=1,
+        packs_per_row=1,
     )
     load = partial(size_load, lengths=lengths)
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp=1)

@@ -347,7 +347,7 @@ def varying_steps(lengths: Lengths) -> list[list[Pack]]:
         seed=0,
         epochs=1,
         packs_per_step=MICRO_BATCHES,
-        alike=1,
+        packs_per_row=1,
     )
     load = partial(size_load, lengths=lengths)
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp=1)

@@ -70,7 +70,7 @@ def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workloa
         seed=0,
         epochs=1,
         packs_per_step=DATA_PARALLEL * MICRO_BATCHES,
-        alike=DATA_PARALLEL,
+        packs_per_row=DATA_PARALLEL,
     )
 
     def load(packs: Packs) -> np.ndarray:

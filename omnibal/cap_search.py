@@ -1,4 +1,4 @@
-"""Caps by predicted time: how many image tiles (Qv) and language tokens (Qt) a pack may hold.
+"""Search for the caps of a pack, image tiles (Qv) and language tokens (Qt), by predicted time.
 
 Larger packs pay fixed costs less often; smaller ones leave more micro-batches to a step of the same
 samples, so less bubble, and need less memory, so less recomputation. Each candidate is therefore
@@ -27,26 +27,26 @@ from omnibal.plan_data import least_caps
 from omnibal.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 MAX_CANDIDATES = 32
-"""Of a search by time: 17 on the grid, the best 3 again on more samples, twice 6 moves."""
+"""Most candidates of a search by time: 17 of the grid, the best 3 on more samples, 12 moves."""
 
 _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003
 _COARSE_SHARE = 8
-"""The grid is evaluated on this part of the samples."""
+"""Divisor of the samples that the grid is evaluated on."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the least."""
 _TILE_SHARES = (0.75, 1.0)
 """Tile caps of the grid, relative to where tiles and tokens fill up together."""
 _FIRST_TILE_SHARES = (0.5, *_TILE_SHARES)
-"""At the least token cap, where only the tile cap can make packs smaller."""
+"""Tile caps of the grid at the least token cap, where only the tile cap can make packs smaller."""
 _CLEARLY_WORSE = 1.05
 _FINALISTS = 3
 _MOVES = (2**0.25, 2**0.125)
-"""How far to move from the best, first and then."""
+"""Factors of the moves around the best, in the first round and in the second."""
 _TOKEN_STEPS = 8
-"""Token caps are multiples of a power of two, at least so many of which make up the least cap."""
+"""Least number of token steps, a power of two each, in the smallest token cap."""
 _COMMON_SHARE = 1 / 8
-"""A tile count is common when it holds this part of all tiles."""
+"""Share of all tiles from which a tile count is common."""
 
 _PAPER_TOKENS = 4096
 _PAPER_ALIGNMENT = 256
@@ -56,7 +56,7 @@ _PAPER_CANDIDATES = 10
 
 
 class CapRule(StrEnum):
-    """Whether caps are chosen by predicted time or by the paper's rule."""
+    """Rule by which caps are chosen."""
 
     TIME = "time"
     PAPER = "paper"
@@ -77,16 +77,17 @@ class Candidate:
     max_tokens: int
     samples_per_pack: float
     packs_per_step: int
-    """Of all ranks together: the multiple of the ranks that comes nearest to the samples wanted."""
+    """Packs of all ranks: the multiple of the ranks nearest to the requested samples per step."""
     micro_batches: int
-    """Packs of one rank in a step; the next three are of the plan with so many."""
+    """Micro-batches per rank and step; the next three fields are of the plan with this number."""
     recomputed_layers: int
-    """Of all stages."""
+    """Recomputed layers of all stages."""
     peak_gib: float
-    """Of one device of the fullest stage."""
+    """Peak memory of one device of the fullest stage."""
     bubble_fraction: float
+    """Idle share of device time, for any cause."""
     ms_per_sample: float
-    """Time of a step of exactly the samples wanted, over their number."""
+    """Predicted step time per sample, at exactly the requested samples per step."""
     samples_per_second: float
 
     @property
@@ -100,11 +101,11 @@ class CapSearch:
     """Result of a cap search: the candidates in order, and those that cannot be used."""
 
     candidates: tuple[Candidate, ...]
-    """Those that can be trained: the chosen one, then the others in the order of the rule."""
+    """Candidates that can be trained: the chosen one, then the others in the order of the rule."""
     infeasible: dict[Caps, str]
-    """Why the others cannot be, in the order in which that was found."""
+    """Reasons why other caps cannot be trained, in the order in which they were found."""
     is_largest: bool
-    """Whether no larger token cap than the chosen one is tried; one might be better."""
+    """Whether the chosen token cap is the largest that is tried; a larger one might be better."""
 
     @property
     def best(self) -> Caps:
@@ -113,7 +114,7 @@ class CapSearch:
 
 
 def usual_samples_per_step(data_parallel: int, micro_batches: int) -> int:
-    """Samples of a step when a pack holds 4.5, the middle of what the paper's rule looks for."""
+    """Samples per step at 4.5 samples per pack, the middle of the range of the paper's rule."""
     return round(_USUAL_SAMPLES_PER_PACK * micro_batches * data_parallel)
 
 
@@ -127,7 +128,7 @@ def search_caps(
     Args:
         request: equal requests give equal results.
         on_progress: called with the candidates done since the last call, `MAX_CANDIDATES` in all.
-        processes: that evaluate candidates at the same time.
+        processes: number of processes that evaluate candidates.
 
     Raises:
         UserError: no caps can be used.
@@ -249,12 +250,12 @@ def _paper_tokens_per_tile(lengths: Lengths) -> int:
             f"{len(lengths)} samples has a tile; choose caps by predicted time (--rule time)"
         )
     aligned = -(-lengths.tokens.astype(np.int64) // _PAPER_ALIGNMENT) * _PAPER_ALIGNMENT
-    # At least 16, also where tiles are many and tokens few.
+    # At least 16, even with many tiles and few tokens.
     return max(int((float(aligned.mean()) // mean_tiles + 1) // 16) * 16, 16)
 
 
 def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
-    """Of vision plus language when each rank trains its share of the packs in random order."""
+    """Sum of the vision and language dist ratios, with the packs in random order on every rank."""
     ranks = min(_PAPER_RANKS, len(packs))
     shares = np.arange(len(packs) // ranks * ranks).reshape(ranks, -1)
     by_step = np.random.default_rng(seed).permuted(shares, axis=1).T
@@ -273,10 +274,10 @@ def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evaluation:
-    """What candidates are evaluated on; can be sent to another process."""
+    """Evaluation of one candidate on the drawn samples; can be sent to another process."""
 
     request: CapSearchRequest
-    """With the samples that were drawn."""
+    """Request with the samples that were drawn."""
 
     def __call__(self, caps: Caps) -> tuple[Caps, Candidate | str]:
         """The candidate, or why the caps cannot be used."""
@@ -286,7 +287,7 @@ class _Evaluation:
             return caps, str(error)
 
     def _candidate(self, caps: Caps) -> Candidate:
-        """Pack, and predict the time at exactly the samples wanted.
+        """Pack, and predict the time at exactly the requested samples per step.
 
         Raises:
             UserError: the caps do not fit into memory, or there are fewer packs than ranks.
@@ -326,7 +327,7 @@ class _CapTrials:
     failed: dict[Caps, str] = field(default_factory=dict)
 
     def run(self, candidates: Iterable[Caps]) -> None:
-        """Evaluate those that are new; what is larger than caps that failed fails without it."""
+        """Evaluate new candidates; those larger than caps that failed fail untried."""
         untried = []
         for caps in dict.fromkeys(candidates):
             if caps in self.found or caps in self.failed:
@@ -340,7 +341,7 @@ class _CapTrials:
         for caps, result in map_unordered(self.evaluation, untried, processes):
             results[caps] = result
             self.advance()
-        # In the order asked for, whichever process was the first.
+        # In the order of `untried`, for results that do not depend on timing.
         for caps in untried:
             result = results[caps]
             if isinstance(result, str):
@@ -363,13 +364,13 @@ class CapSpace:
     """All caps that a search by time may come to; every sample fits the least of them."""
 
     tiles: np.ndarray
-    """int64, ascending: the most tiles of a sample, and sums of common tile counts above."""
+    """Tile caps, int64, ascending: the most tiles of a sample, and larger sums of common counts."""
     tokens: np.ndarray
-    """int64, ascending multiples of a power of two, up to 4 times the least."""
+    """Token caps, int64, ascending multiples of a power of two, up to 4 times the least."""
     tiles_per_token: float
-    """Of all samples together."""
+    """Tiles per token of all samples together."""
     main_tiles: int
-    """The tile count that holds the most tiles; 1 without any."""
+    """Tile count whose samples have the most tiles in all; 1 without any."""
 
     @classmethod
     def of(cls, lengths: Lengths) -> "CapSpace":
@@ -396,7 +397,7 @@ class CapSpace:
         return Caps(max_tiles=int(self.tiles[0]), max_tokens=int(self.tokens[0]))
 
     def level(self, factor: float) -> list[Caps]:
-        """The grid's caps with so many times the least tokens."""
+        """The grid's caps with `factor` times the least tokens."""
         tokens = _nearest(self.tokens, factor * self.tokens[0])
         matched = tokens * self.tiles_per_token
         shares = _FIRST_TILE_SHARES if factor == _LEVELS[0] else _TILE_SHARES
@@ -408,7 +409,7 @@ class CapSpace:
         return [Caps(max_tiles=value, max_tokens=tokens) for value in tiles]
 
     def moves(self, caps: Caps, factor: float) -> list[Caps]:
-        """Caps around some, one of them or both smaller or larger by about the factor."""
+        """Neighbours of `caps`: one or both caps smaller or larger by about the factor."""
         less, more = (
             (_moved(self.tiles, caps.max_tiles, by), _moved(self.tokens, caps.max_tokens, by))
             for by in (1 / factor, factor)
@@ -426,7 +427,7 @@ class CapSpace:
 
 
 def _sums(parts: Sequence[int], most: int) -> np.ndarray:
-    """All sums, up to the most, of parts that may repeat; int64, ascending from 0."""
+    """All sums up to `most` of parts that may repeat, int64, ascending from 0."""
     reached = np.zeros(most + 1, bool)
     reached[0] = True
     for part in parts:
@@ -440,7 +441,7 @@ def _nearest(axis: np.ndarray, value: float) -> int:
 
 
 def _moved(axis: np.ndarray, value: int, factor: float) -> int:
-    """The entry nearest to so many times an entry, but another one unless that is the last."""
+    """Entry nearest to `factor` times `value`, other than `value` unless that is the last."""
     old, new = (int(np.abs(axis - near).argmin()) for near in (value, value * factor))
     new = max(new, old + 1) if factor > 1 else min(new, old - 1)
     return int(axis[min(max(new, 0), len(axis) - 1)])
@@ -480,7 +481,7 @@ def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
 
 
 def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]:
-    """The candidates, with the smallest of those that are about as good as the best before all."""
+    """Candidates with the smallest of those that tie with the best moved to the front."""
 
     def size(candidate: Candidate) -> float:
         return candidate.max_tiles / least.max_tiles + candidate.max_tokens / least.max_tokens
@@ -491,7 +492,7 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
 
 
 def _search_by_paper(trials: _CapTrials, least: Caps) -> CapSearch:
-    """What the rule finds, in its order; predicted times are to be looked at only."""
+    """Candidates of the paper's rule, in its order; predicted times are for information only."""
     request = trials.evaluation.request
     ranked = paper_caps(request.lengths, least, request.seed)[:_PAPER_CANDIDATES]
     trials.run(ranked)

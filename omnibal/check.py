@@ -37,7 +37,7 @@ def check_plan(directory: Path) -> list[str]:
 
 
 def open_plan(directory: Path) -> PlanFiles:
-    """A plan that holds: every command that is given a plan reads it here.
+    """Read and check a plan; every command that is given a plan uses this.
 
     Raises:
         UserError: as `check_plan`.
@@ -46,7 +46,7 @@ def open_plan(directory: Path) -> PlanFiles:
 
 
 def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
-    """What `open_plan` and `check_plan` return."""
+    """Check a plan directory; returns what `open_plan` and what `check_plan` return."""
     plan = read_plan(directory)
     job = job_of_plan(plan, directory)
     passed = ["plan.json follows the schema", _described(plan), _check_partition(plan)]
@@ -67,7 +67,7 @@ def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
 
 
 def training_obstacles(plan: Plan) -> list[str]:
-    """Why a plan, sound as it may be, can be studied but not trained; a sentence each."""
+    """Reasons why a valid plan cannot be trained, a sentence each; empty if it can."""
     obstacles = []
     if plan.data is None:
         obstacles.append("the plan is of shapes only, without data: it cannot be trained")
@@ -141,7 +141,7 @@ Figure = float | str | None
 def _figures(
     name: str, value: BaseModel | tuple[BaseModel, ...] | Figure
 ) -> Iterator[tuple[str, Figure]]:
-    """Every number and text of a prediction, by its place in plan.json."""
+    """Yield every number and text of a prediction with its place in plan.json."""
     if isinstance(value, BaseModel):
         for field, inner in value:
             yield from _figures(f"{name}.{field}", inner)
@@ -153,7 +153,7 @@ def _figures(
 
 
 def _size(value: Figure) -> float:
-    """Of a number, but at least a millionth, below which no figure is of use."""
+    """Magnitude of a number, at least a millionth, for relative comparison; 0 for text."""
     return max(abs(value), 1e-6) if isinstance(value, float) else 0.0
 
 

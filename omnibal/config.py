@@ -1,4 +1,4 @@
-"""Model and cluster descriptions: TOML in, frozen typed values out.
+"""Model and cluster descriptions, read from TOML as frozen typed values.
 
 Sizes follow the published models' own config files; every derived number (tokens per tile,
 parameters) is computed here once.
@@ -19,26 +19,26 @@ from omnibal.files import read_toml_model
 
 Precision = Literal["fp32", "bf16"]
 ChatTemplate = Literal["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
-"""InternVL's names, as `template` of the released configs gives them."""
+"""Chat templates, named as `template` in InternVL's released configs."""
 MAX_LAYERS = 1_000
-"""Of one tower: among splits of more the search takes many minutes, then too much memory."""
+"""Most layers of one tower: with more, the search takes many minutes, then too much memory."""
 MAX_TILES_OF_IMAGE = 1_000
-"""All their grids are tried for each size of image."""
+"""Most tiles of an image: all grids of as many are tried for each image size."""
 MAX_COUNT = 2**31 - 1
-"""Of anything that is counted: arrays hold 32-bit numbers."""
+"""Largest count of anything, as arrays hold 32-bit numbers."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Field(ge=1, le=2**24)]
-"""Of a matrix; products of two of them and all layers stay exact."""
+"""Width of a matrix; the product of two widths and all layers stays exact."""
 Rate = Annotated[float, Field(ge=1e-9, le=1e18)]
-"""Of a device, a link or a kernel; times stay finite, and so do sums over a run."""
+"""Rate of a device, a link or a kernel; times and their sums over a run stay finite."""
 Share = Annotated[float, Field(ge=1e-9, le=1)]
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 
 
 class Part(StrEnum):
-    """What can be trained or frozen as a whole."""
+    """Part of the model that is trained or frozen as a whole."""
 
     VISION = "vision"
     PROJECTOR = "projector"
@@ -46,7 +46,7 @@ class Part(StrEnum):
 
 
 def frozen_mistake(frozen: Sequence[Part]) -> str | None:
-    """What is wrong with a choice of parts that are not trained; None where nothing is."""
+    """Error message for a choice of frozen parts; None if it is valid."""
     if len(set(frozen)) == len(frozen) < len(Part):
         return None
     return (
@@ -243,7 +243,7 @@ class ClusterConfig(Frozen):
 
 
 def load_model(name_or_path: str) -> ModelConfig:
-    """The model preset of that name, or the TOML file at that path."""
+    """Read the model preset of that name, or the TOML file at that path."""
     return _load("models", name_or_path, ModelConfig)
 
 
@@ -264,7 +264,7 @@ def _toml_line(name: str, value: str | int | float | bool) -> str:
 
 
 def load_cluster(name_or_path: str) -> ClusterConfig:
-    """The cluster preset of that name, or the TOML file at that path."""
+    """Read the cluster preset of that name, or the TOML file at that path."""
     return _load("clusters", name_or_path, ClusterConfig)
 
 
@@ -274,12 +274,12 @@ def preset_names(kind: str) -> list[str]:
 
 
 def model_file(name_or_path: str) -> Path:
-    """What `load_model` reads."""
+    """File that `load_model` reads."""
     return _file("models", name_or_path)
 
 
 def cluster_file(name_or_path: str) -> Path:
-    """What `load_cluster` reads."""
+    """File that `load_cluster` reads."""
     return _file("clusters", name_or_path)
 
 

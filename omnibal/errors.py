@@ -1,10 +1,10 @@
-"""The one exception for what a user can cause; `omnibal.program` prints it and exit with 2."""
+"""Exceptions for mistakes of the user; `omnibal.program` prints them and exits with status 2."""
 
 EXIT_USER_ERROR = 2
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend.
+    """A mistake that the user can correct.
 
     The message says what was given, what must hold, and what to change. Anything else that is
     raised is a defect of this software and keeps its traceback.
@@ -19,6 +19,6 @@ class DoesNotFit(UserError):
 
     @property
     def need(self) -> str:
-        """The message without what to change."""
+        """The message without the advice on what to change."""
         message = str(self)
         return message.rpartition("; ")[0] or message

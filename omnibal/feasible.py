@@ -1,4 +1,4 @@
-"""What would make a job fit into memory that does not: the smallest change of each kind tried.
+"""Advice for a job that does not fit into memory: the smallest change of each kind that would.
 
 Whether a change fits is decided by the least peak over all splits, with all recomputation that
 helps, on packs as a plan would have them. Tried are, each alone: smaller caps in round numbers,
@@ -24,26 +24,26 @@ from omnibal.pipeline.workload import Workload
 from omnibal.planner import PlanRequest
 
 SAMPLES = 20_000
-"""Drawn to decide on, where there are more and no steps are given."""
+"""Most samples that changes are tried on; more are subsampled unless steps are given."""
 
 _CAP_UNIT = 256
-"""Token caps to try are multiples of it, or of less where caps are small."""
+"""Unit of the token caps to try; smaller where caps are small."""
 _CAP_STEPS = 16
 _LARGER_DATA = (2, 3, 4)
 _EVERY_PIPELINE = 16
-"""Up to here, and up to twice the given size, no pipeline size is left out."""
+"""Pipeline size up to which, as up to twice the given size, every size is tried."""
 _DIGITS = 3
 _METHOD = "the joint partition and recomputation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Change:
-    """A request that fits, and in words what is changed."""
+    """A request that fits, and a description of what is changed."""
 
     text: str
     request: PlanRequest
     need_gib: float
-    """Of one device, in the split that needs least."""
+    """Memory of one device in the split that needs least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Advice:
 
     changes: tuple[Change, ...]
     tried: tuple[str, ...]
-    """In words, the kinds of changes of which at least one was tried, found or not."""
+    """Kinds of changes of which at least one was tried, successful or not."""
 
 
 def least_need_gib(job: JobSpec, workload: Workload) -> float:
@@ -85,7 +85,7 @@ def does_not_fit_message(error: DoesNotFit, advice: Advice) -> str:
 
 
 Candidate = tuple[str, Callable[[], PlanRequest]]
-"""A change in words, and what makes the changed request or refuses to."""
+"""Description of a change, and a function that makes the changed request or raises UserError."""
 
 
 def find_changes(request: PlanRequest) -> Advice:
@@ -93,8 +93,8 @@ def find_changes(request: PlanRequest) -> Advice:
 
     Those that need no more devices come first, then by devices; another kind of device is the last.
     For a method other than the joint search, that search is tried alone and, where it is not
-    enough, together with all else. Where there are more than `SAMPLES` samples, so many are drawn
-    to decide on: what only just fits them may need slightly more on all.
+    enough, together with all else. Where there are more than `SAMPLES` samples, they
+    are tried on `SAMPLES` drawn ones: what only just fits these may need slightly more on all.
 
     Raises:
         UserError: the request is wrong in another way than that it does not fit.
@@ -143,17 +143,17 @@ class _Changes:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.prefix = ""
-        """What is changed already, in words."""
+        """Description of what is changed already."""
         self.packed = _sampled(request).packed()
         self.found: list[Change] = []
         self.tried: list[str] = []
 
     def sized(self, **sizes: int) -> Candidate:
-        """With other parallel sizes, and as many micro-batches per rank unless steps are given."""
+        """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
         parallel = self.request.job.parallel
         changes = dict(sizes)
         if parallel.tensor == 1 < sizes.get("tensor", 1):
-            # As `omnibal plan` does unless told otherwise.
+            # The default of `omnibal plan`.
             changes["sequence_parallel"] = True
         options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp"}
         old = parallel.model_dump()
@@ -176,7 +176,7 @@ class _Changes:
             self.tried.append(kind)
 
     def change(self, text: str, make: Callable[[], PlanRequest]) -> Change | None:
-        """None where the request does not fit, or is impossible for another reason."""
+        """Try a change; None where the request does not fit or is otherwise impossible."""
         try:
             request = make()
             sampled = _sampled(request)
@@ -193,7 +193,7 @@ class _Changes:
 
 
 def _sampled(request: PlanRequest) -> PlanRequest:
-    """On no more than `SAMPLES` samples, unless steps name them."""
+    """Limit a request to `SAMPLES` samples, unless steps are given."""
     return replace(request, data=request.data.sampled(SAMPLES))
 
 
@@ -209,7 +209,7 @@ def _text_of_method(request: PlanRequest) -> str:
 
 
 def _larger_tensors(job: JobSpec) -> list[int]:
-    """All that the model and a node allow."""
+    """Larger tensor-parallel sizes that the model and a node allow."""
     sizes = range(job.parallel.tensor + 1, job.cluster.gpus_per_node + 1)
     return [size for size in sizes if _allows_tensor(job, size)]
 
@@ -225,7 +225,7 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
 
 
 def _larger_pipelines(job: JobSpec) -> list[int]:
-    """Every size at first, then doubles, up to the layers."""
+    """Larger pipeline sizes: every one at first, then doubles, up to the number of layers."""
     layers = job.model.vision.layers + job.model.language.layers
     size = job.parallel.pipeline
     dense = max(2 * size, _EVERY_PIPELINE)

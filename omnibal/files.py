@@ -1,4 +1,4 @@
-"""Files in and out: writes that are never half done, and reads that fail with one clear line."""
+"""Reading and writing of files: atomic writes, and reads that fail with a one-line error."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from omnibal.errors import UserError
 T = TypeVar("T")
 _STANDARD_OUTPUT = 1
 _TELLING = ("json_invalid", "missing", "value_error")
-"""Complaints whose input is all that surrounds the mistake, or that say themselves what it is."""
+"""Pydantic error types whose input says nothing that the message does not say."""
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path to write to: it replaces `path` when written, or is removed on any error.
+    """Yield a temporary path, which replaces `path` at the end, or is removed on any error.
 
     Of a link, what it leads to is replaced. A device or pipe is no file to replace: what was
     written goes into it.
@@ -46,7 +46,7 @@ def atomic(path: Path) -> Iterator[Path]:
             _pour(written, path)
         return
     target = Path(os.path.realpath(path))
-    # Of a name that nothing else has: a file beside it may be the user's own.
+    # A unique name, as a file beside it may be the user's own.
     temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
     try:
         yield temporary
@@ -68,8 +68,8 @@ def check_new_folder(path: Path) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether what is written to the path goes on elsewhere: a pipe, a character device, or
-    whatever the standard output of this process is, a file included."""
+    """Whether a path is a stream: a pipe, a character device, or this process's standard output,
+    even if that is a file."""
     try:
         found = path.stat()
     except OSError:
@@ -103,7 +103,7 @@ def _pour(written: Path, stream: Path) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A new folder that gets the name `path` when all in it is written, or is removed on any error.
+    """Yield a new folder that is renamed to `path` when complete, or is removed on any error.
 
     Until then it is in a `.part` folder beside `path`, of a name that nothing else has.
 
@@ -131,7 +131,7 @@ def write_json_model(model: BaseModel, path: Path) -> None:
 
 
 def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
-    """The JSON file as a `kind`, which is a pydantic model or a collection of them.
+    """Read a JSON file as a `kind`, which is a pydantic model or a collection of them.
 
     Args:
         kind: type to read.
@@ -145,7 +145,7 @@ def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) -> T:
-    """JSON text as a `kind`; `where` (such as file and line) begins the message of an error."""
+    """Parse JSON text as a `kind`; `where` (such as file and line) begins an error's message."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
@@ -153,7 +153,7 @@ def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) 
 
 
 def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
-    """The TOML file as a `kind`; raises as `read_json_model` does."""
+    """Read a TOML file as a `kind`; raises as `read_json_model` does."""
     try:
         return TypeAdapter(kind).validate_python(tomllib.loads(read_text(path, remedy)))
     except tomllib.TOMLDecodeError as error:
@@ -163,7 +163,7 @@ def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def read_text(path: Path, remedy: str) -> str:
-    """The UTF-8 text of a file; raises UserError where there is none."""
+    """Read the UTF-8 text of a file; raises UserError where there is none."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

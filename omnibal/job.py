@@ -1,4 +1,4 @@
-"""The job: what is trained on which devices, how it is divided over them, and what that costs.
+"""Job specification: model, devices, parallel sizes, and the costs of all units.
 
 Everything that plans, checks or replays a job is given a `JobSpec` whole. One that exists is valid
 and has its costs, so nobody checks or counts again.
@@ -35,13 +35,13 @@ class JobSpec:
     cluster: ClusterConfig
     parallel: Parallel
     precision: Precision
-    """Of weights and activations."""
+    """Precision of weights and activations."""
     frozen: tuple[Part, ...] = ()
     """Parts of the model that are not trained."""
     profile: Profile | None = None
     """Measured costs; None to count operations and bytes instead."""
     cost: CostModel = field(init=False, repr=False)
-    """Made once, from the fields above."""
+    """Cost model, made once from the fields above."""
 
     def __post_init__(self) -> None:
         mistake = frozen_mistake(self.frozen)

@@ -1,11 +1,11 @@
-"""What one micro-batch, one step and one device may hold."""
+"""Limits of one micro-batch, one step and one device."""
 
 from omnibal.config import ClusterConfig, Count, Frozen
 from omnibal.errors import UserError
 
 MAX_PACKS_PER_STEP = 1_000_000
 USABLE_MEMORY_FRACTION = 0.9
-"""Of a device; the rest is for the runtime's context, communication buffers and fragmentation."""
+"""Share of device memory to plan with; the rest is for context, communication and fragmentation."""
 
 
 class Caps(Frozen):
@@ -21,7 +21,7 @@ def memory_cap_gib(cluster: ClusterConfig) -> float:
 
 
 def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
-    """Refuse a step of more packs than anyone trains or this program can deal out.
+    """Refuse a step of more than `MAX_PACKS_PER_STEP` packs.
 
     Raises:
         UserError: there are too many.

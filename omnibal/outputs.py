@@ -1,4 +1,4 @@
-"""Where results may go: never where an input is, nor over what is not a file of its own.
+"""Checks of output paths: they must neither replace an input nor a file of another kind.
 
 Every command asks here before it works, and `omnibal.files.atomic` then writes.
 """
@@ -17,7 +17,7 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
     """Refuse files that could not be written, or would destroy an input or each other.
 
     Args:
-        outputs: by the option that names them, in messages; None where it was not given.
+        outputs: paths by the option that names them in messages; None where it was not given.
         inputs: files that the command reads, whether they exist or not.
 
     Raises:
@@ -50,8 +50,8 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
     """Refuse a folder that could not be made or filled, or is or holds an input.
 
     Args:
-        option: that names it, in messages.
-        folder: to make or to fill.
+        option: the option that names the folder, in messages.
+        folder: the folder to make or to fill.
         inputs: files and folders that the command reads, whether they exist or not.
 
     Raises:
@@ -112,7 +112,7 @@ def _check_place(option: str, path: Path) -> None:
 
 
 def _check_parent(option: str, path: Path) -> None:
-    # Of a link, the folder of what it leads to.
+    # For a link, the folder of its target.
     parents = Path(os.path.realpath(path)).parents
     if is_stream(path):
         return

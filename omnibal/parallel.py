@@ -1,4 +1,4 @@
-"""Sizes of the parallel groups, and what a model and a cluster allow of them."""
+"""Sizes of the parallel groups, and their limits by model and cluster."""
 
 import math
 from typing import Annotated
@@ -9,7 +9,7 @@ from omnibal.config import ClusterConfig, Frozen, ModelConfig
 from omnibal.errors import UserError
 
 MAX_DEVICES = 1_000_000
-"""In any one direction of parallelism."""
+"""Most devices in any one dimension of parallelism."""
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
@@ -20,7 +20,7 @@ class Parallel(Frozen):
     pipeline: Size
     data: Size = 1
     sequence_parallel: bool = False
-    """Divide the language model's tensors between parallel blocks over tensor ranks too."""
+    """Megatron sequence parallelism for the language model."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallel":
@@ -52,7 +52,7 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
             f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
             f"node of {cluster.name}, and its ranks must share one: choose at most that many"
         )
-    # Not the vision heads: Megatron pads InternViT's 25 to a multiple of the tensor size.
+    # Vision heads need not divide: InternViT's 25 are padded to a multiple of the tensor size.
     divided = {
         "vision.ffn_hidden_size": model.vision.ffn_hidden_size,
         "language.heads": model.language.heads,

@@ -1,4 +1,4 @@
-"""The plan: the one planner result that training reads, as `plan.json` and `packs.parquet`.
+"""The plan: the planner result that training reads, as `plan.json` and `packs.parquet`.
 
 A hand-written plan and a searched plan are the same type. `prediction` is for reports and may be
 absent; everything training needs is in the other fields.
@@ -30,13 +30,13 @@ PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
 PROFILE_FILE = "profile.json"
-"""The measured costs that the plan was made with; absent where costs were counted."""
+"""File of the measured costs that the plan was made with; absent where costs were counted."""
 MAX_EPOCHS = 1_000
-"""Each is packed anew, before the first is trained."""
+"""Most epochs, as all are packed before the first is trained."""
 MAX_SEED = 2**63 - 1
 
 PackedBy = Literal["balanced", "isf", "other"]
-"""The rule of `omnibal plan` that made the packs, or none of them."""
+"""Packing rule of `omnibal plan` that made the packs, or "other"."""
 
 
 class Shapes(Frozen):
@@ -44,25 +44,25 @@ class Shapes(Frozen):
 
     caps: Caps
     micro_batches_per_step: Count
-    """Packs of one data-parallel rank in a full step, at most; one step of an epoch may differ."""
+    """Most packs of one data-parallel rank in a full step; one step of an epoch may differ."""
 
 
 class DataPlan(Shapes):
-    """What the packs were made from, so that training can refuse anything else."""
+    """Origin of the packs, so that training can refuse other data."""
 
     method: PackedBy
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
     packs_per_step: Count
-    """Of all ranks together, in every step of an epoch but one."""
+    """Packs of all ranks in every step of an epoch but one."""
     samples: Count
     packs: Count
     steps: Count
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
-    """Of the packs of every step, whatever ranks train them: runs with equal ones can go on as
-    each other."""
+    """SHA-256 of the packs of every step, whatever the ranks: equal hashes can resume each
+    other."""
     origin: LengthsOrigin | None
 
 
@@ -78,9 +78,9 @@ class Plan(Frozen):
     stages: tuple[Stage, ...]
     cluster: ClusterConfig
     data: DataPlan | None
-    """None for a plan of shapes only, which cannot be trained."""
+    """Origin of the packs; None for a plan of shapes only, which cannot be trained."""
     shapes: Shapes | None = None
-    """Of a plan of shapes only: every micro-batch is at the caps, each step is full."""
+    """Micro-batches of a plan of shapes only: each is at the caps, each step is full."""
     prediction: Prediction | None = None
 
     @model_validator(mode="after")
@@ -91,8 +91,8 @@ class Plan(Frozen):
         return self
 
     def gradient_crosses(self, cut: int) -> bool:
-        """Whether anything in stages 0 to `cut` is trained: the gradient of what crosses from
-        `cut` to the next stage is then wanted."""
+        """Whether a gradient is sent back from stage `cut` + 1 to `cut`: anything in stages 0 to
+        `cut` is trained."""
         return any(stage.parts - set(self.frozen) for stage in self.stages[: cut + 1])
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""What a plan's micro-batches are made of: a dataset's samples, or mock ones that fill the caps.
+"""Data of a plan's micro-batches: a dataset's samples, or mock ones that fill the caps.
 
-Both kinds answer the same questions, so that nobody else asks which of them a plan has.
+Both kinds have the same methods, so that no caller needs to know which of them a plan has.
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ from omnibal.limits import Caps, check_packs_per_step
 from omnibal.plan import DataPlan, PackedBy, Plan, Shapes
 
 MAX_TRAINED_SAMPLES = 200_000_000
-"""Of all epochs, where there are several: a plan lists them one by one, and holds them at once."""
+"""Most samples of all epochs, where there are several: a plan lists each, and all are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleData:
-    """A dataset's samples, and how they become packs and steps."""
+    """A dataset's samples, and the settings by which they become packs and steps."""
 
     lengths: Lengths
     caps: Caps
     packing: PackingMethod
     packs_per_step: int
-    """Of all data-parallel ranks together."""
+    """Packs per step, of all data-parallel ranks together."""
     epochs: int
     seed: int
     steps: Steps | None = None
-    """Of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
+    """Steps of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
@@ -100,7 +100,7 @@ class SampleData:
             seed=self.seed,
             epochs=self.epochs,
             packs_per_step=self.packs_per_step,
-            alike=job.parallel.data,
+            packs_per_row=job.parallel.data,
         )
 
     def packed(self, job: JobSpec) -> list[Packs]:
@@ -110,7 +110,7 @@ class SampleData:
         return pack_epochs(self.lengths, self.draw_request(job))
 
     def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
-        """Draw the steps unless they are given, from packs that are there or made here."""
+        """Draw the steps unless they are given, from `packed` or from packs made here."""
         if self.steps is not None:
             return self
         request = self.draw_request(job)
@@ -126,7 +126,7 @@ class SampleData:
         return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
 
     def sampled(self, most: int) -> Self:
-        """Draw at most so many samples at random; all are kept where steps are given."""
+        """Draw at most `most` samples at random; all are kept where steps are given."""
         if self.steps is not None:
             return self
         return replace(self, lengths=draw_samples(self.lengths, most, self.seed))
@@ -173,7 +173,7 @@ class MockData:
         """None: mock data has no steps of an earlier plan."""
 
     def check(self, job: JobSpec) -> None:
-        """Refuse more packs than anyone trains in a step.
+        """Refuse a step of too many packs.
 
         Raises:
             UserError: there are too many.
@@ -236,7 +236,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     """Make one step of samples that each fill a pack, and cost the most attention that fits it.
 
     Raises:
-        UserError: there would be more packs than anyone trains in a step.
+        UserError: there would be more packs than a step may have.
     """
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
@@ -259,7 +259,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
 
 
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
-    """Return the model with the tiling of the lengths, as training must cut images alike.
+    """Return the model with the tiling of the lengths, as training must cut images the same way.
 
     Raises:
         UserError: the lengths were scanned for tiles of other sizes, another chat template or

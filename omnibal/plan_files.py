@@ -1,4 +1,4 @@
-"""A plan's directory: what lies in it, read and written whole."""
+"""Reading and writing of a plan's directory as a whole."""
 
 import tempfile
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class PlanFiles:
 
     plan: Plan
     job: JobSpec
-    """With the costs that the plan was made with."""
+    """Job with the costs that the plan was made with."""
     data: tuple[ScheduledPacks, Lengths] | None
-    """Made up at the caps for a plan of shapes only; None for a plan without either."""
+    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:

@@ -37,9 +37,9 @@ class PlanRequest:
     job: JobSpec
     data: PlanData
     method: PartitionMethod = PartitionMethod.OMNIBAL
-    """How the model is split over pipeline stages."""
+    """Method that splits the model over pipeline stages."""
     recompute: RecomputeRule = RecomputeRule.CHEAPEST
-    """Which layers recompute their activations."""
+    """Rule for the layers that recompute their activations."""
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
@@ -62,7 +62,7 @@ class PlanRequest:
         return self.data.packed(self.job)
 
     def drawn(self, packed: Sequence[Packs]) -> Self:
-        """Draw the steps from packs that are there."""
+        """Draw the steps from packs of `packed`."""
         return replace(self, data=self.data.drawn(self.job, packed))
 
     def workload(self) -> Workload:
@@ -77,15 +77,15 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanResult:
-    """A plan with its packs, and what the search has proven of its stages."""
+    """A plan with its packs, and the result of the search for its stages."""
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
-    """None for a plan of shapes only."""
+    """Packs and lengths; None for a plan of shapes only."""
     profile: Profile | None
     """Measured costs; None where costs were counted."""
     search: SearchResult | None
-    """What is proven of the stages; None where another method chose them."""
+    """Result of the joint search, with its proven bound; None for another method."""
 
 
 def make_plan(request: PlanRequest) -> PlanResult:

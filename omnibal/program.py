@@ -1,4 +1,4 @@
-"""How every program of this project ends: a user's mistake is one line on stderr and status 2."""
+"""Exit of every program of this project: a user's mistake is one line on stderr and status 2."""
 
 import argparse
 import os
@@ -12,12 +12,12 @@ import typer
 
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
-# Of an unknown option, a missing argument or a bad value; typer gives it no public name.
+# The error of an unknown option, a missing argument or a bad value; typer has no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Reports a mistake in the options like every other one."""
+    """Argument parser that reports a mistake in the options like every other one."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
@@ -40,7 +40,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what no path can hold.
+    """Refuse arguments that no path can hold.
 
     Raises:
         UserError: an argument holds a NUL character.
@@ -80,7 +80,7 @@ def _system_error(error: OSError) -> str:
 
 def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
-    # What a file or an option holds may be in the message, and must not steer the terminal.
+    # The message may quote a file or an option; control characters must not reach the terminal.
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     sys.stderr.write(f"error: {shown}\n")
     sys.exit(EXIT_USER_ERROR)

@@ -1,4 +1,4 @@
-"""A replay: what single stages of a plan took on one device, put together to whole steps.
+"""Replay of a plan: measured times of single stages on one device, combined into whole steps.
 
 `tools/replay.py` builds one stage after another, feeds each the plan's packs and keeps what it
 measured, a file per stage. Here these become a step: measured times of every micro-batch in the
@@ -37,36 +37,37 @@ _REMEDY = "replay the plan anew with tools/replay.py, into another directory"
 
 
 class ReplayInfo(Frozen):
-    """What is replayed, written before the first stage, so that nothing else is added to it."""
+    """Identity of a replay, written before the first stage, so that no other plan's is added."""
 
     plan_sha256: str
-    """Of all of the plan but its prediction."""
+    """SHA-256 of the plan without its prediction."""
     steps: tuple[NonNegativeInt, ...]
-    """Of the run; all ranks' micro-batches of each are replayed."""
+    """Replayed steps of the run, each with all ranks' micro-batches."""
     repetitions: PositiveInt
     content: Literal["data", "random"]
-    """Of the micro-batches; their sizes are the plan's."""
+    """Content of the micro-batches; their sizes are the plan's."""
     device: str
     processes: PositiveInt
-    """That shared the stages."""
+    """Processes that shared the stages."""
 
 
 class StageReplay(Frozen):
-    """What one stage took on one device; times per micro-batch, medians of the repetitions."""
+    """Measurements of one stage on one device; times per micro-batch, medians of the
+    repetitions."""
 
     stage: NonNegativeInt
     rows: tuple[NonNegativeInt, ...]
-    """Of the packs, ascending; the next three have as many entries."""
+    """Rows of the packs, ascending; the next three fields have as many entries."""
     forward_ms: tuple[NonNegativeFloat, ...]
     backward_ms: tuple[NonNegativeFloat, ...]
-    """Includes recomputation."""
+    """Backward time, recomputation included."""
     recompute_ms: tuple[NonNegativeFloat, ...]
     update_ms: NonNegativeFloat
-    """Once a step: zeroed gradients, norm, clipping and weight update."""
+    """Time to zero gradients, compute their norm, clip and update the weights, once a step."""
     state_gib: NonNegativeFloat
-    """Weights, gradients and optimizer."""
+    """Memory of weights, gradients and optimizer state."""
     activations_gib: NonNegativeFloat
-    """At the peak of the steps of the run that are predicted to need most."""
+    """Activation memory at the peak of the run's steps that are predicted to need most."""
     with_working_memory: bool
     """Whether `activations_gib` is everything beyond the state (CUDA), or what is kept for the
     backward pass (CPU)."""
@@ -84,7 +85,7 @@ class StageReplay(Frozen):
         return self.state_gib + self.activations_gib
 
     def predicted_gib(self, memory: StageMemory) -> float:
-        """What of a prediction `peak_gib` should be."""
+        """Predicted value of `peak_gib`: without working memory where that is not measured."""
         left_out = 0.0 if self.with_working_memory else memory.transient_gib
         return memory.peak_gib - left_out
 
@@ -95,17 +96,17 @@ class ReplaySummary:
 
     info: ReplayInfo
     stages: tuple[StageReplay, ...]
-    """All stages of the plan, in order."""
+    """Replays of all stages of the plan, in order."""
     each_step_ms: np.ndarray
-    """[steps]."""
+    """Time of every replayed step, [steps]."""
     predicted_each_step_ms: np.ndarray
-    """[steps]; of the same steps."""
+    """Predicted time of the same steps, [steps]."""
     forward_ms: np.ndarray
-    """[stages]; of a data-parallel rank in a step, as are the next two."""
+    """Forward time of a data-parallel rank in a step; this and the next two are [stages]."""
     backward_ms: np.ndarray
     recompute_ms: np.ndarray
     wait_fractions: np.ndarray
-    """[stages]."""
+    """Share of the step in which each stage waits, [stages]."""
     lost: LostTime
 
     @property
@@ -119,8 +120,8 @@ class ReplaySummary:
         return float(self.predicted_each_step_ms.mean())
 
     @property
-    def bubble_fraction(self) -> float:
-        """Share of the step in which a stage waits, mean over stages."""
+    def idle_fraction(self) -> float:
+        """Idle share of the step, for any cause, mean over stages."""
         return float(self.wait_fractions.mean())
 
     @property
@@ -135,10 +136,10 @@ def plan_sha256(plan: Plan) -> str:
 
 
 def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
-    """At most so many steps: the middle ones of equal parts of the run.
+    """Choose at most `most` steps to replay: the middle ones of equal parts of the run.
 
-    Of those that have the usual number of packs or of samples, whichever more of them have: a step
-    with what is left over is not like the others.
+    Only steps with the most frequent number of packs, or of samples if more steps have that, are
+    chosen: the step of left-over packs is not like the others.
     """
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
@@ -148,7 +149,7 @@ def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
 
 
 def _is_most_frequent(counts: np.ndarray) -> np.ndarray:
-    """Where a count is the one that occurs most."""
+    """Mask of the entries that equal the most frequent count."""
     return counts == np.bincount(counts).argmax()
 
 
@@ -174,22 +175,22 @@ def heaviest_rows(
 
 
 def stage_file(directory: Path, stage: int) -> Path:
-    """Where the replay of a stage is kept."""
+    """File of a stage's replay."""
     return directory / f"stage_{stage}.json"
 
 
 def replay_files(directory: Path) -> list[Path]:
-    """Every file of a replay, with `replay.json` whether it exists or not."""
+    """List every file of a replay, with `replay.json` whether it exists or not."""
     return [directory / INFO_FILE, *sorted(directory.glob("stage_*.json"))]
 
 
 def write_stage(replay: StageReplay, directory: Path) -> None:
-    """Keep what a stage took."""
+    """Write the replay of a stage."""
     write_json_model(replay, stage_file(directory, replay.stage))
 
 
 def read_stages(directory: Path, plan: Plan) -> tuple[StageReplay, ...]:
-    """The stages that have been replayed so far, in order.
+    """Read the stages that have been replayed so far, in order.
 
     Raises:
         UserError: a file does not follow the schema.
@@ -199,7 +200,7 @@ def read_stages(directory: Path, plan: Plan) -> tuple[StageReplay, ...]:
 
 
 def open_replay(directory: Path, info: ReplayInfo) -> None:
-    """Begin a replay in a directory, or go on with one of the same plan and settings.
+    """Begin a replay in a directory, or resume one of the same plan and settings.
 
     Raises:
         UserError: the directory holds another replay.
@@ -221,7 +222,7 @@ def open_replay(directory: Path, info: ReplayInfo) -> None:
 def read_replay(
     directory: Path, plan: Plan, cost: CostModel, data: tuple[ScheduledPacks, Lengths]
 ) -> ReplaySummary:
-    """A finished replay of the plan, put together.
+    """Read a finished replay of the plan and combine its stages into steps.
 
     Raises:
         UserError: the directory holds no replay, one of another plan, or not yet all stages.
@@ -251,7 +252,7 @@ def summarise_replay(
     packs: ScheduledPacks,
     lengths: Lengths,
 ) -> ReplaySummary:
-    """Steps of all stages' measured times in the plan's schedule."""
+    """Combine all stages' measured times into steps, in the plan's schedule."""
     rows = rows_of_steps(packs, info.steps)
     for replay in replays:
         if not np.array_equal(replay.rows, rows):
@@ -281,7 +282,7 @@ def summarise_replay(
 
 
 def measured_causes(replays: Sequence[StageReplay], predicted: CauseTimes) -> CauseTimes:
-    """Measured times in place of predicted ones.
+    """Replace predicted times by measured ones.
 
     One device alone exchanges nothing with tensor-parallel ranks: that time is added as it is
     predicted. What it computes on padding is the predicted share of what was measured.
@@ -310,5 +311,5 @@ def measured_causes(replays: Sequence[StageReplay], predicted: CauseTimes) -> Ca
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Element by element; all of it where there is nothing."""
+    """Element-wise `part` / `whole`; 1 where `whole` is 0."""
     return np.divide(part, whole, out=np.ones_like(whole), where=whole > 0)

@@ -20,38 +20,38 @@ VALIDATION_FILE = "validation.jsonl"
 EVALUATION_FILE = "evaluation.json"
 
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
-"""NaN and infinity are what the log of a diverged step has to show."""
+"""Number that may be NaN or infinite, as in a diverged step."""
 
 
 class RunInfo(Frozen):
-    """What a run trains, written when it starts, so that a report can tell whose run it is."""
+    """Identity of a run, written when it starts, so that a report can match it to its plan."""
 
     model: str
     packs_sha256: str
-    """Of the plan's packs: the data, its order and the step boundaries."""
+    """SHA-256 of the plan's packs: the data, its order and the step boundaries."""
 
 
 class StageRecord(Frozen):
-    """What one pipeline stage did in one step: times are the mean over its data-parallel ranks."""
+    """Record of one pipeline stage in one step; times are means over its data-parallel ranks."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat
-    """Includes recomputation."""
+    """Backward time, recomputation included."""
     wait_ms: NonNegativeFloat
-    """For the neighbours' tensors, and for the other stages at the end of the step."""
+    """Idle time: waiting for the neighbours' tensors, and for other stages at the step's end."""
     data_ms: NonNegativeFloat
-    """Waiting for the next micro-batch to be loaded."""
+    """Time spent waiting for the next micro-batch to be loaded."""
     optimizer_ms: NonNegativeFloat
     """Gradient reduction, norm, clipping and weight update."""
     peak_gib: NonNegativeFloat
     """Peak memory, the largest over the ranks. CUDA: allocated since the step before was recorded;
     CPU: resident set of the process so far."""
     reserved_gib: NonNegativeFloat = 0.0
-    """CUDA: the most of a device that the allocator has held since then, the largest over the
-    ranks; where it is far above `peak_gib`, memory is in pieces. CPU: 0."""
+    """Memory reserved by CUDA's allocator since then, the largest over the ranks; far above
+    `peak_gib`, memory is fragmented. CPU: 0."""
     allocation_retries: NonNegativeInt = 0
-    """CUDA: how often since then the allocator had to give memory back to the driver before it got
-    any, the most of any rank; each stops the device. CPU: 0."""
+    """Times since then that CUDA's allocator had to return memory to the driver before it got any,
+    the most of any rank; each stops the device. CPU: 0."""
 
 
 class StepRecord(Frozen):
@@ -69,15 +69,15 @@ class StepRecord(Frozen):
     tokens: NonNegativeInt
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0
-    """Logging, checkpoints and validation since the step before, on the writing rank."""
+    """Time of logging, checkpoints and validation since the step before, on the writing rank."""
     mfu: NonNegativeFloat = 0.0
     """Model FLOPs utilization: needed operations over what all devices could do in the step."""
     skipped: bool = False
-    """The loss or a gradient was not finite: the weights stayed as they were."""
+    """Whether the update was skipped, as the loss or a gradient was not finite."""
     spike: bool = False
-    """The loss stands far above those before it."""
+    """Whether the loss is far above those before it."""
     replaced_samples: NonNegativeInt = 0
-    """Whose images could not be read."""
+    """Samples that were replaced, as their images could not be read."""
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
     stages: tuple[StageRecord, ...]
@@ -89,7 +89,7 @@ class ValidationRecord(Frozen):
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     step: NonNegativeInt
-    """Steps trained before."""
+    """Steps trained before the validation."""
     loss: _MaybeDiverged
     loss_tokens: NonNegativeInt
     seconds: NonNegativeFloat
@@ -111,7 +111,7 @@ class KindAccuracy(Frozen):
 
 
 class EvaluatedAnswer(Frozen):
-    """One held-out question and what the model said."""
+    """One held-out question and the model's answer."""
 
     sample: str
     question: str
@@ -125,12 +125,12 @@ class Evaluation(Frozen):
 
     step: NonNegativeInt
     kinds: tuple[KindAccuracy, ...]
-    """The kind with the most questions first."""
+    """Accuracy by kind, the kind with the most questions first."""
     examples: tuple[EvaluatedAnswer, ...]
 
 
 def run_files(directory: Path) -> list[Path]:
-    """Every file of a run that a report reads, whether it exists or not."""
+    """List every file of a run that a report reads, whether it exists or not."""
     names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
     return [directory / name for name in names]
 
@@ -178,7 +178,7 @@ def read_validations(directory: Path) -> list[ValidationRecord]:
 
 
 def _read_lines(kind: type[R], path: Path) -> list[R]:
-    """By step, the last line of each."""
+    """Records of a log in the order of their steps; of a step written twice, the last line."""
     text = read_text(path, "pretrain_vlm.py writes it into --save")
     records = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
@@ -227,7 +227,7 @@ def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:
 
 
 def read_evaluation(directory: Path) -> Evaluation | None:
-    """The evaluation in a run's directory; None where the run was not evaluated.
+    """Read the evaluation in a run's directory; None where the run was not evaluated.
 
     Raises:
         UserError: the file does not follow the schema.

@@ -1,4 +1,4 @@
-"""Parallel sizes for a number of devices: the tensor, pipeline and data sizes of least time.
+"""Search for the tensor, pipeline and data parallel sizes of least time on a number of devices.
 
 Every product of the three that the model and the cluster allow is compared at the same number of
 samples per step, on the same samples, in the same packs, by the time per sample of
@@ -34,7 +34,7 @@ from omnibal.pipeline.stage_cost import fits_cap
 from omnibal.trial import Comparison, Trial, micro_batches_at, step_sizes, time_per_sample
 
 CLEARLY_WORSE = 1.15
-"""Of the best time per sample: what takes longer by its bound is not planned."""
+"""Factor over the best time per sample; a choice whose bound is above it is not planned."""
 
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
@@ -44,23 +44,23 @@ _FINALISTS = 3
 _USUAL_MICRO_BATCHES = 8
 _NAMED_CAUSES = 2
 _LEAST_CAUSE = 0.01
-"""Of the best time per sample: smaller differences are not worth a word."""
+"""Share of the best time per sample below which a cause is not named."""
 _ROUNDING = 1e-6
-"""Of the last digit that is shown."""
+"""Tolerance before rounding down, as a share of the last digit shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StrategyRequest(Comparison):
     """Devices to share out among tensor, pipeline and data parallelism, and what is trained.
 
-    The parallel sizes of its job are no choice: every strategy replaces them.
+    Every strategy replaces the parallel sizes of the job.
     """
 
     gpus: int
     caps: Caps | None = None
-    """None to choose them too."""
+    """Caps of every strategy; None to choose them too."""
     tensor: int | None = None
-    """None to choose it, as the next two. Measured costs are of one tensor size alone."""
+    """Tensor-parallel size; this and the next two are chosen where None. Measured costs fix it."""
     pipeline: int | None = None
     data: int | None = None
 
@@ -72,19 +72,19 @@ class Strategy:
     parallel: Parallel
     caps: Caps
     micro_batches: int
-    """Packs of one rank in a step: the whole number nearest to the samples wanted."""
+    """Micro-batches per rank and step: the whole number nearest to the requested samples."""
     samples_per_second: float
-    """Of all devices together."""
+    """Samples per second of all devices together."""
     ms_per_sample: float
-    """Of all devices together; times the devices it is what a sample costs."""
+    """Time per sample of all devices together; times their number, the device time per sample."""
     lost: LostTime
-    """Of a sample: it all adds up to `ms_per_sample`."""
+    """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
     peak_gib: float
-    """Of one device of the fullest stage, as the next of the plan with `micro_batches`."""
+    """Peak memory of a device of the fullest stage; this and the next are at `micro_batches`."""
     recomputed_layers: int
-    """Of all stages."""
+    """Recomputed layers of all stages."""
     why: str
-    """What makes it slower than the best."""
+    """Reasons why it is slower than the best strategy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +93,9 @@ class RuledOut:
 
     parallel: Parallel
     need_gib: float | None
-    """Of one device, at the caps tried that need least and in the best split; where none fit."""
+    """Memory of one device at the best caps tried and in the best split; set where none fit."""
     most_samples_per_second: float | None
-    """A bound, where some caps fit and all are clearly slower than the best strategy."""
+    """Upper bound; set where some caps fit and all are clearly slower than the best strategy."""
     why: str
 
 
@@ -106,9 +106,9 @@ class StrategySearch:
     gpus: int
     samples_per_step: int
     ranking: tuple[Strategy, ...]
-    """The fastest first."""
+    """Strategies that were planned, the fastest first."""
     ruled_out: tuple[RuledOut, ...]
-    """Slow ones first, the fastest bound before; then those that do not fit, by need."""
+    """Strategies that are clearly slower, by their bounds; then those that do not fit, by need."""
 
     @property
     def best(self) -> Strategy:
@@ -136,7 +136,7 @@ def search_strategies(
     Args:
         request: equal requests give equal results.
         on_progress: called with what is done since the last call, `progress_total` in all.
-        processes: that evaluate strategies at the same time.
+        processes: number of processes that evaluate strategies.
 
     Raises:
         DoesNotFit: no strategy fits into memory.
@@ -235,7 +235,7 @@ def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
 
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
-    """No sizes are as given; `others` would be possible if nothing was."""
+    """Message for given sizes that are impossible; `others` are possible if none is given."""
     given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
     fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
     model = request.job.model
@@ -272,14 +272,14 @@ Choice = tuple[Parallel, Caps]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Setting:
-    """What strategies are evaluated on; can be sent to another process."""
+    """Samples and packs that strategies are evaluated on; can be sent to another process."""
 
     request: StrategyRequest
-    """With the samples that were drawn."""
+    """Request with the samples that were drawn."""
     packs: dict[Caps, Packs]
 
     def micro_batches(self, choice: Choice) -> float:
-        """Packs of a rank in a step of the samples wanted."""
+        """Micro-batches per rank in a step of the requested samples; not a whole number."""
         (parallel, caps), request = choice, self.request
         packs, samples = len(self.packs[caps]), len(request.lengths)
         return micro_batches_at(request.samples_per_step, samples, packs, parallel.data)
@@ -293,34 +293,34 @@ class _Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pack:
-    """Packs for caps."""
+    """Packing of the samples under given caps."""
 
     setting: _Setting
 
     def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
-        # They are the same for any parallel sizes.
+        # Packs are the same for any parallel sizes.
         request = self.setting.request
         (packs,) = request.sample_data(caps).packed(request.job)
         return caps, packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Outlook:
-    """What is known of a choice without a plan."""
+class _TrialBound:
+    """Bounds of a choice that are known without planning it."""
 
     need_gib: float
-    """Of one device in the best split, with the steps that need more."""
+    """Memory of one device in the best split, at the step size that needs more."""
     least_ms: float
-    """Per sample; 0 where nothing is known."""
+    """Lower bound on the time per sample; 0 where none is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Look:
-    """Bounds of choices."""
+class _FindBound:
+    """Computation of a choice's bounds."""
 
     setting: _Setting
 
-    def __call__(self, choice: Choice) -> tuple[Choice, _Outlook]:
+    def __call__(self, choice: Choice) -> tuple[Choice, _TrialBound]:
         setting, trial = self.setting, self.setting.trial(choice)
         job, micro_batches = trial.job, setting.micro_batches(choice)
         need_gib = least_ms = 0.0
@@ -330,14 +330,14 @@ class _Look:
             need_gib = max(need_gib, least_need_gib(job, workload))
             step_ms = least_step_ms(job.cost, job.model, workload, job.parallel.pipeline)
             least_ms += size.steps_per_sample * step_ms
-            # What is subtracted would need a bound from above.
+            # A term with a negative weight would need an upper bound.
             is_bound &= size.steps_per_sample >= 0
-        return choice, _Outlook(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
+        return choice, _TrialBound(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evaluate:
-    """Plans of choices that fit."""
+    """Planning of a choice that fits."""
 
     setting: _Setting
 
@@ -366,21 +366,21 @@ class _StrategyTrials:
     setting: _Setting
     processes: int
     advance: Callable[[int], None]
-    outlooks: dict[Choice, _Outlook] = field(default_factory=dict)
-    """Of those with a pack for every rank, whether they fit or not."""
+    bounds: dict[Choice, _TrialBound] = field(default_factory=dict)
+    """Bounds of choices with a pack for every rank, whether they fit or not."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
 
     def run(self, choices: Iterable[Choice]) -> None:
         """Plan those of the new choices that fit and may be among the best."""
-        new = [choice for choice in choices if choice not in self.outlooks]
+        new = [choice for choice in choices if choice not in self.bounds]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
         packs |= dict(map_unordered(_Pack(setting=self.setting), caps, self._useful(caps)))
         full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
-        look = _Look(setting=self.setting)
-        outlooks = dict(map_unordered(look, full, self._useful(full)))
-        self.outlooks.update((choice, outlooks[choice]) for choice in full)
-        fitting = sorted(filter(self.fits, full), key=lambda choice: outlooks[choice].least_ms)
+        find = _FindBound(setting=self.setting)
+        bounds = dict(map_unordered(find, full, self._useful(full)))
+        self.bounds.update((choice, bounds[choice]) for choice in full)
+        fitting = sorted(filter(self.fits, full), key=lambda choice: bounds[choice].least_ms)
         self.advance(len(new) - len(fitting))
         # More processes may plan more, which are left out of the ranking.
         work = _Evaluate(setting=self.setting)
@@ -391,15 +391,15 @@ class _StrategyTrials:
 
     def fits(self, choice: Choice) -> bool:
         cap_gib = self.setting.request.job.memory_cap_gib
-        return bool(fits_cap(self.outlooks[choice].need_gib, cap_gib))
+        return bool(fits_cap(self.bounds[choice].need_gib, cap_gib))
 
     def ranked(self) -> list[Strategy]:
-        """The best of each strategy, of choices whose bound is not clearly worse than the best."""
+        """Best plan of each strategy, among choices whose bound is not clearly above the best."""
         limit_ms = CLEARLY_WORSE * self.best_ms()
         kept = [
             strategy
             for choice, strategy in self.planned.items()
-            if self.outlooks[choice].least_ms <= limit_ms
+            if self.bounds[choice].least_ms <= limit_ms
         ]
         best: dict[Parallel, Strategy] = {}
         for strategy in sorted(kept, key=_rank):
@@ -407,7 +407,7 @@ class _StrategyTrials:
         return list(best.values())
 
     def best_ms(self, parallel: Parallel | None = None) -> float:
-        """Per sample, of all that were planned or of one strategy."""
+        """Least time per sample planned, of all strategies or of one; infinite without any."""
         times = (
             strategy.ms_per_sample
             for strategy in self.planned.values()
@@ -416,16 +416,16 @@ class _StrategyTrials:
         return min(times, default=math.inf)
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Trials that may be the best of their strategy, and no worse than the best of all."""
+        """Choices that may be the best of their strategy and not clearly slower than the best."""
         for choice in choices:
-            least_ms = self.outlooks[choice].least_ms
+            least_ms = self.bounds[choice].least_ms
             if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(choice[0])):
                 self.advance(1)
             else:
                 yield choice
 
     def _useful(self, tasks: Sequence) -> int:
-        """Processes, of which each has something to do."""
+        """Number of processes to use, no more than there are tasks."""
         return max(min(self.processes, len(tasks)), 1)
 
 
@@ -481,7 +481,7 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     if strategy is best:
         return "best"
     own, others = strategy.lost.named(), best.lost.named()
-    # What is left as ideal differs by what tensor parallelism does not divide.
+    # Ideal times differ by the work that tensor parallelism does not divide.
     share = {
         "compute" if name == "ideal" else name: (own[name] - others[name]) / best.ms_per_sample
         for name in own
@@ -492,8 +492,8 @@ def _why(strategy: Strategy, best: Strategy) -> str:
 
 
 def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
-    outlooks = {choice: known for choice, known in trials.outlooks.items() if choice[0] == parallel}
-    fitting = [known.least_ms for choice, known in outlooks.items() if trials.fits(choice)]
+    bounds = {choice: known for choice, known in trials.bounds.items() if choice[0] == parallel}
+    fitting = [known.least_ms for choice, known in bounds.items() if trials.fits(choice)]
     if fitting:
         least_ms = min(fitting)
         return RuledOut(
@@ -502,8 +502,8 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
             most_samples_per_second=1e3 / least_ms,
             why=_why_slow(least_ms, best),
         )
-    if outlooks:
-        need_gib = min(known.need_gib for known in outlooks.values())
+    if bounds:
+        need_gib = min(known.need_gib for known in bounds.values())
         cap_gib = trials.setting.request.job.memory_cap_gib
         why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
         return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
@@ -516,7 +516,7 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
 
 
 def _most_packs(trials: _StrategyTrials) -> str:
-    """Of a step of the samples wanted, at any caps; rounded down to three digits."""
+    """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
     alone = Parallel(pipeline=1)
     packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
@@ -525,7 +525,7 @@ def _most_packs(trials: _StrategyTrials) -> str:
 
 def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserError:
     request = trials.setting.request
-    if not trials.outlooks:
+    if not trials.bounds:
         fewest = min(parallel.data for parallel in parallels)
         samples = min(request.samples_per_step, len(request.lengths))
         return UserError(
@@ -533,9 +533,9 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
             f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
             "must have one: use more samples per step, smaller caps or fewer GPUs"
         )
-    (parallel, caps), nearest = min(trials.outlooks.items(), key=lambda each: each[1].need_gib)
+    (parallel, caps), nearest = min(trials.bounds.items(), key=lambda each: each[1].need_gib)
     cap_gib = request.job.memory_cap_gib
-    looked_at = len({parallel for parallel, _ in trials.outlooks})
+    looked_at = len({parallel for parallel, _ in trials.bounds})
     idle = len(parallels) - looked_at
     others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(

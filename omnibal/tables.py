@@ -27,7 +27,7 @@ _SHOWN_CANDIDATES = 10
 
 
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
-    """Samples that `rows` selects, and their mean and most tiles and tokens (None without any)."""
+    """Count, and mean and most tiles and tokens, of the samples in `rows` (None without any)."""
     statistics: dict[str, float | None] = {"samples": int(rows.sum())}
     for name, values in (("tiles", lengths.tiles[rows]), ("tokens", lengths.tokens[rows])):
         statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
@@ -111,12 +111,12 @@ def packs_table(metrics: PackMetrics, load: str) -> Table:
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
-    """The best caps that were tried, the chosen ones first."""
+    """Table of the best caps that were tried, the chosen ones first."""
     title = "Caps: samples per pack, packs per step and per rank, and what that takes"
     packs = ("per pack", "per step", "per rank")
-    predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "bubble", "ms per sample", "over best")
+    predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "idle", "ms per sample", "over best")
     table = _table(title, "tiles", "tokens", *packs, *predicted)
-    # Else too wide for 80 characters.
+    # Padded edges would make the table wider than 80 characters.
     table.pad_edge = False
     best = search.candidates[0]
     for candidate in search.candidates[:_SHOWN_CANDIDATES]:
@@ -138,7 +138,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
-    """The fastest parallel sizes, and below them those that are clearly slower or do not fit."""
+    """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
     title = (
         f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per step, "
         f"memory of {cap_gib:.1f} GiB"
@@ -146,7 +146,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     plan = ("tiles", "tokens", "recom-\nputed", "GiB")
     table = _table(title, "TP", "PP", "DP", *plan, "samples\nper s")
     table.add_column("over best", min_width=24)
-    # Else too wide for 80 characters.
+    # Padded edges would make the table wider than 80 characters.
     table.pad_edge = False
     for strategy in search.ranking[:_SHOWN_CANDIDATES]:
         parallel = strategy.parallel
@@ -171,7 +171,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
 
 
 def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
-    """How far the fitted costs are from what was measured."""
+    """Errors of the fitted costs against the measurements."""
     errors = ("median error", "largest error")
     table = _table("Fit of the costs", "unit", "quantity", "measurements", *errors)
     for residual in residuals:
@@ -186,7 +186,7 @@ def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
 
 
 def stages_table(plan: Plan, prediction: Prediction) -> Table:
-    """What every stage holds, and its times per micro-batch."""
+    """Units of every stage, and its times per micro-batch."""
     times = ("forward ms", "backward ms", "waits")
     table = _table("Stages", "stage", "vision", "language", "recompute", *times)
     table.add_column("also holds", overflow="fold")
@@ -224,7 +224,7 @@ def memory_table(plan: Plan, prediction: Prediction) -> Table:
 
 
 def plan_table(plan: Plan, prediction: Prediction) -> Table:
-    """The prediction of the whole job."""
+    """Table of the prediction of the whole job."""
     parallel = plan.parallel
     table = _facts_table("Plan")
     table.add_row(
@@ -250,7 +250,7 @@ def plan_table(plan: Plan, prediction: Prediction) -> Table:
 
 
 def simulation_table(result: dict[str, Any]) -> Table:
-    """All steps of a replayed plan."""
+    """Table of the simulated steps of a plan."""
     table = _facts_table("Simulated steps")
     table.add_row("steps", f"{result['steps']:,}")
     for name in ("mean", "median", "min", "max"):
@@ -264,7 +264,7 @@ def simulation_table(result: dict[str, Any]) -> Table:
 
 
 def lost_time_table(prediction: Prediction) -> Table:
-    """Where the time of a step goes, from the ideal up."""
+    """Breakdown of the time of a step, from the ideal up."""
     table = _table("Where the step's time goes", "", "ms", "of the step")
     for name, ms in prediction.lost.named().items():
         table.add_row(name, f"{ms:,.1f}", f"{ms / prediction.step_ms:.1%}")
@@ -279,7 +279,7 @@ def run_table(
     replay: "ReplaySummary | None",
     evaluation: Evaluation | None,
 ) -> Table:
-    """What a run and a replay took, beside what the plan predicted of it; one of them is given."""
+    """Times of a run and a replay beside the plan's prediction; at least one is given."""
     given = {"replayed": replay, "measured": run}
     columns = ["predicted", *(name for name, one in given.items() if one is not None)]
     title = " and ".join({"replayed": "replay", "measured": "run"}[name] for name in columns[1:])
@@ -324,10 +324,10 @@ def run_table(
 
 
 def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
-    """What each of the replayed stages took, times per micro-batch."""
+    """Measurements of the replayed stages, times per micro-batch."""
     times = ("forward ms", "backward ms", "recompute ms", "update ms", "peak")
     table = _table("Replayed stages, per micro-batch", "stage", "packs", *times)
-    # Else too wide for 80 characters.
+    # Padded edges would make the table wider than 80 characters.
     table.pad_edge = False
     if plan.prediction is not None:
         table.add_column("predicted", justify="right")
@@ -349,7 +349,7 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
 
 
 def _size(gib: float) -> str:
-    """Three digits at least."""
+    """Format GiB with at least three digits."""
     mib = 1024 * gib
     return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.3g} MiB" if mib < 100 else f"{mib:.0f} MiB"
 

@@ -1,4 +1,4 @@
-"""A job tried on packs that are there: one packing serves many parallel sizes and step sizes.
+"""Trials of a job on existing packs: one packing serves many parallel sizes and step sizes.
 
 Jobs are compared at a number of samples per step, which need not make a whole number of
 micro-batches. Time per sample is then read off a line, through the plan with the next lower whole
@@ -24,12 +24,12 @@ from omnibal.plan_data import SampleData, model_of_lengths
 from omnibal.planner import PlanRequest, make_plan
 
 MIN_STEPS = 8
-"""Of the samples that candidates are evaluated on, at least."""
+"""Least number of steps that the samples for evaluating candidates make."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Comparison:
-    """What candidates are compared on: the same samples, packing rule and samples per step.
+    """Common basis on which candidates are compared: samples, packing rule and samples per step.
 
     Raises:
         UserError: the lengths were scanned for another model.
@@ -39,21 +39,21 @@ class Comparison:
     lengths: Lengths
     packing: PackingMethod
     samples_per_step: int
-    """Of all data-parallel ranks together; candidates are compared at this number."""
+    """Samples per step of all data-parallel ranks, at which candidates are compared."""
     samples: int
-    """Drawn at random to evaluate candidates on; more where steps are large, all if fewer."""
+    """Samples drawn at random to evaluate candidates on; more for large steps, all if fewer."""
     seed: int
 
     def __post_init__(self) -> None:
         model_of_lengths(self.job.model, self.lengths)
 
     def drawn(self, share: int = 1) -> Self:
-        """Draw the samples that candidates are evaluated on, or one part of so many of these."""
+        """Draw the samples that candidates are evaluated on, or 1 / `share` of them."""
         wanted = max(self.samples // share, MIN_STEPS * self.samples_per_step)
         return replace(self, lengths=draw_samples(self.lengths, wanted, self.seed))
 
     def sample_data(self, caps: Caps) -> SampleData:
-        """The samples with these caps; how many packs a step has is not yet said."""
+        """Data of a trial under these caps; the packs per step are not set yet."""
         return SampleData(
             lengths=self.lengths,
             caps=caps,
@@ -66,15 +66,15 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trial:
-    """A job on samples that are packed, before it is known how many packs a step has."""
+    """A job on packed samples, before the packs per step are known."""
 
     job: JobSpec
     data: SampleData
     packed: Sequence[Packs]
-    """Of every epoch."""
+    """Packs of every epoch."""
 
     def at(self, micro_batches: int) -> PlanRequest:
-        """Draw steps of so many micro-batches per rank."""
+        """Draw steps of `micro_batches` micro-batches per rank."""
         packs_per_step = micro_batches * self.job.parallel.data
         sized = replace(self.data, packs_per_step=packs_per_step, steps=None)
         return PlanRequest(job=self.job, data=sized.drawn(self.job, self.packed))
@@ -87,12 +87,12 @@ class StepSize:
     micro_batches: int
     request: PlanRequest
     steps_per_sample: float
-    """Its steps in the mix, over all samples; below 0 where the line goes on beyond both."""
+    """Weight: steps of this size per sample of the mix; negative where the line is extrapolated."""
 
 
 def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int) -> float:
-    """Micro-batches per rank in a step of so many samples; not a whole number."""
-    # So many ranks as packs have one each, whatever the division makes of it.
+    """Micro-batches per rank in a step of `samples_per_step` samples; not a whole number."""
+    # Rounded, so that as many ranks as packs get exactly one each.
     return round(min(samples_per_step, samples) * packs / samples / ranks, 9)
 
 
@@ -121,18 +121,18 @@ def _steps_of(request: PlanRequest) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timed:
-    """Predicted time per sample of a trial, and the plan nearest to the samples wanted."""
+    """Predicted time per sample of a trial, and the plan nearest to the requested samples."""
 
     plan: Plan
     micro_batches: int
-    """Of that plan."""
+    """Micro-batches per rank of the plan."""
     ms_per_sample: float
     lost: LostTime
-    """Of a sample: it all adds up to `ms_per_sample`."""
+    """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
 
 
 def time_per_sample(trial: Trial, samples_per_step: int, micro_batches: float) -> Timed:
-    """Predict the time per sample at exactly so many samples per step.
+    """Predict the time per sample at exactly `samples_per_step` samples per step.
 
     Raises:
         UserError: a plan cannot be made, such as for lack of memory.

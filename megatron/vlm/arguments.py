@@ -19,21 +19,21 @@ DESCRIPTION = "Train a vision-language model as an OmniBal plan says."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointArguments:
-    """When checkpoints are saved, and how many are kept."""
+    """Options for saving and keeping checkpoints."""
 
     save_interval: int
     """Steps between checkpoints."""
     keep_checkpoints: int | None
-    """So many of the newest are kept; None for all."""
+    """Number of newest checkpoints to keep; None for all."""
     async_save: bool
-    """Checkpoints are written while training goes on."""
+    """Whether checkpoints are written in the background of training."""
     exit_after_failed_saves: int
-    """So many failed saves in a row end the run."""
+    """Number of failed saves in a row that ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportArguments:
-    """Where a run is reported besides its own directory."""
+    """Options for reporting a run outside its own directory."""
 
     tensorboard_dir: Path | None
     wandb_project: str | None
@@ -43,16 +43,16 @@ class ReportArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationArguments:
-    """Held-out data: what is answered after training, and validated on during it."""
+    """Options for held-out data: questions after training, and validation during it."""
 
     eval_data: Path
     """Meta JSON of held-out samples."""
     eval_samples: int
-    """Samples at most."""
+    """Most held-out samples to use."""
     eval_interval: int | None
-    """Steps between losses on the held-out samples; None for none."""
+    """Steps between validations on the held-out samples; None for none."""
     max_new_tokens: int
-    """Of the longest answer."""
+    """Most new tokens of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,24 +68,24 @@ class RunArguments:
     data: Path | None
     """Meta JSON that the plan's lengths were scanned from; may be None with `skip_train`."""
     skip_train: bool
-    """Only evaluate `load`, which is then given."""
+    """Whether to only evaluate `load`, which is then given."""
     finetune: bool
-    """Take only the weights of `load`, and train the plan from its first step."""
+    """Whether to take only the weights of `load`, and train the plan from its first step."""
     train_iters: int | None
-    """Stop after so many of the plan's steps; None to train all."""
+    """Step of the plan to stop after; None to train all."""
     seed: int
-    """Of initial weights, augmentation and drop path."""
+    """Seed of initial weights, augmentation and drop path."""
     max_skipped_steps: int
     """Steps in a row that may be skipped because loss or gradients are not finite."""
     num_workers: int
-    """Loader processes of each rank."""
+    """Number of loader processes of each rank."""
     samples: DataOptions
-    """How samples become micro-batches of training."""
+    """Options by which samples become micro-batches of training."""
     optimization: OptimizationOptions
     checkpoints: CheckpointArguments
     reports: ReportArguments
     evaluation: EvaluationArguments | None
-    """None without held-out data."""
+    """Evaluation options; None without held-out data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +95,11 @@ class Arguments:
     plan: Path
     """Directory made by `omnibal plan`."""
     run: RunArguments | None
-    """None for a dry run, which only checks the plan and says what each rank would hold."""
+    """Arguments of the run; None for a dry run, which only checks and prints the layout."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a user's mistake like everything else does."""
+    """Argument parser that raises UserError for a user's mistake."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see pretrain_vlm.py --help")
@@ -128,7 +128,7 @@ _NOT_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite nu
 
 
 def _steps(text: str) -> range:
-    """One step, or the first and the last of several: 5 or 5-7."""
+    """Parse one step, or the first and the last of several: 5 or 5-7."""
     first, dash, last = text.partition("-")
     last = last if dash else first
     if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
@@ -177,7 +177,7 @@ def _run_arguments(given: argparse.Namespace) -> RunArguments:
 
 
 def _fields_of(group: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that are fields of a dataclass."""
+    """Select the values that are fields of a dataclass."""
     return {field.name: values[field.name] for field in fields(group)}
 
 
@@ -249,7 +249,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep-checkpoints",
         type=_POSITIVE,
-        help="keep so many of the newest checkpoints (default: all)",
+        help="number of newest checkpoints to keep (default: all)",
     )
     group.add_argument(
         "--async-save",
@@ -261,7 +261,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--exit-after-failed-saves",
         type=_POSITIVE,
         default=2,
-        help="end the run when so many saves in a row have failed, or its last one",
+        help="failed saves in a row that end the run; a failed last save ends it too",
     )
     group.add_argument(
         "--max-skipped-steps",

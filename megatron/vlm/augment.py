@@ -1,4 +1,4 @@
-"""What is random about a sample's tiles, drawn from (seed, epoch, sample, tile) alone.
+"""Random augmentation of a sample's tiles, drawn from (seed, epoch, sample, tile) alone.
 
 No draw depends on process, worker, pack or split, nor on how many were made before it.
 
@@ -15,7 +15,7 @@ _MIN_QUALITY, _MAX_QUALITY = 75, 100
 
 
 class Purpose(IntEnum):
-    """What random numbers are for: those of one purpose say nothing about those of another."""
+    """Purpose of random numbers; numbers of different purposes are independent."""
 
     JPEG_QUALITY = 0
     DROP_PATH = 1

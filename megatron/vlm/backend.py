@@ -18,9 +18,9 @@ import torch
 from torch.utils._device import _device_constructors
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Of a collective or transfer in which living ranks wait for each other; dead ones are the watch's
-to find. The longest honest waits are a first step and a checkpoint on a slow disk. Every group is
-given it: torch's own default for NCCL is ten minutes."""
+"""Timeout of a collective or transfer among living ranks; the watch finds dead ones. The longest
+legitimate waits are a first step and a checkpoint on a slow disk. Every group gets it: torch's own
+default for NCCL is ten minutes."""
 
 _CPU = torch.device("cpu")
 _TENSOR_FACTORIES = (
@@ -64,7 +64,7 @@ def prepare_megatron_core() -> None:
 
 
 class _ImmediateStream:
-    """Stands for CUDA streams and events: CPU operations are complete when they return."""
+    """Stand-in for CUDA streams and events: CPU operations are complete when they return."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -171,8 +171,9 @@ def _route_random_state_to_cpu() -> None:
 
 
 def _repair_distributed_optimizer_load() -> None:
-    """Loading DistributedOptimizer state into torch's AdamW (no Transformer Engine, no Apex), or
-    into another optimizer than it was saved from.
+    """Repair loading of DistributedOptimizer state into torch's AdamW, or into another optimizer.
+
+    AdamW is used without Transformer Engine and Apex.
 
     Core 0.16.1 looks for `step` among the loaded tensors, where it is not, and then hands the same
     step tensor to every parameter, so that AdamW counts it up once per parameter: a silently wrong
@@ -209,8 +210,9 @@ def _repair_distributed_optimizer_load() -> None:
 
 
 def _repair_distributed_optimizer_save() -> None:
-    """Saving DistributedOptimizer state of buffers that have several buckets, such as one of its
-    own for a tied matrix.
+    """Repair saving of DistributedOptimizer state of buffers with several buckets.
+
+    A tied matrix has a bucket of its own, for example.
 
     Core 0.16.1 gathers the state without the padding between buckets, and then takes every
     parameter's from where it is with the padding: silently shifted after the first bucket.
@@ -243,7 +245,7 @@ def _with_padding(packed: torch.Tensor, buffer: Any) -> torch.Tensor:
 
 
 def _repair_checkpoint_results_queue() -> None:
-    """Saves need no queue between processes: threads of the rank write its files.
+    """Replace the queue between processes in saves, as threads of the rank write its files.
 
     Core creates one through a spawned manager process, which re-imports the program (5 s a rank)
     and cannot start at all from a forked one.

@@ -20,11 +20,11 @@ class MicroBatchShape:
 
     tiles: int
     tokens: int
-    """Of all samples of the pack together."""
+    """Tokens of all samples of the pack together."""
 
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
-        """As the plan has them for some rows of its packs."""
+        """Shapes that the plan gives to some rows of its packs."""
         sizes = zip(packs.tiles[rows].tolist(), packs.tokens[rows].tolist(), strict=True)
         return [cls(tiles=tiles, tokens=tokens) for tiles, tokens in sizes]
 
@@ -38,9 +38,9 @@ class MicroBatch:
     segment_tokens: tuple[int, ...]
     """Tokens of each sample, in pack order; they add up to `tokens`."""
     pixels_TCPP: torch.Tensor | None = None
-    """Where the vision embed is."""
+    """Pixels of the tiles; where the vision embed is."""
     token_ids_S: torch.Tensor | None = None
-    """Where the language embed is."""
+    """Token ids of the pack; where the language embed is."""
     image_positions_M: torch.Tensor | None = None
     """Positions in the pack that image features replace; where the language embed is."""
     labels_L: torch.Tensor | None = None
@@ -48,19 +48,19 @@ class MicroBatch:
     loss_positions_L: torch.Tensor | None = None
     """Positions in the pack whose next token carries loss; where the head is, in training."""
     loss_weights_L: torch.Tensor | None = None
-    """float32 weight of each loss position; where the head is, in training."""
+    """Weight of each loss position, float32; where the head is, in training."""
     drop_path_keys_T: torch.Tensor | None = None
-    """int64, on the host: a random number of each tile, from which every vision layer draws whether
+    """Random number of each tile, int64, on the host, from which every vision layer draws whether
     the tile skips its branches; where vision layers are, in training with drop path."""
     unreadable: tuple[str, ...] = ()
-    """What is wrong with each sample whose images cannot be read, and which therefore has blank
-    pixels and no loss; where the vision embed or the head is."""
+    """Errors of samples whose images cannot be read, which have blank pixels and no loss; where the
+    vision embed or the head is."""
     answer_positions_A: torch.Tensor | None = None
-    """Positions whose next token is wanted; where the head is, when answering."""
+    """Positions whose next token is to be predicted; where the head is, when answering."""
 
     @property
     def shape(self) -> MicroBatchShape:
-        """Of what crosses between stages for it."""
+        """Sizes that determine the tensors sent between stages."""
         return MicroBatchShape(tiles=self.tiles, tokens=self.tokens)
 
     @property
@@ -69,7 +69,7 @@ class MicroBatch:
         return len(self.unreadable)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same micro-batch with its tensors on `device`, but for those that belong on the host.
+        """Copy the micro-batch's tensors to `device`, except those that belong on the host.
 
         From pinned memory the copies are only begun, on the current stream.
         """
@@ -118,23 +118,23 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchStream:
-    """One step's micro-batches as they come, and the shape that is planned for each of them."""
+    """Iterator over one step's micro-batches, with the planned shape of each."""
 
     batches: Iterator[MicroBatch]
-    """In order; what comes after the step's own stays where it is."""
+    """Micro-batches in order; those after the step's own are not taken."""
     shapes: Sequence[MicroBatchShape]
-    """May be empty."""
+    """Planned shapes of the step's micro-batches; may be empty."""
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
-        """Of micro-batches that are all there, planned as they are."""
+        """Make a stream of given micro-batches, with their own shapes as planned."""
         return cls(batches=iter(batches), shapes=[batch.shape for batch in batches])
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def take(self, micro_batch: int) -> MicroBatch:
-        """The next one, which is to be this one of the step.
+        """Take the next micro-batch, which must be number `micro_batch` of the step.
 
         Raises:
             ValueError: there is none, or it has another shape than planned: neighbouring stages

@@ -53,7 +53,7 @@ class PlannedBlock(TransformerBlock):
         branch_scales_L2B: torch.Tensor | None = None,
         **arguments: object,
     ) -> torch.Tensor:
-        """[S, B, H] through all layers; B may be 0, as in a pack without images.
+        """Run [S, B, H] through all layers; B may be 0, as in a pack without images.
 
         Args:
             branch_scales_L2B: drop path of layers that end their branches in a LayerScaledAdd.
@@ -73,7 +73,7 @@ class PlannedBlock(TransformerBlock):
         packed_seq_params: PackedSeqParams | None,
         **unused: object,
     ) -> torch.Tensor:
-        """[S, B, H] through all layers; called by core's forward in training."""
+        """Run [S, B, H] through all layers; called by core's forward in training."""
         # Core's forward does not hand it on. Taken here, as other micro-batches' forwards come
         # before this one's layers are recomputed.
         scales_L2B = self._branch_scales_L2B

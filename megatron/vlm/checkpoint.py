@@ -73,16 +73,16 @@ _METADATA = {
 }
 _FILES_PER_RANK = 2
 _TENSOR_OVERHEAD_BYTES = 4096
-"""Room for what surrounds one tensor in its file and in the metadata."""
+"""Bytes of overhead of one tensor in its file and in the metadata."""
 _TURN_S = 0.02
 
 
 class CheckpointWriter:
     """Saves one run's state in its directory, one save at a time.
 
-    Every method is collective over all ranks. A save that fails is told of and counted, and not
-    raised: the checkpoints there are stay, and the next save tries again. The lines that methods
-    return are for rank 0 to tell.
+    Every method is collective over all ranks. A save that fails is reported and counted, and not
+    raised: existing checkpoints stay, and the next save tries again. The lines that methods return
+    are for rank 0 to print.
 
     Args:
         directory: of the run; all ranks must see the same.
@@ -113,7 +113,7 @@ class CheckpointWriter:
         self._identity = identity_state(plan.model, _steps_sha256(plan), _plain(options))
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        # Of its own, over the host: asking whether all are done must not wait for the devices.
+        # A separate group on the host: polling for completion must not wait for the devices.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
         self._pending: _PendingSave | None = None
@@ -121,9 +121,9 @@ class CheckpointWriter:
         self._is_validated = False
         self._untold: list[str] = []
         self.newest_step: int | None = self._find_newest_step()
-        """Steps in the newest whole checkpoint of the directory."""
+        """Step of the newest whole checkpoint of the directory."""
         self.failures: list[str] = []
-        """Why the last saves failed, one in a row; empty after one that succeeded."""
+        """Reasons of the last failed saves in a row; empty after one that succeeded."""
 
     def save(self, step: int, training_state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; waits for an earlier save first.
@@ -162,7 +162,7 @@ class CheckpointWriter:
     def _wait(self) -> None:
         if self._pending is not None:
             wait(self._pending.files)
-            # In turns, as one wait for a slow rank could run into the timeout of collectives.
+            # Polled, as one long wait for a slow rank could exceed the timeout of collectives.
             while not self._is_written(self._pending):
                 time.sleep(_TURN_S)
             self._complete(self._pending)
@@ -227,7 +227,7 @@ class CheckpointWriter:
     def _copied_writes(
         self, layout: "_Layout", path: Path, common: dict[str, Any]
     ) -> list[Callable[[], list[WriteResult]]]:
-        """One function for each file of this rank, which training cannot change any more."""
+        """Functions that write this rank's files, from data that training cannot change."""
         changing = set()
         if self._asynchronous:
             # The optimizer's state was gathered for this save alone; the weights are the model's.
@@ -290,11 +290,11 @@ class CheckpointWriter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """What core decided goes where in a checkpoint."""
+    """Layout of a checkpoint: the tensors of each file, as core planned them."""
 
     writer: FileSystemWriterAsync
     metadata: Metadata | None
-    """Of the whole checkpoint, on rank 0."""
+    """Metadata of the whole checkpoint, on rank 0; None on others."""
 
     @property
     def buckets(self) -> list[WriteBucket]:
@@ -312,7 +312,7 @@ class _Layout:
 
 
 class _Layouts(TorchDistSaveShardedStrategy):
-    """Stops after planning, where core would go on to functions that may fail on one rank alone."""
+    """Save strategy that stops after planning: core's next steps may fail on one rank alone."""
 
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple
@@ -325,7 +325,7 @@ class _PendingSave:
     step: int
     layout: _Layout
     files: list[Future[list[WriteResult]]]
-    """Of this rank, being written."""
+    """Files of this rank that are being written."""
 
 
 class _RankError(Exception):
@@ -389,7 +389,7 @@ def _on_host(buckets: Sequence[WriteBucket], changing: set[int]) -> list[WriteBu
 def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor
-    # From pinned memory, which torch keeps for the next save, nothing is copied twice.
+    # Torch keeps pinned memory for the next save, and files are written from it without a copy.
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=has_cuda())
     return copied.copy_(tensor, non_blocking=True)
 
@@ -438,12 +438,12 @@ def _results(files: list[Future[list[WriteResult]]]) -> list[WriteResult]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCheckpoint:
-    """Where a resumed run goes on."""
+    """State from which a resumed run goes on."""
 
     step: int
     """Steps trained."""
     training_state: dict[str, Any]
-    """As given to `CheckpointWriter.save`."""
+    """Training state as given to `CheckpointWriter.save`."""
 
 
 def load_checkpoint(
@@ -528,7 +528,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(directory: Path, plan: Plan) -> CheckpointIdentity:
-    """What the newest checkpoint is, which is of the plan's model; collective."""
+    """Open the newest checkpoint and check that it is of the plan's model; collective."""
     try:
         return _agree(lambda: _open_alone(directory, plan.model))
     except _RankError as error:
@@ -551,7 +551,7 @@ def _steps_sha256(plan: Plan) -> str | None:
 
 
 def _fill_empty_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Core describes optimizer state by what is there, and there is none before a step."""
+    """Create the optimizer state, which core needs for its description, before a first step."""
     for chained in optimizer.chained_optimizers:
         # Transformer Engine's and Apex's optimizers count steps in their groups.
         counts_by_parameter = isinstance(chained.optimizer, torch.optim.Adam | torch.optim.AdamW)

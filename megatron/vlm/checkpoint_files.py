@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which are whole, which is newest, which may go.
+"""Folders of a run's checkpoints: which are complete, which is newest, which may be removed.
 
     latest_checkpointed_iteration.txt   the steps of the newest whole checkpoint; replaced last
     iter_0000100/                       a whole checkpoint, after 100 steps
@@ -49,7 +49,7 @@ def latest_step(directory: Path) -> int | None:
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:
-    """A new, empty folder to write a checkpoint into; removes what there was of this step."""
+    """Make a new, empty folder to write a checkpoint into; removes any earlier one of this step."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_checkpoint(directory, step)
     part = part_path(directory, step)
@@ -97,7 +97,7 @@ def prune_checkpoints(directory: Path, keep_last: int) -> None:
     """
     newest = latest_step(directory)
     whole = []
-    # In reverse, what is left of a step comes before its checkpoint.
+    # In reverse order, a `.part` folder comes before the checkpoint of its step.
     for folder in sorted(directory.iterdir(), reverse=True):
         match = _FOLDER_NAME.fullmatch(folder.name)
         if match is None or newest is None or int(match[1]) > newest:

@@ -1,4 +1,4 @@
-"""What a checkpoint is of, and how it is found: told without loading any weights."""
+"""Identity of a checkpoint, found without loading any weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,20 +25,20 @@ _NOT_ARCHITECTURE: dict[str, Any] = {
     "vision": {"layer_scale_init": True},
     "language": {"max_positions": True, "rope_factor": True},
 }
-"""How samples are prepared and weights begun: the same weights serve, whatever it is."""
+"""Fields that do not change the weights' shapes: data preparation and initialization."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIdentity:
-    """What the newest checkpoint of a run says of itself."""
+    """Identity of a run's newest checkpoint, as stored in it."""
 
     path: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
     step: int
     """Steps trained."""
     model: ModelConfig
     steps_sha256: str | None
-    """Of the plan's steps; None without data."""
+    """SHA-256 of the plan's steps; None without data."""
     options: dict[str, Any] | None
     """The optimizer's settings; None where there are weights alone, such as imported ones."""
 
@@ -46,7 +46,7 @@ class CheckpointIdentity:
 def identity_state(
     model: ModelConfig, steps_sha256: str | None, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What a checkpoint keeps under "omnibal" in its common state."""
+    """Entry "omnibal" of a checkpoint's common state."""
     return {
         "model": model.model_dump(mode="json"),
         "steps_sha256": steps_sha256,
@@ -55,7 +55,7 @@ def identity_state(
 
 
 def open_newest(directory: Path) -> CheckpointIdentity:
-    """The newest checkpoint of a run's directory.
+    """Open the newest checkpoint of a run's directory.
 
     Raises:
         UserError: there is none, it is broken, or another program's.
@@ -81,7 +81,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
         return CheckpointIdentity(
             path=path,
             step=step,
-            # What the model could not be told of when it was saved has the value it had then.
+            # Fields that are newer than the checkpoint take their defaults.
             model=ModelConfig.model_validate(identity["model"]),
             steps_sha256=identity["steps_sha256"],
             options=identity["options"],
@@ -91,7 +91,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
 def architecture_differences(
     there: ModelConfig, here: ModelConfig, place: str = "in the plan"
 ) -> list[str]:
-    """Why weights of the one do not fit the other; empty if they do.
+    """Reasons why weights of one model do not fit the other; empty if they do.
 
     Args:
         place: where `here` is from.
@@ -108,7 +108,7 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -> list[str]:
-    """What two settings disagree on, nested ones included."""
+    """Differences between two settings, nested ones included."""
     there, here = _flat(there), _flat(here)
     return [
         f"{name} is {there.get(name)} there and {here.get(name)} {place}"
@@ -127,7 +127,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def one_error(path: Path) -> Iterator[None]:
-    """Whatever core raises over a broken checkpoint is one error of the user's."""
+    """Turn whatever core raises over a broken checkpoint into one UserError."""
     try:
         yield
     except UserError:
@@ -138,15 +138,15 @@ def one_error(path: Path) -> Iterator[None]:
 
 
 def raise_no_failure(error: BaseException) -> None:
-    """Raise what is no failure to read or write, of all that torch makes one exception of: that the
-    program is to stop, such as KeyboardInterrupt, or a UserError, which is told as it is."""
+    """Raise those of torch's combined errors that are no failure to read or write: a request to
+    stop, such as KeyboardInterrupt, or a UserError."""
     for cause in _causes(error):
         if isinstance(cause, UserError) or not isinstance(cause, Exception):
             raise cause from error
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """What failed on each rank, where that is what the error is."""
+    """Causes of an error: the failure of each rank if it is a CheckpointException, else itself."""
     if not isinstance(error, CheckpointException):
         return [error]
     return [failure[0] for failure in error.failures.values()]

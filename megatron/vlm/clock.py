@@ -1,4 +1,4 @@
-"""Where a stage's time goes, phase by phase, without stopping the device to look."""
+"""Clock of a stage's time by phase, without synchronizing the device."""
 
 import time
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from megatron.vlm.backend import has_cuda
 
 
 class Phase(StrEnum):
-    """What a stage does at a moment of a step."""
+    """Phase of a step on one stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -22,11 +22,11 @@ class Phase(StrEnum):
 
 
 Interval = tuple[Phase, float]
-"""A phase and its milliseconds, of one of the many times that a step comes to it."""
+"""Phase and milliseconds of one interval; a step has several of each phase."""
 
 
 class PhaseClock:
-    """Takes the milliseconds between switches from one phase to the next.
+    """Clock that measures the milliseconds between switches from one phase to the next.
 
     On CUDA the switches are events on the current stream, read once at the end of the step; on the
     CPU they are clock readings.
@@ -36,7 +36,7 @@ class PhaseClock:
         self._marks: list[tuple[Phase | None, Any]] = []
 
     def switch(self, phase: Phase) -> None:
-        """The phase that ran until now ends and `phase` begins."""
+        """End the current phase and begin `phase`."""
         self._marks.append((phase, moment()))
 
     def stop(self) -> tuple[Interval, ...]:
@@ -54,12 +54,12 @@ class PhaseClock:
 
 
 def each_ms(intervals: Iterable[Interval], phase: Phase) -> list[float]:
-    """The milliseconds of every time that a step came to the phase, in order."""
+    """Milliseconds of every interval of the phase, in order."""
     return [ms for one, ms in intervals if one is phase]
 
 
 def moment() -> Any:
-    """This moment on the current stream, or on the CPU's clock."""
+    """Record a moment on the current CUDA stream, or on the CPU's clock."""
     if not has_cuda():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -68,5 +68,5 @@ def moment() -> Any:
 
 
 def elapsed_ms(start: Any, end: Any) -> float:
-    """Between two moments; on CUDA the device must have passed both."""
+    """Milliseconds between two moments; on CUDA the device must have passed both."""
     return start.elapsed_time(end) if has_cuda() else (end - start) * 1e3

@@ -1,4 +1,4 @@
-"""One frozen model description in, Megatron-core's two transformer configurations out.
+"""Megatron-core's two transformer configurations, made from a model description.
 
 Each tower gets its own configuration with its own pipeline layout, so that core numbers layers (and
 names them in checkpoints) over the whole model wherever a stage begins.

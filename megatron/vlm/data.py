@@ -1,4 +1,4 @@
-"""From the plan's packs to tensors: each stage loads only what its units need.
+"""Loading of the plan's packs as tensors; each stage loads only the fields its units need.
 
 Shapes: T tiles, C channels, P pixels per side, S packed tokens, L loss positions.
 """
@@ -33,7 +33,7 @@ PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class LossWeighting(StrEnum):
-    """What a loss token of a sample with n of them weighs: 1, 1 / n or 1 / sqrt(n)."""
+    """Weight of a loss token of a sample with n of them: 1, 1 / n or 1 / sqrt(n)."""
 
     TOKEN = "token"
     SAMPLE = "sample"
@@ -41,7 +41,7 @@ class LossWeighting(StrEnum):
 
 
 class OnBadSample(StrEnum):
-    """What to do about a sample with an image that cannot be read."""
+    """Treatment of a sample with an image that cannot be read."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -50,10 +50,10 @@ class OnBadSample(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """How samples become micro-batches, beyond what the plan says."""
+    """Options by which samples become micro-batches, beyond those in the plan."""
 
     seed: int = 0
-    """Of all that is random about a sample; at least 0."""
+    """Seed of all that is random about a sample; at least 0."""
     loss_weighting: LossWeighting = LossWeighting.TOKEN
     on_bad_sample: OnBadSample = OnBadSample.STOP
     augment: bool = False
@@ -71,12 +71,12 @@ class UnreadableImage(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A question with all that precedes it."""
+    """A question with everything before it."""
 
     token_ids: np.ndarray
-    """int64 [tokens]."""
+    """Token ids, int64 [tokens]."""
     tiles: int
-    """Of the images shown so far: so many of the sample's tiles, from the first."""
+    """Tiles of the images shown so far: the first `tiles` of the sample's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,9 @@ class SampleReader:
         return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
 
     def encode(self, sample: Sample, tiles: int) -> EncodedSample:
-        """Token ids and loss mask of the whole conversation, whose images make so many tiles."""
+        """Encode the whole conversation, whose images make `tiles` tiles, with its loss mask."""
         if sample.video:
-            # Of as many frames as were planned, also where some are gone: whoever reads them
-            # finds that out.
+            # As many frames as planned, even where some are missing: reading them raises an error.
             sample = sample.with_frames(sample.images[:1] * tiles)
             per_image = [1] * tiles
         else:
@@ -114,7 +113,7 @@ class SampleReader:
         return encode_sample(sample, per_image, self.model, self.tokenizer)
 
     def prompt(self, sample: Sample, turn: int, room: int, chatting: bool = False) -> Prompt:
-        """What precedes the answer of a turn; its images are cut as those of the whole sample.
+        """Encode everything before the answer of a turn; images are tiled as in the whole sample.
 
         Args:
             room: tokens that the answer may have.
@@ -139,8 +138,8 @@ class SampleReader:
         """Decode the images that the model is shown.
 
         Raises:
-            UnreadableImage: one of them is missing or broken, or of a video there are not as many
-                frames as make so many tiles.
+            UnreadableImage: one of them is missing or broken, or a video does not have the frames
+                that make `tiles` tiles.
         """
         sample = sample.shown(self.model.tiling)
         _check_frames(sample, tiles)
@@ -226,14 +225,14 @@ class _Draft:
 
     sample: Sample
     place: int
-    """In the annotations."""
+    """Index in the annotations."""
     tiles: int
-    """Planned, as are the tokens."""
+    """Planned number of tiles, as `tokens` of tokens."""
     tokens: int
     found: list[np.ndarray]
     """Tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
     unreadable: str | None
-    """What is wrong with an image, where the stage looks at them."""
+    """Error of an image, where the stage reads them; None if there is none."""
 
 
 class PackDataset(torch.utils.data.Dataset):
@@ -400,19 +399,19 @@ def _check_count(found: int, planned: int, what: str, sample: Sample) -> None:
 
 
 def _loss_weights(loss_tokens: int, weighting: LossWeighting) -> np.ndarray:
-    """Of a sample's loss tokens, which share what the whole sample weighs. float32 [L]"""
+    """Weights of a sample's loss tokens, all equal. float32 [L]"""
     exponent = {LossWeighting.TOKEN: 0.0, LossWeighting.SQRT: 0.5, LossWeighting.SAMPLE: 1.0}
-    # Of no token there is no weight to compute: 0 to a negative power is none.
+    # 0 cannot be raised to a negative power.
     weight = max(loss_tokens, 1) ** -exponent[weighting]
     return np.full(loss_tokens, weight, np.float32)
 
 
 Batches = Generator[MicroBatch, None, None]
-"""Micro-batches in order; to close it ends the processes that load them."""
+"""Generator of micro-batches in order; closing it ends the processes that load them."""
 
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
-    """All micro-batches of the dataset in order, on `device`, ahead of when they are asked for.
+    """Load all micro-batches of the dataset in order, on `device`, ahead of use.
 
     Args:
         num_workers: processes that load; with 0 the thread that reads ahead does.
@@ -430,7 +429,7 @@ def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -
 
 
 class _NoCopies:
-    """On the CPU a micro-batch is used where it was loaded."""
+    """No copies: on the CPU a micro-batch is used where it was loaded."""
 
     def begin(self, item: MicroBatch | UserError) -> MicroBatch | UserError:
         return item
@@ -453,16 +452,16 @@ class _DeviceCopies:
         self._stream = torch.cuda.Stream(device)
 
     def begin(self, item: MicroBatch | UserError) -> _Coming | UserError:
-        """In the thread that reads ahead."""
+        """Start the copy of a micro-batch, in the thread that reads ahead."""
         if isinstance(item, UserError):
             return item
-        # Which also makes the device current: pinning would open a context on the first one.
+        # This also makes the device current: pinning would open a context on the first one.
         with torch.cuda.stream(self._stream):
             batch = item.pinned().to(self._device)
             return _Coming(batch, self._stream.record_event())
 
     def end(self, coming: _Coming) -> MicroBatch:
-        """Where the micro-batch is used: what is launched from now on finds it there."""
+        """Make the current stream wait for the copy, in the thread that uses the micro-batch."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(coming.arrived)
         coming.batch.record_stream(computing)

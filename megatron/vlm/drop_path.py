@@ -23,7 +23,7 @@ _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 def branch_scales(
     keys_T: torch.Tensor, layers: Sequence[int], total_layers: int, rate: float
 ) -> torch.Tensor:
-    """What every branch's output is multiplied by: 0, or 1 / (1 - its rate). float32 [L, 2, T]
+    """Scale of every branch's output: 0, or 1 / (1 - its rate). float32 [L, 2, T]
 
     Args:
         keys_T: int64 random number of each tile, on the host.

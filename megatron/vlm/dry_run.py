@@ -1,4 +1,4 @@
-"""Who would hold what: a plan's layout over ranks, without building or launching anything."""
+"""Dry run: a plan's layout over ranks, without building or launching anything."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class RankPlace:
 
 
 def rank_places(parallel: Parallel) -> list[RankPlace]:
-    """Of all ranks, in Megatron's order: tensor varies fastest, then data, then pipeline."""
+    """Places of all ranks in Megatron's order: tensor varies fastest, then data, then pipeline."""
     return [
         RankPlace(
             rank=rank,
@@ -51,7 +51,7 @@ def units_of(plan: Plan, number: int) -> str:
 
 
 def _layers(name: str, first: int, count: int) -> str:
-    """`name` is in the singular."""
+    """Layers by first and last number, in words; `name` is in the singular."""
     if count <= 1:
         return f"{name} {first}" if count else ""
     return f"{name}s {first} to {first + count - 1}"

@@ -34,10 +34,10 @@ class _Question:
     sample: Sample
     turn: int
     tiles: int
-    """Of the images shown up to the turn; the first of the sample's."""
+    """Tiles of the images shown up to the turn: the first `tiles` of the sample's."""
     prompt_ids: np.ndarray
     answer_ids: list[int] = field(default_factory=list)
-    """Filled token by token."""
+    """Token ids of the answer, appended one by one."""
 
     @property
     def tokens(self) -> int:
@@ -46,10 +46,10 @@ class _Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationOptions:
-    """How much to ask, and how long an answer may get."""
+    """Options of an evaluation: the number of samples and the length of answers."""
 
     samples: int
-    """Taken at even distances over the held-out data."""
+    """Number of samples, evenly spaced over the held-out data."""
     max_new_tokens: int
 
 
@@ -179,7 +179,7 @@ def _micro_batch(
 def _broadcast_from_last(
     links: PipelineLinks, outputs: list[torch.Tensor], answers: int
 ) -> list[int]:
-    """Every stage learns the answers' next tokens, so that all ask the same questions on."""
+    """Send the answers' next tokens to every stage, so that all continue the same questions."""
     next_ids = torch.zeros(answers, dtype=torch.int64, device=current_device())
     if links.is_last:
         next_ids = torch.cat(outputs)

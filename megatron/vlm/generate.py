@@ -1,4 +1,4 @@
-"""Greedy answers of a whole model in one process: to try a checkpoint, not to serve it.
+"""Greedy answers of a whole model in one process, for trying a checkpoint.
 
 Shapes: K image tokens, E language hidden size, S tokens so far.
 """
@@ -24,7 +24,7 @@ from omnibal.plan import Plan
 def load_whole_model(
     directory: Path, checkpoint: CheckpointIdentity, precision: Precision
 ) -> VLMStage:
-    """The model of a run's newest checkpoint on this device, ready to answer.
+    """Load the model of a run's newest checkpoint on this device, ready to answer.
 
     Megatron's parallel state must be initialized for one process.
 
@@ -38,7 +38,7 @@ def load_whole_model(
 
 
 def _whole_plan(model: ModelConfig, precision: Precision) -> Plan:
-    """All units in one stage, without data; the cluster is for predictions and has no use here."""
+    """Plan with all units in one stage, without data; its cluster is not used."""
     whole = Stage.whole(model.vision.layers, model.language.layers)
     return Plan(
         model=model,
@@ -54,7 +54,7 @@ def _whole_plan(model: ModelConfig, precision: Precision) -> Plan:
 def generate(
     stage: VLMStage, reader: SampleReader, sample: Sample, max_new_tokens: int
 ) -> Iterator[int]:
-    """Token ids of the answer to a sample's last question, one by one, without what ends it.
+    """Yield the token ids of the answer to a sample's last question, without the end token.
 
     It is asked as InternVL's `chat` does: as it is written, with the model's message for that.
 

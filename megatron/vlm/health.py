@@ -1,4 +1,4 @@
-"""What a user wants to be told about while a run trains: skipped steps and spikes of the loss."""
+"""Health of a run while it trains: skipped steps and spikes of the loss."""
 
 import math
 from collections import deque
@@ -19,16 +19,16 @@ class StepHealth:
     """The verdict on one step."""
 
     spike: bool
-    """The loss is more than 6 standard deviations above the mean of the last 100 steps."""
+    """Whether the loss is more than 6 standard deviations above the mean of the last 100 steps."""
     message: str | None
-    """What to tell the user, if anything."""
+    """Message for the user, if any."""
 
 
 class RunHealth:
     """Watches losses in step order; the same on every rank, as losses are.
 
     Args:
-        max_skipped: so many skipped steps in a row are borne; one more stops the run.
+        max_skipped: most skipped steps in a row; one more stops the run.
         skipped_steps: of the run that is resumed.
     """
 
@@ -37,23 +37,23 @@ class RunHealth:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.skipped_steps = skipped_steps
-        """Of the whole run, resumed parts included."""
+        """Skipped steps of the whole run, resumed parts included."""
 
     @property
     def is_skipping(self) -> bool:
-        """Whether the last step was skipped: the weights may be what is wrong."""
+        """Whether the last step was skipped, so that the weights may be at fault."""
         return self._in_a_row > 0
 
     def judge(
         self, step: int, loss: float, skipped: bool = False, replaced_share: float = 0.0
     ) -> StepHealth:
-        """Take note of a step.
+        """Record a step and judge it.
 
         Args:
             replaced_share: of the step's samples, those whose images cannot be read.
 
         Raises:
-            UserError: more steps in a row were skipped than are borne, or most samples were
+            UserError: more than `max_skipped` steps in a row were skipped, or most samples were
                 replaced.
         """
         if replaced_share > _BORNE_SHARE:

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and each parameter's global name, and on nothing else.
+"""Initial weights that depend only on the seed and each parameter's global name.
 
 So every split, recompute choice, tensor-parallel and data-parallel size starts from the same model.
 """

@@ -1,4 +1,4 @@
-"""From a launched process to its place in the plan's parallel groups."""
+"""Launch of a process: its device, communication and place in the plan's parallel groups."""
 
 import datetime
 import os
@@ -23,7 +23,7 @@ _JOIN_MINUTES = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What torchrun tells a process; a process started alone is a world of one."""
+    """Ranks and sizes that torchrun gives a process; a process started alone is a world of one."""
 
     rank: int
     world_size: int
@@ -31,7 +31,7 @@ class Launch:
 
     @property
     def node(self) -> int:
-        """Names this process's node: its first rank."""
+        """Identifier of this process's node: its first rank."""
         return self.rank - self.local_rank
 
     @staticmethod
@@ -43,7 +43,7 @@ class Launch:
         )
 
     def check_against(self, parallel: Parallel) -> None:
-        """Raises UserError unless this launch is the one that the plan was made for."""
+        """Raise UserError unless this launch is the one that the plan was made for."""
         if self.world_size != parallel.world_size:
             raise UserError(
                 f"launched with {self.world_size} process(es), but the plan is for tensor "
@@ -54,7 +54,7 @@ class Launch:
         self.check_device()
 
     def check_device(self) -> None:
-        """Raises UserError if there is no device for this process."""
+        """Raise UserError if there is no device for this process."""
         if has_cuda() and self.local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"process {self.local_rank} of this node has no device: the node has "
@@ -64,7 +64,7 @@ class Launch:
 
 
 def open_store(launch: Launch, init_method: str = "env://") -> dist.Store:
-    """The store through which all ranks meet; waits until they have come.
+    """Open the store through which all ranks meet; waits until they have come.
 
     Rank 0 serves it (under torchrun the launcher of the first node does) for as long as it keeps
     what is returned. A process alone has nobody to meet, and may have been started without a

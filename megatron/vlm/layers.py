@@ -88,7 +88,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Core's name for what a checkpoint must know: the weight is divided along its axis."""
+        """State for a checkpoint (core's name): the weight is sharded along its axis."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -100,8 +100,11 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 class _DividedRMSNorm(torch.autograd.Function):
-    """RMSNorm over a width that tensor-parallel ranks hold parts of; one sum a position and
-    direction is exchanged. Computes in float32 and keeps no more than `F.rms_norm` does."""
+    """RMSNorm over a width that is sharded over tensor-parallel ranks.
+
+    One sum per position and direction is exchanged. Computes in float32 and keeps no more than
+    `F.rms_norm` does.
+    """
 
     @staticmethod
     def forward(
@@ -127,9 +130,9 @@ class _DividedRMSNorm(torch.autograd.Function):
 
 
 class UnbiasedColumnParallelLinear(ColumnParallelLinear):
-    """For InternViT-6B, whose q, k and v have no bias while its other linears do.
+    """Column-parallel linear without a bias, for q, k and v of InternViT-6B.
 
-    Core ties the two: `add_bias_linear` gives every linear of the tower a bias.
+    Its other linears have one, and core's `add_bias_linear` gives every linear of the tower a bias.
     """
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
@@ -151,7 +154,7 @@ class LayerScaledAdd(torch.nn.Module):
         if init is not None:
             self.scale = torch.nn.Parameter(torch.full((hidden_size,), init, dtype=dtype))
         self.tile_scale_B1: torch.Tensor | None = None
-        """Drop path of the tiles that come next, set by the block that runs them, and good once."""
+        """Drop-path scales of the next forward's tiles, set by the block and used once."""
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         tile_scale_B1, self.tile_scale_B1 = self.tile_scale_B1, None
@@ -203,7 +206,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: None,
         packed_seq_params: PackedSeqParams | None,
     ) -> torch.Tensor:
-        """Returns [S, B, N * D], or [T, N * D] for packed inputs."""
+        """Attend; returns [S, B, N * D], or [T, N * D] for packed inputs."""
         if packed_seq_params is None:
             query_BNSD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             context_BNSD = _attend(query_BNSD, key_BGSD, value_BGSD, self.causal)
@@ -229,7 +232,7 @@ def attend_by_segment(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """One kernel call a sample: linear in the pack, and works on every device and type."""
+    """Attention by one kernel call a sample: linear in the pack, for every device and type."""
     segments = packed.cu_seqlens_q_padded.diff().tolist()
     contexts = []
     for qkv in zip(*(x.split(segments) for x in (query_TND, key_TGD, value_TGD)), strict=True):
@@ -245,7 +248,7 @@ def attend_flash(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """One kernel call for the whole pack; CUDA and 16 bit only."""
+    """Attention by one kernel call for the whole pack, for CUDA and 16 bit only."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads_per_group = query_TND.shape[1] // key_TGD.shape[1]
@@ -269,7 +272,7 @@ def attend_flash(
 
 @functools.cache
 def _takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
-    """Whether a head of keys and values may serve several of queries; not in torch 2.11."""
+    """Whether the kernel supports grouped-query attention; not in torch 2.11."""
     return "enable_gqa" in inspect.signature(attention).parameters
 
 

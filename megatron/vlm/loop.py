@@ -1,4 +1,4 @@
-"""The training loop: packs of the plan in, checkpoints, `run.jsonl` and traces out."""
+"""The training loop: trains the plan's packs; writes checkpoints, `run.jsonl` and traces."""
 
 import resource
 import sys
@@ -39,38 +39,38 @@ TRACE_FOLDER = "traces"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """How far to train, and what to keep and report."""
+    """Options of a training loop: its end, checkpoints, validation and traces."""
 
     save: Path
     save_interval: int
     """Steps between checkpoints; one is always saved at the end."""
     last_step: int
-    """Stop after this many steps of the plan (counted from its start, not from a resume)."""
+    """Step of the plan to stop after (counted from its start, not from a resume)."""
     eval_interval: int | None = None
     """Steps between validations; None for none."""
     exit_after_failed_saves: int = 2
-    """So many in a row end the run, as nothing of it would be left; a failed last one does too."""
+    """Number of failed saves in a row that ends the run; a failed last save ends it too."""
     profile_steps: range = range(0)
     """Steps that each stage's first rank writes a trace of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """What this rank trains on."""
+    """Data that this rank trains on."""
 
     scheduled: ScheduledPacks
     batches: Iterator[MicroBatch]
-    """This data-parallel rank's micro-batches from the first step on."""
+    """Micro-batches of this data-parallel rank from the first step on."""
     pack_flops: np.ndarray
-    """float64 [packs]: operations that training each pack needs, for MFU."""
+    """Operations that training each pack needs, for MFU, float64 [packs]."""
     peak_flops_per_s: float
-    """Of all devices of the job together."""
+    """Peak rate of all devices of the job together."""
     validation: Validation | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOutputs:
-    """Whom to tell, on the writing rank; elsewhere nobody."""
+    """Outputs of the run on the writing rank; empty on others."""
 
     on_line: Callable[[str], None]
     sinks: Sequence[MetricsSink] = field(default_factory=tuple)
@@ -78,12 +78,12 @@ class RunOutputs:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended."""
+    """Outcome of a run."""
 
     steps: int
-    """Trained in all, those before a resume included."""
+    """Steps trained, those before a resume included."""
     stopped: bool
-    """On request, before its end."""
+    """Whether the run was stopped on request, before its end."""
 
 
 def own_rows(scheduled: ScheduledPacks, first_step: int, last_step: int) -> np.ndarray:
@@ -151,7 +151,7 @@ class TrainingLoop:
         return train_step(self._trainer, batches, self._stop_requested())
 
     def _rows(self, step: int) -> np.ndarray:
-        """Of all ranks' packs in the step; packs are sorted by step."""
+        """Rows of all ranks' packs in the step; packs are sorted by step."""
         return np.arange(self._step_start[step], self._step_start[step + 1])
 
     def _record(
@@ -194,12 +194,12 @@ class TrainingLoop:
     def _save_and_validate(self, step: int, stopped: bool) -> None:
         options = self._options
         last = stopped or step == options.last_step
-        # In a row of skipped steps the weights may be what is wrong: the last checkpoint stays.
+        # No save while steps are skipped, as the weights may be at fault.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
         is_due = options.eval_interval is not None and step % options.eval_interval == 0
         validation = self._data.validation if is_due else None
-        # What follows may take long, or fail, and meanwhile nobody would complete a save.
+        # Complete a pending save first: validation may take long or fail.
         self._say(self._writer.finish() if last or validation is not None else self._writer.poll())
         self._check_saves(last)
         if validation is not None and not stopped:
@@ -212,7 +212,7 @@ class TrainingLoop:
                 self._write(record, VALIDATION_FILE, validation_values(record), line)
 
     def _check_saves(self, last: bool) -> None:
-        """Raises UserError if so many saves have failed that the run would only look healthy."""
+        """Raise UserError if `exit_after_failed_saves` saves in a row, or the last one, failed."""
         failures, most = self._writer.failures, self._options.exit_after_failed_saves
         if not failures or (len(failures) < most and not last):
             return
@@ -232,7 +232,7 @@ class TrainingLoop:
         values: Mapping[str, float],
         line: str,
     ) -> None:
-        """Tell of a record everywhere; what cannot be told does not end the run."""
+        """Report a record to every output; a failed output does not end the run."""
         path = self._options.save / file_name
         try:
             append_record(record, path)
@@ -257,7 +257,7 @@ class TrainingLoop:
 
 
 class _Tracer:
-    """Records the wanted steps with torch's profiler, on the first rank of each stage."""
+    """Records the profiled steps with torch's profiler, on the first rank of each stage."""
 
     def __init__(self, options: RunOptions, links: PipelineLinks) -> None:
         first_replica = parallel_state.get_data_parallel_rank() == 0
@@ -288,7 +288,7 @@ class _Tracer:
 def gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
-    """Per stage, over its ranks: the mean of phase times, the most memory since the last call."""
+    """Records of all stages over their ranks: mean phase times, most memory since the last call."""
     own = [*(phases_ms[phase] for phase in Phase), *_take_memory_use()]
     everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
     dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
@@ -300,7 +300,7 @@ def gather_stage_records(
 
 
 def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
-    """Of one stage; both are [ranks, kinds]."""
+    """Record of one stage; both arguments are [ranks, kinds]."""
     times = zip(Phase, phases_ms.mean(0).tolist(), strict=True)
     peak_gib, reserved_gib, retries = memory.amax(0).tolist()
     return StageRecord(
@@ -312,7 +312,7 @@ def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
 
 
 def _take_memory_use() -> tuple[float, float, int]:
-    """`peak_gib`, `reserved_gib` and `allocation_retries` of this rank; on CUDA they begin anew."""
+    """Take `peak_gib`, `reserved_gib` and `allocation_retries` of this rank; resets CUDA's."""
     if not has_cuda():
         unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB, 0.0, 0

@@ -1,4 +1,4 @@
-"""Where a run's figures go besides `run.jsonl`: TensorBoard and Weights & Biases, if asked for."""
+"""Optional outputs of a run's metrics besides `run.jsonl`: TensorBoard and Weights & Biases."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from omnibal.runlog import StepRecord, ValidationRecord
 
 
 class MetricsSink(Protocol):
-    """Takes named numbers of a step."""
+    """Output for named numbers of a step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -40,7 +40,7 @@ class TensorBoardSink:
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One event per value, under its name."""
+        """Write one event per value, under its name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -66,7 +66,7 @@ class WandbSink:
         self._run = wandb.init(project=project, name=name, dir=str(directory), resume="allow")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """All values in one call."""
+        """Log all values in one call."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:

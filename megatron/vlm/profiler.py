@@ -81,17 +81,17 @@ OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
-"""Of what is only measured."""
+"""Optimizer options of the measured stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """Which micro-batches the profiler measures, and how often."""
+    """Options of the profiler: micro-batches to measure, layers and repetitions."""
 
     max_tiles: int
     max_tokens: int
     tokens_per_sample: int
-    """Packs are made of samples of this mean length; attention's cost depends on it."""
+    """Mean length of the samples that packs are made of; attention's cost depends on it."""
     layers: int
     """Layers of each tower in the measured stage; at most the model's own."""
     repetitions: int
@@ -133,7 +133,7 @@ def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
 
 
 Round = dict[Hashable, list[float]]
-"""Milliseconds on this process of all that a round timed, several of what it ran several times."""
+"""Milliseconds on this process of everything that a round timed, one for each time it ran."""
 
 
 class Profiler:
@@ -213,7 +213,7 @@ class Profiler:
 
 
 def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: Unit) -> float | None:
-    """What recomputing adds to forward and backward; None where no stage recomputes the unit."""
+    """Time that recomputing adds to forward and backward; None if never recomputed."""
     if unit not in _RECOMPUTED:
         return None
     without_ms = mean_ms[batch, unit, "forward"] + mean_ms[batch, unit, "backward"]
@@ -221,7 +221,7 @@ def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: Unit) -> flo
 
 
 def device_name() -> str:
-    """What this process computes on, as its maker names it."""
+    """Name of this process's device, as its maker gives it."""
     if has_cuda():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -231,7 +231,7 @@ def device_name() -> str:
 
 
 def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
-    """Every process holds all kinds of unit and `depth` layers of each tower.
+    """Plan in which every process holds all kinds of unit and `depth` layers of each tower.
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
@@ -252,13 +252,13 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
 
 
 def _whole_stage_trainer(job: JobSpec, links: PipelineLinks, depth: int) -> Trainer:
-    """Every process holds all kinds of unit and `depth` layers of each tower."""
+    """Trainer of a stage with all kinds of unit and `depth` layers of each tower."""
     plan = _plan_of_whole_stages(job, links.size, depth)
     return build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0)
 
 
 def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
-    """Packs at shares of both caps, of samples that have the given mean length."""
+    """Yield packs at shares of both caps, of samples with the given mean length."""
     for tile_share, token_share, loss_share, even in _PACK_SHARES:
         tokens = max(round(options.max_tokens * token_share), 1)
         tiles = max(round(options.max_tiles * tile_share), 1)
@@ -286,7 +286,7 @@ def random_batch(
     loss_tokens: int,
     stage: Stage | None = None,
 ) -> MicroBatch:
-    """A micro-batch of these sizes with random content, on the host.
+    """Make a micro-batch of these sizes with random content, on the host.
 
     Args:
         stage: whose fields it has; None for those of all stages.
@@ -342,7 +342,7 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, Unit
 def _unit_times_ms(
     stage: VLMStage, batch: MicroBatch, *, recompute: bool = False
 ) -> Iterator[tuple[Unit, float, float]]:
-    """One pass over a pack: every unit's forward and backward time, in model order.
+    """Time every unit's forward and backward in one pass over a pack, in model order.
 
     Both directions run in one go, as in training, and moments are taken in passing. A unit's
     backward has begun when the gradient of its output is there.
@@ -381,7 +381,7 @@ def _timed_ms(function: Callable[[], object]) -> float:
 
 
 def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """All but the fastest and the slowest tenth, by the time of all processes together.
+    """Drop the fastest and the slowest tenth of rounds, by the time of all processes together.
 
     Whole rounds, and plain means of what is left, so that units add up to a step: one that loses
     its core for a moment is slow in few samples, which a mean trimmed unit by unit or a median
@@ -400,7 +400,7 @@ def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
 
 
 def _mean_ms(samples_ms: list[float]) -> float:
-    """Over all samples of all processes.
+    """Mean milliseconds over all samples of all processes.
 
     Not the slowest process's: of figures that scatter, maxima add up to more than any takes.
     """
@@ -456,7 +456,7 @@ class KeptActivations:
 
 
 class _Saved:
-    """Stands for one tensor in autograd's graph, and dies when the graph lets go of it."""
+    """Handle of one tensor in autograd's graph, freed with the graph's reference to it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -467,7 +467,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
-    """What `step` (a call of `train_step`) needs at most on this rank besides the model's state.
+    """Peak bytes of `step` (a call of `train_step`) on this rank besides the model's state.
 
     On CUDA everything that the allocator gave out. On the CPU what autograd keeps from forward to
     backward and what the stage received, without working memory and without what recomputation
@@ -530,9 +530,9 @@ def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasureme
 
 
 class RepeatedUpdate:
-    """What happens once in a step: gradients zeroed, sums exchanged, clipping, weight update.
+    """Work done once a step: zeroing gradients, exchanging sums, clipping, weight update.
 
-    Of made-up gradients that are finite and large enough to be clipped. The weights are put back
+    The gradients are made up, finite and large enough to be clipped. The weights are put back
     after it, so that every one finds the same.
     """
 
@@ -548,7 +548,7 @@ class RepeatedUpdate:
         for buffer in trainer.model.buffers:
             buffer.grad_data.fill_(1.0)
         updating_ms = _timed_ms(self._exchange_and_update)
-        # In a replay, a lone rank has gathered its own shard in the others' places.
+        # Restore the weights: a replay's lone rank gathers its own shard in place of others.
         with torch.no_grad():
             for weight, kept in zip(trainer.stage.parameters(), self._weights, strict=True):
                 weight.copy_(kept)
@@ -560,7 +560,7 @@ class RepeatedUpdate:
 
 
 def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
-    """Half a round trip between the first two stages; no sample on the others, which look on."""
+    """Half of a round trip between the first two stages, in ms; empty on the other stages."""
     first, second = dist.get_process_group_ranks(links.activations)[:2]
     tensor = torch.zeros(size, dtype=torch.uint8, device=current_device())
 

@@ -1,4 +1,4 @@
-"""Items of a dataset in order, loaded ahead by worker processes that nothing leaves behind.
+"""Reading ahead of a dataset's items in order, by worker processes that never outlive the rank.
 
 Torch's DataLoader runs in a thread of its own, for three reasons. There it installs no handler of
 SIGCHLD, which would raise in the middle of whatever the main thread does when a worker dies. The
@@ -29,13 +29,13 @@ _PREFETCH = 4
 _POLL_S = 0.5
 _RETRY_S = 0.005
 _TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
-"""Sent to the whole process group, and for the trainer to obey: it ends the workers in time."""
+"""Signals to the whole process group that only the trainer obeys; it ends the workers in time."""
 
 
 def read_ahead(
     dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    """Every item of the dataset in order; close the iterator to end the workers.
+    """Yield every item of the dataset in order; close the iterator to end the workers.
 
     Args:
         num_workers: processes that load items; with 0 a thread of this process does.
@@ -87,12 +87,12 @@ class _Reading:
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
 
     def start(self) -> None:
-        """Returns once all workers are forked: they are copies of a process at rest."""
+        """Start the thread; returns once all workers are forked, as copies of an idle process."""
         threading.Thread(target=self._read).start()
         self._started.wait()
 
     def next_event(self) -> Any:
-        """The next item, or the end."""
+        """Wait for the next item, or the end."""
         while True:
             try:
                 return self._ready.get(timeout=_POLL_S)
@@ -112,7 +112,7 @@ class _Reading:
             # A worker that is lost first shows in what it had begun to send.
             lost = self._lost_worker(patience_s=_POLL_S)
             self._put(_End(error if lost is None else _ended_from_outside(lost)))
-            # They hold the loader, which ends its workers when nobody does.
+            # The frames hold the loader, which ends its workers when it is freed.
             traceback.clear_frames(frames)
         for worker in self._workers:
             worker.kill()  # only one that did not end: a program waits for its children at exit
@@ -128,7 +128,7 @@ class _Reading:
                 return
 
     def _lost_worker(self, patience_s: float) -> BaseProcess | None:
-        """One that was ended from outside, now or soon."""
+        """Worker that was ended from outside, now or within `patience_s`; None if there is none."""
         sentinels = wait([worker.sentinel for worker in self._workers], patience_s)
         for worker in self._workers:
             if worker.sentinel in sentinels and _exit_code(worker):
@@ -160,15 +160,15 @@ def _begin_worker(trainer: int, worker: int) -> None:
 
 
 def _end_with(trainer: int) -> None:
-    """End this worker when the trainer is gone, of which torch's own watch misses one that was
-    killed before the worker began."""
+    """End this worker when the trainer is gone; torch's own watch misses a trainer that was killed
+    before the worker began."""
     while os.getppid() == trainer:
         time.sleep(_POLL_S)
     os._exit(1)
 
 
 def _exit_code(worker: BaseProcess) -> int | None:
-    """Of a worker that has ended; None if that is not told in time.
+    """Exit code of a worker that has ended; None if it is not reported in time.
 
     The loader's own threads wait for it too, and only the one that the system tells first can say.
     """

@@ -1,5 +1,4 @@
-"""One rank of a plan's job on a device of its own, its neighbours made up: how a plan for many
-devices is measured on one.
+"""Runs one rank of a plan on a single device, with simulated neighbours.
 
 The rank is built in Megatron-core's real groups of the job's size, over torch's communication
 backend that does nothing: its share of the model and of the optimizer is the one that it would have
@@ -49,11 +48,11 @@ from omnibal.plan import Plan
 from omnibal.replay import StageReplay
 
 _UPDATES = 5
-"""Timed, of every stage."""
+"""Number of timed updates of every stage."""
 
 
 class _RandomInbox(Inbox):
-    """Random tensors of the shapes that a neighbour would send, none before its time."""
+    """Inbox of random tensors of the neighbour's shapes, each after its predicted wait."""
 
     def __init__(self, waits_ms: Sequence[float], *of_inbox: Any) -> None:
         self._waits_ms = iter(waits_ms)
@@ -64,17 +63,17 @@ class _RandomInbox(Inbox):
         return super().take()
 
     def _begin(self, tensor: torch.Tensor) -> None:
-        # Not what memory happens to hold: a CPU is many times slower on denormal numbers.
+        # Random, as uninitialized memory may hold denormal numbers, on which a CPU is much slower.
         tensor.normal_()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandInLinks(PipelineLinks):
-    """The links of a stage whose neighbours are not there."""
+    """Pipeline links of a stage with simulated neighbours."""
 
     waits_ms: dict[dist.ProcessGroup, Sequence[float]] = field(default_factory=dict)
-    """How long to wait for each of what comes in a step, by the group that it comes in. Groups that
-    are not named send at once."""
+    """Wait before each tensor received in a step, in ms, by its process group. Groups that are not
+    named send at once."""
 
     def inbox(
         self,
@@ -89,7 +88,7 @@ class StandInLinks(PipelineLinks):
 
 @contextmanager
 def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
-    """Be the first rank of a stage in a job of these sizes, whose other ranks are not there."""
+    """Act as the first rank of a stage in a job of these sizes, with simulated other ranks."""
     prepare_megatron_core()
     dist.init_process_group(
         "fake",
@@ -109,16 +108,16 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatchTimes:
-    """Of a stage, for one rank's micro-batches of a step; all arrays are [micro-batches]."""
+    """Times of a stage for one rank's micro-batches of a step; all arrays are [micro-batches]."""
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
-    """Includes recomputation."""
+    """Backward time, recomputation included."""
     recompute_ms: np.ndarray
 
     @classmethod
     def median(cls, repetitions: Sequence["MicroBatchTimes"]) -> "MicroBatchTimes":
-        """Of every micro-batch by itself."""
+        """Median of repetitions, micro-batch by micro-batch."""
         return cls(
             forward_ms=np.median([one.forward_ms for one in repetitions], axis=0),
             backward_ms=np.median([one.backward_ms for one in repetitions], axis=0),
@@ -128,7 +127,7 @@ class MicroBatchTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waits:
-    """Of a stage, for what neighbours send in one rank's step; each [micro-batches]."""
+    """Waits of a stage for its neighbours' tensors in one rank's step; each [micro-batches]."""
 
     before_forward_ms: tuple[float, ...]
     before_backward_ms: tuple[float, ...]
@@ -137,7 +136,7 @@ class Waits:
 def predicted_waits(
     plan: Plan, stage: int, cost: CostModel, packs: Packs, lengths: Lengths
 ) -> Waits:
-    """How long a stage stands idle in a step of one rank's `packs`, as it is predicted."""
+    """Predicted waits of a stage in a step of one rank's `packs`."""
     times = stage_times(cost, plan.stages, pack_features(packs, lengths))
     timeline = simulate_step(
         times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
@@ -150,7 +149,7 @@ def predicted_waits(
 
 
 class _RecomputeClock(PhaseClock):
-    """A clock that also takes the time of the layers that run again in every backward."""
+    """Phase clock that also measures the recomputation of layers in every backward."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
@@ -179,7 +178,7 @@ class _RecomputeClock(PhaseClock):
             self._again[-1].append((self._begun, moment()))
 
     def times(self) -> MicroBatchTimes:
-        """Stop; of all micro-batches since the last stop."""
+        """Stop the clock; returns the times of all micro-batches since the last stop."""
         intervals, again = self.stop(), self._again
         self._again = []
         forward_ms = each_ms(intervals, Phase.FORWARD)
@@ -194,7 +193,7 @@ class _RecomputeClock(PhaseClock):
 
 
 class StageReplayer:
-    """A stage of a plan, built inside `standing_in`, that runs steps as often as one likes.
+    """A stage of a plan, built inside `standing_in`, that runs any number of steps.
 
     Micro-batches are given on the host, and are copied to the device one by one; training, which
     reads ahead, has the inputs of up to two more there.
@@ -238,7 +237,7 @@ class StageReplayer:
         run_forward_backward(trainer.plan, trainer.model, trainer.links, coming, self._clock)
 
     def activation_bytes(self, batches: Sequence[MicroBatch]) -> int:
-        """What the step, or the update after it, needs at most besides the state; see
+        """Peak bytes of the step, or of the update after it, besides the state; see
         `peak_activation_bytes`."""
         self._trainer.zero_gradients()
         peak = peak_activation_bytes(self._trainer, partial(self._run, batches))
@@ -248,12 +247,12 @@ class StageReplayer:
         return peak
 
     def update_ms(self) -> float:
-        """What happens once in a step; see `RepeatedUpdate`."""
+        """Time of the work done once a step; see `RepeatedUpdate`."""
         return self._update.timed_ms()
 
 
 def state_bytes_of(trainer: Trainer) -> int:
-    """Weights, gradients and the optimizer's state, each storage once."""
+    """Bytes of weights, gradients and optimizer state, each storage once."""
     tensors = [*trainer.stage.parameters(), *trainer.stage.buffers()]
     for buffer in trainer.model.buffers:
         tensors += [data for data in (buffer.param_data, buffer.grad_data) if data is not None]
@@ -266,11 +265,11 @@ def state_bytes_of(trainer: Trainer) -> int:
 
 
 LoadRows = Callable[[np.ndarray], list[MicroBatch]]
-"""The micro-batches of rows of the packs, as one stage needs them, on the host."""
+"""Function that loads the micro-batches of rows of the packs for one stage, on the host."""
 
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
-    """Random content in the packs' own sizes."""
+    """Make a loader of random content in the packs' own sizes."""
     loss_tokens = packs.packs.sums(lengths.loss_tokens)
 
     def load(rows: np.ndarray) -> list[MicroBatch]:
@@ -291,7 +290,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
 def read_rows(
     plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths, reader: SampleReader
 ) -> LoadRows:
-    """The packs' own samples."""
+    """Make a loader of the packs' own samples."""
     every_row = np.arange(len(packs))
     dataset = PackDataset(reader, packs, lengths, every_row, plan.stages[stage])
 
@@ -309,20 +308,20 @@ def read_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageWork:
-    """What a stage is to run: rows of the packs."""
+    """Work of a stage in a replay: rows of the packs."""
 
     steps: tuple[np.ndarray, ...]
-    """Of one rank's micro-batches of a step, each timed by itself."""
+    """Rows of one rank's micro-batches in each step to time."""
     heaviest: tuple[np.ndarray, ...]
-    """Of the ranks and steps that may need most memory."""
+    """Rows of the ranks and steps that may need most memory."""
     waits: tuple[Waits, ...]
-    """In each of the steps."""
+    """Predicted waits in each of the steps."""
     repetitions: int
-    """Of every step; one more of the first warms up."""
+    """Timed runs of every step; the first has one more for warm-up."""
 
     @property
     def runs(self) -> int:
-        """Steps of single ranks in all, the warm-up and the one for memory included."""
+        """Total number of single-rank steps, including warm-up and memory measurement."""
         return len(self.steps) * self.repetitions + len(self.heaviest) + 1
 
 
@@ -349,7 +348,7 @@ def replay_stage(
         gc.collect()
         if has_cuda():
             torch.cuda.empty_cache()
-    # Not from within the handler: the error's traceback would hold the stage.
+    # Raised outside the handler, where the error's traceback would hold the stage.
     raise UserError(
         f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
         f"fill of a device ({failure}); see that nothing else is on this one, or plan with a "
@@ -392,7 +391,7 @@ def _replay(
 
 
 def limit_memory(plan: Plan) -> None:
-    """On CUDA, let this process allocate no more than a stage may fill.
+    """Limit this process's CUDA memory to what a stage may fill.
 
     Raises:
         UserError: the device has less.

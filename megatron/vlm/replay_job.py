@@ -1,4 +1,4 @@
-"""One call of tools/replay.py: inputs checked, stages shared out, results kept as they come."""
+"""A run of tools/replay.py: checks its inputs, distributes stages, writes results as they come."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,12 +50,12 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """How many steps of a plan to replay, and how often."""
+    """Options of a replay: number of steps and repetitions."""
 
     steps: int
-    """Of the run, at most, spread evenly over it."""
+    """Most steps of the run to replay, spread evenly over it."""
     repetitions: int
-    """Of each step."""
+    """Repetitions of each step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class ReplayJob:
     lengths: Lengths
     """Tiles and tokens of every sample."""
     reader: SampleReader | None
-    """None for random content."""
+    """Reader of the samples; None for random content."""
 
     @property
     def plan(self) -> Plan:
@@ -81,7 +81,7 @@ class ReplayJob:
         return self.planned.job.cost
 
     def rows_of(self, stage: int) -> LoadRows:
-        """Return what loads the micro-batches of a stage."""
+        """Return the loader of a stage's micro-batches."""
         if self.reader is None:
             return random_rows(self.plan, stage, self.packs, self.lengths)
         return read_rows(self.plan, stage, self.packs, self.lengths, self.reader)
@@ -198,7 +198,7 @@ def replay_stages(
 def _together(
     store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until every process has come here; unlike a barrier of the store, without a limit."""
+    """Wait until every process has come here, without the time limit of the store's barrier."""
     store.add(name, 1)
     while store.add(name, 0) < processes:
         meanwhile()
@@ -207,7 +207,7 @@ def _together(
 
 @contextmanager
 def _progress(launch: Launch, store: dist.Store, total: int) -> Iterator[Callable[..., None]]:
-    """A bar over the runs of all processes, on the first one's terminal."""
+    """Show a progress bar over the runs of all processes, on the first one's terminal."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=launch.rank != 0) as progress:
         task = progress.add_task("replaying steps of single ranks", total=total)

@@ -1,4 +1,4 @@
-"""One call of pretrain_vlm.py, its command line read: inputs checked, parts put together."""
+"""A run of pretrain_vlm.py after its command line is parsed: checks its inputs, then trains."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -58,9 +58,9 @@ class Run:
     tokenizer: Tokenizer
     launch: Launch
     training_data: Annotations | None
-    """None where nothing is trained."""
+    """Training samples; None where nothing is trained."""
     heldout_data: Annotations | None
-    """None where nothing is evaluated."""
+    """Held-out samples; None where nothing is evaluated."""
 
     @property
     def plan(self) -> Plan:
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def data(self) -> DataPlan:
-        """What the packs were made from; without it a plan is refused before it becomes a run."""
+        """Origin of the packs; a plan without it is refused before it becomes a run."""
         assert self.plan.data is not None
         return self.plan.data
 
@@ -251,7 +251,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
 
 
 def _load(run: Run, trainer: Trainer, options: dict[str, Any]) -> tuple[int, int]:
-    """The steps done before, and how many of them were skipped."""
+    """Load the checkpoint if any; returns the steps done before and how many were skipped."""
     arguments = run.arguments
     if arguments.load is None:
         return 0, 0
@@ -276,8 +276,10 @@ def _check_traced_steps(steps: range, last_step: int) -> None:
 
 
 def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
-    """On the writing rank, make the run's directory ready for its first step; what was logged of
-    steps that are not in the checkpoint goes."""
+    """Prepare the run's directory for its first step, on the writing rank.
+
+    Log entries of steps that are not in the checkpoint are removed.
+    """
     if run.launch.rank != 0:
         return ()
     arguments, reports = run.arguments, run.arguments.reports

@@ -1,4 +1,4 @@
-"""A schedule run over stages that know every shape beforehand, so that only hidden states travel.
+"""Runs a pipeline schedule whose tensor shapes every stage knows, so only hidden states are sent.
 
 A stage walks its list of operations (`omnibal.pipeline.schedules`), the one that the planner
 simulates.
@@ -56,9 +56,9 @@ class PipelineLinks:
     rank: int
     size: int
     previous_rank: int
-    """Global rank; meaningless on the first stage."""
+    """Global rank of the previous stage's neighbour; meaningless on the first stage."""
     next_rank: int
-    """Global rank; meaningless on the last stage."""
+    """Global rank of the next stage's neighbour; meaningless on the last stage."""
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
 
@@ -69,7 +69,7 @@ class PipelineLinks:
         source_rank: int,
         group: dist.ProcessGroup,
     ) -> "Inbox":
-        """What comes from a neighbour during a step."""
+        """Make an inbox for the tensors that a neighbour sends during a step."""
         return Inbox(shapes, dtype, source_rank, group)
 
     @property
@@ -89,7 +89,7 @@ def all_pipelines() -> list[list[int]]:
 
 
 def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> PipelineLinks:
-    """Collective over all ranks, after `parallel_state.initialize_model_parallel`."""
+    """Create this stage's links, after `initialize_model_parallel`; collective over all ranks."""
     links = None
     for ranks in all_pipelines():
         # Every rank takes part in creating every group, in the same order.
@@ -153,7 +153,7 @@ class Inbox:
         self._coming = (tensor, self._begin(tensor) if tensor.numel() else None)
 
     def run_ahead(self) -> None:
-        """From now on the next tensor is on its way; for when what the first feeds is launched."""
+        """Post receives one ahead from now on; call it once the work on the first is launched."""
         if not self._runs_ahead:
             self._runs_ahead = True
             self._post()
@@ -222,13 +222,12 @@ class _StageRun:
             self.outputs = Outbox(links.next_rank, links.activations)
 
     def _inbox(self, cut: int, source_rank: int, group: dist.ProcessGroup) -> Inbox:
-        """What comes over a cut, in micro-batch order."""
+        """Make the inbox of the tensors sent over a cut, in micro-batch order."""
         shapes = [boundary_shape(self.plan, cut, shape) for shape in self.batches.shapes]
         return self.links.inbox(shapes, self.dtype, source_rank, group)
 
     def _open_gradients(self) -> None:
-        """Make ready for gradients; only training has them, and nothing that is frozen together
-        with all before it."""
+        """Open the inbox and outbox of gradients, in training and where units up to here train."""
         links = self.links
         if not links.is_last and self.plan.gradient_crosses(links.rank):
             self.output_gradients = self._inbox(links.rank, links.next_rank, links.gradients)
@@ -269,7 +268,7 @@ class _StageRun:
             self.inputs.run_ahead()
         if self.outputs is not None:
             self.outputs.put(output.detach())
-            # From here on only the output's graph is needed; its memory goes when the send is done.
+            # Only the output's graph is needed from now on; its memory is freed after the send.
             output.data = output.new_empty(1)
         if self.links.is_last:
             self.results.append(output.detach().clone() if trains else output)
@@ -295,7 +294,7 @@ class _StageRun:
 
 
 def _operations(graph: OperationGraph, links: PipelineLinks) -> StageOperations:
-    """This stage's list. Neighbours send in micro-batch order, so the passes must be in it.
+    """Operations of this stage, whose passes must be in micro-batch order, as neighbours send.
 
     Raises:
         ValueError: they are not, or the schedule has chunks or backwards in two parts.
@@ -311,7 +310,7 @@ def run_forward_backward(
     batches: MicroBatchStream,
     clock: PhaseClock,
 ) -> list[torch.Tensor]:
-    """Forward and backward of one step's micro-batches in the planned schedule.
+    """Run forward and backward of one step's micro-batches in the planned schedule.
 
     Args:
         model: the stage inside Megatron-core's DistributedDataParallel.
@@ -329,6 +328,6 @@ def run_forward_backward(
 def run_forward(
     plan: Plan, model: torch.nn.Module, links: PipelineLinks, batches: MicroBatchStream
 ) -> list[torch.Tensor]:
-    """Forward only; returns the head's outputs on the last stage, else an empty list."""
+    """Run forwards only; returns the head's outputs on the last stage, else an empty list."""
     operations = _operations(operation_graph(forward_only, links.size, 1, len(batches)), links)
     return _StageRun(plan, model, links, batches, PhaseClock()).run(operations)

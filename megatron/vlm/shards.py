@@ -1,4 +1,4 @@
-"""How parameters are divided over tensor-parallel ranks, and padded where they do not divide.
+"""Sharding of parameters over tensor-parallel ranks, with padding where they do not divide.
 
 Whatever is padded is padded at the end of its divided axis, with zeros: heads of the vision encoder
 (InternViT-6B has 25) and words of the vocabulary. A padded head's q, k and v are zero and so are

@@ -33,7 +33,7 @@ from omnibal.plan import Plan
 
 IMAGE_CHANNELS = 3
 TIED_NAME = "embedding.word_embeddings.weight"
-"""Of the one matrix of a model whose head is tied to its token embedding."""
+"""Name of the one matrix of a model whose head is tied to its token embedding."""
 
 
 class VisionEmbedding(torch.nn.Module):
@@ -51,7 +51,7 @@ class VisionEmbedding(torch.nn.Module):
         )
 
     def forward(self, pixels_TCPP: torch.Tensor) -> torch.Tensor:
-        """[T, C, P, P] to [V, T, H]."""
+        """Embed tiles: [T, C, P, P] to [V, T, H]."""
         patches = rearrange(
             pixels_TCPP.to(self.positions.dtype),
             "t c (row p1) (column p2) -> (row column) t (c p1 p2)",
@@ -79,7 +79,7 @@ class Projector(MegatronModule):
         )
 
     def forward(self, hidden_VTH: torch.Tensor) -> torch.Tensor:
-        """[V, T, H] to [K, E]: the class token is dropped, tiles stay in order."""
+        """Project [V, T, H] to [K, E]; the class token is dropped, tiles stay in order."""
         folded = rearrange(
             hidden_VTH[1:],
             "(row r column c) t h -> (t row column) (r c h)",
@@ -187,17 +187,17 @@ class VLMStage(MegatronModule):
             weight.zero_out_wgrad = True
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
-        """Core's name for the stage's own of the tied matrix; None where it has no use for it."""
+        """Copy of the tied matrix on this stage (core's name); None where it is not used."""
         if self.embedding is not None:
             return self.embedding.word_embeddings.weight
         return self.head.weight if self.head is not None else None
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """The previous stage's output, used by the next `forward`; core's name for it."""
+        """Set the previous stage's output for the next `forward` (core's name)."""
         self._input = input_tensor
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """What the next stage receives; the head gives the summed loss, or answers' next tokens."""
+        """Run the stage; returns hidden states, or the head's summed loss or next tokens."""
         hidden = self.read_text(batch, self.encode_images(batch, self._input))
         if self.head is not None:
             return self.head_output(batch, hidden)
@@ -206,7 +206,7 @@ class VLMStage(MegatronModule):
     def encode_images(
         self, batch: MicroBatch, hidden: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Image features [K, E], or what the stage's part of the vision units makes of `hidden`."""
+        """Run the stage's vision units; returns image features [K, E], or vision hidden states."""
         if self.vision_embedding is not None:
             hidden = self.vision_embedding(batch.pixels_TCPP)
         if self.vision is not None:
@@ -216,7 +216,7 @@ class VLMStage(MegatronModule):
         return hidden
 
     def read_text(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """What the stage's language units make of image features, or of what came after them."""
+        """Run the stage's language units on image features or on hidden states."""
         if self.embedding is not None:
             hidden = self.embed_tokens(batch, hidden)
         if self.language is not None:
@@ -241,7 +241,7 @@ class VLMStage(MegatronModule):
         return scales_L2T.to(current_device(), non_blocking=True)
 
     def embed_tokens(self, batch: MicroBatch, image_features_KE: torch.Tensor) -> torch.Tensor:
-        """[S, 1, E]: token embeddings, image features in the places of the image tokens."""
+        """Embed tokens, with image features in the places of image tokens: [S, 1, E]."""
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         embedded_S1E = embedded_S1E.index_put(
@@ -255,7 +255,7 @@ class VLMStage(MegatronModule):
         return tensor_parallel.scatter_to_sequence_parallel_region(padded_S1E).clone()
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
-        """Summed loss of the batch's labels, or without labels the likeliest next tokens, [A]."""
+        """Summed loss of the batch's labels, or without labels the likeliest next tokens [A]."""
         if self.sequence_parts > 1:
             # The head's own backward sums the gradient over ranks: it comes back whole.
             hidden_S1E = tensor_parallel.gather_from_sequence_parallel_region(
@@ -282,7 +282,7 @@ class VLMStage(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Core's name for the stage as a checkpoint must know it, padding being no part of it."""
+        """State of the stage for a checkpoint, without padding (core's name)."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, tensor in state.items():
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
@@ -303,7 +303,7 @@ def _cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor) -> torch.Ten
 
 
 def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> VLMStage:
-    """The stage that the plan gives to this pipeline rank, on this device, weights not yet drawn.
+    """Build the stage of a pipeline rank on this device; its weights are not yet initialized.
 
     Megatron's parallel state must be initialized with the plan's sizes.
     """
@@ -342,7 +342,7 @@ def _freeze(stage: VLMStage, parts: Collection[Part]) -> None:
 
 
 def boundary_shape(plan: Plan, cut: int, shape: MicroBatchShape) -> tuple[int, ...]:
-    """Shape of what crosses from stage `cut` to stage `cut + 1` for a micro-batch.
+    """Shape of the tensor sent from stage `cut` to stage `cut + 1` for a micro-batch.
 
     [V, T, H] inside the vision encoder, [K, E] between projector and language embed, and [S, 1, E]
     after it, with sequence parallelism each rank's part of it.

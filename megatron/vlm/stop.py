@@ -1,4 +1,4 @@
-"""Stopping when asked to: by the scheduler, by a launcher, or at the terminal."""
+"""Stop requests by the scheduler, by a launcher, or at the terminal."""
 
 import signal
 from types import FrameType
@@ -6,7 +6,7 @@ from typing import Any, Self
 
 
 class StopSignal:
-    """Within it, SIGTERM and SIGINT (Ctrl-C) only set `requested`, for the training loop to read.
+    """Context in which SIGTERM and SIGINT (Ctrl-C) only set `requested`, for the training loop.
 
     Schedulers and launchers send SIGTERM more than once: no number of them interrupts a save, nor
     what the process still has to do afterwards. A second SIGINT ends the process, at once unless it
@@ -29,5 +29,5 @@ class StopSignal:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            # Not a handler of ours: Python's run only between two of its own instructions.
+            # No handler written in Python, as these run only between two Python instructions.
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -33,7 +33,7 @@ _SMALLEST_WEIGHT = 1e-12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizationOptions:
-    """What is minimised, and AdamW with its schedule, under Megatron's names."""
+    """Options of the loss and of AdamW with its schedule, under Megatron's names."""
 
     lr: float
     min_lr: float
@@ -47,7 +47,7 @@ class OptimizationOptions:
     clip_grad: float
     loss_weighting: LossWeighting = LossWeighting.TOKEN
     drop_path_rate: float = 0.0
-    """Of the last vision layer's branches; it rises linearly from 0 at the first layer."""
+    """Drop-path rate of the last vision layer's branches; it rises linearly from 0 at the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +62,10 @@ class Trainer:
     optimizer: ChainedOptimizer
     scheduler: OptimizerParamScheduler
     tied_groups: ProcessGroupCollection | None
-    """Those that gradients are reduced in, if this stage holds one of two copies of a tied
-    matrix."""
+    """Process groups of the gradient reduction, if the stage holds one of two tied copies."""
 
     def zero_gradients(self) -> None:
-        """Before the first micro-batch of a step."""
+        """Zero the gradients, before the first micro-batch of a step."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -171,24 +170,24 @@ def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did; the same on every rank but for `unreadable` and `intervals`."""
+    """Result of a step, the same on every rank but for `unreadable` and `intervals`."""
 
     loss: float
-    """Weighted mean over the global batch."""
+    """Loss, the weighted mean over the global batch."""
     loss_tokens: int
     grad_norm: float
-    """Before clipping; NaN in a skipped step."""
+    """Gradient norm before clipping; NaN in a skipped step."""
     learning_rate: float
     skipped: bool
-    """The loss or a gradient was not finite, and the weights are those before the step."""
+    """Whether the loss or a gradient was not finite, and the weights are those before the step."""
     replaced_samples: int
-    """Whose images cannot be read, in the global batch."""
+    """Samples of the global batch whose images cannot be read."""
     unreadable: tuple[str, ...]
-    """What is wrong with those that this rank read; empty on all but one rank that reads them."""
+    """Errors of unreadable samples of this rank; empty on all but one rank that reads them."""
     stop_requested: bool
-    """By any rank."""
+    """Whether any rank was asked to stop."""
     intervals: tuple[Interval, ...]
-    """What this rank did one after another; a forward and a backward of every micro-batch."""
+    """Intervals of this rank in order, with a forward and a backward of every micro-batch."""
 
     @property
     def phases_ms(self) -> dict[Phase, float]:
@@ -201,7 +200,7 @@ def train_step(
     batches: MicroBatchStream,
     stop_requested: bool = False,
 ) -> StepResult:
-    """One optimizer step on this rank's micro-batches; collective over all ranks.
+    """Run one optimizer step on this rank's micro-batches; collective over all ranks.
 
     The loss is the weighted mean over the global batch's loss tokens, however they are spread over
     packs, slots and ranks.
@@ -264,7 +263,7 @@ def _update(optimizer: ChainedOptimizer, clip_grad: float) -> float | None:
 
 
 class SeenBatches:
-    """Adds up what passing micro-batches hold, on the stages that know."""
+    """Counter of passing micro-batches' loss tokens, loss weights and unreadable samples."""
 
     def __init__(self) -> None:
         self.loss_tokens = 0
@@ -272,7 +271,7 @@ class SeenBatches:
         self.unreadable: list[str] = []
 
     def count(self, batches: MicroBatchStream) -> MicroBatchStream:
-        """The same micro-batches."""
+        """Pass micro-batches on and count them."""
         return replace(batches, batches=self._counted(batches.batches))
 
     def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -284,14 +283,14 @@ class SeenBatches:
             yield batch
 
     def told(self, links: PipelineLinks) -> tuple[str, ...]:
-        """What is wrong with unreadable samples, on one of the ranks that read them."""
+        """Errors of unreadable samples, on one of the ranks that read them."""
         first = links.is_first and parallel_state.get_tensor_model_parallel_rank() == 0
         return tuple(self.unreadable) if first else ()
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalSums:
-    """Over all micro-batches of the step."""
+    """Sums over all micro-batches of the step, on all ranks."""
 
     loss: float
     loss_weight: float
@@ -301,12 +300,12 @@ class GlobalSums:
 
     @property
     def divisor(self) -> float:
-        """Of loss and gradients; not 0 where no token carries loss, as both are 0 then."""
+        """Divisor of loss and gradients; positive even where no token carries loss."""
         return max(self.loss_weight, _SMALLEST_WEIGHT)
 
     @property
     def mean_loss(self) -> float:
-        """Weighted mean over the tokens that carry loss."""
+        """Mean loss, weighted over the tokens that carry loss."""
         return self.loss / self.divisor
 
 
@@ -316,7 +315,7 @@ def global_sums(
     seen: SeenBatches,
     stop_requested: bool = False,
 ) -> GlobalSums:
-    """Put together what every rank saw and found, in one exchange; collective over all ranks."""
+    """Sum the counts and losses of every rank in one exchange; collective over all ranks."""
     # Tensor-parallel ranks have seen the same micro-batches: one of them counts.
     counts = parallel_state.get_tensor_model_parallel_rank() == 0
     tokens = seen.loss_tokens if counts and links.is_last else 0

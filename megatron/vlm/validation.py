@@ -1,4 +1,4 @@
-"""The loss on held-out data, through the pipeline that trains."""
+"""Validation: the loss on held-out data, through the pipeline that trains."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class Validation:
     """This data-parallel rank's share of the held-out packs; may be empty."""
 
     batches: Callable[[], MicroBatchStream]
-    """Reads them from the start, as this stage needs them."""
+    """Function that reads the packs from the start, as this stage needs them."""
 
 
 def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:

@@ -19,23 +19,23 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationPacks:
-    """The same samples in the same packs on every rank and in every run."""
+    """Validation packs: the same samples in the same packs on every rank and in every run."""
 
     scheduled: ScheduledPacks
-    """One step, dealt to the data-parallel ranks in turn; a rank may have none."""
+    """Packs of one step, dealt to the data-parallel ranks in turn; a rank may have none."""
     lengths: Lengths
     left_out: int
     """Samples that exceed a cap."""
 
     @property
     def samples(self) -> int:
-        """In the packs of all ranks."""
+        """Number of samples in the packs of all ranks."""
         return len(self.lengths)
 
     def dataset(
         self, reader: SampleReader, stage: Stage, rank: int, options: DataOptions
     ) -> PackDataset:
-        """What one data-parallel rank validates on, without anything random.
+        """Dataset that one data-parallel rank validates on, without augmentation or drop path.
 
         Args:
             reader: the one that the packs were made of.
@@ -45,7 +45,7 @@ class ValidationPacks:
         return PackDataset(reader, self.scheduled, self.lengths, self._rows(rank), stage, plain)
 
     def shapes(self, rank: int) -> list[MicroBatchShape]:
-        """Of the rank's micro-batches."""
+        """Shapes of the rank's micro-batches."""
         return MicroBatchShape.of_rows(self.scheduled, self._rows(rank))
 
     def _rows(self, rank: int) -> np.ndarray:
@@ -62,7 +62,7 @@ def pack_validation(
     """
     taken = np.arange(min(samples, len(reader.annotations)))
     annotations = reader.annotations.take(taken)
-    # So that what is bad is named without the scan's own advice.
+    # Skipped here and raised below, without the scan's own advice.
     scan = scan_lengths(
         annotations, reader.model, reader.tokenizer, lambda done: None, on_error="skip"
     )
@@ -96,7 +96,7 @@ def _within(lengths: Lengths, caps: Caps) -> Lengths:
 
 
 def _dealt(packs: Packs, lengths: Lengths, data_parallel: int) -> ScheduledPacks:
-    """Every rank takes every `data_parallel`-th pack."""
+    """Deal packs in turn: every rank takes every `data_parallel`-th pack."""
     numbers = np.arange(len(packs))
     order = np.argsort(numbers % data_parallel, kind="stable")
     packs = packs.take(order)

@@ -1,4 +1,4 @@
-"""When one rank fails, all ranks end within a minute, and every node's log says which and why.
+"""Watch over all ranks: when one fails, all end within a minute, and every node's log says why.
 
 Without it, ranks that wait for a dead one end as the backend sees fit. gloo reports a lost
 connection where there was one, and elsewhere waits for the process group's time-out. NCCL's
@@ -36,36 +36,36 @@ _LAST_PERIOD_S = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How soon a failure is noticed.
+    """Intervals that decide how soon a failure is noticed.
 
-    In all it is less than the 30 s after which torchrun kills the other ranks of a failed one's
-    node, and on the first node the store.
+    Together they are less than the 30 s after which torchrun kills the other ranks of a failed
+    rank's node, and on the first node the store.
     """
 
     period_s: float = 2.0
-    """Between two looks at the store."""
+    """Seconds between two polls of the store."""
     stale_s: float = 20.0
-    """Without a heartbeat until a rank counts as dead; a process may hold Python's lock so long."""
+    """Seconds without a heartbeat until a rank counts as dead, long enough for Python's lock."""
 
     @property
     def scan_s(self) -> float:
-        """Between two looks at all ranks, in which a living one has counted up."""
+        """Seconds between two scans of all ranks, in which a living one has counted up."""
         return 1.5 * self.period_s
 
     @property
     def linger_s(self) -> float:
-        """The store is kept alive so long at the end, for those that have yet to read in it."""
+        """Seconds that the store is kept alive at the end, for ranks that have yet to read it."""
         return 2 * self.period_s
 
     @property
     def patience_s(self) -> float:
-        """A lost connection waits so long for its reason: for a dead rank to be noticed."""
+        """Seconds that a lost connection waits for its reason: for a dead rank to be noticed."""
         return 1.5 * self.stale_s + self.scan_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Failure:
-    """The record in the store: why the ranks end."""
+    """Record in the store of the failure that ends the ranks."""
 
     reporter: int
     node: int
@@ -106,7 +106,7 @@ def ending_together(launch: Launch, store: dist.Store, pace: Pace | None = None)
 
 
 class Watch:
-    """Looks after the other ranks from its creation until `stop` or the end of the process."""
+    """Watches the other ranks from its creation until `stop` or the end of the process."""
 
     def __init__(self, store: dist.Store, launch: Launch, pace: Pace) -> None:
         self._launch, self._pace = launch, pace
@@ -161,7 +161,7 @@ class Watch:
         self._leave_because_of(first)
 
     def _watch(self) -> None:
-        """The thread that talks to the store."""
+        """Run the thread that polls the store."""
         silence = _Silence()
         pause_s = self._pace.period_s
         try:
@@ -179,7 +179,7 @@ class Watch:
         self._over.set()
 
     def _exchange(self, silence: "_Silence", pause_s: float) -> bool:
-        """One look at the store, after a pause; whether all ranks have finished."""
+        """Poll the store once, after a pause; returns whether all ranks have finished."""
         self._store.add(_beat(self._launch.rank), 1)
         if self._store.check(["failure"]):
             self._ending.acquire()
@@ -197,14 +197,14 @@ class Watch:
         return self._store.add("finished", 1 if own == 1 else 0)
 
     def _part(self) -> None:
-        """Rank 0, which may keep the store, is the last to go."""
+        """Leave the store; rank 0, which may keep it, is the last."""
         if self._launch.rank != 0:
             self._store.add("parted", 1)
         else:
             self._linger("parted", self._launch.world_size - 1)
 
     def _linger(self, key: str, count: int) -> None:
-        """Wait until so many ranks have counted up, or no longer."""
+        """Wait until `count` ranks have counted up, but no longer than `linger_s`."""
         deadline = time.monotonic() + self._pace.linger_s
         while self._store.add(key, 0) < count and time.monotonic() < deadline:
             time.sleep(min(_LAST_PERIOD_S, self._pace.period_s))
@@ -240,7 +240,7 @@ class Watch:
         return [self._store.add(_beat(rank), 0) for rank in range(self._launch.world_size)]
 
     def _record(self, own: _Failure) -> _Failure:
-        """The first failure of all ranks, which is `own` if there was none."""
+        """Record a failure; returns the first of all ranks, which is `own` if there was none."""
         return self._read_failure(
             self._store.compare_set("failure", "", json.dumps(asdict(own), sort_keys=True))
         )
@@ -268,15 +268,15 @@ class Watch:
         _print_line(f"error: {failure.message}; rank {self._launch.rank} stops, as all others do")
 
     def _guard(self) -> None:
-        """The thread that notices when a request to the store is never answered."""
+        """Run the thread that notices when a request to the store is never answered."""
         silence = _Silence()
         while not self._over.wait(self._pace.period_s):
             if silence.after(self._exchanges, self._pace.period_s) >= self._pace.patience_s:
                 self._end_without_store(f"no answer for {self._pace.patience_s:g} s")
 
     def _end_without_store(self, reason: str) -> NoReturn:
-        # Not through the lock: its holder may be the one that waits for the store. Two a node
-        # speak, as one may be what is gone.
+        # Without the lock, whose holder may be waiting for the store. Two ranks per node print, as
+        # one of them may be dead.
         if self._launch.local_rank <= 1:
             _print_line(
                 f"error: rank {self._launch.rank} has lost the store of all ranks ({reason}): rank "
@@ -286,9 +286,9 @@ class Watch:
 
 
 class _Silence:
-    """How long a counter has stood still, summed over the pauses between looks at it.
+    """Time that a counter has stood still, summed over the pauses between polls.
 
-    Not by the clock: whoever was frozen itself would find all others silent on waking.
+    The clock is not used: a process that was frozen itself would find all others silent on waking.
     """
 
     def __init__(self) -> None:
@@ -342,5 +342,5 @@ def _print_line(line: str) -> None:
 
 
 def _end_process(exit_code: int) -> NoReturn:
-    # Not sys.exit: ending the interpreter would wait for transfers that never come.
+    # No sys.exit, as ending the interpreter would wait for transfers that never come.
     os._exit(exit_code)

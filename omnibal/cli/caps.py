@@ -26,7 +26,7 @@ from omnibal.data.packing import PackingMethod
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """What caps are compared by, and on how much."""
+    """Options for the rule and the data that caps are compared by."""
 
     samples_per_step: Annotated[
         int | None,

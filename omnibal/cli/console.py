@@ -1,4 +1,4 @@
-"""What commands print: a result on stdout, as tables or JSON; progress on stderr."""
+"""Output of commands: a result on stdout, as tables or JSON; progress on stderr."""
 
 import json
 import sys

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace every group of options among a command's parameters by the group's fields.
 
-    What typer reads is the list of all options; what the command gets is its groups, filled.
+    Typer reads the list of all options; the command gets its groups with values.
 
     Example:
         >>> @dataclass

@@ -1,4 +1,4 @@
-"""Every option that several commands have, declared once, and the groups that they come in."""
+"""Options that several commands share, and the groups that they come in."""
 
 import math
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait fo
 
 DEFAULT_MICRO_BATCHES = 8
 DEFAULT_CAP_SAMPLES = 20_000
-"""Drawn to try caps and strategies on."""
+"""Default number of samples to try caps and strategies on."""
 MOST_PROCESSES = 1_024
 _MOST_GIB = 1e9
-"""Of memory, and of a network's rate in GB/s."""
+"""Largest memory in GiB, and largest network rate in GB/s."""
 
 
 def preset_help(kind: str) -> str:
@@ -116,7 +116,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What is trained, on which devices, and where its costs are from."""
+    """Options for the model, the devices and the source of costs."""
 
     model: ModelOption
     cluster: ClusterOption
@@ -154,7 +154,7 @@ class JobOptions:
         )
 
     def _cluster(self) -> ClusterConfig:
-        """The cluster, with what was given in place of its own figures."""
+        """The cluster, with its figures replaced by those given."""
         given = {"memory_gib": self.memory_gib, "inter_node_gb_per_s": self.network_gb_per_s}
         changes = {field: value for field, value in given.items() if value is not None}
         for field, value in changes.items():

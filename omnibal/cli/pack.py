@@ -33,7 +33,7 @@ from omnibal.parallel import MAX_DEVICES, Parallel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOptions:
-    """How samples become packs, and packs steps of all ranks."""
+    """Options by which samples become packs, and packs become steps of all ranks."""
 
     dp: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="data-parallel ranks")]
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES
@@ -45,7 +45,7 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """Whose predicted time is balanced."""
+    """Options for the predicted time that is balanced."""
 
     model: Annotated[
         str, typer.Option(help=f"whose predicted time is balanced: {preset_help('model')}")

@@ -48,7 +48,7 @@ _STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """The samples, how they are packed, and how often they are trained."""
+    """Options for the samples, their packing and the number of epochs."""
 
     max_tiles: ChosenMaxTilesOption = None
     max_tokens: ChosenMaxTokensOption = None
@@ -92,7 +92,7 @@ class DataOptions:
         return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
 
     def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
-        """Describe the samples in packs under these caps, so many packs of all ranks a step."""
+        """Describe the samples with these caps and `packs_per_step` packs of all ranks."""
         from omnibal.plan_data import SampleData
 
         return SampleData(
@@ -107,7 +107,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions:
-    """For how many devices parallel sizes are chosen, and at what size of step."""
+    """Options for a strategy search: the number of devices and the samples per step."""
 
     gpus: Annotated[
         int | None,
@@ -123,15 +123,15 @@ class StrategyOptions:
         typer.Option(
             min=1,
             max=MAX_COUNT,
-            help="of all ranks, with --gpus; strategies are compared at so many (default: 36 for "
-            "every node)",
+            help="of all ranks, with --gpus; strategies are compared at this step size (default: "
+            "36 for every node)",
         ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionOptions:
-    """How the model is divided over stages, and which activations are recomputed."""
+    """Options for the pipeline split and activation recomputation."""
 
     method: Annotated[PartitionMethod, typer.Option(help="how the model is split over stages")] = (
         PartitionMethod.OMNIBAL
@@ -206,7 +206,7 @@ def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> N
 
 
 def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
-    """What the plan's micro-batches are made of, with caps that are searched for if need be."""
+    """Data of the plan's micro-batches, with caps searched for where none are given."""
     from omnibal.check import open_plan
     from omnibal.plan_data import MockData, SampleData
 
@@ -290,13 +290,13 @@ def _find_strategy(
 
 
 def _models_dumped(strategy: "Strategy") -> dict[str, Any]:
-    """The fields of a strategy that are no plain values."""
+    """Fields of a strategy that are pydantic models, as plain values."""
     models = {"parallel": strategy.parallel, "caps": strategy.caps, "lost": strategy.lost}
     return {name: model.model_dump(mode="json") for name, model in models.items()}
 
 
 def _make_plan(request: "PlanRequest") -> "PlanResult":
-    """The plan, or an error that says what would fit."""
+    """Make the plan, or raise an error that says what would fit."""
     from omnibal.planner import make_plan
 
     try:
@@ -338,7 +338,7 @@ def _make_plan_of_strategy(
 
 
 def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
-    """The error with what would fit."""
+    """Add to an error what would fit."""
     from omnibal.feasible import does_not_fit_message, find_changes
 
     with status("looking for what would fit"):

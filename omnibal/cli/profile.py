@@ -29,7 +29,7 @@ _MOST_REPETITIONS = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
-    """Which micro-batches are measured, on how many layers, and how often."""
+    """Options for the micro-batches to measure, the number of layers and the repetitions."""
 
     tokens_per_sample: Annotated[
         int | None,

@@ -56,7 +56,7 @@ def report(
 
 
 def _run_directory(run: Path | None) -> Path | None:
-    """The directory that is meant by --run, which may name the run.jsonl in it."""
+    """Directory of the run that --run names, itself or by its run.jsonl."""
     if run is None or not run.is_file():
         return run
     if run.name != RUN_FILE:

@@ -61,14 +61,14 @@ class _Device:
 
     flops_per_ms: float
     bytes_per_ms: float
-    """Of element-wise kernels."""
+    """Bytes that element-wise kernels read and write per millisecond."""
     streamed_bytes_per_ms: float
-    """Of reading and writing weights and gradients in one piece."""
+    """Bytes per millisecond of contiguous reads and writes of weights and gradients."""
     collective_bytes_per_ms: float
     kernel_ms: float
     tensor: int
     sequence_parallel: bool
-    """Of the language model."""
+    """Whether the language model runs under Megatron's sequence parallelism."""
     element_bytes: int
 
     @property
@@ -84,26 +84,26 @@ class _Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counts:
-    """What one unit does on one device. Vectors [5]; of one forward pass."""
+    """Operations and bytes of one unit's forward pass on one device; vectors are [5]."""
 
     matmul_flops: np.ndarray
     attention_flops: np.ndarray
     moved_bytes: np.ndarray
     collective_bytes: np.ndarray
-    """Sent by the rank, as are the next two."""
+    """Bytes that the rank sends in collectives of forward; the next two are of backward."""
     back_collective_bytes: np.ndarray
     gathered_again_bytes: np.ndarray
-    """In backward too, where the weights are trained."""
+    """Bytes sent in backward on top, where the weights are trained."""
     kernels: int
     kept_bytes: np.ndarray
     kept_frozen_bytes: np.ndarray | None = None
-    """Where only the gradient of the input is wanted; None where nothing before can be trained."""
+    """Bytes kept where only the input's gradient is needed; None if nothing before is trainable."""
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
     transient_bytes: np.ndarray
     parameters: int
     begins_with_weights: bool = False
-    """Nothing that is trained comes before its products, so alone it needs no input gradient."""
+    """Whether the unit needs no input gradient unless an earlier unit is trained."""
 
 
 def analytic_cost(
@@ -183,7 +183,7 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
 
 
 def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
-    """Of a group that spans so many consecutive ranks: one node's links, or the network's."""
+    """Milliseconds per byte for a group of `consecutive_ranks`, within a node or between nodes."""
     within_node = consecutive_ranks <= cluster.gpus_per_node
     rate = cluster.intra_node_gb_per_s if within_node else cluster.inter_node_gb_per_s
     return 1 / (rate * 1e6 * cluster.link_efficiency)
@@ -204,7 +204,7 @@ def _gradient_reduction_ms(
 def _unit_costs(
     model: ModelConfig, device: _Device, frozen: Collection[Part]
 ) -> dict[Unit, UnitCost]:
-    """In model order; a unit has a backward if it, or anything before it, is trained."""
+    """Costs of all units in model order; a unit has a backward if it or one before is trained."""
     costs = {}
     before_trained = False
     for unit, part, counts in _unit_counts(model, device):
@@ -224,7 +224,7 @@ def _unit_costs(
 
 
 def _unit_counts(model: ModelConfig, device: _Device) -> tuple[tuple[Unit, Part, _Counts], ...]:
-    """In model order."""
+    """Counts of every unit, in model order."""
     return (
         (Unit.VISION_EMBED, Part.VISION, _vision_embed(model, device)),
         (Unit.VISION_LAYER, Part.VISION, _vision_layer(model, device)),
@@ -373,7 +373,7 @@ def _projector(model: ModelConfig, device: _Device) -> _Counts:
         # Shuffle and norm of the input, then GELU, then the bias.
         moved_bytes=2 * 2 * vision_bytes + rows * (2 * h / t + 2 * h) * size,
         collective_bytes=2 * device.sent * output_bytes,
-        # Of the first product's input, which the norm needs.
+        # Gradient of the first product's input, which the norm needs.
         back_collective_bytes=2 * device.sent * rows * wide * size,
         gathered_again_bytes=0 * rows,
         kernels=8,

@@ -36,30 +36,30 @@ class UnitCost:
     """Time and memory of one unit on one device. Vectors have one coefficient per feature."""
 
     forward_ms: np.ndarray
-    """[5]."""
+    """Forward time, [5]."""
     backward_ms: np.ndarray
-    """[5]; without recomputation. 0 where nothing up to this unit is trained."""
+    """Backward time without recomputation, [5]; 0 where nothing up to this unit is trained."""
     recompute_ms: np.ndarray
-    """[5]; what recomputing the unit adds to the backward; may be less than another forward, as
-    caches are warm. 0 where there is no backward."""
+    """Time that recomputing the unit adds to the backward, [5]; it may be less than another
+    forward, as caches are warm, and is 0 where there is no backward."""
     collective_ms: np.ndarray
-    """[2, 5]; the parts of forward and backward that tensor-parallel ranks exchange data in."""
+    """Part of the forward and backward time spent in tensor-parallel collectives, [2, 5]."""
     padding_ms: np.ndarray
-    """[2, 5]; the parts of forward and backward that are spent on padding."""
+    """Part of the forward and backward time spent on padding, [2, 5]."""
     activation_bytes: np.ndarray
-    """[5]; kept from forward to backward when nothing is recomputed."""
+    """Activations kept from forward to backward when nothing is recomputed, [5]."""
     boundary_bytes: np.ndarray
-    """[5]; the unit's input, all that is kept when it is recomputed."""
+    """Input of the unit, all that is kept when it is recomputed, [5]."""
     output_bytes: np.ndarray
-    """[5]; what crosses to the next stage when the cut is right after this unit."""
+    """Activation sent to the next stage when the cut is right after this unit, [5]."""
     output_gradient_bytes: np.ndarray
-    """[5]; what crosses back over that cut: as much, or 0 where nothing up to here is trained."""
+    """Gradient sent back over that cut, [5]: as much, or 0 where nothing up to here is trained."""
     transient_bytes: np.ndarray
-    """[5]; working memory while the unit runs backward, on top of what is kept."""
+    """Working memory while the unit runs backward, on top of what is kept, [5]."""
     parameters: int
-    """On this device, after tensor parallelism."""
+    """Parameters on this device, after tensor parallelism."""
     trained_parameters: int
-    """All of them, or 0 where the unit is frozen."""
+    """Trained parameters on this device: all of them, or 0 where the unit is frozen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,30 +69,31 @@ class CostModel:
     units: dict[Unit, UnitCost]
     weight_bytes_per_parameter: float
     gradient_bytes_per_parameter: float
-    """Of those that are trained, as are the next two."""
+    """Bytes of gradient per trained parameter."""
     optimizer_bytes_per_parameter: float
-    """Per parameter on one device, after sharding over data-parallel ranks."""
+    """Bytes of optimizer state per trained parameter on one device, after sharding over
+    data-parallel ranks."""
     optimizer_ms_fixed: float
     optimizer_ms_per_parameter: float
-    """Once a step: gradient norm, clipping and the weight update."""
+    """Time per trained parameter for gradient norm, clipping and weight update, once a step."""
     link_latency_ms: float
     link_ms_per_byte: float
-    """Of one send between neighbouring stages."""
+    """Time per byte of one send between neighbouring stages."""
     gradient_reduction_ms_per_parameter: float
-    """Once a step; 0 when the data-parallel size is 1."""
+    """Gradient reduction time per trained parameter, once a step; 0 without data parallelism."""
     source: str
     tied_parameters: int = 0
-    """On this device, of the matrix that is both language embed and head, and counted in both: a
-    stage that holds both units has it once."""
+    """Parameters on this device of the matrix that is both language embed and head. Both units
+    count it, but a stage that holds both units has it once."""
 
     @property
     def tied_trained_parameters(self) -> int:
-        """All of the tied ones, or 0 where they are frozen."""
+        """Tied parameters that are trained: all, or 0 where they are frozen."""
         return self.tied_parameters if self.units[Unit.HEAD].trained_parameters else 0
 
     @property
     def tied_exchange_ms(self) -> float:
-        """Once a step, of a stage that holds the tied matrix's language embed or head alone.
+        """All-reduce time of the tied gradient, once a step, on a stage with one of its two units.
 
         Two stages all-reduce its gradient: each sends and receives it in two halves. Both wait for
         each other, so that it prolongs the later one's gradient reduction.

@@ -42,7 +42,7 @@ _DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
 
 
 _LEAST_MS, _MOST_MS = 1e-9, 1e12
-"""No clock measures less, and no run takes more: fits stay finite."""
+"""Limits of a measured time, in ms, so that fits stay finite."""
 _Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]
 _Size = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
@@ -57,19 +57,19 @@ class UnitMeasurement(Frozen):
     squared_tokens: _Bytes
     """Sum over the micro-batch's samples of tokens squared."""
     loss_tokens: _Size
-    """Those whose next token carries loss."""
+    """Tokens of the micro-batch whose next token carries loss."""
     forward_ms: _Time
     backward_ms: _Time
-    """Without recomputation."""
+    """Backward time without recomputation."""
     recompute_ms: Annotated[float, Field(ge=0, le=_MOST_MS)] | None = None
-    """What recomputing the unit adds to forward and backward together. None: not measured."""
+    """Time that recomputing the unit adds to forward and backward together. None: not measured."""
     activation_bytes: _Bytes | None
-    """Kept for backward, parameters left out; the unit's input counts where backward needs it, so
-    that units add up to a stage. None: not measured."""
+    """Activations kept for backward, without parameters; the unit's input counts where backward
+    needs it, so that units add up to a stage. None: not measured."""
 
 
 class OptimizerMeasurement(Frozen):
-    """Gradient norm, clipping and update of so many parameters on one device."""
+    """Gradient norm, clipping and update of `parameters` parameters on one device."""
 
     parameters: Annotated[int, Field(ge=1, le=2**60)]
     optimizer_ms: _Time
@@ -83,7 +83,7 @@ class LinkMeasurement(Frozen):
 
 
 class Profile(Frozen):
-    """What `profile.json` holds."""
+    """Content of `profile.json`."""
 
     device: str
     precision: Precision
@@ -115,7 +115,8 @@ class FitResidual:
 
 
 def model_sha256(model: ModelConfig) -> str:
-    """Hash of what the cost of a unit depends on: not how many there are, nor constants in them."""
+    """Hash of the model fields that a unit's cost depends on; neither layer counts nor
+    constants."""
     sizes: dict[str, Any] = model.model_dump(
         mode="json",
         exclude={
@@ -261,7 +262,7 @@ def _fitted_unit(
     if len(measured):
         kept_share = _share(features, counted.activation_bytes, counted_trained.activation_bytes)
         kept_bytes = kept_share * _fit(features, measured, unit)
-        # What is kept includes the input, so recomputing a layer can never cost memory.
+        # Kept bytes include the input, so recomputing a layer never costs memory.
         activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
     return replace(
         counted,
@@ -275,7 +276,7 @@ def _fitted_unit(
 
 
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
-    """Of the summed costs of micro-batches [n, 5], by coefficients [5]; all of nothing."""
+    """Share of `part` [5] in `whole` [5], summed over micro-batches [n, 5]; 1 if that is 0."""
     total = float((features @ whole).sum())
     return float((features @ part).sum()) / total if total else 1.0
 

@@ -27,15 +27,15 @@ _SMOOTHING = 0.5
 """Share of the best values so far in the values that columns are priced at."""
 _MIN_GAIN = 1e-6
 _ABOVE = 2e-4
-"""Relative; a bound is given away by this much, which spares looking at packs worth just 1."""
+"""Relative amount that a bound gives up, so that packs worth just 1 need not be searched."""
 _MAX_NEW = 1000
 """Columns, in each round."""
 _MAX_CELLS_OF_MASTER = 1e7
-"""Columns times sizes, at most; where more are wanted, packs hold many samples and it is slow."""
+"""Most columns times sizes; beyond that, packs hold many samples and the master is slow."""
 _MIN_COLUMNS = 2
-"""For each size, which are always allowed."""
+"""Columns per size that are always allowed."""
 _ROUNDING = 1e-9
-"""Relative; the float sums are good to more than that."""
+"""Relative rounding error allowed for; float sums are more exact than that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,11 +43,11 @@ class Sizes:
     """Distinct sizes of samples, sorted by (tiles, tokens)."""
 
     tiles: np.ndarray
-    """int64 [sizes]."""
+    """Tiles of every size, int64 [sizes]."""
     tokens: np.ndarray
-    """int64 [sizes]."""
+    """Tokens of every size, int64 [sizes]."""
     of_sample: np.ndarray
-    """int64 [samples], every sample's size."""
+    """Index of every sample's size, int64 [samples]."""
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -64,7 +64,7 @@ class Sizes:
         return np.bincount(self.of_sample, minlength=len(self))
 
     def columns(self, packs: Packs) -> sparse.csr_array:
-        """How many samples of each size packs hold, float64 [packs, sizes]."""
+        """Count the samples of each size in every pack, float64 [packs, sizes]."""
         pack = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
         held = (np.ones(len(pack)), (pack, self.of_sample[packs.samples]))
         return sparse.csr_array(held, shape=(len(packs), len(self)))
@@ -78,7 +78,8 @@ class Sizes:
         for size in range(len(self) - 1):
             larger = size + 1 + np.flatnonzero(self.tokens[size + 1 :] >= self.tokens[size])
             tokens = self.tokens[larger]
-            # With the tiles growing, those are next whose tokens are fewer than of all before.
+            # Tiles ascend, so the next larger sizes are those with fewer tokens than all before
+            # them.
             is_next = tokens < np.minimum.accumulate(np.concatenate([[1 << 40], tokens[:-1]]))
             pairs += [(size, int(other)) for other in larger[is_next][:_MAX_EXCHANGES]]
         return np.array(pairs, np.int64).reshape(-1, 2)
@@ -109,7 +110,7 @@ class SizeMix:
         self._master.add(self.columns)
 
     def cover(self, demand: np.ndarray, *, max_rounds: int) -> Cover | None:
-        """Cover a demand [sizes] of some samples by the fewest packs, over all columns of then.
+        """Cover a demand [sizes] of some samples by the fewest packs, over all columns so far.
 
         None where the master problem takes too long.
         New columns are made in at most `max_rounds` rounds.
@@ -117,7 +118,7 @@ class SizeMix:
         return self._cover(demand, max_rounds, None)[0]
 
     def bound(self, *, max_rounds: int, wanted: int) -> float:
-        """Packs that all samples need at least, by any fractional cover.
+        """Lower bound on the packs of all samples, over all fractional covers.
 
         Args:
             max_rounds: of new columns.

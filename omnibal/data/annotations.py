@@ -1,4 +1,4 @@
-"""InternVL's training data, a meta JSON that names annotation files, as a lazy sequence of samples.
+"""InternVL's training data (a meta JSON that names annotation files) as lazily read samples.
 
     {source: {"root": image folder, "annotation": file.jsonl, "repeat_time": 1, ...}}
     {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records
@@ -70,7 +70,7 @@ class _Source:
     name: str
     root: Path
     unit: str
-    """What the records of a file are counted as, in messages."""
+    """Noun for one record of the file in messages, such as a line."""
     in_shards: bool
     augment: bool
     max_dynamic_patch: int | None
@@ -103,23 +103,23 @@ class _Folder:
 
 
 def _is_frame(path: Path) -> bool:
-    """Not the hidden files either in which a Mac keeps what it knows of an image."""
+    """Whether a file is a frame; the hidden metadata files that macOS writes are not."""
     return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Where the records of samples are; arrays are [samples]."""
+    """Places of the samples' records in their files; arrays are [samples]."""
 
     files: tuple[Path, ...]
     file: np.ndarray
-    """int32 index into `files`."""
+    """Index of the record's file in `files`, int32."""
     number: np.ndarray
-    """int64, of the record in its file."""
+    """Number of the record in its file, int64."""
     start: np.ndarray
-    """int64, its first byte."""
+    """First byte of the record in its file, int64."""
     size: np.ndarray
-    """int64, in bytes."""
+    """Size of the record in bytes, int64."""
 
     @classmethod
     def of(cls, indexes: Sequence[RecordIndex]) -> "_Places":
@@ -135,7 +135,7 @@ class _Places:
 
     @classmethod
     def joined(cls, parts: Sequence["_Places"]) -> "_Places":
-        """The samples of all parts in order."""
+        """Concatenate the samples of all parts in order."""
         first = np.cumsum([0, *(len(part.files) for part in parts[:-1])], dtype=np.int32)
         files = [part.file + offset for part, offset in zip(parts, first, strict=True)]
         return cls(
@@ -150,7 +150,7 @@ class _Places:
         return len(self.file)
 
     def take(self, indices: np.ndarray) -> "_Places":
-        """Of these samples alone, and the files that hold them."""
+        """Select these samples, and the files that hold them."""
         used, file = np.unique(self.file[indices], return_inverse=True)
         return _Places(
             files=tuple(self.files[index] for index in used),
@@ -173,7 +173,7 @@ class Annotations:
         self._sources = sources
         self._places = places
         self.source = source
-        """int32 index into `sources` of every sample."""
+        """Index of every sample's source in `sources`, int32."""
         self.sources = tuple(entry.name for entry in sources)
         self.sha256 = sha256
         """Covers source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes

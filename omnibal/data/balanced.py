@@ -1,4 +1,4 @@
-"""The `balanced` packing: as few packs as can be, which are mixtures of all lengths where they can.
+"""The `balanced` packing: as few packs as possible, each a mixture of all lengths if possible.
 
 How few packs are possible depends on the data in three ways, and so does what is done:
 
@@ -55,26 +55,26 @@ _LEVEL_EXTRA = 0.001
 _UNMIXED_SAVING = 0.002
 """Share of packs that packs which are no mixtures must save."""
 _MAX_TRIED = 50_000
-"""Samples on which other ways are tried first where there are more."""
+"""Most samples that other methods are tried on before they are run on all samples."""
 _ISF_CLOSE = 0.005
 """Share of packs by which ISF may need more on some samples, and be tried on all of them."""
 _MAX_TILE_LEVELS = 40
 _MAX_TYPES = 176
 _MIN_SAMPLES_PER_TYPE = 12
-"""Mean; with fewer there is little to draw at random, and epochs would be packed alike."""
+"""Least mean number of samples per type; with fewer, every epoch would get the same packs."""
 _MAX_ROUNDS = 100
-"""Of column generation; it ends by itself in fewer."""
+"""Most rounds of column generation, which converges in fewer."""
 _TOLERANCE = 2e-4
 _SPARE_SHARE = 4096
 """Patterns of types leave this part of the token cap free, so that evening out has room."""
 _RANDOM_SAMPLES = 20_000
-"""Drawn to see what random packs look like."""
+"""Samples drawn to see what random packs look like."""
 _MAX_DIVED = 1000
-"""Samples; with more, it takes minutes."""
+"""Most samples that diving is tried on; with more, it takes minutes."""
 _GOOD_ENOUGH = 0.005
 """Share of packs above what is needed at least that is not worth diving for."""
 _ONE_IS_GOOD_ENOUGH = 100
-"""Packs of which one more than is needed is not worth it either."""
+"""Number of packs from which one pack above the bound is good enough."""
 
 
 def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = True) -> Packs:
@@ -110,7 +110,7 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = 
 
 
 def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Generator) -> bool:
-    """Whether ISF comes close to a number of packs; of many samples some are tried."""
+    """Whether ISF comes close to a number of packs, tried on at most `_MAX_TRIED` samples."""
     if len(lengths) <= _MAX_TRIED:
         return True
     some = rng.permutation(len(lengths))[:_MAX_TRIED]
@@ -142,7 +142,7 @@ def _pack_level(
 def _best_fit_where_fewer(
     packs: Packs, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
 ) -> Packs:
-    """Packs by best fit, if they are fewer by enough; of many samples some are tried first."""
+    """Packs by best fit if they are enough fewer, tried first on at most `_MAX_TRIED` samples."""
     needed = (1 - _UNMIXED_SAVING) * len(packs)
     rest = Rest(tiles, tokens, caps)
     if len(tiles) > _MAX_TRIED:
@@ -156,7 +156,7 @@ def _best_fit_where_fewer(
 def _pack_by_patterns(
     tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
 ) -> Packs:
-    """Packs of patterns and of the rest."""
+    """Pack samples by patterns, and what the patterns leave over by `omnibal.data.rest`."""
     level = _tile_levels(tiles)
     types = group_sizes(level, tokens, min(_MAX_TYPES, len(tiles) // _MIN_SAMPLES_PER_TYPE))
     spare_tokens = caps.max_tokens // _SPARE_SHARE if _differ_inside(types, tokens) else 0

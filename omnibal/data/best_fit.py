@@ -1,4 +1,4 @@
-"""Best fit decreasing on exact sizes: the largest sample opens a pack, what fills it best follows.
+"""Best fit decreasing on exact sizes: the largest sample opens a pack, best-fitting ones follow.
 
 Used for what patterns leave over, and for data whose packs hold two or three samples, where a
 sample's partner must have the one size that is missing and types of similar sizes are too coarse.
@@ -18,7 +18,7 @@ from omnibal.limits import Caps
 
 _MAX_SHELVES = 32
 _TRIES = 12
-"""Samples of a shelf of several tile counts that are looked at for one that fits by tiles too."""
+"""Most samples tried for one that fits by tiles, on a shelf of several tile counts."""
 
 
 def pack_best_fit(
@@ -127,17 +127,18 @@ class _Shelf:
     tokens: list[int]
     values: list[float]
     below: list[int]
-    """below[k] leads to the last sample at or before the k-th that is still here; 0 is none."""
+    """Union-find links: below[k] leads to the last remaining sample at or before the k-th; 0 is
+    none."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def remove(self, rank: int) -> None:
-        """Take the sample out that is the rank-th, counted from 1."""
+        """Remove the sample of this rank, counted from 1."""
         self.below[rank] = rank - 1
 
     def last_of(self, rank: int) -> int:
-        """The rank of the last sample at or before `rank` that is still here."""
+        """Rank of the last remaining sample at or before `rank`."""
         below = self.below
         root = rank
         while below[root] != root:
@@ -159,7 +160,7 @@ class _Shelf:
 
 
 def _most_valuable(shelves: list[_Shelf], tiles_left: int, tokens_left: int) -> int | None:
-    """Of what each shelf has to offer, the sample worth most; None where nothing fits."""
+    """Most valuable of the samples that the shelves offer; None where nothing fits."""
     most, chosen = 0.0, None
     for shelf in shelves:
         if shelf.fewest_tiles > tiles_left:
@@ -171,7 +172,7 @@ def _most_valuable(shelves: list[_Shelf], tiles_left: int, tokens_left: int) -> 
 
 
 def _shelves(tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> list[_Shelf]:
-    """Shelves of fewest tiles first; as many as there are tile counts, up to a limit."""
+    """Make shelves by tiles, ascending: one per tile count, up to a limit."""
     counts = np.unique(tiles)
     groups = np.array_split(counts, min(len(counts), _MAX_SHELVES))
     shelf_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])

@@ -15,29 +15,29 @@ from omnibal.data.patterns import Grid, knapsack_table
 from omnibal.limits import Caps
 
 _MAX_SEARCHED = 1e8
-"""Extensions of partial packs that the search looks at, at most."""
+"""Most extensions of partial packs that the search tries."""
 _MAX_HELD = 3e7
-"""Samples of all partial packs that are held at once, at most."""
+"""Most samples in all partial packs held at once."""
 _CHUNK = 1 << 22
-"""Extensions looked at together."""
+"""Extensions of partial packs that are evaluated at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Priced:
-    """Values of sizes, and what they make of a pack's room."""
+    """Values of sizes, and the value that each amount of room in a pack can reach."""
 
     values: np.ndarray
-    """float64 [sizes]."""
+    """Value of every size, float64 [sizes]."""
     counts: np.ndarray
-    """int64 [sizes], samples of each that there are."""
+    """Available samples of each size, int64 [sizes]."""
     table: np.ndarray
-    """float64, at most what a pair of capacities is worth."""
+    """Upper bound on the value of every pair of capacities, float64."""
     filler_price: float
-    """Most that sizes which the grid rounds to nothing pay for a token."""
+    """Highest value per token of the sizes that the grid rounds down to nothing."""
 
     @property
     def most(self) -> float:
-        """At most what a pack can be worth."""
+        """Upper bound on the value of a pack."""
         return float(self.table[-1, -1])
 
 
@@ -60,7 +60,7 @@ class BestPack:
         self._is_exact = grid.tile_unit == grid.token_unit == 1
 
     def price(self, values: np.ndarray, counts: np.ndarray) -> Priced:
-        """Make the table for some values [sizes], of as many samples as there are [sizes]."""
+        """Make the table for values [sizes] and available samples [sizes]."""
         useful = ~self._fills & (values > 0) & (counts > 0)
         table = knapsack_table(
             values[useful], self._tile_units[useful], self._token_units[useful], self._grid,
@@ -109,7 +109,7 @@ class BestPack:
         return np.unique(patterns, axis=0)
 
     def most(self, priced: Priced, enough: float) -> tuple[float, np.ndarray]:
-        """At most what a pack can be worth, by search, and packs worth more than `enough`.
+        """Upper bound on the value of a pack, by search, and packs worth more than `enough`.
 
         All packs are built up, size by size in one order, but for those that cannot come to be
         worth more than `enough` by the table. Where that takes too long, what is left of them is
@@ -135,7 +135,7 @@ class BestPack:
         return most, found
 
     def _rest(self, priced: Priced, tiles_left: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
-        """At most what fits into the room that is left is worth."""
+        """Upper bound on the value of what fits into the room left."""
         tile_units = tiles_left // self._grid.tile_unit
         return priced.table[tile_units, tokens_left // self._grid.token_unit]
 

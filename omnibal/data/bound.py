@@ -39,9 +39,9 @@ from omnibal.data.rest import Rest
 from omnibal.limits import Caps
 
 _TYPES = 112
-"""Of samples, with two knots each."""
+"""Number of sample types, with two knots each."""
 _FEW_SIZES, _MANY_SIZES = 400, 6000
-"""Distinct sizes up to which each has a value of its own: always, and where a gap is left."""
+"""Most distinct sizes for a separate value each: always, and where a gap remains."""
 _GAP = 0.005
 """Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
 _MAX_EXACT_ROUNDS, _MIN_EXACT_ROUNDS = 100, 8
@@ -64,7 +64,7 @@ _ROUNDING = 1e-9
 
 
 def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
-    """Packs needed at least: the larger of the naive bound and of what column generation proves.
+    """Lower bound on the packs needed: the larger of the naive bound and column generation's.
 
     Args:
         lengths: of all samples.
@@ -108,12 +108,12 @@ def _exact_bound(
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
-    """Packs needed at least: the total tiles, or tokens, fill no fewer."""
+    """Lower bound on the packs needed, from the total tiles and the total tokens."""
     return packs_of_sums(*in_common_units(lengths, caps))
 
 
 def packs_of_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:
-    """Packs that the sums of tiles and tokens [samples] need at least."""
+    """Lower bound on the packs of samples with these tiles and tokens [samples], by their sums."""
     total_tiles, total_tokens = tiles.sum(dtype=np.int64), tokens.sum(dtype=np.int64)
     return int(max(-(-total_tiles // caps.max_tiles), -(-total_tokens // caps.max_tokens)))
 
@@ -165,9 +165,9 @@ class _Knots:
     """Points between which values are interpolated, sorted by (tiles, tokens)."""
 
     tiles: np.ndarray
-    """int64 [knots]."""
+    """Tiles of every knot, int64 [knots]."""
     tokens: np.ndarray
-    """int64 [knots]."""
+    """Tokens of every knot, int64 [knots]."""
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -183,7 +183,7 @@ class _Knots:
         return cls(tiles=points[:, 0], tokens=points[:, 1])
 
     def weights(self, tiles: np.ndarray, tokens: np.ndarray) -> sparse.csr_array:
-        """How sizes lie between their two knots, float64 [sizes, knots]; rows sum to 1."""
+        """Interpolation weights of sizes, float64 [sizes, knots]; rows sum to 1, over two knots."""
         # The largest size of every tile count is a knot.
         upper = np.searchsorted(self.tiles << 32 | self.tokens, tiles << 32 | tokens)
         lower = np.maximum(upper - 1, 0)

@@ -1,4 +1,4 @@
-"""A conversation to token ids and the mask of what is learned, by InternVL's own templates.
+"""Tokenization of a conversation with its loss mask, by InternVL's own chat templates.
 
     internlm2-chat, Hermes-2   <|im_start|>user\\n{question}<|im_end|><|im_start|>assistant\\n...
     phi3-chat                  <|user|>\\n{question}<|end|><|assistant|>\\n{answer}<|end|>...
@@ -50,9 +50,9 @@ class EncodedSample:
     """One conversation; both arrays are [tokens]."""
 
     token_ids: np.ndarray
-    """int64."""
+    """Token ids, int64."""
     loss_mask: np.ndarray
-    """bool: the token is to be predicted (not shifted)."""
+    """Whether each token is to be predicted, bool (not shifted)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +64,11 @@ class _Template:
     end: str = TURN_END
     after_end: str = ""
     pieces: tuple[str, ...] = (TURN_START, TURN_END)
-    """Control pieces of the above."""
+    """Control pieces in the template's strings."""
     bos: bool | None
     """Whether a begin token comes first; None: where the tokenizer's settings add one."""
     strips: bool = False
-    """Whether outer whitespace of questions and answers goes."""
+    """Whether leading and trailing whitespace of questions and answers is removed."""
     message_by_message: bool = False
     never_learned: str | None = None
     """A piece that carries no loss even in an answer."""
@@ -93,7 +93,7 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
 
 
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Whether the tokenizer has what the model's template writes, and fits into its vocabulary.
+    """Check that the tokenizer has the template's pieces and fits into the model's vocabulary.
 
     Raises:
         UserError: it lacks pieces, all of which are named, or is larger than the vocabulary.
@@ -163,7 +163,7 @@ def encode_prompt(
     tokenizer: Tokenizer,
     chatting: bool = False,
 ) -> np.ndarray:
-    """What precedes the answer of `turn`, reference answers of earlier turns included. int64
+    """Token ids before the answer of `turn`, earlier reference answers included, int64 [tokens].
 
     It is how the whole conversation begins, unless a token of that straddles the end of this.
 
@@ -184,7 +184,7 @@ def encode_prompt(
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
-    """The system message if there is one, and a greeting, then questions and answers in turn."""
+    """Messages in order: the system message and the greeting if any, then questions and answers."""
     template = _TEMPLATES[model.chat_template]
     _check_texts(sample, template)
     close = template.end + template.after_end
@@ -226,7 +226,7 @@ def _check_texts(sample: Sample, template: _Template) -> None:
 
 
 def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
-    """Which of the messages are learned."""
+    """Indices of the messages that are learned."""
     first = len(messages) - 2 * len(sample.turns) + 1
     greeting = [first - 2] if _greets(sample, template) else []
     return [*greeting, *range(first, len(messages), 2)]
@@ -239,7 +239,7 @@ def _greets(sample: Sample, template: _Template) -> bool:
 
 @lru_cache(maxsize=16)
 def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
-    """Of what begins an answer."""
+    """Number of tokens that the template writes before an answer."""
     if template.message_by_message:
         return len(tokenizer.encode(template.assistant))
     # Behind another message, as all answers are: some tokenizers begin a text in a way of its own.
@@ -293,7 +293,7 @@ def _image_tokens(
     tokenizer: Tokenizer,
     sample: Sample,
 ) -> tuple[np.ndarray, int]:
-    """Of each image token that is still to come, the position it goes before; and its id."""
+    """Insertion position of every image token that is still missing, and the image token's id."""
     context = tokenizer.image_context
     starts = np.flatnonzero(token_ids == tokenizer.required(IMAGE_START))
     if len(starts) != len(tiles_per_image) or (token_ids == context).any():

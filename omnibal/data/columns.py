@@ -1,4 +1,4 @@
-"""Parquet in, with every column of the type that it must have, or one clear error."""
+"""Reading of Parquet files with a checked type for every column."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

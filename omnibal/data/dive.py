@@ -1,4 +1,4 @@
-"""Packs from a fractional cover of all sizes, by diving: the optimum or next to it.
+"""Packs from a fractional cover of all sizes, by diving: optimal or nearly so.
 
 The patterns that the cover uses most become packs, what is left is covered anew, with new patterns
 for it, and so on until all samples are packed (Sadykov, Vanderbeck, Pessoa, Tahiri and Uchoa,
@@ -18,9 +18,9 @@ from omnibal.limits import Caps
 _MAX_CELLS = 1 << 16
 _MAX_ROUNDS = 60
 _ROUNDS_AGAIN = 1
-"""Rounds of new patterns after some packs were made."""
+"""Rounds of column generation each time some packs are fixed."""
 _SHARE_AT_ONCE = 0.1
-"""Share of the packs still to be made that is made before the rest is covered anew."""
+"""Share of the remaining packs that is fixed before the rest is covered again."""
 _LEAST_USED = 0.5
 """Times that a pattern must be used to become a pack, if it is not the most used one."""
 _SIZE_VALUE = 1e-6
@@ -31,7 +31,7 @@ _USED = 1e-7
 def pack_by_diving(
     tiles: np.ndarray, tokens: np.ndarray, caps: Caps, packs: Packs, enough: int
 ) -> Packs:
-    """Fewer packs than there are, if the fractional cover shows that it is worth the time.
+    """Reduce the number of packs, if the fractional cover shows that it is worth the time.
 
     Args:
         tiles, tokens: int64 [samples].
@@ -85,7 +85,7 @@ def _exactly(mix: SizeMix, left: np.ndarray) -> list[np.ndarray]:
 
 
 class _Trades:
-    """Which size takes a place in a pattern once all samples of the place's own size are packed."""
+    """Replacement sizes for a place in a pattern once the samples of its own size are packed."""
 
     def __init__(self, mix: SizeMix, cover: Cover):
         self._sizes, self._caps, self._columns = mix.sizes, mix.caps, mix.columns

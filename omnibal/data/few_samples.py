@@ -1,4 +1,4 @@
-"""The fewest packs for a handful of samples, by looking at all subsets."""
+"""The fewest packs for a handful of samples, by enumeration of all subsets."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ MAX_SAMPLES = 12
 def pack_exactly(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list[int]]:
     """Fewest packs of at most `MAX_SAMPLES` samples, as lists of indices into the arguments.
 
-    A search in breadth: after k packs, all sets of samples that k packs can leave over. The next
+    A breadth-first search: after k packs, all sets of samples that k packs can leave over. The next
     pack always takes the first sample that is left, so that no set of packs is seen in two orders.
 
     Args:

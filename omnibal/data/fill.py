@@ -13,7 +13,7 @@ from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 14
 _MAX_PAIRED = 160
-"""Samples of which all pairs are looked at; the larger half and the smaller half of these."""
+"""Most samples whose pairs are all tried: half of them the largest, half the smallest."""
 
 
 def fill_one_by_one(
@@ -62,7 +62,7 @@ def fill_one_by_one(
 def fill_by_pairs(
     tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray, first: np.ndarray, caps: Caps
 ) -> Iterator[np.ndarray]:
-    """Packs [samples] of indices, each opened by a sample and filled by the best pairs in turn.
+    """Packs [samples] of indices, each opened by one sample and filled by the best pairs.
 
     Where packs hold two or three samples, this is the best that can go with the first.
 

@@ -1,4 +1,4 @@
-"""What every packing rule is given and must refuse."""
+"""Input checks that every packing rule shares."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Where the bytes of an image are: a file of its own, or a range of a tar shard."""
+"""Locations of images: a file of its own, or a byte range of a tar shard."""
 
 import io
 import re
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 )
-"""By which images are told from other files where nothing names them."""
+"""File suffixes that mark an image where no record names it."""
 
 _DIGITS = re.compile(r"(\d+)")
 
@@ -26,24 +26,24 @@ class ImageFile:
     path: Path
     """The file, or the shard that holds it."""
     name: str | None = None
-    """Of the shard's member; None for a file of its own."""
+    """Name of the shard's member; None for a file of its own."""
     offset: int = 0
-    """Of the member's first byte in the shard."""
+    """Offset of the member's first byte in the shard."""
     size: int = 0
-    """Of the member, in bytes."""
+    """Size of the member in bytes; 0 for a file of its own."""
 
     def __str__(self) -> str:
         return str(self.path) if self.name is None else f"{self.path}: {self.name}"
 
     def open(self) -> BinaryIO:
-        """The image's bytes alone; raises OSError."""
+        """Open the image's bytes as a file; raises OSError."""
         if self.name is None:
             return self.path.open("rb")
         return open_range(self.path, self.offset, self.size)
 
 
 def open_range(path: Path, offset: int, size: int) -> BinaryIO:
-    """`size` bytes of a file as a file, which is shorter where the file ends before."""
+    """Open `size` bytes of a file as a file, shorter where the file ends early."""
     return io.BufferedReader(_ByteRange(path.open("rb", buffering=0), offset, size))
 
 

@@ -69,7 +69,7 @@ def pack_isf(
 
 
 def cut_groups(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
-    """Bounds of the groups when samples are taken in order until the next would break a cap.
+    """Bounds of the groups that are filled in order until the next sample would exceed a cap.
 
     Where a group that starts at i ends does not depend on what came before, so all possible ends
     are looked up at once and only the chain of actual starts is followed one by one.
@@ -82,6 +82,6 @@ def cut_groups(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
 
 
 def _ends(sizes: np.ndarray, cap: int) -> np.ndarray:
-    """For every start, the largest end such that sizes[start:end] sums to no more than the cap."""
+    """Largest end for every start such that sizes[start:end] sums to no more than the cap."""
     sums = np.concatenate([[0], np.cumsum(sizes)])
     return np.searchsorted(sums, sums[:-1] + cap, side="right") - 1

@@ -1,4 +1,4 @@
-"""Sample lengths: what every sample costs, one row each, read from Parquet or OmniBal's JSON.
+"""Sample lengths: tiles and tokens of every sample, read from Parquet or OmniBal's JSON.
 
 A row counts `tiles` (vision encoder inputs, thumbnail included), `tokens` (language tokens, image
 tokens included) and `loss_tokens` (tokens that carry loss). Only where a scan skipped samples does
@@ -28,7 +28,7 @@ _Int32 = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
 
 
 class _Record(BaseModel):
-    """One sample of OmniBal's public format, which may say more."""
+    """One sample of OmniBal's public format; other fields are ignored."""
 
     vit_num: _Int32
     token_num: _Int32
@@ -36,16 +36,16 @@ class _Record(BaseModel):
 
 
 class _MetaEntry(BaseModel):
-    """One source of OmniBal's meta JSON, which may say more."""
+    """One source of OmniBal's meta JSON; other fields are ignored."""
 
     token_lengths: str
 
 
 class LengthsOrigin(Frozen):
-    """What a scan was made from; training refuses data or a tokenizer that differ from it."""
+    """Identity of a scan's inputs; training refuses data or a tokenizer that differ from it."""
 
     data_sha256: str
-    """Of source names, repeats and annotation bytes; neither image folders nor pixels."""
+    """SHA-256 of source names, repeats and annotation bytes; neither image folders nor pixels."""
     tokenizer_sha256: str
     image_size: int
     tokens_per_tile: int
@@ -67,8 +67,8 @@ class Lengths:
     origin: LengthsOrigin | None
     """None when the lengths did not come from a scan, so that no training data can be matched."""
     sample: np.ndarray | None = None
-    """int64 index of every row's sample in the annotations, ascending; None where a row's index is
-    its sample's, as nothing was skipped."""
+    """Index of every row's sample in the annotations, int64, ascending; None where nothing was
+    skipped and a row's index is its sample's."""
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -85,7 +85,7 @@ class Lengths:
         return digest.hexdigest()
 
     def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
-        """Where the samples of these rows stand in the annotations. int64 [rows]"""
+        """Indices of these rows' samples in the annotations, int64 [rows]."""
         return rows if self.sample is None else self.sample[rows]
 
 
@@ -96,7 +96,7 @@ _SHORTER = (
 
 
 def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
-    """So many samples at random, in the order that they have; all if there are no more."""
+    """Draw `samples` samples at random, in their original order; all if there are no more."""
     if samples >= len(lengths):
         return lengths
     rows = np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples])
@@ -117,7 +117,7 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
     Positions start anew with every sample of a pack, so it is samples that are limited.
 
     Args:
-        what: has so many tokens.
+        what: name of what has `tokens` tokens, for the message.
 
     Raises:
         UserError: it is longer than the model's `max_positions`.
@@ -184,7 +184,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
-    """Every file that `read_lengths` reads for these, with those that a meta JSON names.
+    """List every file that `read_lengths` reads for these, including those that a meta JSON names.
 
     Raises:
         UserError: a meta JSON does not follow its schema.
@@ -269,7 +269,7 @@ def _is_meta(text: str) -> bool:
 
 
 def _named_files(text: str, path: Path) -> dict[str, Path]:
-    """By source, of a meta JSON of lengths."""
+    """Length files that a meta JSON of lengths names, by source."""
     entries = parse_json_model(
         dict[str, _MetaEntry],
         text,

@@ -1,4 +1,4 @@
-"""Packs made level: for packs of many samples, where the sums of sizes decide how few there are.
+"""Level packing: for packs of many samples, whose number the sums of sizes decide.
 
 With dozens of samples a pack, hardly any combination of sizes is wasteful; what counts is that no
 pack has more than its share. So a number of packs is given, the samples are dealt to them longest
@@ -18,11 +18,11 @@ _MIN_ROUNDS = 5
 _MAX_ROUNDS = 15
 
 _Load = tuple[float, float, float, float, int]
-"""What packs are compared by, the sum of both shares, share of tiles, share of tokens, pack."""
+"""Sort key of a pack: its load, the sum of both shares, share of tiles, share of tokens, pack."""
 
 
 class Leading(StrEnum):
-    """What samples are dealt by; exchanges then level the tokens."""
+    """Quantity that samples are dealt by; exchanges then level the tokens."""
 
     TILES = "tiles"
     """Tiles come out level to the last one. Best where both caps are nearly reached."""
@@ -148,7 +148,7 @@ class _Offers:
         return cls(slots, first, packs[first])
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """A slot of each of `packs`."""
+        """Draw a slot of each of `packs`."""
         return self._slots[self._first + rng.integers(self._counts)]
 
 

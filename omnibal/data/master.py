@@ -1,4 +1,4 @@
-"""The master problem of column generation: cover a demand by as few packs as can be, in fractions.
+"""Master problem of column generation: cover a demand by the fewest packs, fractionally.
 
 It is solved again and again, with more columns or another demand each time, and goes on from the
 solution before, which takes a fraction of the time of a new start.
@@ -21,9 +21,9 @@ class Cover:
     """Solution of a covering problem."""
 
     times: np.ndarray
-    """How often every column is used, float64 [columns]."""
+    """Number of times that every column is used, float64 [columns]."""
     traded: np.ndarray
-    """How often every exchange is used, float64 [exchanges]."""
+    """Number of times that every exchange is used, float64 [exchanges]."""
     values: np.ndarray
     """Dual value of every row, float64 [rows]."""
     packs: float
@@ -75,7 +75,7 @@ class Master:
         )  # fmt: skip
 
     def change_demand(self, demand: np.ndarray) -> None:
-        """Put another demand [rows] in place."""
+        """Replace the demand [rows]."""
         rows = np.arange(self._rows, dtype=np.int32)
         most = np.full(self._rows, highspy.kHighsInf)
         least = demand.astype(np.float64)
@@ -84,7 +84,7 @@ class Master:
         self._demand_changed = True
 
     def solve(self) -> Cover | None:
-        """Solve for the columns and the demand of now; None where that takes too long.
+        """Solve for the current columns and demand; None where that takes too long.
 
         Raises:
             RuntimeError: the columns do not cover the demand.

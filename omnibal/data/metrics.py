@@ -1,4 +1,4 @@
-"""How good packs and steps are.
+"""Quality metrics of packs and steps.
 
 Pad and dist ratio are Eq. 1 and 2 of OmniBal (arXiv 2407.20761, section 3), the attention balance
 ratio is HBP's (arXiv 2503.07680, section 3). All are 0 for perfect balance and approach 1 when one
@@ -22,7 +22,7 @@ class PackMetrics:
     packed: int
     packs: int
     packs_lower_bound: int
-    """Of all epochs; no packing under these caps needs fewer."""
+    """Lower bound on the packs of all epochs; no packing under these caps needs fewer."""
     gap: float
     """Packs above the lower bound, as a share of it."""
     samples_per_pack: float

@@ -35,9 +35,9 @@ class Packs:
     """Ragged lists of sample indices: pack i holds `samples[offsets[i]:offsets[i + 1]]`."""
 
     samples: np.ndarray
-    """int64, indices into the lengths."""
+    """Indices into the lengths, int64."""
     offsets: np.ndarray
-    """int64 of len(packs) + 1, from 0 to len(samples)."""
+    """Bounds of the packs, int64 [packs + 1], from 0 to len(samples)."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -50,7 +50,7 @@ class Packs:
         return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
 
     def take(self, order: np.ndarray) -> "Packs":
-        """The packs at `order`, in that order."""
+        """Select the packs at `order`, in that order."""
         counts = np.diff(self.offsets)[order]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
@@ -60,7 +60,7 @@ class Packs:
 
     @staticmethod
     def join(parts: Sequence["Packs"]) -> "Packs":
-        """The packs of all parts, one part after the other."""
+        """Concatenate the packs of all parts."""
         sizes = np.concatenate([np.diff(part.offsets) for part in parts])
         return Packs(
             samples=np.concatenate([part.samples for part in parts]),
@@ -84,17 +84,17 @@ class ScheduledPacks:
 
     packs: Packs
     step: np.ndarray
-    """int64; counts on through the epochs."""
+    """Step of every pack, int64, counted through all epochs."""
     dp_rank: np.ndarray
-    """int32 data-parallel rank that trains the pack."""
+    """Data-parallel rank that trains the pack, int32."""
     slot: np.ndarray
-    """int32 position among that rank's micro-batches of the step, from 0 without gaps."""
+    """Position among that rank's micro-batches of the step, int32, from 0 without gaps."""
     epoch: np.ndarray
-    """int32."""
+    """Epoch of every pack, int32."""
     tiles: np.ndarray
-    """int32 vision encoder inputs of the pack."""
+    """Tiles (vision encoder inputs) of the pack, int32."""
     tokens: np.ndarray
-    """int32 language tokens of the pack."""
+    """Language tokens of the pack, int32."""
 
     def __len__(self) -> int:
         return len(self.packs)

@@ -23,7 +23,7 @@ from scipy.optimize import linprog
 from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 17
-"""Of a knapsack table: what still fits into a core's second-level cache in float64."""
+"""Most cells of a knapsack table: in float64 it fits into a core's second-level cache."""
 _MAX_TILE_UNITS = 512
 _MIN_IMPROVEMENT = 1e-7
 _EMPTY = 1e-12
@@ -64,13 +64,13 @@ class SizeTypes:
     """Samples grouped by size: equal tiles and similar tokens, sorted by (tiles, tokens)."""
 
     members: np.ndarray
-    """int64 [samples], sample indices, type by type."""
+    """Sample indices, type by type, int64 [samples]."""
     bounds: np.ndarray
-    """int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]."""
+    """Bounds of the types, int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]."""
     tiles: np.ndarray
-    """int64 [types]."""
+    """Tiles of every type, int64 [types]."""
     mean_tokens: np.ndarray
-    """float64 [types]."""
+    """Mean tokens of every type, float64 [types]."""
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -91,7 +91,7 @@ def group_sizes(tiles: np.ndarray, tokens: np.ndarray, max_types: int) -> SizeTy
     order = np.argsort(tiles.astype(np.int64) << 32 | tokens, kind="stable")
     sorted_tiles, sorted_tokens = tiles[order], tokens[order].astype(np.int64)
     sums = np.concatenate([[0], np.cumsum(sorted_tokens)])
-    # As floats, since squares of a million tokens outgrow int64 with some millions of samples.
+    # Floats, as squares of a million tokens overflow int64 with some millions of samples.
     squares = np.concatenate([[0], np.cumsum(sorted_tokens.astype(np.float64) ** 2)])
 
     def candidate(first: int, last: int) -> tuple[float, int, int, int]:
@@ -124,7 +124,7 @@ def knapsack_table(
     grid: Grid,
     counts: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Most value within every pair of capacities.
+    """Highest value that fits within every pair of capacities.
 
     Args:
         values: float64 [items]; items of no value are never taken.
@@ -161,13 +161,14 @@ class Items:
 
     grid: Grid
     tiles: np.ndarray
-    """int64 [items]."""
+    """Tiles of every item in grid units, int64 [items]."""
     tokens: np.ndarray
-    """int64 [items]; no item is of size (0, 0), and each fits alone."""
+    """Tokens of every item in grid units, int64 [items]; none is of size (0, 0), each fits
+    alone."""
     cover: sparse.csr_array
-    """float64 [items, rows]; what one sample of this size counts for every row."""
+    """Amount that one sample of each item covers of every row, float64 [items, rows]."""
     row: np.ndarray
-    """int64 [items]; the row that an item mainly counts for."""
+    """Row that each item mainly covers, int64 [items]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -175,11 +176,11 @@ class Mix:
     """Columns that together cover a demand, fractionally."""
 
     columns: np.ndarray
-    """float64 [columns, rows]; what one pack covers."""
+    """Amount that one pack of each column covers, float64 [columns, rows]."""
     times: np.ndarray
-    """float64 [columns], how often each is used."""
+    """Number of times that each column is used, float64 [columns]."""
     values: np.ndarray
-    """float64 [rows]; what a row is worth in packs: no pack of items is worth more than 1."""
+    """Value of each row in packs, float64 [rows]: no pack of items is worth more than 1."""
     packs: float
     """Sum of the times."""
     bound: float
@@ -242,7 +243,7 @@ def generate_mix(
 
 
 def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray) -> Mix:
-    """Hardly more packs, of patterns that are as mixed as can be.
+    """Replace patterns by ones that are as mixed as possible, for hardly more packs.
 
     The patterns of a master's solution are extreme: some packs hold samples of one kind alone. Of
     the patterns that are worth a whole pack, those are used that deviate least from the mean of all
@@ -336,7 +337,7 @@ def _copies(
     tiles_left: np.ndarray,
     tokens_left: np.ndarray,
 ) -> np.ndarray:
-    """How many copies of item[i] to take at once, a power of two: int64 [rows].
+    """Number of copies of item[i] to take at once, a power of two: int64 [rows].
 
     One is known to be in a best pattern. As many are taken as lose no value, since a pack of
     thousands of small samples would take as many rounds of one.
@@ -360,7 +361,7 @@ class Master:
     """Solution of the covering problem: least sum of x with columns.T @ x >= demand, x >= 0."""
 
     times: np.ndarray
-    """x, float64 [columns]."""
+    """Solution x: number of times that each column is used, float64 [columns]."""
     values: np.ndarray
     """Dual value of every row, float64 [rows]."""
     packs: float
@@ -388,7 +389,7 @@ def first_guesses(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarr
 
 
 def most_copies(items: Items) -> np.ndarray:
-    """How often every item alone fits. [items]"""
+    """Number of copies of every item that fit into one pack [items]."""
     by_tiles = items.grid.tiles // np.maximum(items.tiles, 1)
     by_tokens = items.grid.tokens // np.maximum(items.tokens, 1)
     most = np.where(items.tiles > 0, by_tiles, by_tokens)

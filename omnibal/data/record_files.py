@@ -1,4 +1,4 @@
-"""Where the records of an annotation file stand: the lines of JSONL, or the elements of an array.
+"""Byte ranges of the records of an annotation file: lines of JSONL, or elements of an array.
 
 The parsed records are not kept: a sample is read again from its bytes each time it is asked for.
 """
@@ -46,7 +46,7 @@ def is_array(path: Path) -> bool:
 
 
 def index_lines(path: Path) -> tuple[RecordIndex, str]:
-    """Every line, and the SHA-256 of the file, in one pass.
+    """Index every line and hash the file (SHA-256), in one pass.
 
     Raises:
         UserError: there is no such file, or nothing in it.
@@ -77,7 +77,7 @@ def index_lines(path: Path) -> tuple[RecordIndex, str]:
 
 
 def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> int:
-    """How many lines there are without those at the end that hold nothing."""
+    """Number of lines, not counting blank ones at the end."""
     for line in reversed(range(len(start))):
         file.seek(start[line])
         if file.read(end[line] - start[line]).strip():
@@ -86,7 +86,7 @@ def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> in
 
 
 def index_array(path: Path) -> tuple[RecordIndex, str]:
-    """Every element of a JSON array, and the SHA-256 of the file, in memory of the file's size.
+    """Index every element of a JSON array and hash the file, in memory of the file's size.
 
     Raises:
         UserError: it is no whole JSON array, or an empty one.
@@ -114,7 +114,7 @@ def index_array(path: Path) -> tuple[RecordIndex, str]:
 
 
 def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """Where the elements of an array begin and end; raises JSONDecodeError."""
+    """Yield the begin and end of every element of an array; raises JSONDecodeError."""
     place = _after_blank(text, text.index("[") + 1)
     more = text[place : place + 1] != "]"
     while more:

@@ -1,4 +1,4 @@
-"""The JSON record of one sample, checked: what it shows, and what is said about it."""
+"""Checked reading of one sample's JSON record: its images and its conversation."""
 
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -11,30 +11,30 @@ _VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".m
 
 
 class InvalidRecordError(ValueError):
-    """What a record lacks; the caller adds where it stands."""
+    """A record is malformed; the caller adds its file and number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """What the messages of a record say; None where there is no such message."""
+    """Messages of a record; None where there is no such message."""
 
     system: str | None
     greeting: str | None
-    """Of gpt, before the first question."""
+    """Message of the model ("gpt") before the first question."""
     turns: tuple[Turn, ...]
 
 
 class Pictures(Protocol):
-    """What the names in a record stand for."""
+    """Images and frames that the names in a record refer to."""
 
     def image(self, name: str) -> ImageFile:
         """One image or frame."""
 
     def frames(self, name: str) -> tuple[ImageFile, ...]:
-        """All frames of the video of that name."""
+        """List all frames of the video of that name."""
 
     def unnamed(self) -> tuple[ImageFile, ...]:
-        """The images of a record that says nothing of any."""
+        """List the images of a record that names none."""
 
 
 def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageFile, ...], bool]:
@@ -61,12 +61,12 @@ def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageF
 
 
 def is_video_file(name: str) -> bool:
-    """Whether a name is that of a video in one file."""
+    """Whether a file name is that of a video."""
     return PurePath(name).suffix.lower() in _VIDEO_SUFFIXES
 
 
 def video_file(name: str) -> InvalidRecordError:
-    """That a video is one file, and how to make a folder of it."""
+    """Error for a video given as one file, with how to extract its frames."""
     folder = PurePath(name).with_suffix("")
     return InvalidRecordError(
         f'has the video file {name} as its "video"; extract its frames first, as with '
@@ -76,7 +76,7 @@ def video_file(name: str) -> InvalidRecordError:
 
 
 def read_conversation(record: dict[str, Any], images: int, video: bool) -> Conversation:
-    """What is said; a video's `<video>` line is still in its place.
+    """Read the messages of a record; a video's `<video>` line is left in place.
 
     Raises:
         InvalidRecordError: it is malformed, or does not place the images.

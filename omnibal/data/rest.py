@@ -1,4 +1,4 @@
-"""What patterns leave over: some hundred samples, packed in several ways; the best counts."""
+"""Packing of the samples that patterns leave over: some hundred, by the best of several methods."""
 
 import numpy as np
 
@@ -9,11 +9,11 @@ from omnibal.limits import Caps
 _SIZE_VALUE = 1e-3
 """Value of a pack's full capacity besides the given values, which may be 0 for a dimension."""
 _VALUE_NOISE = 0.02
-"""Relative; among sets that are about as good, each epoch takes another."""
+"""Relative noise on values, so that each epoch takes another of about equally good sets."""
 _MAX_FILLED = 2000
-"""Samples; with more, filling one by one takes too long."""
+"""Most samples that packs are filled one by one from; with more, it takes too long."""
 _MAX_LOOKED_AT = 10_000
-"""Samples; with more, looking at all samples or packs for each place takes too long."""
+"""Most samples for methods that try all samples or packs for each place; with more, too slow."""
 
 
 class Rest:
@@ -26,7 +26,7 @@ class Rest:
         self.larger = np.maximum(tile_share, token_share)
 
     def take(self, samples: np.ndarray) -> "Rest":
-        """The rest that these samples alone would be."""
+        """Select these samples."""
         return Rest(self.tiles[samples], self.tokens[samples], self.caps)
 
     def best_fit(self, rng: np.random.Generator) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""A sample of the training data, and how its images are shown to a model."""
+"""Samples of the training data, and the tiling of their images."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +20,7 @@ class Turn:
     question: str
     answer: str
     kind: str | None
-    """What accuracy is reported by; from the record's optional "kinds"."""
+    """Kind of question that accuracy is reported by; from the record's optional "kinds"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +33,21 @@ class Sample:
     where: str
     """File and line or number of the record, for error messages."""
     images: tuple[ImageFile, ...]
-    """Or frames, all that there are."""
+    """All images, or all frames of the video."""
     turns: tuple[Turn, ...]
     system: str | None = None
-    """What the conversation says instead of the template's own system message."""
+    """System message that replaces the template's own."""
     greeting: str | None = None
-    """What gpt says before the first question."""
+    """Message of the model ("gpt") before the first question."""
     video: bool = False
     """Whether the images are the frames of one video."""
     augment: bool = False
     """The meta's `data_augment`: in training, its tiles are degraded at random."""
     max_dynamic_patch: int | None = None
-    """The meta's, instead of the model's."""
+    """Most tiles of an image as the meta sets it; None for the model's own."""
 
     def tiling(self, tiling: TilingConfig) -> TilingConfig:
-        """How a model with this tiling cuts each of the images.
+        """Tiling of each of the sample's images, by a model with this tiling.
 
         Several images share the most tiles of one; a frame is one tile. As InternVL does.
         """
@@ -55,11 +55,11 @@ class Sample:
         return _limited(tiling, 1 if self.video else max(1, most // max(1, len(self.images))))
 
     def images_until(self, turn: int) -> int:
-        """How many images the questions show up to this turn, itself included."""
+        """Number of images in the questions up to and including this turn."""
         return sum(asked.question.count(IMAGE) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig) -> "Sample":
-        """With the frames that the model sees, each named in the question; others stay as they are.
+        """Keep the frames that the model sees, each named in the question; images are unchanged.
 
         To do so again changes nothing.
         """
@@ -69,7 +69,7 @@ class Sample:
         return self.with_frames(tuple(self.images[frame] for frame in chosen))
 
     def with_frames(self, frames: tuple[ImageFile, ...]) -> "Sample":
-        """About these frames of the video, each named in the question as InternVL does."""
+        """Replace the video's frames, each named in the question as InternVL does."""
         first, *others = self.turns
         named = "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, len(frames) + 1))
         asked = replace(first, question=first.question.replace(VIDEO_LINE, named))

@@ -1,4 +1,4 @@
-"""What every sample costs, from image headers and text alone: annotations in, lengths out.
+"""Scan of a dataset: tiles and tokens of every sample, from image headers and text alone.
 
 No pixel is decoded, except of a file whose end looks wrong. Neither the number of processes nor
 where an earlier scan was killed changes the result.
@@ -30,7 +30,7 @@ from omnibal.errors import UserError
 from omnibal.files import atomic
 
 OnError = Literal["stop", "skip"]
-"""What to do about bad samples: name the first of them and give up, or leave them all out."""
+"""Treatment of bad samples: raise an error that names the first few, or leave them all out."""
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
 _TAIL_BYTES = 1024
@@ -43,11 +43,11 @@ class BadSample:
     """A sample that cannot be trained on."""
 
     index: int
-    """In the annotations, repeats included."""
+    """Index in the annotations, repeats included."""
     where: str
-    """Annotation file and line."""
+    """Annotation file and line of the sample."""
     message: str
-    """Begins with `where`."""
+    """Error message, which begins with `where`."""
 
     @property
     def reason(self) -> str:
@@ -56,11 +56,11 @@ class BadSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scan:
-    """What a scan found."""
+    """Result of a scan."""
 
     lengths: Lengths
     skipped: tuple[BadSample, ...]
-    """In the order of the annotations."""
+    """Bad samples left out, in the order of the annotations."""
 
 
 def scan_lengths(
@@ -144,7 +144,7 @@ def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
 
 
 def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
-    """What the user is told about them, and the file that lists them if any; a line each."""
+    """Lines that tell the user about skipped samples, and about the file that lists them if any."""
     if not skipped:
         return []
     listed = "" if path is None else f", listed in {path}"
@@ -155,9 +155,9 @@ def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
     indices: np.ndarray
-    """int64, in the annotations."""
+    """Indices of the samples in the annotations, int64."""
     samples: Annotations
-    """Those alone."""
+    """Annotations of these samples alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +169,7 @@ class _Scanned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scanner:
-    """Scans samples, and remembers the image files that were looked at."""
+    """Scans samples, and caches the sizes of image files."""
 
     model: ModelConfig
     tokenizer: Tokenizer
@@ -244,7 +244,7 @@ def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) 
 
 
 def _messages(bad: Sequence[BadSample]) -> list[str]:
-    """In the order of the samples; a repeated sample makes its mistake again, and counts once."""
+    """Messages in the order of the samples, each once even if a sample is repeated."""
     return list(dict.fromkeys(sample.message for sample in bad))
 
 
@@ -260,7 +260,7 @@ def _all_of(mistakes: list[str]) -> UserError:
 
 
 class _BadImage(ValueError):
-    """What is wrong with an image and what to do; the caller adds whose image it is."""
+    """An image is unusable; the message ends with the remedy, the caller adds the sample."""
 
 
 def _image_size(image: ImageFile) -> tuple[int, int]:

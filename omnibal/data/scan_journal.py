@@ -1,4 +1,4 @@
-"""What a scan has finished, on disk: a scan that was killed goes on where it stopped.
+"""Journal of a scan on disk, from which a scan that was killed resumes.
 
 The file is a line of text with the key of all that the counts depend on, then binary
 records: number of samples, CRC-32, samples.
@@ -32,9 +32,9 @@ class ScanJournal:
     path: Path
     key: str
     finished: np.ndarray
-    """COUNTED [samples], ascending by index, each once."""
+    """Finished samples, COUNTED [samples], ascending by index, each once."""
     discarded: bool
-    """What an earlier scan of other data or with other settings had finished was thrown away."""
+    """Whether an earlier scan of other data or with other settings was discarded."""
 
     @classmethod
     def open(cls, path: Path, key: str) -> "ScanJournal":
@@ -53,7 +53,7 @@ class ScanJournal:
         records: list[np.ndarray] = []
         if content.startswith(header):
             records = list(_records(content, len(header)))
-            # What is added after a torn record would never be read.
+            # Records added after a torn one would never be read.
             os.truncate(path, len(header) + sum(_PREFIX.size + rows.nbytes for rows in records))
         else:
             path.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ class ScanJournal:
         )
 
     def notes(self, samples: int) -> list[str]:
-        """What the user is told before a scan of so many samples goes on; a line each."""
+        """Lines that tell the user what a scan of `samples` samples resumes or discards."""
         notes = []
         if self.discarded:
             notes.append(f"note: {self.path} is of other data or settings; the scan begins anew")
@@ -105,5 +105,5 @@ def _records(content: bytes, start: int) -> Iterator[np.ndarray]:
 
 
 def _checksum(samples: int, data: bytes) -> int:
-    # Of their number too, as otherwise a tail of zeros would be records of nothing.
+    # Includes the number of samples, as a tail of zeros would else pass for empty records.
     return zlib.crc32(samples.to_bytes(4) + data)

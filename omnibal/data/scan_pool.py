@@ -1,4 +1,4 @@
-"""Tasks to worker processes and results back, with nothing left behind however it ends.
+"""A pool of worker processes that leaves none behind, however it ends.
 
 A worker ends by itself as soon as the process that started it is gone, and one that the system
 ends is noticed: neither holds of the standard library's pools.

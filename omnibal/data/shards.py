@@ -25,7 +25,7 @@ from omnibal.data.records import InvalidRecordError, is_video_file
 from omnibal.errors import UserError
 
 _RECORD = "json"
-# What both libraries pass over: members, and whole folders, named __like_this__.
+# Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
 _TAR_BLOCK = 512
 
@@ -35,7 +35,7 @@ Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One tar file, and what is known of it beforehand."""
+    """One tar file, and what the dataset's index says about it."""
 
     path: Path
     samples: int | None = None
@@ -47,18 +47,18 @@ class Shard:
 class _Member:
     name: str
     header: int
-    """Its first byte in the shard; then those of its content."""
+    """Offset of the member's tar header in the shard, in bytes."""
     offset: int
     size: int
 
     @property
     def end(self) -> int:
-        """Of its last block."""
+        """Offset in the shard just after the member's last tar block, in bytes."""
         return self.offset + -(-self.size // _TAR_BLOCK) * _TAR_BLOCK
 
     @property
     def suffix(self) -> str:
-        """Behind the key and its dot, such as json or 0.jpg; empty where there is no key."""
+        """Name after the key and its dot, such as json or 0.jpg; empty without a key."""
         stem, _, suffix = self.name.rpartition("/")[2].partition(".")
         return suffix.lower() if stem else ""
 
@@ -119,7 +119,7 @@ class ShardSample:
 
 
 def webdataset_shards(notation: str, folder: Path) -> list[Shard]:
-    """What webdataset makes of a notation such as train-{000..003}.tar, relative to `folder`.
+    """Expand a webdataset notation such as train-{000..003}.tar, relative to `folder`.
 
     Raises:
         UserError: the library is missing, or it is no notation.
@@ -180,7 +180,7 @@ def index_shards(shards: Sequence[Shard]) -> tuple[list[RecordIndex], str]:
 
 
 def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
-    """What the index found there.
+    """Read the sample at a place that the index gave.
 
     Raises:
         UserError: the shard has changed since then, or is gone.
@@ -249,7 +249,7 @@ def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, 
 
 
 def _members(file: BinaryIO) -> Iterator[_Member]:
-    """What both libraries read of a tar; leaves the file where the members end."""
+    """Yield the members that both libraries read; leaves the file where the members end."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for entry in tar:
             if not entry.isreg() or _META.match(entry.name):
@@ -261,7 +261,7 @@ def _members(file: BinaryIO) -> Iterator[_Member]:
 
 
 def _all_members(file: BinaryIO) -> Iterator[_Member]:
-    """Those of a whole tar; raises tarfile.ReadError where its end does not follow them."""
+    """Yield the members of a whole tar; raises tarfile.ReadError where it is cut off."""
     yield from _members(file)
     place = file.tell()
     if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
@@ -269,7 +269,7 @@ def _all_members(file: BinaryIO) -> Iterator[_Member]:
 
 
 def _content(file: BinaryIO, member: _Member) -> bytes:
-    """What of a member decides over lengths and texts."""
+    """Bytes of a member that determine lengths and texts, for the hash."""
     named = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
     if member.suffix != _RECORD:
         return named
@@ -282,7 +282,7 @@ def _is_image(member: _Member) -> bool:
 
 
 def _keys_of(shard: str, excluded: set[str]) -> frozenset[str]:
-    """Of Energon's names of samples, "shard/key", the keys in this shard."""
+    """Keys of this shard among Energon's sample names, "shard/key"."""
     return frozenset(
         name.removeprefix(f"{shard}/") for name in excluded if name.startswith(f"{shard}/")
     )

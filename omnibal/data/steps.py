@@ -1,11 +1,11 @@
 """Steps: which packs share an optimizer step, and the rank and slot that each one runs in.
 
-Two parts, so that a run can go on with another number of ranks: which packs form a step is settled
-without a word about ranks, and where they run is dealt out anew for any number of them.
+There are two parts, so that a run can resume with another number of ranks: which packs form a step
+is settled independently of ranks, and where they run is dealt out anew for any number of ranks.
 
-A step is made of rows. The packs of a row are alike, with equal tiles and similar predicted time,
-so that ranks which take one each do not wait for each other. Which rows share a step is random: a
-step of packs that are all alike would be of one kind of sample, and trains worse.
+A step is made of rows. The packs of a row have equal tiles and similar predicted time, so
+that ranks which take one each do not wait for each other. Which rows share a step is random: a step
+of packs of one kind of sample alone trains worse.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,39 +23,39 @@ from omnibal.limits import Caps
 _THOROUGH_WORK = 4e6
 """Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""
 _WINDOW_PACKS = 1 << 14
-"""Packs among which those of a row are matched; more match better and mix less."""
+"""Packs in a window that rows are formed within; larger windows match better and mix less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRequest:
-    """How samples become steps."""
+    """Settings by which samples become steps."""
 
     caps: Caps
     method: PackingMethod
     seed: int
     epochs: int
     packs_per_step: int
-    """Of all ranks together."""
-    alike: int
-    """Packs of a row, of which a step has a whole number: the ranks that will be in balance."""
+    """Packs per step, of all ranks together."""
+    packs_per_row: int
+    """Packs per row, a divisor of `packs_per_step`: the data-parallel size to balance for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Steps:
-    """Packs in the order of the steps that they belong to, with no word about ranks.
+    """Packs in the order of their steps, independent of ranks.
 
     Inside a step they are sorted by their first sample, so equal steps are equal arrays.
     """
 
     packs: Packs
     step: np.ndarray
-    """int64 [packs]; counts on through the epochs."""
+    """Step of every pack, int64 [packs], counted through all epochs."""
     epoch: np.ndarray
-    """int32 [packs]."""
+    """Epoch of every pack, int32 [packs]."""
 
     @classmethod
     def of(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":
-        """Steps of packs in any order."""
+        """Sort packs that are in any order into steps."""
         order = np.lexsort((packs.samples[packs.offsets[:-1]], step))
         return cls(packs=packs.take(order), step=step[order], epoch=epoch[order])
 
@@ -102,7 +102,9 @@ def draw_steps(
         tiles = packs.sums(lengths.tiles)
         order_seed = _seeds(request, epoch)[1]
         step.append(
-            match_packs(tiles, load(packs), request.packs_per_step, request.alike, order_seed)
+            match_packs(
+                tiles, load(packs), request.packs_per_step, request.packs_per_row, order_seed
+            )
         )
         step[-1] += first_step
         first_step = int(step[-1].max()) + 1
@@ -111,12 +113,12 @@ def draw_steps(
 
 
 def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
-    """Of an epoch's packing and of its order."""
+    """Seeds of an epoch's packing and of its order."""
     return np.random.SeedSequence([request.seed, epoch]).spawn(2)
 
 
 def match_packs(
-    tiles: np.ndarray, load: np.ndarray, packs_per_step: int, alike: int, seed: Seed
+    tiles: np.ndarray, load: np.ndarray, packs_per_step: int, packs_per_row: int, seed: Seed
 ) -> np.ndarray:
     """The step of every pack of an epoch, int64 [packs], counted from 0.
 
@@ -127,8 +129,8 @@ def match_packs(
     Args:
         tiles: int64 [packs].
         load: float64 [packs], what packs of a row should have equally much of.
-        packs_per_step: of all ranks together, a multiple of `alike`.
-        alike: packs of a row.
+        packs_per_step: of all ranks together, a multiple of `packs_per_row`.
+        packs_per_row: packs of equal tiles and similar load.
         seed: of windows and order.
     """
     rng = np.random.default_rng(seed)
@@ -139,13 +141,14 @@ def match_packs(
     step = np.empty(len(load), np.int64)
     step[lightest_first[:left_over]] = number[-1]
     shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
-    rows = (steps - 1) * packs_per_step // alike
-    step_of_row = number[rng.permutation(rows) * alike // packs_per_step]
-    for window in np.array_split(np.arange(rows), max(round(rows * alike / _WINDOW_PACKS), 1)):
+    rows = (steps - 1) * packs_per_step // packs_per_row
+    step_of_row = number[rng.permutation(rows) * packs_per_row // packs_per_step]
+    windows = max(round(rows * packs_per_row / _WINDOW_PACKS), 1)
+    for window in np.array_split(np.arange(rows), windows):
         if len(window):
-            inside = shuffled[window[0] * alike : (window[-1] + 1) * alike]
+            inside = shuffled[window[0] * packs_per_row : (window[-1] + 1) * packs_per_row]
             sorted_ = inside[_by_tiles_then_load(tiles[inside], load[inside])]
-            step[sorted_] = np.repeat(step_of_row[window], alike)
+            step[sorted_] = np.repeat(step_of_row[window], packs_per_row)
     return step
 
 

@@ -1,4 +1,4 @@
-"""How many square tiles an image becomes: the dynamic tiling of InternVL 1.5 (section 3.2)."""
+"""Dynamic tiling of images into square tiles, as in InternVL 1.5 (section 3.2)."""
 
 from functools import lru_cache
 

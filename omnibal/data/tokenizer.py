@@ -1,4 +1,4 @@
-"""Text to token ids, by the tokenizer files that a language model or a checkpoint comes with.
+"""Tokenizers, read from the files that a language model or a checkpoint comes with.
 
 Two kinds give the same interface: a SentencePiece `tokenizer.model`, split at added tokens as the
 slow tokenizers of Hugging Face do, with which InternVL trains, and a fast `tokenizer.json`.
@@ -39,9 +39,9 @@ class Tokenizer(ABC):
     """Text to ids and back; can be pickled."""
 
     path: Path
-    """The file of the model."""
+    """File of the tokenizer's model."""
     sha256: str
-    """Of all that decides ids: the model, and the added tokens and settings beside it."""
+    """SHA-256 of all that determines ids: model, added tokens and settings."""
     vocab_size: int
     """Highest id, plus one."""
     add_bos: bool
@@ -78,7 +78,7 @@ class Tokenizer(ABC):
 
 
 def lacking(pieces: Sequence[str]) -> str:
-    """What is wrong with a tokenizer without these pieces, and what to do."""
+    """Message for a tokenizer without these pieces, with the remedy."""
     return (
         f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "
         "the tokenizer of a released InternVL checkpoint, with its tokenizer_config.json or "
@@ -87,7 +87,7 @@ def lacking(pieces: Sequence[str]) -> str:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """What `open_tokenizer` may read for a file or folder, whether it exists or not."""
+    """List the files that `open_tokenizer` may read for a path, whether they exist or not."""
     folder = path if path.is_dir() else path.parent
     beside = [folder / CONFIG_FILE, folder / ADDED_FILE]
     models = [folder / FAST_FILE, folder / _SENTENCEPIECE_FILE] if path.is_dir() else [path]
@@ -133,20 +133,20 @@ class AddedToken(BaseModel):
 
     content: str = Field(min_length=1)
     lstrip: bool = False
-    """It takes away the spaces before it."""
+    """Whether the spaces before the token are removed."""
     rstrip: bool = False
-    """It takes away the spaces after it."""
+    """Whether the spaces after the token are removed."""
     normalized: bool = False
     special: bool = False
     single_word: bool = False
-    """It is found only where no word goes on around it."""
+    """Whether the token is found only at word boundaries."""
 
 
 _Named = str | AddedToken | None
 
 
 class _Settings(BaseModel):
-    """What is read of tokenizer_config.json, which says more."""
+    """Settings read from tokenizer_config.json; other fields are ignored."""
 
     added_tokens_decoder: dict[int, AddedToken] | None = None
     additional_special_tokens: list[str | AddedToken] | None = None
@@ -173,7 +173,7 @@ class _Settings(BaseModel):
 
     @property
     def special_tokens(self) -> list[AddedToken]:
-        """Those that are given a role, and those named beside them, in the order of Hugging Face's
+        """Special tokens: those with a role, then additional ones, in the order of Hugging Face's
         tokenizers, in which what they add gets its ids."""
         roles = (self.bos_token, self.eos_token, self.unk_token, self.sep_token, self.pad_token)
         others = self.extra_special_tokens or self.additional_special_tokens or []
@@ -184,7 +184,7 @@ class _Settings(BaseModel):
 
     @property
     def special_pieces(self) -> list[str]:
-        """The same, and the usual ones for the roles that a model always has."""
+        """Contents of the special tokens, and the usual ones for roles that a model always has."""
         usual = (self.bos_piece, self.unknown_piece, _name(self.eos_token) or _EOS)
         return [*usual, *(token.content for token in self.special_tokens)]
 
@@ -201,7 +201,7 @@ def _name(token: _Named) -> str | None:
 
 
 def _read_settings(path: Path) -> _Settings | None:
-    """Of what stands beside the model; None where nothing does."""
+    """Settings in the files beside the model; None where there are none."""
     config, added = path.with_name(CONFIG_FILE), path.with_name(ADDED_FILE)
     settings = None
     if config.is_file():
@@ -357,7 +357,7 @@ class _Fast(Tokenizer):
         return self._model.token_to_id(piece)
 
     def _add(self, settings: _Settings) -> None:
-        """What the settings say: tokens that the model lacks, and flags of those that it has."""
+        """Apply the settings: tokens that the model lacks, and flags of those that it has."""
         decoder = self._model.get_added_tokens_decoder()
         flags_of = {token.content: _flags(token) for token in decoder.values()}
         for number, token in sorted((settings.added_tokens_decoder or {}).items()):

@@ -1,4 +1,4 @@
-"""Partition and recomputation as others do them, so that the joint search's gain is measured.
+"""Baseline methods of partition and recomputation, to measure the gain of the joint search.
 
 Splits: contiguous, at least one vision or language layer per stage, and the largest stage as small
 as can be, counted in parameters (`parameter`), in layers (`layer`) or in forward time of the mean
@@ -48,15 +48,15 @@ from omnibal.pipeline.workload import Workload
 BMP_RADIUS = 3
 BMP_RUNS = 15
 BMP_STEPS = 200
-"""Of each run, spread evenly over the data; the paper runs 3."""
+"""Steps of each BMP run, spread evenly over the data; the paper runs 3."""
 _TIE = 1e-9
-"""Relative difference below which two splits are as good."""
+"""Relative difference below which two splits tie."""
 
 Cuts = tuple[int, ...]
 
 
 class PartitionMethod(StrEnum):
-    """How the model is split over pipeline stages."""
+    """Method that splits the model over pipeline stages."""
 
     OMNIBAL = "omnibal"
     BMP = "bmp"
@@ -66,7 +66,7 @@ class PartitionMethod(StrEnum):
 
 
 class RecomputeRule(StrEnum):
-    """Which layers a stage recomputes."""
+    """Rule for the layers that a stage recomputes."""
 
     CHEAPEST = "cheapest"
     """The least time that fits, searched together with the split."""
@@ -121,7 +121,7 @@ def baseline_stages(
 def unit_weights(
     method: PartitionMethod, cost: CostModel, model: ModelConfig, mean_features: np.ndarray
 ) -> np.ndarray:
-    """What the method balances, of every unit: parameters, layers or forward ms. [units]
+    """Weight of every unit that the method balances: parameters, layers or forward ms. [units]
 
     A matrix that is both language embed and head counts in both, as in a split between them.
     """
@@ -200,7 +200,7 @@ def bmp_candidates(
 def cut_bytes(
     cost: CostModel, model: ModelConfig, cuts: Iterable[int], features: np.ndarray
 ) -> np.ndarray:
-    """Activation of a micro-batch with `features` [5] that is sent over every cut. [cuts]
+    """Activation bytes that a micro-batch with `features` [5] sends over every cut. [cuts]
 
     The sum is the communication volume of OmniBal, Eq. 5 and Table 4, in bytes.
     """
@@ -214,7 +214,7 @@ class _Split:
 
     stages: tuple[Stage, ...]
     peak_bytes: np.ndarray
-    """[stages]; over the cap only where nothing that the rule allows fits."""
+    """Peak memory, [stages]; over the cap only where nothing that the rule allows fits."""
 
 
 def _method_cuts(
@@ -224,7 +224,7 @@ def _method_cuts(
     mean_features: np.ndarray,
     pipeline_size: int,
 ) -> list[Cuts]:
-    """The method's split; of BMP the anchor and what else is to be run."""
+    """Splits of the method: one, or for BMP the anchor and the other candidates to run."""
     weights = unit_weights(method, cost, model, mean_features)
     cuts = balanced_cuts(weights, _is_layer(model), pipeline_size)
     if method != PartitionMethod.BMP:
@@ -233,7 +233,7 @@ def _method_cuts(
 
 
 def _is_layer(model: ModelConfig) -> np.ndarray:
-    """[units]."""
+    """Whether each unit is a layer. [units]"""
     layers = UNITS[VISION_LAYER], UNITS[LANGUAGE_LAYER]
     return np.array([unit in layers for unit in unit_sequence(model)])
 
@@ -271,7 +271,7 @@ def _recomputed_split(
 def _recompute_options(
     rule: RecomputeRule, counts: np.ndarray, has_backward: np.ndarray
 ) -> np.ndarray:
-    """What the rule lets a stage recompute, fewest layers first. [options, kinds]
+    """Numbers of layers that the rule lets a stage recompute, fewest first. [options, kinds]
 
     Args:
         counts: [kinds] units of the stage.

@@ -1,4 +1,4 @@
-"""Lower bounds on the step time of splits: paths through what must run in order.
+"""Lower bounds on the step time of splits: paths through operations that must run in order.
 
 A step takes at least as long as any path. A path's length is a sum over stages of terms that are
 linear in what each costs (`omnibal.pipeline.critical_path`), so the least that it can be over all
@@ -45,7 +45,7 @@ _LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 _COMPUTE = slice(FORWARD.start, BACKWARD.stop)
 _LINKS = slice(SEND.start, RECEIVE.stop)
 Edges = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Of each stage, the positions that its options lead from and to."""
+"""Start and end positions of every stage's options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,39 +53,39 @@ class Runs:
     """Every run of units that may be a stage."""
 
     start: np.ndarray
-    """[runs] position of the first unit."""
+    """Position of the first unit, [runs]."""
     end: np.ndarray
-    """[runs] position after the last unit."""
+    """Position after the last unit, [runs]."""
     counts: np.ndarray
-    """[runs, kinds]."""
+    """Number of units of each kind, [runs, kinds]."""
     terms: np.ndarray
-    """[runs, TERMS], without recomputation."""
+    """Cost terms without recomputation, [runs, TERMS]."""
     prefix: np.ndarray
-    """[units + 1, TERMS] of everything before each position."""
+    """Summed terms of all units before each position, [units + 1, TERMS]."""
     cut: np.ndarray
-    """[units + 1, TERMS] of a cut at each position."""
+    """Terms of a cut at each position, [units + 1, TERMS]."""
 
     @property
     def units(self) -> int:
-        """Of the model."""
+        """Number of units of the model."""
         return len(self.prefix) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Structure:
-    """What is known of all splits of a model before any is looked at."""
+    """Bounds that hold for every split of a model, computed before any split is tried."""
 
     recompute_ms: np.ndarray
-    """[2, 5]; what recomputing a vision and a language layer adds to a backward."""
+    """Time that recomputing a vision and a language layer adds to a backward, [2, 5]."""
     runs: Runs
     weights: np.ndarray
-    """Of the structural paths, averaged over the steps. [p, paths, p, TERMS]"""
+    """Weights of the structural paths, averaged over the steps. [p, paths, p, TERMS]"""
 
     @classmethod
     def of(
         cls, cost: CostModel, model: ModelConfig, steps: SampledSteps, stages: int
     ) -> "Structure":
-        """For pipelines of so many stages on these steps."""
+        """Compute the bounds for pipelines of `stages` stages on these steps."""
         unit_terms = _unit_terms(cost)
         return cls(
             recompute_ms=np.stack([cost.units[unit].recompute_ms for unit in _LAYERS]),
@@ -95,13 +95,13 @@ class Structure:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of pipeline stages."""
         return len(self.weights)
 
     def longest_ms(
         self, stage: int, start: np.ndarray, end: np.ndarray, terms: np.ndarray
     ) -> np.ndarray:
-        """Longest structural path through a stage, for each thing that it may be. [options]
+        """Longest structural path through a stage, for each run that it may hold. [options]
 
         Infinite where the position does not allow it. Links are counted at the stage's own ends
         only.
@@ -124,7 +124,7 @@ class Structure:
 def least_step_ms(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
-    """No split and recomputed layers have a mean step, as `predict` gives it, below this.
+    """Lower bound on the mean step that `predict` gives, over all splits and recomputed layers.
 
     A fraction of what the search takes: neither memory nor recomputation are in it.
 
@@ -142,8 +142,8 @@ def least_step_ms(
 
 
 def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
-    """The smallest that the largest of the stages' sizes [options] can be; infinite if no way
-    leads through all of them."""
+    """Least possible value of the largest of the stages' sizes [options]; infinite if no way leads
+    through all of them."""
     reached = np.where(np.arange(units + 1) == 0, 0.0, np.inf)
     for (start, end), size in zip(edges, sizes, strict=True):
         largest = np.maximum(reached[start], size)
@@ -178,7 +178,7 @@ def least_sums(
 
 
 def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
-    """Those with a layer, of any length."""
+    """All runs of units that hold a layer."""
     sequence = unit_sequence(model)
     kinds = np.array([[unit == kind for kind in UNITS] for unit in sequence], np.int64)
     before = np.concatenate([np.zeros((1, len(UNITS)), np.int64), np.cumsum(kinds, axis=0)])
@@ -203,7 +203,7 @@ def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
-    """What a unit of each kind adds to a stage, and a cut right after it. [kinds, TERMS]"""
+    """Terms that a unit of each kind, and a cut right after it, add to a stage. [kinds, TERMS]"""
     fixed = np.zeros(len(FEATURES))
     fixed[0] = cost.link_latency_ms
     terms = np.zeros((len(UNITS), TERMS))

@@ -1,4 +1,4 @@
-"""Step times of many candidate pipelines side by side, and the critical paths that prove them.
+"""Step times of many candidate pipelines at once, and the critical paths that prove them.
 
 A step's time is the longest path through its operations, so the length of any path, with any
 durations, is a lower bound of it; with the durations that made the path critical it is the time.
@@ -30,7 +30,7 @@ FORWARD, BACKWARD, SEND, RECEIVE = (slice(i * _F, (i + 1) * _F) for i in range(4
 REDUCTION, OPTIMIZER = 4 * _F, 4 * _F + 1
 TERMS = 4 * _F + 2
 _CHUNK_ENTRIES = 1_000_000
-"""Of [operations, candidates, rows] at a time."""
+"""Entries of [operations, candidates, rows] computed at a time: bounds memory."""
 _NEVER_MS = -1e30
 """Arrival at a micro-batch that does not exist, which waits for nothing."""
 
@@ -40,13 +40,13 @@ class SampledSteps:
     """Steps to simulate. A row is what one data-parallel rank runs; equal rows are kept once."""
 
     features: np.ndarray
-    """[rows, m, 5]; 0 where a row has no such micro-batch."""
+    """Features of every micro-batch, [rows, m, 5]; 0 where a row has no such micro-batch."""
     counts: np.ndarray
-    """[rows] micro-batches."""
+    """Number of micro-batches, [rows]."""
     rows: np.ndarray
-    """[steps, ranks]; the row that each rank of a step runs."""
+    """Row that each rank of a step runs, [steps, ranks]."""
     weight: np.ndarray
-    """[steps], 1 in all."""
+    """Weight of every step, [steps], 1 in all."""
 
     @classmethod
     def of(cls, workload: Workload) -> "SampledSteps":
@@ -78,13 +78,13 @@ class PipelineSimulator:
 
     steps: SampledSteps
     graph: OperationGraph
-    """Its operations are sorted by depth: none needs another of its depth."""
+    """Operations sorted by depth: none needs another of the same depth."""
     features: np.ndarray
-    """[operations, 5, rows] of the operation's micro-batch."""
+    """Features of the operation's micro-batch, [operations, 5, rows]."""
     delay_ms: np.ndarray
-    """[operations, 1, rows] on top of its link's time: 0, or never where a row lacks it."""
+    """Delay besides the link, [operations, 1, rows]: 0, or `_NEVER_MS` where a row lacks it."""
     last: np.ndarray
-    """[p]; each stage's last operation."""
+    """Last operation of every stage, [p]."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
@@ -104,17 +104,17 @@ class PipelineSimulator:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of pipeline stages."""
         return self.graph.schedule.stages
 
     @property
     def operations(self) -> int:
-        """Of all rows of the steps."""
+        """Number of operations, of all rows of the steps."""
         return len(self.graph) * len(self.steps.counts)
 
     @property
     def _backwards(self) -> np.ndarray:
-        """1 for a backward, 0 for a forward. [operations]"""
+        """Whether each operation is a backward (1) or a forward (0). [operations]"""
         return (self.graph.kind == Pass.BACKWARD).astype(np.int64)
 
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ class PipelineSimulator:
         return finish_ms @ self.steps.weight + terms[:, :, OPTIMIZER].max(axis=1)
 
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
-        """Follows each step from its end back to what everything had to wait for."""
+        """Weights of a longest path of every step, followed back from its end."""
         end, link = self._run(terms)
         finish_ms = self._finish_ms(end, terms)
         n, steps = finish_ms.shape[:2]
@@ -172,7 +172,7 @@ class PipelineSimulator:
         return np.einsum("s,nspt->npt", self.steps.weight, weights)
 
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """When everything ends [operations + 1, n, rows], the last entry 0, and its link's time."""
+        """End of operations [operations + 1, n, rows], the last entry 0, and their links' times."""
         n, rows = len(terms), len(self.steps.counts)
         graph, backwards = self.graph, self._backwards
         of_kind = terms[:, :, :REDUCTION].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)

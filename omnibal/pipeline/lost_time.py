@@ -1,4 +1,4 @@
-"""Where a simulated step's time goes: simulated again and again, each time with one cause less.
+"""Breakdown of a simulated step's time: it is simulated repeatedly, with one cause less each time.
 
 The differences between one simulation and the next are what the causes cost. They add up to the
 step exactly, which separately measured waits do not, since a wait may have many causes.
@@ -21,7 +21,7 @@ from omnibal.pipeline.workload import Workload
 def lost_time(
     cost: CostModel, stages: Sequence[Stage], workload: Workload, step_ms: float
 ) -> LostTime:
-    """What the mean step of the workload loses to which cause.
+    """Time that the mean step of the workload loses to each cause, in ms.
 
     Args:
         step_ms: of the mean step, as `predict_steps` gives it for the same workload.
@@ -36,13 +36,13 @@ class CauseTimes:
 
     all: StageTimes
     silent: StageTimes
-    """Without the exchanges of tensor-parallel ranks."""
+    """Times without tensor-parallel collectives."""
     needed: StageTimes
-    """Without those and without work on padding."""
+    """Times without tensor-parallel collectives and without work on padding."""
 
 
 def causes_of(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> CauseTimes:
-    """By the cost model, of packs with `features` [packs, 5]."""
+    """Times of packs with `features` [packs, 5] by the cost model, with one cause less each."""
     silent, needed = (_without_collectives(cost, padding=padding) for padding in (True, False))
     return CauseTimes(
         all=stage_times(cost, stages, features),
@@ -98,7 +98,7 @@ def _mean_of_ranks_ms(
     workload: Workload,
     ranks: int,
 ) -> float:
-    """Over so many steps of single ranks, also those without a micro-batch."""
+    """Mean time of `ranks` single-rank steps, including those without a micro-batch, in ms."""
     simulated = predict_steps(times, workload, reduction_ms, update_ms)
     idle = ranks - len(simulated.step_ms)
     idle_ms = reduction_ms.max() + update_ms.max()
@@ -138,7 +138,7 @@ def _without_recompute(times: StageTimes) -> StageTimes:
 
 
 def _evened_out(times: StageTimes) -> StageTimes:
-    """Every micro-batch takes the same on all stages."""
+    """Spread every micro-batch's time evenly over all stages."""
 
     def even(values: np.ndarray) -> np.ndarray:
         return np.broadcast_to(values.mean(axis=1, keepdims=True), values.shape)

@@ -1,4 +1,4 @@
-"""A schedule's operations as arrays, checked, and with what each of them waits for.
+"""Dependency graph of a schedule's operations, as checked arrays.
 
 An operation waits for the stage's previous one. A forward also waits for the activation of the
 part before (`omnibal.pipeline.schedules` says what a part is), a backward for the gradient of the
@@ -15,7 +15,7 @@ from omnibal.pipeline.schedules import Pass, Schedule, ScheduleRule, one_forward
 
 _KINDS = len(Pass)
 _KEPT_GRAPHS = 8
-"""Of the last schedules asked for: one job asks for the same ones again and again."""
+"""Number of operation graphs cached, as one job uses the same schedules repeatedly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,17 +27,17 @@ class OperationGraph:
 
     schedule: Schedule
     kind: np.ndarray
-    """[operations] of `Pass`; all arrays but `levels` have one entry per operation."""
+    """Kind of every operation (`Pass`); all arrays but `levels` are [operations]."""
     stage: np.ndarray
     part: np.ndarray
-    """Of the model, that the operation is computed with."""
+    """Part of the model that the operation is computed with."""
     micro_batch: np.ndarray
     before: np.ndarray
     """The stage's previous operation; the number of operations where there is none."""
     source: np.ndarray
-    """The operation whose output this one waits for; likewise."""
+    """The operation whose output this one waits for; the number of operations if none."""
     levels: np.ndarray
-    """[depths + 1]; the first operation of every depth, then the number of operations."""
+    """First operation of every depth, then the number of operations, [depths + 1]."""
     in_turn: np.ndarray
     """All operations, each after what it needs, and as many of one stage in a row as there can be:
     an order in which what was just computed is soon needed again."""
@@ -151,16 +151,16 @@ def in_flight(graph: OperationGraph, stage: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageOrder:
-    """Where a stage has the forward and the backward of each micro-batch in its list."""
+    """Positions of every micro-batch's forward and backward in a stage's list of operations."""
 
     forward: np.ndarray
-    """[m], ascending; position in the stage's list."""
+    """Position of every forward in the stage's list, [m], ascending."""
     backward: np.ndarray
-    """[m], ascending."""
+    """Position of every backward in the stage's list, [m], ascending."""
 
     @classmethod
     def of_stages(cls, graph: OperationGraph) -> list["StageOrder"]:
-        """Of every stage of a schedule of one chunk whose passes are in order.
+        """Orders of all stages of a schedule that has one chunk and runs its passes in order.
 
         Raises:
             ValueError: the schedule is another one (`require_in_order`).
@@ -176,11 +176,11 @@ class StageOrder:
         ]
 
     def forwards_before_first_backward(self, count: np.ndarray) -> np.ndarray:
-        """How many, where there are only the first `count` [...] micro-batches. [...]"""
+        """Number of them in a step of only the first `count` [...] micro-batches. [...]"""
         return np.minimum(np.searchsorted(self.forward, self.backward[0]), count)
 
     def backwards_after_last_forward(self, count: np.ndarray) -> np.ndarray:
-        """How many, where there are only the first `count` [...] micro-batches. [...]"""
+        """Number of them in a step of only the first `count` [...] micro-batches. [...]"""
         last = self.forward[np.maximum(count - 1, 0)]
         return np.maximum(count - np.searchsorted(self.backward, last), 0)
 
@@ -224,7 +224,7 @@ class _Table:
     before: np.ndarray
     """The stage's previous one; the number of operations where there is none."""
     first: np.ndarray
-    """[stages + 1]; each stage's first operation, then the number of operations."""
+    """First operation of every stage, then the number of operations, [stages + 1]."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "_Table":
@@ -252,7 +252,7 @@ class _Table:
 
 
 def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
-    """Where each operation is in the table; -1 where it is not. [kinds, m, parts]
+    """Index of each operation in the table; -1 where it has none. [kinds, m, parts]
 
     Raises:
         ValueError: an operation is missing, doubled or unknown, or comes before what it needs.

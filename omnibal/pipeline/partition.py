@@ -43,17 +43,18 @@ from omnibal.pipeline.workload import Workload
 MAX_SAMPLED_STEPS = 32
 _MIN_SAMPLED_STEPS = 4
 _SAMPLED_PACKS = 2_048
-"""Steps are sampled until they have so many packs, within the two limits above."""
+"""Packs to sample: steps are added until they hold this many, within the two limits above."""
 _TOLERANCE = 1e-9
-"""Relative; what is better by less is not looked for."""
+"""Relative improvement below which a better split is not searched for."""
 _FIRST_LIMIT = 1.15
-"""Of an even split's time; stages that alone take longer are left out until that proves wrong."""
+"""First time limit, relative to an even split's; stages that alone take longer are left out until
+it proves too low."""
 _LIMIT_STEP = 1.3
-"""What the limit grows by while no split is within it."""
+"""Factor by which the limit grows while no split is within it."""
 _MAX_LIMITS = 16
-"""Limits that are tried before there is none."""
+"""Limits that are tried before the search goes on without one."""
 _SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
-"""How much slower than possible the slowest stage of a first split may be."""
+"""Relative slack of the slowest stage of a first split over the fastest possible one."""
 _MAX_ROUNDS = 60
 _FIRST_WIDTH = 1_000
 _MAX_WIDTH = 8_000
@@ -67,20 +68,20 @@ _DROPPED = 4
 _MAX_NEIGHBOURS = 512
 """Small changes of a split that are simulated before no better one is expected."""
 _FEW = 1_024
-"""So many splits that are left are all simulated."""
+"""Number of remaining splits up to which all are simulated."""
 _MAX_STALE = 2
 """Rounds of full width in a row that may leave the proven bound as it is."""
 _LEAST_RISE = 1e-5
-"""Relative; what counts as a higher bound."""
+"""Relative rise that counts as a higher bound."""
 _WIDENING_RISE = 0.1
-"""Of the gap; while the bound rises by so much in a round, more room is not worth its time."""
+"""Share of the gap; while the bound rises by it in a round, the width stays."""
 _MAX_DESCENT_WORK, _MAX_WORK = 2e8, 8e8
 """Path lengths that are computed, or as much other work, to improve a first split and to prove a
 result: a second or two, and some seconds."""
 _SIMULATED_WORK, _LEARNED_WORK = 3, 6
-"""Path lengths that take as long as one operation simulated, and as one looked at for its path."""
+"""Work of one operation in path lengths: when simulated, and when traced for a critical path."""
 _CHUNK_ENTRIES = 8_000_000
-"""Of [partial splits, paths] at a time: bounds memory."""
+"""Entries of [partial splits, paths] computed at a time: bounds memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,9 +90,9 @@ class SearchResult:
 
     stages: tuple[Stage, ...]
     step_ms: float
-    """Simulated, mean over the sampled steps."""
+    """Simulated step time, mean over the sampled steps."""
     lower_bound_ms: float
-    """No split and recomputed sets that fit take less; equal to `step_ms` if the search ended."""
+    """Proven bound over all splits and recomputed sets that fit; `step_ms` if the search ended."""
     simulated: int
     """Candidates that were simulated."""
 
@@ -103,24 +104,24 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Options:
-    """What one stage may be, sorted by start: a run with a recomputed set that fits."""
+    """Options of one stage, sorted by start: a run with a recomputed set that fits."""
 
     start: np.ndarray
-    """[options], and so all but the last."""
+    """Position of the first unit; all arrays but `terms` are [options]."""
     end: np.ndarray
     vision: np.ndarray
-    """Recomputed layers."""
+    """Recomputed vision layers, as `language` the language layers."""
     language: np.ndarray
     terms: np.ndarray
-    """[options, TERMS]."""
+    """Cost terms with recomputation, [options, TERMS]."""
     bound_ms: np.ndarray
-    """[options]; longest structural path."""
+    """Longest structural path, [options]."""
 
     def __len__(self) -> int:
         return len(self.start)
 
     def place(self, others: "_Options", chosen: int) -> int:
-        """Where one of the others is here."""
+        """Index here of one of the other options."""
         same = (self.start == others.start[chosen]) & (self.end == others.end[chosen])
         same &= self.vision == others.vision[chosen]
         same &= self.language == others.language[chosen]
@@ -146,7 +147,7 @@ class _Problem:
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray
-    """[2, 2]; see `useful_recomputes`."""
+    """Times to recompute layers, [2, 2]; see `useful_recomputes`."""
 
     @property
     def stages(self) -> int:
@@ -245,8 +246,8 @@ def _descend(problem: _Problem) -> "_Search":
 
 
 def _even_ms(problem: _Problem) -> float:
-    """A step in which every stage takes as long as every other, without links, and forwards as long
-    as backwards: so many as the longest chain of operations has."""
+    """Time of a step whose stages are equal, without links: the longest chain of operations, with
+    forwards as long as backwards."""
     steps, stages = problem.simulator.steps, problem.stages
     counts, row = np.unique(steps.counts, return_inverse=True)
     chain = np.array([planned_graph(stages, count).depths for count in counts.tolist()])[row]
@@ -257,7 +258,7 @@ def _even_ms(problem: _Problem) -> float:
 
 
 def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
-    """For every stage, all that it may be in a split of at most `limit_ms`."""
+    """Options that every stage may have in a split of at most `limit_ms`."""
     structure, runs = problem.structure, problem.structure.runs
     fast = [
         structure.longest_ms(stage, runs.start, runs.end, runs.terms) <= limit_ms
@@ -296,7 +297,7 @@ def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Opti
 
 
 def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
-    """Which (starts, ends) of each stage lie on a way through all stages."""
+    """Masks of the (starts, ends) of each stage that lie on a way through all stages."""
     ahead = [np.arange(units + 1) == 0]
     for start, end in edges:
         reached = np.zeros(units + 1, bool)
@@ -312,14 +313,14 @@ def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> lis
 
 
 def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray) -> np.ndarray:
-    """Recomputing a vision and a language layer, where they differ most either way. [2, 2]
+    """Time to recompute a vision and a language layer, where they differ most either way. [2, 2]
 
     Args:
         recompute_ms: [2, 5]; of the two.
     """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ recompute_ms.T
-    # What costs nothing says nothing, and would make all sets equal.
+    # Micro-batches without recomputation time are left out, as they would make all sets equal.
     total_ms = layers_ms.sum(axis=1)
     layers_ms = layers_ms[total_ms > 0] if total_ms.any() else layers_ms
     share = layers_ms[:, 0] / np.maximum(layers_ms.sum(axis=1), np.finfo(float).tiny)
@@ -327,7 +328,7 @@ def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray) -> np.ndarray:
 
 
 def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:
-    """Of all splits, the smallest largest peak of a stage."""
+    """Least peak of the fullest stage, over all splits, in bytes."""
     counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
     peaks = [least_peak_bytes(table, counts)[kind] for table in tables]
     return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
@@ -346,15 +347,15 @@ def _infeasible(problem: _Problem, least_peak: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Bounds:
-    """By cut: what each kept option costs, and what stages before and after a position cost."""
+    """Cost of each kept option, and of the stages before and after a position, by cut."""
 
     kept: list[_Options]
     costs: list[np.ndarray]
-    """[options, cuts] of each stage."""
+    """Costs of every stage's options, [options, cuts] each."""
     before: list[np.ndarray]
-    """[p + 1] of [units + 1, cuts]; at least."""
+    """Least cost of the stages before each position, [p + 1] of [units + 1, cuts]."""
     after: list[np.ndarray]
-    """Likewise."""
+    """Least cost of the stages after each position, [p + 1] of [units + 1, cuts]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -362,13 +363,13 @@ class _Partials:
     """The first stages of splits."""
 
     splits: np.ndarray
-    """[n, stages]; indices into the kept options."""
+    """Indices into the kept options, [n, stages]."""
     position: np.ndarray
-    """[n] where the next stage starts."""
+    """Position at which the next stage starts, [n]."""
     length: np.ndarray
-    """[n, cuts] of the paths so far."""
+    """Length of the paths so far, [n, cuts]."""
     bound_ms: np.ndarray
-    """[n] of all ways to complete them."""
+    """Lower bound over all ways to complete them, [n]."""
 
     def __len__(self) -> int:
         return len(self.splits)
@@ -393,10 +394,10 @@ class _Search:
         self.problem = problem
         self.options = options
         self.kept = [np.arange(len(found)) for found in options]
-        """Of each stage, the options that have not been ruled out."""
+        """Options of each stage that have not been ruled out."""
         self.simulated = 0
         self.work = 0.0
-        """In path lengths."""
+        """Work done, in path lengths."""
         self.best_ms = np.inf
         self.best = np.zeros(problem.stages, np.int64)
         self.cuts = np.zeros((0, problem.stages, TERMS))
@@ -476,11 +477,11 @@ class _Search:
 
     @property
     def _target_ms(self) -> float:
-        """What a split must be below to be looked at."""
+        """Time in ms that a split must be below to be simulated."""
         return self.best_ms * (1 - _TOLERANCE)
 
     def _terms(self, splits: np.ndarray) -> np.ndarray:
-        """[n, p, TERMS]."""
+        """Cost terms of splits [n, p]. [n, p, TERMS]"""
         return np.stack([o.terms[splits[:, stage]] for stage, o in enumerate(self.options)], axis=1)
 
     def _simulate(self, splits: np.ndarray) -> None:
@@ -593,7 +594,7 @@ class _Search:
         parent = np.repeat(np.arange(len(grown)), number)
         first = np.cumsum(number) - number
         option = np.arange(len(parent)) - np.repeat(first - low, number)
-        # What an option adds whichever split it is added to.
+        # Cost that an option adds to any split.
         rest = bounds.costs[stage] + bounds.after[stage + 1][end]
         self.work += len(parent) * rest.shape[1]
         bound_ms = np.empty(len(parent))
@@ -604,7 +605,7 @@ class _Search:
         return parent, option, bound_ms
 
     def _completed(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
-        """Each with the later stages that raise its bound least, one stage after another."""
+        """Complete partial splits, stage by stage, with the option that raises the bound least."""
         for later in range(stage, self.problem.stages):
             parent, option, bound_ms = self._children(bounds, later, grown)
             order = np.lexsort((option, bound_ms, parent))
@@ -635,7 +636,7 @@ def _extended(
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """At most so many of `count` by rising bound: the lowest, and half of them over the rest."""
+    """Indices of at most `most` of `count` sorted splits: half the lowest, half spread out."""
     spread = np.linspace(0, count - 1, min(most // 2, count)).astype(np.int64)
     return np.unique(np.concatenate([np.arange(min(most // 2, count)), spread]))
 

@@ -1,4 +1,4 @@
-"""What a plan's steps will take and need: times, memory, and where the time goes."""
+"""Prediction of a plan's steps: times, memory, and where the time goes."""
 
 from collections.abc import Sequence
 

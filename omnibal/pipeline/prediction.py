@@ -1,4 +1,4 @@
-"""What is predicted of a plan: times, memory of every stage, and where a step's time goes."""
+"""Types of a plan's prediction: times, memory of every stage, and where a step's time goes."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ class StageMemory(Frozen):
     gradients_gib: NonNegativeFloat
     optimizer_gib: NonNegativeFloat
     activations_gib: NonNegativeFloat
-    """Of all micro-batches in flight."""
+    """Activations of all micro-batches in flight."""
     transient_gib: NonNegativeFloat
     """Working memory of the largest unit, on top of what is kept."""
 
@@ -31,7 +31,7 @@ class StageMemory(Frozen):
 
 
 class LostTime(Frozen):
-    """Where the time of a mean step goes: it all adds up to the step, in ms.
+    """Breakdown of a mean step's time into entries that add up to the step, in ms.
 
     Every entry is what the simulated step loses when one cause more is taken away, in this order.
     One may be slightly negative: unequal stages can suit few micro-batches better than equal ones.
@@ -40,18 +40,19 @@ class LostTime(Frozen):
     rank_imbalance_ms: float
     """Waiting for the slowest data-parallel rank."""
     communication_ms: float
-    """Between stages as far as anyone waits for it, within tensor-parallel groups, and the
-    reduction of gradients."""
+    """Sends between stages as far as any stage waits for them, tensor-parallel collectives, and
+    gradient reduction."""
     weight_update_ms: float
     recompute_ms: float
     padding_ms: float
-    """Work on attention heads that are there to be divided over tensor-parallel ranks."""
+    """Work on attention heads that pad their number to a multiple of the tensor-parallel ranks."""
     stage_imbalance_ms: float
     """Stages that take longer than others."""
     bubble_ms: float
-    """Filling and draining the pipeline, and micro-batches that differ."""
+    """Bubble: filling and draining the pipeline, and micro-batches that differ. Other idle time
+    counts under the other causes."""
     ideal_ms: float
-    """What is left: the needed work, spread evenly over all devices without waiting."""
+    """Ideal time: the needed work, spread evenly over all devices without waiting."""
 
     def named(self) -> dict[str, float]:
         """The entries from the ideal up, by their names in words."""
@@ -64,26 +65,27 @@ class StagePrediction(Frozen):
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat
-    """Includes recomputation."""
+    """Backward time, recomputation included."""
     wait_fraction: Annotated[float, Field(ge=0, le=1)]
     """Share of the step in which the stage neither computes nor updates weights."""
     memory: StageMemory
 
 
 class Prediction(Frozen):
-    """What the simulator says of the plan on its own packs."""
+    """Result of simulating the plan on its own packs."""
 
     cost_source: str
     """"analytic:<cluster>" or "profile:<device>, <n> processes"."""
     step_ms: NonNegativeFloat
-    """Mean over the simulated steps."""
+    """Step time, mean over the simulated steps."""
     lost: LostTime
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
-    """Share of device time spent waiting, mean over stages and steps."""
+    """Idle share of device time for any cause, mean over stages and steps; `LostTime.bubble_ms` is
+    only a part of it."""
     samples_per_second_per_gpu: NonNegativeFloat | None
-    """None, as `gpu_days`, for a plan of shapes only."""
+    """Samples per second and GPU; None, as `gpu_days`, for a plan of shapes only."""
     gpu_days: NonNegativeFloat | None
-    """For all planned epochs."""
+    """GPU-days of all planned epochs."""
     stages: tuple[StagePrediction, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""Which layers a stage may recompute so that it fits: every set that can be the best one.
+"""Sets of layers that a stage may recompute so that it fits: every set that can be the best one.
 
 Layers of one tower cost the same, so a set is two counts, vision and language. For every number of
 recomputed vision layers the fewest language layers that fit is found by bisection: recomputing one
@@ -16,7 +16,7 @@ from omnibal.pipeline.stage_cost import MemoryTable, fits_cap
 from omnibal.pipeline.units import LANGUAGE_LAYER, VISION_LAYER
 
 _CHUNK_ENTRIES = 4_000_000
-"""Of [stages, sets of micro-batches] at a time: bounds memory to some 100 MB."""
+"""Entries of [stages, sets of micro-batches] at a time: bounds memory to some 100 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class Recomputes:
     """Sets of recomputed layers; each array has one entry a set, sorted by stage, then vision."""
 
     stage: np.ndarray
-    """Which of the stages that were asked about."""
+    """Index of the stage among those given."""
     vision: np.ndarray
     """Recomputed vision layers."""
     language: np.ndarray
@@ -70,7 +70,7 @@ def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
 
 
 def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-    """`MemoryTable.peak_bytes`, so many stages at a time. [stages]"""
+    """Peak memory of every stage by `MemoryTable.peak_bytes`, in chunks of stages. [stages]"""
     at_once = max(_CHUNK_ENTRIES // len(table.kept_bytes), 1)
     peaks = np.empty(len(counts))
     for first in range(0, len(counts), at_once):
@@ -80,7 +80,7 @@ def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) 
 
 
 def _with_vision(counts: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each stage with each number of vision layers that it could recompute."""
+    """Pairs of each stage and each number of vision layers that it could recompute."""
     choices = counts[stages, VISION_LAYER] + 1
     first = np.cumsum(choices) - choices
     return np.repeat(stages, choices), np.arange(choices.sum()) - np.repeat(first, choices)

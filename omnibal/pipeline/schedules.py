@@ -16,7 +16,7 @@ from enum import IntEnum
 
 
 class Pass(IntEnum):
-    """What an operation computes of one micro-batch and chunk."""
+    """Kind of operation on one micro-batch and chunk."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -24,11 +24,11 @@ class Pass(IntEnum):
     BACKWARD_INPUT = 2
     """The first part of a backward: the gradient that the stage before waits for."""
     BACKWARD_WEIGHT = 3
-    """The second part: gradients of the weights, which nobody waits for."""
+    """The second part: gradients of the weights, which no stage waits for."""
 
     @property
     def label(self) -> str:
-        """In words: `forward`, `backward`, `backward input`, `backward weight`."""
+        """Name in words: `forward`, `backward`, `backward input`, `backward weight`."""
         return self.name.lower().replace("_", " ")
 
 
@@ -42,7 +42,7 @@ class Operation:
 
 
 StageOperations = tuple[Operation, ...]
-"""What one stage runs in a step, in order."""
+"""Operations of one stage in a step, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,17 +51,17 @@ class Schedule:
 
     name: str
     chunks: int
-    """Of every stage."""
+    """Chunks per stage."""
     micro_batches: int
     operations: tuple[StageOperations, ...]
-    """Of every stage."""
+    """Operations of every stage."""
     shortens: bool
-    """Whether leaving out the last micro-batches gives the schedule of so many fewer. Ranks with
-    different numbers of micro-batches can then be simulated side by side by one list."""
+    """Whether leaving out the last micro-batches gives the schedule of the remaining ones. Ranks
+    with different numbers of micro-batches can then be simulated side by side by one list."""
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of pipeline stages."""
         return len(self.operations)
 
     @property

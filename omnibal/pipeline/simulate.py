@@ -1,4 +1,4 @@
-"""Pipeline schedules simulated with every micro-batch's own durations, and what steps will take.
+"""Simulation of pipeline schedules with every micro-batch's own durations, and of step times.
 
 A stage runs its operations in the order that the schedule lists. A forward starts when the stage is
 free and the activation of the part before has arrived, a backward when the gradient of the part
@@ -22,26 +22,26 @@ from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 2_000_000
-"""Of [rows, m, p] simulated at a time: bounds memory to a few hundred MB."""
+"""Entries of [rows, m, p] simulated at a time: bounds memory to a few hundred MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timeline:
-    """When everything ran, in ms from the step's start; a leading steps axis when batched."""
+    """Start and end of every operation, in ms from the step's start; batched: [steps, ...]."""
 
     schedule: Schedule
     start_ms: Mapping[Pass, np.ndarray]
-    """[m, k] of every kind of pass that the schedule has."""
+    """Start of every operation, [m, k] for each kind of pass that the schedule has."""
     end_ms: Mapping[Pass, np.ndarray]
-    """Likewise."""
+    """End of every operation, [m, k] for each kind of pass that the schedule has."""
     finish_ms: np.ndarray
-    """[p]; end of the stage's last operation."""
+    """End of the stage's last operation, [p]."""
     busy_ms: np.ndarray
-    """[p]."""
+    """Time that the stage computes, [p]."""
     wait_ms: np.ndarray
-    """[p]; the rest of the step."""
+    """Time that the stage is idle, the rest of the step, [p]."""
     step_ms: np.ndarray
-    """Scalar; when the last stage to finish has finished."""
+    """End of the last stage to finish, a scalar."""
 
     def of_step(self, step: int) -> "Timeline":
         """One step of a batched timeline."""
@@ -162,12 +162,12 @@ def simulate_schedule(
 
 
 _Place = tuple[int, int, int]
-"""(row of the kind, micro-batch, part) of an operation."""
+"""Place of an operation: (row of the kind, micro-batch, part)."""
 
 
 def _orders(graph: OperationGraph) -> Iterator[tuple[int, _Place, _Place | None, _Place]]:
-    """Of every operation its stage, its place, whose output it waits for, and over which link:
-    (0 forward or 1 backward, micro-batch, the first of its two parts)."""
+    """Yield the stage, place, source and link of every operation; a link is (0 forward or 1
+    backward, micro-batch, the first of its two parts)."""
     columns = np.searchsorted(graph.kinds, graph.kind), graph.micro_batch, graph.part
     places = list(zip(*(column.tolist() for column in columns), strict=True))
     backward = (graph.kind != Pass.FORWARD).astype(np.int64).tolist()
@@ -196,7 +196,7 @@ def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:
 
 
 def _steps_last(values: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """[steps, m, k] to [m, k, steps], with 0 for micro-batches that do not exist."""
+    """Move the steps axis last, [steps, m, k] to [m, k, steps]; 0 for missing micro-batches."""
     return np.where(real[:, None], np.moveaxis(values, 0, -1), 0.0)
 
 
@@ -205,9 +205,9 @@ class StepTimes:
     """Simulated steps of all data-parallel ranks together."""
 
     step_ms: np.ndarray
-    """[steps]; from the first forward to the end of the weight update."""
+    """Step time from the first forward to the end of the weight update, [steps]."""
     busy_ms: np.ndarray
-    """[steps, p]; compute, reduction and update, mean over the data-parallel ranks."""
+    """Time of compute, reduction and update, mean over the data-parallel ranks, [steps, p]."""
 
     @property
     def wait_fractions(self) -> np.ndarray:
@@ -262,13 +262,13 @@ def predict_steps(
 def _padded(
     values: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
 ) -> np.ndarray:
-    """[packs, k] to [rows, m, k], with 0 where a row has no such micro-batch."""
+    """Arrange values [packs, k] as [rows, m, k]; 0 where a row has no such micro-batch."""
     table = np.zeros((*shape, values.shape[1]))
     table[row, slot] = values
     return table
 
 
 def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
-    """Every step of the workload on the given stages."""
+    """Simulate every step of the workload on the given stages."""
     times = stage_times(cost, stages, workload.features)
     return predict_steps(times, workload, *once_a_step_ms(cost, stages))

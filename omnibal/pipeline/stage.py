@@ -1,4 +1,4 @@
-"""A pipeline stage: which of the model's units it holds, and which layers it recomputes."""
+"""A pipeline stage: the model units that it holds, and the layers that it recomputes."""
 
 from typing import Annotated
 
@@ -28,7 +28,7 @@ class Stage(Frozen):
 
     @classmethod
     def whole(cls, vision_layers: int, language_layers: int) -> "Stage":
-        """Make a stage of all kinds of unit, with so many layers of each tower."""
+        """Make a stage of all kinds of unit, with this number of layers of each tower."""
         return cls(
             vision_embed=True,
             vision_layers=vision_layers,

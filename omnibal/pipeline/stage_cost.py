@@ -34,9 +34,9 @@ from omnibal.pipeline.units import (
 
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12
-"""Relative; sums of the same bytes in another order differ by less."""
+"""Relative tolerance; sums of the same bytes in another order differ by less."""
 _KEPT_COUNTS = 8
-"""Of pipelines and numbers of micro-batches, what is in flight: one job asks for the same again."""
+"""Pairs of pipeline size and micro-batches whose in-flight counts are cached, as they repeat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,15 +44,15 @@ class StageTimes:
     """Times of every pack (micro-batch) on every stage, in ms."""
 
     forward_ms: np.ndarray
-    """[packs, stages]."""
+    """Forward time, [packs, stages]."""
     backward_ms: np.ndarray
-    """[packs, stages]; recomputation included."""
+    """Backward time, recomputation included, [packs, stages]."""
     recompute_ms: np.ndarray
-    """[packs, stages]; the part of backward that recomputes."""
+    """Part of the backward time that recomputes, [packs, stages]."""
     forward_link_ms: np.ndarray
-    """[packs, stages - 1]; one send of the activation over each cut."""
+    """Time of one send of the activation over each cut, [packs, stages - 1]."""
     backward_link_ms: np.ndarray
-    """[packs, stages - 1]; one send of its gradient, 0 where none is wanted."""
+    """Time of one send of its gradient, 0 where none is needed, [packs, stages - 1]."""
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
@@ -120,8 +120,8 @@ def in_flight_features(
 
 @lru_cache(maxsize=_KEPT_COUNTS)
 def _held_besides(pipeline_size: int, micro_batches: int) -> tuple[np.ndarray, ...]:
-    """How many micro-batches each stage of the planned schedule holds besides each one, right after
-    its forward: those just before it. [m] of every stage"""
+    """Number of earlier micro-batches still held right after the forward of each one. [m] of every
+    stage of the planned schedule"""
     graph = planned_graph(pipeline_size, micro_batches)
     require_in_order(graph)
     require_shortens(graph.schedule)
@@ -130,14 +130,14 @@ def _held_besides(pipeline_size: int, micro_batches: int) -> tuple[np.ndarray, .
 
 
 def _running_sums(features: np.ndarray) -> np.ndarray:
-    """Of each feature, over the packs before each one and over all. [5, packs + 1]"""
+    """Sum of each feature over the packs before each one and over all. [5, packs + 1]"""
     total = np.zeros((features.shape[1], len(features) + 1))
     np.cumsum(features.T, axis=1, out=total[:, 1:])
     return total
 
 
 def _in_flight_sums(total: np.ndarray, slot: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """`in_flight_features` from running sums. [5, packs]"""
+    """Compute `in_flight_features` from running sums. [5, packs]"""
     first = np.arange(len(slot)) - others[slot]
     return total[:, 1:] - total[:, first]
 
@@ -189,20 +189,20 @@ class MemoryTable:
     """Bytes by kind of unit. `counts` and `recomputed` of the methods are [..., kinds]."""
 
     state_bytes: np.ndarray
-    """[kinds]; weights, gradients and optimizer."""
+    """Bytes of weights, gradients and optimizer state, [kinds]."""
     tied_bytes: float
-    """Of these, what a stage with both language embed and head has once and not twice."""
+    """Part of the state that a stage with both language embed and head has once and not twice."""
     kept_bytes: np.ndarray
-    """[sets, kinds]; activations of micro-batches held at the same time."""
+    """Activations of micro-batches held at the same time, [sets, kinds]."""
     input_bytes: np.ndarray
-    """[sets, kinds]; what remains of them when the unit is recomputed."""
+    """Activations that remain when the unit is recomputed, [sets, kinds]."""
     working_bytes: np.ndarray
-    """[kinds]; of the worst pack."""
+    """Working memory of the worst pack, [kinds]."""
     recompute_working_bytes: np.ndarray
-    """[kinds]; of the worst pack, when the unit is recomputed."""
+    """Working memory of the worst pack when the unit is recomputed, [kinds]."""
 
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Of all micro-batches in flight, at most. [...]"""
+        """Activations of all micro-batches in flight, at most. [...]"""
         kept = (counts - recomputed) @ self.kept_bytes.T
         return (kept + recomputed @ self.input_bytes.T).max(axis=-1)
 
@@ -212,7 +212,7 @@ class MemoryTable:
         return np.where(counts > 0, working, 0.0).max(axis=-1)
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Everything together. [...]"""
+        """Peak memory of a stage, all kinds of memory together. [...]"""
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(counts)
         activations = self.activation_bytes(counts, recomputed)
         return state + activations + self.transient_bytes(counts, recomputed)
@@ -231,7 +231,7 @@ def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarra
 def memory_tables(
     cost: CostModel, features: np.ndarray, slot: np.ndarray, pipeline_size: int
 ) -> list[MemoryTable]:
-    """Of every stage of a pipeline, each with its own micro-batches in flight.
+    """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
 
     Args:
         features: [packs, 5]; packs are sorted by step, rank and slot.
@@ -253,7 +253,7 @@ def _kept_features(cost: CostModel) -> np.ndarray:
 
 
 def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -> list[MemoryTable]:
-    """For each of several sets of micro-batches, by their `_kept_features` [kept, sets]."""
+    """Memory tables for sets of micro-batches, by `_kept_features` [kept, sets] each."""
     activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
     boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
     working = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
@@ -278,7 +278,7 @@ def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -
 
 
 def bytes_by_feature(cost: CostModel, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
-    """Of a micro-batch: what a stage keeps, [5], and its kinds' working memory, [kinds, 5]."""
+    """Bytes that a stage keeps per micro-batch, [5], and its kinds' working memory, [kinds, 5]."""
     activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
     boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
     transient = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
@@ -294,7 +294,7 @@ def undominated(rows: np.ndarray) -> np.ndarray:
     sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
     found = []
     while len(sums):
-        # Of the rows that are left, one with the largest scaled sum is dominated by no other.
+        # A row with the largest scaled sum is dominated by no other.
         top = columns[:, sums.argmax()]
         found.append(top)
         left = np.zeros(len(sums), bool)

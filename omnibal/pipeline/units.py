@@ -24,13 +24,13 @@ HEAD = UNITS.index(Unit.HEAD)
 
 
 def unit_sequence(model: ModelConfig) -> tuple[Unit, ...]:
-    """Every unit of the model, in order."""
+    """List every unit of the model, in order."""
     counts = (1, model.vision.layers, 1, 1, model.language.layers, 1)
     return tuple(unit for unit, count in zip(UNITS, counts, strict=True) for _ in range(count))
 
 
 def unit_counts(stage: Stage) -> np.ndarray:
-    """How many units of each kind the stage holds."""
+    """Number of units of each kind that the stage holds. [kinds]"""
     return np.array(
         [
             stage.vision_embed,
@@ -55,7 +55,7 @@ def holds_one_end(counts: np.ndarray) -> np.ndarray:
 
 
 def recomputed_counts(stage: Stage) -> np.ndarray:
-    """How many units of each kind the stage recomputes."""
+    """Number of units of each kind that the stage recomputes. [kinds]"""
     counts = np.zeros(len(UNITS), np.int64)
     counts[VISION_LAYER] = len(stage.recompute_vision)
     counts[LANGUAGE_LAYER] = len(stage.recompute_language)

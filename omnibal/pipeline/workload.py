@@ -1,4 +1,4 @@
-"""The micro-batches that stages are made for: what simulator, search and methods are given."""
+"""Workload: the micro-batches that simulator, search and split methods are given."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,17 @@ class Workload:
     """Micro-batches of a run, sorted by step, data-parallel rank and slot."""
 
     features: np.ndarray
-    """[packs, 5], as `omnibal.cost.model.pack_features` gives them."""
+    """Features of every pack, [packs, 5], as `omnibal.cost.model.pack_features` gives them."""
     step: np.ndarray
-    """[packs], as are the next two. A rank may have fewer micro-batches than others, or none."""
+    """Step of every pack; this and the next two are [packs]. A rank may have fewer micro-batches
+    than others, or none."""
     dp_rank: np.ndarray
     slot: np.ndarray
     data_parallel_size: int
 
     @classmethod
     def of(cls, packs: ScheduledPacks, features: np.ndarray, data_parallel_size: int) -> "Workload":
-        """Of a schedule, with the features [packs, 5] of its packs."""
+        """Build the workload of a schedule, with the features [packs, 5] of its packs."""
         return cls(
             features=features,
             step=packs.step,
@@ -32,14 +33,14 @@ class Workload:
         )
 
     def some_steps(self, most: int) -> "Workload":
-        """At most so many steps, spread evenly over the run; numbers of steps stay as they are."""
+        """Select at most `most` steps, spread evenly over the run; step numbers are unchanged."""
         steps = np.unique(self.step)
         if len(steps) <= most:
             return self
         return self.of_steps(steps[np.linspace(0, len(steps) - 1, most).round().astype(np.int64)])
 
     def of_steps(self, steps: Sequence[int] | np.ndarray) -> "Workload":
-        """These steps alone; their numbers stay as they are."""
+        """Select these steps; their numbers are unchanged."""
         picked = np.isin(self.step, steps)
         return Workload(
             features=self.features[picked],
@@ -50,7 +51,7 @@ class Workload:
         )
 
     def each_rank_alone(self) -> "Workload":
-        """The same micro-batches, every rank's step as a step of its own."""
+        """Make each data-parallel rank's part of a step a separate step."""
         return Workload(
             features=self.features,
             step=self.step * self.data_parallel_size + self.dp_rank,

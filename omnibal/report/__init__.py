@@ -1,4 +1,4 @@
-"""The report: a plan and what its run measured, as one HTML page that needs nothing else."""
+"""The report: a plan and the measurements of its run, as one self-contained HTML page."""
 
 from omnibal.report.page import write_report
 

@@ -1,4 +1,4 @@
-"""The headline: will it fit, how long, what is wasted, did it train."""
+"""Headline cards: fit into memory, time, waste and training result."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def headline_cards(
     prediction = plan.prediction
     cards = [_fit(plan, prediction, run, replay)] if prediction else []
     if run or replay or prediction:
-        cards += [_step(prediction, run, replay), _bubble(prediction, run, replay)]
+        cards += [_step(prediction, run, replay), _idle(prediction, run, replay)]
         cards += [_rate(prediction, run)]
     cards += [_length(plan, prediction)] if prediction else []
     cards += [_loss(run, records)] if run else []
@@ -42,7 +42,7 @@ def _card(title: str, value: str, note: str) -> str:
 def _beside(
     predicted: str | None, replayed: str | None, measured: str | None
 ) -> tuple[str, list[str]]:
-    """The last value that there is, and notes of those before it; one at least is not None."""
+    """Last value that is given, and notes of those before it; at least one is not None."""
     values = {"predicted": predicted, "replayed": replayed, "measured": measured}
     *others, (name, value) = [(k, v) for k, v in values.items() if v is not None]
     missing = ["no prediction"] * (predicted is None)
@@ -91,15 +91,15 @@ def _step(
     return _card("Time per step", value, "; ".join(notes))
 
 
-def _bubble(
+def _idle(
     prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
 ) -> str:
     value, notes = _beside(
         percent(prediction.bubble_fraction) if prediction else None,
-        percent(replay.bubble_fraction) if replay else None,
+        percent(replay.idle_fraction) if replay else None,
         percent(run.bubble_fraction) if run else None,
     )
-    return _card("Bubble", value, "; ".join(notes) or "share of device time spent waiting")
+    return _card("Idle", value, "; ".join(notes) or "share of device time spent waiting")
 
 
 def _rate(prediction: Prediction | None, run: RunSummary | None) -> str:

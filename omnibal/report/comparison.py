@@ -1,4 +1,4 @@
-"""Steps of the same samples under each other on one time axis, as an SVG file that stands alone."""
+"""Comparison of steps of the same samples on one time axis, as a self-contained SVG file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from omnibal.report.text import milliseconds, number, percent, tick
 
 _WIDTH, _MARGIN = 1100, 28
 _LEFT, _RIGHT = 92, 1004
-"""Of the time axis; right of it stands when the step ends."""
+"""Ends of the time axis; the end of the step is printed right of it."""
 _FIRST_PANEL, _PANEL_GAP = 96.0, 30.0
 _FIRST_ROW = 46.0
-"""Below the heading and the note of a panel."""
+"""Top of the first row, below the heading and the note of a panel."""
 _ROW, _ROWS_HEIGHT = 30.0, 300.0
-"""Height of a stage's row, and at most of all of them together."""
+"""Height of a stage's row, and most height of all rows together."""
 _LABELLED_ROW = 14.0
-"""Less high rows cannot all have a label."""
+"""Least row height at which every row has a label."""
 _FIGURES_AT = (92, 282, 572, 782)
 _STYLE = """
 :root {
@@ -53,16 +53,16 @@ line.last { stroke: var(--ink); stroke-width: 1.6; }
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShownStep:
-    """One step of one pipeline, and what is said of it."""
+    """One step of one pipeline, with its texts."""
 
     title: str
     note: str
     timeline: Timeline
-    """Of m micro-batches on p stages."""
+    """Timeline of m micro-batches on p stages."""
     recompute_ms: np.ndarray
-    """[m, p]; the part of each backward that recomputes."""
+    """Part of each backward that recomputes, [m, p]."""
     samples: int
-    """Trained by the step."""
+    """Samples trained by the step."""
 
     @property
     def step_ms(self) -> float:
@@ -74,12 +74,12 @@ class ShownStep:
 
     @property
     def wait_fraction(self) -> float:
-        """Mean over the stages."""
+        """Idle share of the step, for any cause, mean over the stages."""
         return float(self.timeline.wait_ms.mean()) / self.step_ms
 
     @property
     def recompute_fraction(self) -> float:
-        """Of all computing."""
+        """Share of all computing that is recomputation."""
         return float(self.recompute_ms.sum() / self.timeline.busy_ms.sum())
 
     @property
@@ -88,7 +88,7 @@ class ShownStep:
 
     @property
     def bottom(self) -> float:
-        """Of the last row, from the top of the panel."""
+        """Bottom of the last row, from the top of the panel."""
         return _FIRST_ROW + self.row_height * len(self.timeline.finish_ms)
 
 
@@ -153,7 +153,7 @@ def _row(step: ShownStep, stage: int, x: Scale) -> list[str]:
 
 
 def _figures(step: ShownStep, first: ShownStep, recomputes: bool) -> str:
-    """What the step comes to, its speed also against the first's."""
+    """Key figures of the step, with its speed relative to the first step's."""
     faster = number(step.samples_per_second / first.samples_per_second)
     entries = [
         (milliseconds(step.step_ms), f"for a step of {step.samples:,} samples"),

@@ -1,4 +1,4 @@
-"""The report's figures: plan and run in, SVG out. Colours mean the same thing in all of them."""
+"""The report's figures of plan and run, as SVG; colours mean the same thing in all of them."""
 
 import itertools
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ _CELLS = 64
 
 
 def figure(title: str, drawn: str, caption: str, legend: str = "", css: str = "") -> str:
-    """One figure with its heading above and what to read from it below; `drawn` is trusted."""
+    """One figure with its heading above and its caption below; `drawn` is trusted."""
     return (
         f'<figure class="{css}"><h3>{escape(title)}</h3>{legend}<div class="scroll">{drawn}</div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -285,7 +285,7 @@ def _curves(plot: Plot, steps: np.ndarray, series: np.ndarray, smooth: bool) -> 
 
 
 def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
-    """How many packs hold how many tiles and tokens; good packs crowd near a cap."""
+    """Density of packs over tiles and tokens; good packs crowd near a cap."""
     plot = Plot.over((-0.05 * caps.max_tiles, 1.06 * caps.max_tiles), (0, 1.08 * caps.max_tokens))
     cell_x = max(1, -(-caps.max_tiles // _CELLS))
     cell_y = max(1, -(-caps.max_tokens // (_CELLS // 2)))

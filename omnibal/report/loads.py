@@ -1,4 +1,4 @@
-"""Load of every rank and step, before and after balancing, as one SVG file that stands alone.
+"""Load of every rank and step, before and after balancing, as a self-contained SVG file.
 
 Both sides are simulated: predicted forward and backward time of the whole model, on the samples
 given. "Before" is common practice, which fills micro-batches with a fixed count of samples in
@@ -24,16 +24,16 @@ from omnibal.report.text import milliseconds, number, percent, shorten, tick
 
 _WIDTH, _MARGIN = 1100, 28
 _LEFT, _RIGHT = 92, 1000
-"""Of the time axis; right of it stands when the last step ends."""
+"""Ends of the time axis; the end of the last step is printed right of it."""
 _STEPS_SHOWN, _RANKS_SHOWN = 24, 16
 _ROWS_HEIGHT = 120.0
-"""Of all bars of a panel, unless they are very many or few."""
+"""Height of all bars of a panel, unless they are very many or few."""
 _FIRST_ROW = 42.0
 _LABELLED_ROW = 13.0
-"""Rows less high cannot all have a label."""
+"""Least row height at which every row has a label."""
 _FIGURE_PITCH = 160
 _DIGIT_WIDTH = 7.5
-"""At most, of a step's number."""
+"""Most width of a digit of a step's number."""
 _PLOT_HEIGHT, _PLOT_GAP = 220, 24
 _QUANTILES = 200
 """Drawn points of a distribution, however long the epoch."""
@@ -83,10 +83,10 @@ _WAITING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadSetting:
-    """What was packed for what, and what predicts the time that it takes."""
+    """Settings of the comparison: how samples were packed, and the job that predicts their time."""
 
     job: JobSpec
-    """Whose data-parallel ranks are shown, and whose costs predict their times."""
+    """Job whose data-parallel ranks are shown, and whose costs predict their times."""
     request: DataRequest
 
     @property
@@ -96,7 +96,7 @@ class LoadSetting:
 
     @property
     def micro_batches(self) -> int:
-        """Of one rank in a step."""
+        """Micro-batches of one rank in a step."""
         return self.request.packs_per_step // self.dp
 
     def load_ms(self, features: np.ndarray) -> np.ndarray:
@@ -106,18 +106,18 @@ class LoadSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankLoads:
-    """The steps of an epoch: how long every rank computes in each, and what that trains."""
+    """Steps of an epoch: the compute time of every rank in each, and the samples trained."""
 
     compute_ms: np.ndarray
-    """[steps, ranks]; a step ends with its slowest rank."""
+    """Compute time, [steps, ranks]; a step ends with its slowest rank."""
     samples: int
-    """Of all steps together."""
+    """Samples of all steps together."""
     pad_ratio: float
     """Share of the tokens computed that are padding, mean over micro-batches."""
 
     @property
     def step_ms(self) -> np.ndarray:
-        """[steps]."""
+        """Time of every step, that of its slowest rank. [steps]"""
         return self.compute_ms.max(axis=1)
 
     @property
@@ -138,13 +138,13 @@ class _Panel:
     heading: str
     loads: RankLoads
     steps: np.ndarray
-    """Those shown, ascending."""
+    """Steps shown, ascending."""
     ranks: np.ndarray
-    """Those shown, ascending."""
+    """Ranks shown, ascending."""
 
     @property
     def end_ms(self) -> float:
-        """When the last step shown ends, if the steps shown follow one another."""
+        """End of the last step shown, if the steps shown follow one another."""
         return float(self.loads.step_ms[self.steps].sum())
 
     @property
@@ -335,7 +335,7 @@ def _heading(title: str, subtitle: str) -> str:
 
 
 def _panel(panel: _Panel, x: Scale) -> str:
-    """Steps one after the other on the time axis, in each a bar per rank."""
+    """Panel with the steps in a row on the time axis, and in each a bar per rank."""
     unit, unit_ms = _time_unit(x.high)
     parts = [
         text(_MARGIN, 14, panel.heading, "heading"),
@@ -389,7 +389,7 @@ def _step_numbers(panel: _Panel, ends: np.ndarray) -> list[str]:
 
 
 def _step_bars(panel: _Panel, step: int, start_ms: float, x: Scale) -> list[str]:
-    """One step's bars: what each rank computes, and behind it what it waits."""
+    """One step's bars: the compute time of each rank, and after it the time it waits."""
     parts, end = [], x(start_ms + panel.loads.step_ms[step])
     for row, rank in enumerate(panel.ranks):
         compute_ms = panel.loads.compute_ms[step, rank]
@@ -430,7 +430,7 @@ def _figures(panel: _Panel, first: _Panel) -> str:
 
 
 def _distributions(panels: list[_Panel], top: float) -> str:
-    """Over the whole epoch: how uneven steps are, and how loaded ranks are."""
+    """Distributions over the whole epoch: imbalance of steps, and load of ranks."""
     parts = [text(_MARGIN, top + 14, "All steps of the epoch", "heading")]
     for place, panel in enumerate(panels):
         left = _MARGIN + 220 + 100 * place

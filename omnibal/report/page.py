@@ -1,4 +1,4 @@
-"""A plan, its replay and its run to one HTML file: no script, no other file, no network.
+"""The report page of a plan, its replay and its run: one HTML file, no script and no network.
 
 Equal inputs give equal bytes: nothing on the page depends on when or where it was written.
 """
@@ -58,11 +58,11 @@ class ReportInput:
     plan: Plan
     cost: CostModel
     data: tuple[ScheduledPacks, Lengths] | None
-    """Made up at the caps for a plan of shapes only; None for a plan without either."""
+    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
     replay: ReplaySummary | None
     records: list[StepRecord]
     validations: list[ValidationRecord]
-    """Empty without a run."""
+    """Validations of the run; empty without a run."""
     run: RunSummary | None
     evaluation: Evaluation | None
 
@@ -170,7 +170,7 @@ def _style(name: str) -> str:
 
 
 def _section(title: str, *parts: str) -> str:
-    """Nothing to show makes no section."""
+    """A section of the page; empty if there is nothing to show."""
     body = "\n".join(part for part in parts if part)
     return f"<section><h2>{escape(title)}</h2>\n{body}\n</section>\n" if body else ""
 
@@ -205,7 +205,7 @@ def _header(report: ReportInput) -> str:
 
 
 def _about(replay: ReplaySummary) -> str:
-    """What was done for the figures that are called replayed, and what they are not."""
+    """Explanation of how the replayed figures were measured, and of their limits."""
     info = replay.info
     steps, repetitions = len(info.steps), info.repetitions
     several = f" ({info.processes:,} processes shared them)" if info.processes > 1 else ""

@@ -1,4 +1,4 @@
-"""A run log and a replay reduced to the figures that stand beside the plan's prediction.
+"""Summaries of a run log and a replay, comparable with the plan's prediction.
 
 A run's times are medians over its steps: one slow step (the first, a checkpoint, a busy file
 system) must not pass for the plan's error.
@@ -17,11 +17,11 @@ from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 
 
 class StageTime(NamedTuple):
-    """Where one stage's time went in a step; the five parts in the order they are drawn."""
+    """Breakdown of one stage's time in a step; the five parts in the order they are drawn."""
 
     forward_ms: float
     backward_ms: float
-    """Includes recomputation."""
+    """Backward time, recomputation included."""
     wait_ms: float
     data_ms: float
     optimizer_ms: float
@@ -29,13 +29,13 @@ class StageTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """What a run measured."""
+    """Measurements of a run."""
 
     step_ms: float
     bubble_fraction: float
-    """Share of the step spent waiting for other stages, mean over stages."""
+    """Idle share of the step, for any cause, mean over stages."""
     samples_per_second_per_gpu: float
-    """Of the whole run, slow steps and what lies between steps included."""
+    """Throughput of the whole run, with slow steps and the time between steps."""
     mfu: float
     """Median model FLOPs utilization."""
     first_loss: float
@@ -44,14 +44,14 @@ class RunSummary:
     spikes: int
     replaced_samples: int
     allocation_retries: int
-    """Of the rank with most of them in each step."""
+    """Allocation retries of the rank with most of them in each step, summed over the steps."""
     stages: tuple[StageTime, ...]
     wait_fractions: tuple[float, ...]
     peak_gib: tuple[float, ...]
-    """[stages]."""
+    """Peak memory of every stage, [stages]."""
 
     def incidents(self) -> dict[str, int]:
-        """What went wrong at all, by its name in words."""
+        """Number of incidents by their name, without those that did not happen."""
         counts = {
             "skipped steps": self.skipped_steps,
             "spikes of the loss": self.spikes,
@@ -142,7 +142,7 @@ def _simulated_time(
 def stage_times_by_source(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
 ) -> dict[str, tuple[StageTime, ...]]:
-    """All that there are of predicted, replayed and measured."""
+    """Stage times by their source: predicted, replayed and measured, as far as given."""
     times = {
         "predicted": predicted_stage_times(plan),
         "replayed": replayed_stage_times(replay) if replay else (),
@@ -152,7 +152,7 @@ def stage_times_by_source(
 
 
 def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float]:
-    """What the replayed peak of each stage should be, in GiB; empty without a prediction."""
+    """Predicted value of each stage's replayed peak, in GiB; empty without a prediction."""
     if plan.prediction is None:
         return []
     stages = zip(replay.stages, plan.prediction.stages, strict=True)
@@ -160,11 +160,11 @@ def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float
 
 
 def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
-    """What is told of a replay, as plain values."""
+    """Figures of a replay as plain values."""
     return replay.info.model_dump(mode="json", exclude={"plan_sha256"}) | {
         "step_ms": replay.step_ms,
         "predicted_step_ms": replay.predicted_step_ms,
-        "bubble_fraction": replay.bubble_fraction,
+        "bubble_fraction": replay.idle_fraction,
         "recompute_fraction": replay.recompute_fraction,
         "lost_ms": replay.lost.model_dump(),
         "forward_ms": replay.forward_ms.tolist(),
@@ -192,7 +192,7 @@ def is_right(answer: EvaluatedAnswer) -> bool:
 
 
 def telling_examples(evaluation: Evaluation, limit: int) -> list[EvaluatedAnswer]:
-    """At most `limit` answers, taking turns over the kinds, and over right and wrong in each."""
+    """Choose at most `limit` answers, taking turns over kinds, and over right and wrong in each."""
     groups: dict[tuple[str, bool], list[EvaluatedAnswer]] = {}
     for answer in evaluation.examples:
         groups.setdefault((answer.kind, is_right(answer)), []).append(answer)

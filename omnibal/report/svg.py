@@ -1,4 +1,4 @@
-"""SVG, just enough for the report and its pictures: scales, axes, lines, dots, bars.
+"""SVG elements for the report and its pictures: scales, axes, lines, dots, bars.
 
 Colours are classes of report.css, so one drawing serves light, dark and print. Coordinates are
 rounded to 0.1, which keeps pages small and equal inputs equal bytes.
@@ -84,7 +84,7 @@ def drawing(width: float, height: float, label: str, body: Iterable[str], css: s
 def document(
     title: str, width: float, height: float, style: str, body: Iterable[str], defs: str = ""
 ) -> str:
-    """A file that stands alone: `style` is its own, with a class `paper` for the background."""
+    """A self-contained SVG file; `style` has a class `paper` for the background."""
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
         f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}">'

@@ -108,7 +108,7 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
 def memory_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
     """Predicted memory by kind, the sum against the device's, and the replayed and measured peak.
 
-    Beside the replayed one stands what it should be by the prediction.
+    The replayed peak is shown beside its predicted value.
     """
     columns = [Column(title="stage", cells=[str(i) for i in range(len(plan.stages))], css="left")]
     if plan.prediction:
@@ -207,7 +207,7 @@ def answers_table(evaluation: Evaluation) -> str:
 
 
 def packing_facts(packs: ScheduledPacks, lengths: Lengths, plan: Plan) -> str:
-    """How full and how even the micro-batches are."""
+    """Facts about the micro-batches: fill and balance."""
     if plan.data is None:
         return ""
     dp = plan.parallel.data
@@ -272,7 +272,7 @@ def sources_table(lengths: Lengths) -> str:
 def provenance_facts(
     plan: Plan, replay: ReplaySummary | None, records: Sequence[StepRecord]
 ) -> str:
-    """What the page was made from."""
+    """Facts about the page's inputs."""
     entries = [("Plan schema", f"version {plan.schema_version}")]
     entries += [
         ("Cluster", f"{escape(plan.cluster.name)}, {plan.cluster.memory_gib:g} GiB a device")

@@ -1,4 +1,4 @@
-"""Values to HTML text: escaping, and numbers with units, alike all over the report."""
+"""Formatting of values as HTML text: escaping, and numbers with units."""
 
 import html
 import math
@@ -19,7 +19,7 @@ def shorten(value: str, limit: int) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """At least `digits` significant digits, never an exponent for what people write out.
+    """Format a number with at least `digits` significant digits, with an exponent only below 0.001.
 
     >>> number(1234.5), number(12.345), number(0.01234)
     ('1,234', '12.3', '0.0123')
@@ -49,7 +49,7 @@ def milliseconds(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two leading units.
+    """Format a duration in its two leading units.
 
     >>> duration(11_700), duration(42.4)
     ('3 h 15 min', '42 s')
@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def deviation(predicted: float, measured: float) -> str:
-    """How far a prediction lies from the measurement, in words."""
+    """Deviation of a prediction from the measurement, in words."""
     if measured <= 0:
         return "no measured time"
     error = predicted / measured - 1

@@ -1,4 +1,4 @@
-"""One training step as it runs over the stages: the planned schedule as simulated, drawn."""
+"""Drawing of one simulated training step over the stages."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from omnibal.report.text import milliseconds, tick
 
 _LEFT, _ROW = 72, 32
 _LABEL_WIDTH = 15.0
-"""Narrower blocks carry no number."""
+"""Least width of a block that carries a number."""
 
 
 def timeline_figure(
@@ -48,7 +48,7 @@ def timeline_figure(
 
 
 def draw(timeline: Timeline, tips: Sequence[str]) -> str:
-    """A row per stage, a block per pass; what stays free is waiting."""
+    """Draw a row per stage and a block per pass; free space is waiting."""
     stages, end_ms = len(timeline.finish_ms), float(timeline.step_ms)
     x, bottom = Scale(0, end_ms, _LEFT, WIDE - 16), _ROW * stages
     parts = []

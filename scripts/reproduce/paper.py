@@ -207,7 +207,7 @@ class Data:
             seed=self.seed,
             epochs=1,
             packs_per_step=MICRO_BATCHES_PER_STEP,
-            alike=data_parallel,
+            packs_per_row=data_parallel,
         )
         steps = draw_steps(self.lengths, request, load)
         packs = deal_steps(steps, self.lengths, load, data_parallel)

@@ -76,7 +76,7 @@ def print_result(
             f"{summary.step_ms:,.0f}",
             f"{summary.predicted_step_ms / summary.step_ms - 1:+.1%}",
             f"{rates[variant] / first:.2f}",
-            f"{summary.bubble_fraction:.0%}",
+            f"{summary.idle_fraction:.0%}",
             f"{summary.recompute_fraction:.0%}",
             " ".join(f"{stage.peak_gib:.1f}" for stage in summary.stages),
         ]

@@ -220,7 +220,7 @@ def test_many_epochs_are_not_searched(monkeypatch):
     def packs(epochs: int) -> int:
         request = DataRequest(
             caps=caps, method=PackingMethod.BALANCED, seed=0, epochs=epochs, packs_per_step=1,
-            alike=1,
+            packs_per_row=1,
         )  # fmt: skip
         return len(pack_epochs(lengths, request)[0])
 

@@ -63,7 +63,7 @@ def case(
         seed=5,
         epochs=1,
         packs_per_step=dp * micro_batches,
-        alike=dp,
+        packs_per_row=dp,
     )
     setting = LoadSetting(job=job, request=request)
 

@@ -103,7 +103,7 @@ def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: st
     predicted = job.predict()
     assert replay.step_ms == pytest.approx(predicted.step_ms)
     assert replay.predicted_step_ms == pytest.approx(predicted.step_ms)
-    assert replay.bubble_fraction == pytest.approx(predicted.bubble_fraction)
+    assert replay.idle_fraction == pytest.approx(predicted.bubble_fraction)
     assert replay.lost.model_dump() == pytest.approx(predicted.lost.model_dump(), abs=1e-9)
     assert sum(replay.lost.model_dump().values()) == pytest.approx(replay.step_ms)
     packs = job.data[0]

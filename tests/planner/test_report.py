@@ -726,7 +726,7 @@ def test_replay_has_its_own_step_bubble_and_memory(
     of_these = f"{milliseconds(replay.predicted_step_ms)}, {100 * error:.1f} % too low"
     assert f"replayed {milliseconds(replay.step_ms)}; for the replayed steps the cost" in text
     assert f"model says {of_these}" in text
-    assert f"predicted 13.4 %; replayed {100 * replay.bubble_fraction:.1f} %" in text
+    assert f"predicted 13.4 %; replayed {100 * replay.idle_fraction:.1f} %" in text
     # Activations of 1 and 2 GiB on 0.5 GiB of weights; predicted is all but the working memory.
     assert "2.50 GiB replayed where 2.41 were predicted" in text
     rows = rows_under(three_columns, "Time and memory")

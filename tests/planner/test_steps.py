@@ -57,7 +57,7 @@ def draw(lengths: Lengths, dp: int = 2, micro_batches: int = 3, **changes) -> Sc
         "seed": 0,
         "epochs": 2,
         "packs_per_step": dp * micro_batches,
-        "alike": dp,
+        "packs_per_row": dp,
     }
 
     def load(packs: Packs) -> np.ndarray:
@@ -266,14 +266,14 @@ def test_packs_that_are_there_are_as_good_as_new():
         seed=3,
         epochs=2,
         packs_per_step=6,
-        alike=2,
+        packs_per_row=2,
     )
 
     def load(packs: Packs) -> np.ndarray:
         return size_load(packs, lengths)
 
     # Of another step size, as packs depend on neither ranks nor steps.
-    packed = pack_epochs(lengths, replace(request, packs_per_step=1, alike=1))
+    packed = pack_epochs(lengths, replace(request, packs_per_step=1, packs_per_row=1))
     kept = draw_steps(lengths, request, load, packed)
     assert kept.sha256 == draw_steps(lengths, request, load).sha256
     other = pack_epochs(lengths, replace(request, seed=4))

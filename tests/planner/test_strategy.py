@@ -31,7 +31,7 @@ from omnibal.strategy import (
     CLEARLY_WORSE,
     StrategyRequest,
     StrategySearch,
-    _Look,
+    _FindBound,
     _Pack,
     _Setting,
     possible_parallels,
@@ -160,9 +160,9 @@ def test_bound_holds_for_mixed_steps(samples_per_step):
     setting.packs.update([_Pack(setting=setting)(CAPS)])
     bounds = []
     for parallel in possible_parallels(searched):
-        _, outlook = _Look(setting=setting)((parallel, CAPS))
-        bounds.append(outlook.least_ms)
-        assert outlook.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
+        _, bound = _FindBound(setting=setting)((parallel, CAPS))
+        bounds.append(bound.least_ms)
+        assert bound.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
     assert sum(bound > 0 for bound in bounds) > len(bounds) / 3
 
 

@@ -1,4 +1,4 @@
-"""The weights of a run as a checkpoint that other tools load.
+"""Export of a run's weights as a checkpoint that other tools load.
 
 What is written is like a given released checkpoint, file by file, or of a layout that is asked for,
 with a config.json made from the model.
@@ -57,7 +57,7 @@ class _Piece:
     name: str
     parameter: Parameter
     position: int
-    """Among the tensors that the parameter is made of."""
+    """Index among the tensors that the parameter is made of."""
     shape: Shape
     dtype: torch.dtype
 
@@ -79,28 +79,29 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """What is to be written, found to be possible."""
+    """A checked export: the files to write."""
 
     stored: CheckpointIdentity
     model: ModelConfig
     layout: Layout
     files: tuple[_File, ...]
     copied: tuple[Path, ...]
-    """Files that go along as they are."""
+    """Files that are copied unchanged."""
     made: Mapping[str, str]
     """Texts of other files, by name: configurations and the index."""
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(file.bytes for file in self.files)
 
 
 def plan_export_like(
     stored: CheckpointIdentity, like: ReleasedCheckpoint, dtype: torch.dtype | None
 ) -> Export:
-    """A copy of the released checkpoint `like` with the stored weights in place of its own: the
-    same files, names and, unless `dtype` is given, types.
+    """Plan a copy of the released checkpoint `like` with the stored weights in place of its own.
+
+    Files, names and, unless `dtype` is given, types are the same.
 
     Raises:
         UserError: the models differ.
@@ -154,7 +155,7 @@ def plan_export_like(
 def _changed_texts(
     like: ReleasedCheckpoint, files: Sequence[_File], dtype: torch.dtype | None
 ) -> dict[str, str]:
-    """Files that tell the tensors' names, type or bytes, where those are not as they were."""
+    """Texts of files that state the tensors' names, type or bytes, where those change."""
     made = {}
     if dtype is not None:
         config = read_text(like.directory / CONFIG_FILE, "fetch it again")
@@ -171,7 +172,7 @@ def _head_copy(
     name: str,
     dtype_of: Callable[[str, Parameter], torch.dtype],
 ) -> _Piece:
-    """The embedding's values once more, as the head of a model whose head is tied to it.
+    """A copy of the embedding as the head of a model whose head is tied to it.
 
     InternVL's own code unties every head, whatever config.json says, and so would begin without
     this tensor with a random one.
@@ -193,7 +194,7 @@ def plan_export_as(
     tokenizer: Tokenizer | None,
     bytes_per_file: int,
 ) -> Export:
-    """The stored weights in a layout, with a config.json made from the model.
+    """Plan an export of the stored weights in a layout, with a config.json made from the model.
 
     Args:
         dtype: of the tensors; None for the stored type.
@@ -260,7 +261,7 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
 def _pieces(
     model: ModelConfig, layout: Layout, dtype_of: Callable[[str, Parameter], torch.dtype]
 ) -> Iterator[_Piece]:
-    """All tensors of the layout, of the type that goes with their name and parameter."""
+    """Yield all tensors of the layout, each with the type for its name and parameter."""
     for parameter in parameters(model):
         made_of = released(parameter, model, layout)
         for position, (name, shape) in enumerate(zip(made_of.names, made_of.shapes, strict=True)):
@@ -274,7 +275,7 @@ def _pieces(
 
 
 def _dealt(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:
-    """Pieces in order over files of no more than so many bytes."""
+    """Split pieces in order over files of at most `bytes_per_file` bytes."""
     groups: list[list[_Piece]] = [[]]
     size = 0
     for piece in pieces:

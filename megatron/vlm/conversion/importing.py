@@ -1,4 +1,4 @@
-"""A released checkpoint to the directory of a run that holds its weights, model and tokenizer.
+"""Import of a released checkpoint as the directory of a run: weights, model and tokenizer.
 
 RUN/iter_0000000/    the weights, for `pretrain_vlm.py --load RUN --finetune`
 RUN/model.toml       the model, for `omnibal plan --model RUN/model.toml`
@@ -59,7 +59,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleasedCheckpoint:
-    """A released checkpoint that has been found whole and understood."""
+    """A released checkpoint that has been checked as complete and supported."""
 
     directory: Path
     files: ReleasedFiles
@@ -68,18 +68,18 @@ class ReleasedCheckpoint:
 
     @property
     def bytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(
             elements(parameter) * self.dtype(parameter).itemsize
             for parameter in parameters(self.model)
         )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Of the tensors that the parameter is made of."""
+        """Type of the tensors that the parameter is made of."""
         return self.files.tensors[self._released(parameter).names[0]].dtype
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The parameter's values."""
+        """Read the parameter's values."""
         made_of = self._released(parameter)
         pieces = [self.files.read(name) for name in made_of.names]
         return made_of.arrangement.join(pieces, parameter.shape)
@@ -96,7 +96,7 @@ class ReleasedCheckpoint:
 
 
 def open_released(directory: Path) -> ReleasedCheckpoint:
-    """Find out what a released checkpoint is, and that every tensor of it has a place.
+    """Open a released checkpoint and check that every tensor of it has a place.
 
     Transformers 5 does not tie a head whose tensor is another than the embedding, whatever
     config.json says, and saves such models; so in its layout the tensors have the last word.
@@ -215,7 +215,7 @@ def import_checkpoint(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FoundTokenizer:
-    """What goes into the run's tokenizer folder."""
+    """Files for the run's tokenizer folder."""
 
     files: tuple[Path, ...]
     made: str | None

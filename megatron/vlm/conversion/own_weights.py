@@ -1,4 +1,4 @@
-"""This project's checkpoints without a model in memory: one parameter at a time in or out.
+"""Reading and writing of this project's checkpoints one parameter at a time, without a model.
 
 The files are those of Megatron-core's dist_checkpointing, as a run saves them, so training loads
 them under any split, tensor and data parallel size. Only the weights are there: no optimizer.
@@ -40,7 +40,7 @@ from omnibal.config import ModelConfig
 
 WEIGHTS_STEP = 0
 _HEAD_STATE = "head._extra_state/shard_0_1"
-"""Stored also where the head's weight is the token embedding's."""
+"""Key of the head's extra state, stored also where the head is tied to the token embedding."""
 _LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
@@ -96,12 +96,12 @@ class StoredWeights:
         }
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Of the parameter as it is stored."""
+        """Type in which the parameter is stored."""
         with one_error(self._path):
             return self._dtypes[parameter.key]
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        """Values of the parameters, in their order.
+        """Read the values of the parameters, in their order.
 
         Raises:
             UserError: a file is missing or broken.
@@ -116,7 +116,7 @@ class StoredWeights:
 
 
 def _chunk(parameter: Parameter) -> ChunkStorageMetadata:
-    """Its place in the stored tensor."""
+    """Chunk of the stored tensor that holds the parameter."""
     if parameter.layer is None:
         offsets, sizes = (0,) * len(parameter.shape), parameter.shape
     else:
@@ -131,7 +131,7 @@ def _stored_size(parameter: Parameter) -> torch.Size:
 
 
 def _extra_state_key(parameter: Parameter) -> str | None:
-    """Core's linear layers store an object of their own beside the weight; it holds nothing."""
+    """Key of the empty object that core's linear layers store; None for others."""
     if not parameter.key.endswith(_LINEARS):
         return None
     module = parameter.key.removesuffix(".weight")
@@ -139,7 +139,7 @@ def _extra_state_key(parameter: Parameter) -> str | None:
 
 
 class _WritePlanner(SavePlanner):
-    """Every parameter as one item, whose values are read when it is written."""
+    """Save planner with one item per parameter, whose values are read when it is written."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _WritePlanner(SavePlanner):
 
 
 class _ReadPlanner(LoadPlanner):
-    """The parameters that are asked for, however their chunks lie in the files."""
+    """Load planner for given parameters, however their chunks lie in the files."""
 
     def __init__(self, parameters: Sequence[Parameter], values: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters

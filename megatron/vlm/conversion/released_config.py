@@ -1,4 +1,4 @@
-"""A released checkpoint's config.json as a ModelConfig, and the other way round.
+"""Conversion of a released checkpoint's config.json to a ModelConfig and back.
 
 Read are the original InternVLChatConfig and Transformers' own InternVLConfig. What this project's
 model cannot do (scaled RoPE, features of an earlier layer, biases it lacks) is refused by name.
@@ -33,11 +33,10 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_POSITIONS = 32_768
-"""Of most released InternVL2, 2.5 and 3 models, for a ModelConfig without such a limit. It is what
-serving tools take for the longest text, and RoPE, which is not scaled here, does not depend on
-it."""
+"""Longest text of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit.
+Serving tools take it for the longest text; RoPE, unscaled here, does not depend on it."""
 _BICUBIC = 3
-"""Pillow's number."""
+"""Pillow's number of bicubic resampling."""
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
 _NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
     "layer_norm": "LayerNorm",
@@ -60,7 +59,7 @@ _MODEL_TYPES = {
 
 
 _SCALES_LATER = "dynamic"
-"""The kind of RoPE that is as it was up to max_position_embeddings."""
+"""Kind of RoPE that is unscaled up to max_position_embeddings."""
 
 
 class _Rope(BaseModel):
@@ -75,7 +74,7 @@ class _Rope(BaseModel):
 
 
 class _Language(BaseModel):
-    """Llama's, Qwen2's and InternLM2's, which share their names."""
+    """Language configuration of Llama, Qwen2 and InternLM2, which share their names."""
 
     architectures: list[str] | None = None
     model_type: str = ""
@@ -104,7 +103,7 @@ class _Language(BaseModel):
 
     @property
     def rope(self) -> tuple[float, str]:
-        """Base and kind."""
+        """Base and kind of RoPE."""
         parameters = self._rope
         return parameters.rope_theta or self.rope_theta, parameters.kind
 
@@ -114,7 +113,7 @@ class _Language(BaseModel):
 
     @property
     def scaled_later(self) -> dict[str, Any]:
-        """Up to where RoPE is not scaled, and how it is from there on; empty where it never is."""
+        """Position up to which RoPE is not scaled, and its scaling from there on; empty if none."""
         if self._rope.kind != _SCALES_LATER:
             return {}
         most = self.max_position_embeddings or (32_768 if self.is_qwen2 else 2048)
@@ -151,7 +150,7 @@ class _Original(BaseModel):
     ps_version: str = "v1"
     template: str | None = None
     system_message: str | None = None
-    """Of InternVL's `chat` alone: its training takes the template's."""
+    """System message of InternVL's `chat` alone; its training takes the template's."""
     pad2square: bool = False
     dynamic_image_size: bool = False
     use_thumbnail: bool = False
@@ -194,7 +193,7 @@ class _Kind(BaseModel):
 
 
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
-    """The model in a released checkpoint's folder, and how its tensors are laid out.
+    """Read the model in a released checkpoint's folder, and the layout of its tensors.
 
     Args:
         names: of the tensors there, which tell what config.json leaves open: whether they begin
@@ -350,7 +349,7 @@ def _vision(
     qk_norm: bool,
     layer_scale_init: float,
 ) -> VisionConfig:
-    """What both classes name alike, with what they do not."""
+    """Vision configuration from fields that both classes share and from those that differ."""
     return VisionConfig(
         layers=given.num_hidden_layers,
         hidden_size=given.hidden_size,
@@ -369,9 +368,12 @@ def _vision(
 def _is_tied(
     language: _Language, outer: bool | None, layout: Layout, names: Collection[str]
 ) -> bool:
-    """What the language model's own configuration says goes before the whole model's, which
-    InternVL's class sets from it. Transformers 5 goes by the latter, so a head that is not there is
-    tied in its layout if either says so."""
+    """Whether the head is tied to the token embedding.
+
+    The language model's own configuration takes precedence over the whole model's, which InternVL's
+    class sets from it. Transformers 5 goes by the latter, so a missing head is tied in its
+    layout if either says so.
+    """
     inner = language.tie_word_embeddings
     lacks_head = head_name(layout) not in names
     if lacks_head and not layout.is_original:
@@ -429,12 +431,12 @@ def _square(sides: int | list[int], path: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenIds:
-    """What configurations say of the tokenizer that goes with a model."""
+    """Token ids that configurations state of a model's tokenizer."""
 
     image: int
-    """Of `<IMG_CONTEXT>`."""
+    """Id of `<IMG_CONTEXT>`."""
     end: int
-    """That closes an answer."""
+    """Id that closes an answer."""
 
 
 def configurations(
@@ -472,7 +474,7 @@ def with_dtype(config: str, dtype: str) -> str:
 
 
 def _preprocessor(model: ModelConfig) -> dict[str, Any]:
-    """Of Transformers' image processor: the tiles of training and their normalized pixels."""
+    """Settings of Transformers' image processor: tiles and pixel values as in training."""
     size, tiling = model.vision.image_size, model.tiling
     return {
         "image_processor_type": "GotOcr2ImageProcessor",
@@ -590,7 +592,7 @@ def _norm_name(vision: VisionConfig) -> str:
 
 
 def check_exportable(model: ModelConfig, layout: Layout) -> None:
-    """Raise UserError if the layout cannot say what the model is."""
+    """Raise UserError if the layout cannot describe the model."""
     vision, language = model.vision, model.language
     obstacles = [
         (vision.layer_scale_init is None, "no layer scale"),

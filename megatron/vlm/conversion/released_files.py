@@ -26,7 +26,7 @@ from omnibal.files import read_json_model
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _OPEN_FILES = 2
-"""A parameter's tensors may lie on both sides of a border between files."""
+"""Most files kept open, as a parameter's tensors may lie in two neighbouring files."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LISTED = 5
 
@@ -38,7 +38,7 @@ class _Index(BaseModel, extra="allow"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """What a file's header says of one of its tensors."""
+    """Header entry of one of a file's tensors."""
 
     file: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class ReleasedFiles:
         self._open: OrderedDict[str, safe_open] = OrderedDict()
         index = directory / INDEX_FILE
         self.index: dict[str, Any] | None = None
-        """What the index says, or None where a single file needs none."""
+        """Content of the index; None where a single file needs none."""
         if index.is_file():
             listed = read_json_model(_Index, index, "fetch it again")
             self.index = listed.model_dump(exclude_unset=True)
@@ -79,10 +79,10 @@ class ReleasedFiles:
                 )
             found = self._headers([SINGLE_FILE])
         self.tensors: Mapping[str, TensorInfo] = found
-        """By name."""
+        """Header entries by tensor name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file.
+        """Read one tensor, mapped from its file.
 
         Raises:
             UserError: the file cannot be read any more.
@@ -94,7 +94,7 @@ class ReleasedFiles:
             raise _broken(self._directory / file, error) from error
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
-        """What the file says of itself as a whole."""
+        """Metadata in a file's header."""
         return self._opened(file).metadata()
 
     def _opened(self, file: str) -> safe_open:
@@ -164,19 +164,19 @@ def _check_index(index: Path, listed: Mapping[str, str], found: Mapping[str, Ten
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As Transformers names it, such as "bfloat16"."""
+    """Name of a type in Transformers, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def shortened(names: list[str]) -> str:
-    """The first of many names, and how many there are."""
+    """Text of the first names, and of the number of further ones."""
     listed = ", ".join(names[:_LISTED])
     return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"
 
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Whatever fails while `target` is being written is one error of the user's."""
+    """Turn whatever fails while `target` is being written into one UserError."""
     try:
         yield
     except UserError:
@@ -202,7 +202,7 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | No
 
 
 def check_room(target: Path, size: int) -> None:
-    """Raise UserError unless so many bytes fit into the file system that `target` would be in."""
+    """Raise UserError unless `size` bytes fit into the file system that `target` would be in."""
     there = next(folder for folder in target.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(there).free
     if size > free:

@@ -23,11 +23,11 @@ _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2 splits text before byte-pair encoding."""
+"""Pattern by which Qwen2 splits text before byte-pair encoding."""
 
 
 class _Config(BaseModel):
-    """What is read of tokenizer_config.json, which says more."""
+    """Settings read from tokenizer_config.json; other fields are ignored."""
 
     tokenizer_class: str | None = None
     add_prefix_space: bool | None = None
@@ -89,7 +89,7 @@ def _merges(path: Path) -> Sequence[tuple[str, str]]:
 
 
 def _listed(folder: Path) -> dict[int, AddedToken]:
-    """Of the file that only older versions of Transformers read."""
+    """Added tokens by id, from the file that only older versions of Transformers read."""
     path = folder / ADDED_FILE
     if not path.is_file():
         return {}

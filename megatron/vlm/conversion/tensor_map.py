@@ -1,4 +1,4 @@
-"""Which tensors of a released checkpoint make up each parameter of this project's.
+"""Map from each parameter of this project to the released tensors that it is made of.
 
     parameters(model)            every parameter of the whole model, with its shape
     released(parameter, layout)  the released tensors it is made of, and how
@@ -32,7 +32,7 @@ class Layout(StrEnum):
     INTERNVL_QWEN2 = "internvl-qwen2"
     TRANSFORMERS = "transformers"
     TRANSFORMERS_PREFIXED = "transformers-prefixed"
-    """The same under the names that some versions of Transformers wrote: `model.vision_tower...`"""
+    """Transformers' layout with the names that some versions wrote: `model.vision_tower...`"""
 
     @property
     def is_original(self) -> bool:
@@ -44,17 +44,17 @@ class Parameter:
     """A parameter of the whole model, over all pipeline stages and tensor-parallel ranks."""
 
     key: str
-    """In this project's checkpoints, where the layers of a tower are one stacked tensor."""
+    """Key in this project's checkpoints, where the layers of a tower are one stacked tensor."""
     shape: Shape
-    """Of one layer."""
+    """Shape of one layer's parameter."""
     layer: int | None = None
-    """From 0; None outside the towers' layers."""
+    """Number of the layer, from 0; None outside the towers' layers."""
     layers: int | None = None
-    """Of the tower."""
+    """Number of layers of the tower."""
 
     @property
     def name(self) -> str:
-        """As `initialize.global_parameter_name` has it."""
+        """Name as `initialize.global_parameter_name` gives it."""
         if self.layer is None:
             return self.key
         return self.key.replace(".layers.", f".layers.{self.layer}.", 1)
@@ -99,7 +99,7 @@ class QueryKeyValue:
     heads: int
     kv_heads: int
     is_fused: bool
-    """Whether they are one tensor there too."""
+    """Whether the released checkpoint has them in one tensor too."""
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
         if self.is_fused:
@@ -207,7 +207,7 @@ _LLAMA_REST: _Names = {
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter once, in the order of the forward pass."""
+    """Yield every parameter once, in the order of the forward pass."""
     vision, language = model.vision, model.language
     wide, width = model.projector_input_size, language.hidden_size
     patch_values = IMAGE_CHANNELS * vision.patch_size**2
@@ -356,5 +356,5 @@ def _prefixed(name: str) -> str:
 
 
 def elements(parameter: Parameter) -> int:
-    """Values in the parameter, one layer of it."""
+    """Number of values in the parameter, one layer of it."""
     return math.prod(parameter.shape)
