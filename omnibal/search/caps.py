@@ -24,7 +24,7 @@ from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.plan_data import least_caps
-from omnibal.trial import Comparison, Trial, micro_batches_at, time_per_sample
+from omnibal.search.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 MAX_CANDIDATES = 32
 """Of a search by time: 17 on the grid, the best 3 again on more samples, twice 6 moves."""
