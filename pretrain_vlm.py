@@ -10,10 +10,10 @@ import sys
 
 from rich.console import Console
 
-from megatron.vlm.arguments import parse_arguments
-from megatron.vlm.dry_run import print_dry_run
-from megatron.vlm.launch import Launch, open_store
-from megatron.vlm.run import execute, load_run, open_trainable
+from megatron.vlm.run.arguments import parse_arguments
+from megatron.vlm.run.dry_run import print_dry_run
+from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.pretrain import execute, load_run, open_trainable
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
 

@@ -50,8 +50,8 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
-from megatron.vlm.profiler import ProfileOptions, device_name
-from megatron.vlm.replay import MicroBatchTimes
+from megatron.vlm.measure.profiler import ProfileOptions, device_name
+from megatron.vlm.measure.replay import MicroBatchTimes
 from omnibal.config import Frozen, load_cluster, load_model
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, read_profile

@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.data import DataOptions, PackDataset, SampleReader, load_batches
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.train import Trainer, build_trainer, train_step
-from megatron.vlm.validation import Validation, validate
-from megatron.vlm.validation_packs import pack_validation
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
+from megatron.vlm.inputs.data import DataOptions, PackDataset, SampleReader, load_batches
+from megatron.vlm.inputs.validation_packs import pack_validation
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.step.train import Trainer, build_trainer, train_step
+from megatron.vlm.step.validation import Validation, validate
 from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths

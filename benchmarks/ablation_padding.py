@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.inputs.batch import MicroBatch
 
 PADDING_TOKEN = 0
 

@@ -24,20 +24,25 @@ from ablation_padding import padded_to_longest
 from ablation_variants import Variant
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.clock import Phase, each_ms
-from megatron.vlm.data import PackDataset, SampleReader, load_batches
-from megatron.vlm.launch import Launch, initialize_distributed
-from megatron.vlm.loop import gather_stage_records
-from megatron.vlm.profiler import OPTIMIZATION, ProfileOptions, Profiler, peak_activation_bytes
-from megatron.vlm.replay import (
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
+from megatron.vlm.inputs.data import PackDataset, SampleReader, load_batches
+from megatron.vlm.measure.profiler import (
+    OPTIMIZATION,
+    ProfileOptions,
+    Profiler,
+    peak_activation_bytes,
+)
+from megatron.vlm.measure.replay import (
     MicroBatchTimes,
     StageReplayer,
     predicted_waits,
     random_rows,
     standing_in,
 )
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.run.launch import Launch, initialize_distributed
+from megatron.vlm.run.loop import gather_stage_records
+from megatron.vlm.step.clock import Phase, each_ms
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations

@@ -34,12 +34,6 @@ from packing_stress import stress
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.cap_search import (
-    CapRule,
-    CapSearchRequest,
-    search_caps,
-    usual_samples_per_step,
-)
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
@@ -54,6 +48,12 @@ from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import model_ms
+from omnibal.search.caps import (
+    CapRule,
+    CapSearchRequest,
+    search_caps,
+    usual_samples_per_step,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

@@ -29,10 +29,8 @@ import torch.distributed as dist
 from scipy.stats import trim_mean
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.loop import own_rows
-from megatron.vlm.profiler import (
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
     ProfileOptions,
     Profiler,
@@ -40,8 +38,10 @@ from megatron.vlm.profiler import (
     peak_activation_bytes,
     random_batch,
 )
-from megatron.vlm.schedule import PipelineLinks
-from megatron.vlm.train import Trainer, build_trainer, train_step
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.loop import own_rows
+from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import pack_features
 from omnibal.cost.profile import Profile

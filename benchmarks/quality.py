@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatchShape, MicroBatchStream
-from megatron.vlm.data import PackDataset, SampleReader, load_batches
-from megatron.vlm.evaluate import EvaluationOptions, evaluate
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.train import OptimizationOptions, Trainer, build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchShape, MicroBatchStream
+from megatron.vlm.inputs.data import PackDataset, SampleReader, load_batches
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step
 from omnibal.check import check_plan
 from omnibal.config import Frozen, load_cluster, load_model
 from omnibal.data.annotations import Annotations

@@ -42,14 +42,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.clock import Phase, PhaseClock
-from megatron.vlm.configs import parameter_dtype
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.profiler import OPTIMIZATION, random_batch
-from megatron.vlm.schedule import PipelineLinks, run_forward_backward
-from megatron.vlm.stage import boundary_shape
-from megatron.vlm.train import Trainer, build_trainer
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.measure.profiler import OPTIMIZATION, random_batch
+from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.stage import boundary_shape
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.step.clock import Phase, PhaseClock
+from megatron.vlm.step.schedule import PipelineLinks, run_forward_backward
+from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths

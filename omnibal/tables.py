@@ -17,11 +17,11 @@ from omnibal.plan import Plan
 from omnibal.runlog import Evaluation
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.cap_search import CapSearch
     from omnibal.cost.profile import FitResidual
     from omnibal.replay import ReplaySummary, StageReplay
     from omnibal.report.summary import RunSummary
-    from omnibal.strategy import StrategySearch
+    from omnibal.search.caps import CapSearch
+    from omnibal.search.parallel_sizes import StrategySearch
 
 _SHOWN_CANDIDATES = 10
 

@@ -21,9 +21,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 _IMPORTED = (
-    "megatron.vlm.run",
-    "megatron.vlm.replay_job",
-    "megatron.vlm.generate",
+    "megatron.vlm.run.pretrain",
+    "megatron.vlm.measure.replay_job",
+    "megatron.vlm.run.generate",
     "megatron.vlm.conversion.exporting",
     "megatron.vlm.conversion.importing",
     "omnibal.cli",

@@ -12,11 +12,11 @@ from typing import Annotated, cast
 
 import typer
 
-from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
-from megatron.vlm.data import SampleReader
-from megatron.vlm.generate import generate, load_whole_model
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.run.generate import generate, load_whole_model
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.config import MAX_COUNT, Precision
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.exporting import (
     Export,
     plan_export_as,

@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron.vlm.launch import Launch, open_store
-from megatron.vlm.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
+from megatron.vlm.measure.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
+from megatron.vlm.run.launch import Launch, open_store
 from omnibal import tables
 from omnibal.config import MAX_COUNT
 from omnibal.errors import UserError

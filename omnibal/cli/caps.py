@@ -68,8 +68,8 @@ def caps(
     as_json: JsonOption = False,
 ) -> None:
     """Choose the caps, --max-tiles and --max-tokens: the least predicted time that fits."""
-    from omnibal import cap_search
     from omnibal.data.scan_pool import usable_cores
+    from omnibal.search import caps as cap_search
 
     start = time.perf_counter()
     job = given.job(sizes.parallel())

@@ -72,11 +72,11 @@ def pack(
     as_json: JsonOption = False,
 ) -> None:
     """Pack samples under two caps, match packs into steps, share them out, and measure it all."""
-    from omnibal.cap_search import isf_note
     from omnibal.data.bound import naive_lower_bound, packs_lower_bound
     from omnibal.job import JobSpec
     from omnibal.plan_data import SampleData
     from omnibal.report.loads import LoadSetting, write_loads
+    from omnibal.search.caps import isf_note
 
     inputs = [*length_files(lengths), model_file(load.model), cluster_file(load.cluster)]
     check_files({"-o": output, "--picture": picture}, inputs)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.job import JobSpec
     from omnibal.plan_data import PlanData, SampleData
     from omnibal.planner import PlanRequest, PlanResult
-    from omnibal.strategy import Strategy, StrategySearch
+    from omnibal.search.parallel_sizes import Strategy, StrategySearch
 
 _CAPS_NEEDED = (
     "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or neither, with "
@@ -224,8 +224,8 @@ def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
 
 def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
     """The caps of least predicted time per sample, as `omnibal caps` finds them."""
-    from omnibal import cap_search
     from omnibal.data.scan_pool import usable_cores
+    from omnibal.search import caps as cap_search
 
     ranks = job.parallel.data
     request = cap_search.CapSearchRequest(
@@ -263,7 +263,7 @@ def _find_strategy(
 ) -> "StrategySearch":
     """Parallel sizes and, where not given, caps of least predicted time per sample."""
     from omnibal.data.scan_pool import usable_cores
-    from omnibal.strategy import (
+    from omnibal.search.parallel_sizes import (
         StrategyRequest,
         progress_total,
         search_strategies,
@@ -313,7 +313,7 @@ def _make_plan_of_strategy(
     Strategies were found to fit on samples that were drawn, and all may need slightly more.
     """
     from omnibal.planner import PlanRequest, make_plan
-    from omnibal.strategy import without_best
+    from omnibal.search.parallel_sizes import without_best
 
     left, first_error, first = found, None, None
     while True:
@@ -339,7 +339,7 @@ def _make_plan_of_strategy(
 
 def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
     """Add to an error what would fit."""
-    from omnibal.feasible import does_not_fit_message, find_changes
+    from omnibal.search.feasible import does_not_fit_message, find_changes
 
     with status("looking for what would fit"):
         advice = find_changes(request)

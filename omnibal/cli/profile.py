@@ -98,7 +98,7 @@ def profile(
         "--repetitions": measured.repetitions,
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *launcher, "-m", "megatron.vlm.profiler"]
+    command = [sys.executable, *launcher, "-m", "megatron.vlm.measure.profiler"]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
     with atomic(output) as written:

@@ -29,7 +29,7 @@ from omnibal.data.records import (
     video_file,
 )
 from omnibal.data.sample import Sample
-from omnibal.data.shards import (
+from omnibal.data.tar_shards import (
     Shard,
     energon_shards,
     index_shards,

@@ -17,7 +17,17 @@ from plan_cases import (
 )
 
 from omnibal import cli
-from omnibal.cap_search import (
+from omnibal.config import load_cluster
+from omnibal.cost.profile import Profile, model_sha256, write_profile
+from omnibal.data.isf import pack_isf
+from omnibal.data.lengths import Lengths, draw_samples, write_lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel
+from omnibal.plan_data import least_caps
+from omnibal.planner import make_plan
+from omnibal.search.caps import (
     MAX_CANDIDATES,
     CapRule,
     CapSearch,
@@ -29,16 +39,6 @@ from omnibal.cap_search import (
     paper_caps,
     search_caps,
 )
-from omnibal.config import load_cluster
-from omnibal.cost.profile import Profile, model_sha256, write_profile
-from omnibal.data.isf import pack_isf
-from omnibal.data.lengths import Lengths, draw_samples, write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
-from omnibal.plan_data import least_caps
-from omnibal.planner import make_plan
 
 CLUSTER = load_cluster("laptop-cpu")
 SAMPLES_PER_STEP = 50
@@ -400,7 +400,7 @@ def test_command_notes_what_to_beware_of(capsys, tmp_path, monkeypatch):
     """Prevents caps that are due to ISF, or cut short, from being taken as they are."""
     write_lengths(LUMPY, tmp_path / "lengths.parquet")
     with monkeypatch.context() as patched:
-        patched.setattr("omnibal.cap_search.notes", lambda request, search: ["beware"])
+        patched.setattr("omnibal.search.caps.notes", lambda request, search: ["beware"])
         run(tmp_path / "lengths.parquet", "--packing", "isf", "--samples-per-step", 8)
     assert "note: beware" in capsys.readouterr().err
     lumpy = search_request(lengths=LUMPY, packing=PackingMethod.ISF)

@@ -86,7 +86,7 @@ def test_commands_exist_with_their_options(page: Path):
             unknown = set(_OPTION.findall(line)) - options_of(words[1])
             assert not unknown, f"{line}: no such option"
         elif "pretrain_vlm.py" in words:
-            source = (ROOT / "megatron" / "vlm" / "arguments.py").read_text()
+            source = (ROOT / "megatron" / "vlm" / "run" / "arguments.py").read_text()
             trainer_options = _OPTION.findall(line.partition("pretrain_vlm.py")[2])
             assert all(f'"{option}"' in source for option in trainer_options), line
 

@@ -7,13 +7,19 @@ from itertools import product
 import pytest
 from plan_cases import changed, example_lengths, example_profile, request
 
-from omnibal import feasible
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.profile import model_sha256
 from omnibal.data.packing import PackingMethod
 from omnibal.data.steps import steps_of
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.feasible import (
+from omnibal.job import JobSpec
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.plan_data import MockData, SampleData, least_caps
+from omnibal.planner import PlanRequest, make_plan
+from omnibal.search import feasible
+from omnibal.search.feasible import (
     Advice,
     Change,
     does_not_fit_message,
@@ -21,12 +27,6 @@ from omnibal.feasible import (
     gib_text,
     smaller_caps,
 )
-from omnibal.job import JobSpec
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.plan_data import MockData, SampleData, least_caps
-from omnibal.planner import PlanRequest, make_plan
 
 CLUSTER = load_cluster("laptop-cpu")
 ANY = Caps(max_tiles=1, max_tokens=1)

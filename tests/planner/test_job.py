@@ -9,7 +9,6 @@ import pytest
 from plan_cases import MODEL, changed, example_lengths, example_profile, job_spec, request
 
 from omnibal import job as job_module
-from omnibal.cap_search import CapRule, CapSearchRequest, search_caps
 from omnibal.config import Part, load_cluster
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.profile import fitted_cost, model_sha256
@@ -20,6 +19,7 @@ from omnibal.limits import Caps, memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
 from omnibal.planner import make_plan
+from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 
 pytestmark = pytest.mark.quick
 

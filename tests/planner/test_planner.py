@@ -21,7 +21,7 @@ from omnibal.parallel import Parallel
 from omnibal.plan import read_plan
 from omnibal.plan_files import save_plan
 from omnibal.planner import make_plan
-from omnibal.trial import Comparison
+from omnibal.search.trial import Comparison
 
 pytestmark = pytest.mark.quick
 

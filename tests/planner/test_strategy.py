@@ -13,7 +13,6 @@ from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, r
 from rich.console import Console
 
 from omnibal import cli, tables
-from omnibal.cap_search import CapRule, CapSearchRequest, search_caps
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import Lengths, write_lengths
@@ -27,7 +26,8 @@ from omnibal.pipeline.units import stages_from_cuts, unit_sequence
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import read_plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.strategy import (
+from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
+from omnibal.search.parallel_sizes import (
     CLEARLY_WORSE,
     StrategyRequest,
     StrategySearch,

@@ -12,13 +12,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint
-from megatron.vlm.launch import Launch, initialize_distributed
-from megatron.vlm.layers import attend_by_segment, attend_flash
-from megatron.vlm.profiler import random_batch
-from megatron.vlm.schedule import PipelineLinks
-from megatron.vlm.train import Trainer, build_trainer, train_step
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.model.layers import attend_by_segment, attend_flash
+from megatron.vlm.run.launch import Launch, initialize_distributed
+from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.config import load_cluster, load_model
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.parallel import Parallel
 
 _TIMEOUT_S = 120

@@ -11,10 +11,10 @@ import torch
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.clock import PhaseClock
-from megatron.vlm.schedule import run_forward_backward
-from megatron.vlm.train import build_trainer
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.clock import PhaseClock
+from megatron.vlm.step.schedule import run_forward_backward
+from megatron.vlm.step.train import build_trainer
 from omnibal.check import check_plan
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import pack_features

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.vlm import arguments as arguments_module
-from megatron.vlm.arguments import (
+from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
+from megatron.vlm.run import arguments as arguments_module
+from megatron.vlm.run.arguments import (
     Arguments,
     CheckpointArguments,
     EvaluationArguments,
@@ -16,12 +17,11 @@ from megatron.vlm.arguments import (
     RunArguments,
     parse_arguments,
 )
-from megatron.vlm.data import DataOptions, LossWeighting, OnBadSample
-from megatron.vlm.train import OptimizationOptions
+from megatron.vlm.step.train import OptimizationOptions
 from omnibal.errors import UserError
 
 TRAIN = "--plan p --data d.json --tokenizer-model t --save s"
-MODULES = Path(arguments_module.__file__).parent
+MODULES = Path(arguments_module.__file__).parents[1]
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, words: str) -> Arguments:

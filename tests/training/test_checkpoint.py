@@ -15,17 +15,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm import checkpoint
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import (
+from megatron.vlm.checkpoint import save_load as checkpoint
+from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step, part_path
+from megatron.vlm.checkpoint.save_load import (
     CheckpointWriter,
     LoadedCheckpoint,
     load_checkpoint,
     load_weights,
 )
-from megatron.vlm.checkpoint_files import TRACKER_FILE, checkpoint_path, latest_step, part_path
-from megatron.vlm.initialize import global_parameter_name
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model.initialize import global_parameter_name
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import Part
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm import checkpoint
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
-from megatron.vlm.checkpoint_files import (
+from megatron.vlm.checkpoint import save_load as checkpoint
+from megatron.vlm.checkpoint.files import (
     TRACKER_FILE,
     begin_checkpoint,
     checkpoint_path,
     latest_step,
     part_path,
 )
-from megatron.vlm.launch import Launch, initialize_distributed
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.run.launch import Launch, initialize_distributed
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.errors import UserError
 
 PACKS = [[(1, 8)], [(0, 9)]]

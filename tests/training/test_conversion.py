@@ -44,9 +44,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
-from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
 from megatron.vlm.conversion.importing import (
     ReleasedCheckpoint,
@@ -55,7 +54,8 @@ from megatron.vlm.conversion.importing import (
 )
 from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
 from megatron.vlm.conversion.tensor_map import parameters
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import TilingConfig, load_model
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError

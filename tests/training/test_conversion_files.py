@@ -41,12 +41,12 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from megatron.vlm.checkpoint_identity import open_newest
+from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
 from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.data import SampleReader
+from megatron.vlm.inputs.data import SampleReader
 from omnibal.config import TilingConfig, load_model
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn

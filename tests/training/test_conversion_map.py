@@ -27,14 +27,14 @@ from transformers import (
     Qwen2Config,
 )
 
-from megatron.vlm.checkpoint_identity import architecture_differences
-from megatron.vlm.configs import language_transformer_config, vision_transformer_config
+from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout, Parameter, parameters, released
-from megatron.vlm.initialize import global_parameter_name
-from megatron.vlm.shards import unpadded_size, whole_shape
-from megatron.vlm.stage import VLMStage
+from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
+from megatron.vlm.model.initialize import global_parameter_name
+from megatron.vlm.model.stage import VLMStage
+from megatron.vlm.model.tensor_parallel import unpadded_size, whole_shape
 from omnibal.config import ModelConfig, load_model
 from omnibal.errors import UserError
 from omnibal.plan import Plan

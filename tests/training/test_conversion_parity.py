@@ -22,10 +22,10 @@ from test_tensor_parallel import by_name, gather_gradients, whole
 from toy import OPTIONS, ToySample, pack, stages_of, toy_plan
 from transformers import InternVLVisionModel, LlamaForCausalLM, Qwen2ForCausalLM
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import load_weights
+from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import ModelConfig, load_model
 from omnibal.parallel import Parallel
 from omnibal.plan import Plan

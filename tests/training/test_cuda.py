@@ -11,7 +11,7 @@ from cuda_checks import losses_on_one_pack, real_size_plan
 from ranks import run_ranks
 from toy import stages_of, toy_model, toy_plan
 
-from megatron.vlm.batch import MicroBatch
+from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.config import load_model
 
 REPOSITORY = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ from shard_cases import SAMPLES, make_samples, write_lines, write_shards
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from toy import stages_of
 
-from megatron.vlm.augment import Purpose, jpeg_qualities, tile_keys
-from megatron.vlm.data import (
+from megatron.vlm.inputs.augment import Purpose, jpeg_qualities, tile_keys
+from megatron.vlm.inputs.data import (
     DataOptions,
     LossWeighting,
     OnBadSample,
@@ -32,8 +32,8 @@ from megatron.vlm.data import (
     SampleReader,
     load_batches,
 )
-from megatron.vlm.read_ahead import _begin_worker
-from megatron.vlm.validation_packs import pack_validation
+from megatron.vlm.inputs.read_ahead import _begin_worker
+from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -441,7 +441,7 @@ def begin_orphaned() -> None:
 
 
 FAILING_PROGRAM = """
-from megatron.vlm.read_ahead import read_ahead
+from megatron.vlm.inputs.read_ahead import read_ahead
 items = read_ahead(range(1000), 2, lambda item: item)
 print(next(items), next(items), flush=True)
 raise RuntimeError("on purpose")

@@ -8,9 +8,9 @@ import torch
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.drop_path import branch_scales
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.step.train import build_trainer, train_step
 
 pytestmark = pytest.mark.quick
 

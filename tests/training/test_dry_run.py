@@ -8,7 +8,7 @@ from ranks import run_ranks
 from rich.console import Console
 from toy import stages_of, toy_model, toy_plan
 
-from megatron.vlm.dry_run import print_dry_run, rank_places, units_of
+from megatron.vlm.run.dry_run import print_dry_run, rank_places, units_of
 from omnibal.parallel import Parallel
 
 

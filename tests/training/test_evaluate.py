@@ -11,10 +11,10 @@ import torch
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
 
-from megatron.vlm.batch import MicroBatch
-from megatron.vlm.data import SampleReader
-from megatron.vlm.evaluate import EvaluationOptions, evaluate
-from megatron.vlm.train import build_trainer
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.train import build_trainer
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt

@@ -8,9 +8,9 @@ from ranks import run_ranks
 from test_pipeline import STEPS
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.profiler import peak_activation_bytes
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.measure.profiler import peak_activation_bytes
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import Part
 
 PREFIXES = {

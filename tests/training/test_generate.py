@@ -12,9 +12,9 @@ from ranks import run_ranks
 from released import KINDS, PIECES, imported, save_released, transformers_model
 from test_conversion import edit_config
 
-from megatron.vlm.checkpoint_identity import open_newest
-from megatron.vlm.data import SampleReader
-from megatron.vlm.generate import generate, load_whole_model
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.run.generate import generate, load_whole_model
 from omnibal.data.chat import encode_prompt
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import Sample, Turn

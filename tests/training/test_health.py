@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron.vlm.health import RunHealth
+from megatron.vlm.run.health import RunHealth
 from omnibal.errors import UserError
 
 pytestmark = pytest.mark.quick

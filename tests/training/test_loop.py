@@ -12,19 +12,19 @@ from ranks import run_ranks
 from test_checkpoint_faults import limit_file_size
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm import loop
-from megatron.vlm.checkpoint import CheckpointWriter
-from megatron.vlm.checkpoint_files import latest_step
-from megatron.vlm.clock import Phase
-from megatron.vlm.health import RunHealth
-from megatron.vlm.loop import (
+from megatron.vlm.checkpoint.files import latest_step
+from megatron.vlm.checkpoint.save_load import CheckpointWriter
+from megatron.vlm.run import loop
+from megatron.vlm.run.health import RunHealth
+from megatron.vlm.run.loop import (
     RunData,
     RunOptions,
     RunOutputs,
     TrainingLoop,
     gather_stage_records,
 )
-from megatron.vlm.train import build_trainer
+from megatron.vlm.step.clock import Phase
+from megatron.vlm.step.train import build_trainer
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel

@@ -8,8 +8,8 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 from toy import OPTIONS, pack, stages_of, toy_model, toy_plan, toy_sample
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.train import build_trainer, train_step
 
 # (tiles, text tokens); two tokens of each carry no loss.
 SAMPLES = [(0, 3), (1, 9), (0, 40), (2, 5), (1, 20), (0, 12)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.vlm.metrics import TensorBoardSink, WandbSink, step_values
+from megatron.vlm.run.metrics import TensorBoardSink, WandbSink, step_values
 from omnibal.errors import UserError
 from omnibal.runlog import StageRecord, StepRecord
 

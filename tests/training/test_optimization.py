@@ -8,8 +8,8 @@ import torch
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.train import build_trainer, train_step
 
 
 def run_steps(links, plan, options, steps, total):

@@ -13,10 +13,10 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.initialize import global_parameter_name
-from megatron.vlm.schedule import create_pipeline_links
-from megatron.vlm.train import _tied_groups, build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model.initialize import global_parameter_name
+from megatron.vlm.step.schedule import create_pipeline_links
+from megatron.vlm.step.train import _tied_groups, build_trainer, train_step
 from omnibal.parallel import Parallel
 
 pytestmark = pytest.mark.quick

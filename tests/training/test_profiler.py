@@ -6,8 +6,8 @@ import torch
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.profiler import (
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.measure.profiler import (
     KeptActivations,
     ProfileOptions,
     Profiler,
@@ -16,14 +16,16 @@ from megatron.vlm.profiler import (
     profiled_batches,
     random_batch,
 )
-from megatron.vlm.stage import build_stage
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.model.stage import build_stage
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.model import FEATURES, Unit
 from omnibal.cost.profile import fitted_cost
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import GIB, stage_memories
 from omnibal.pipeline.units import unit_sequence
+
+pytestmark = pytest.mark.quick
 
 PROFILE = ProfileOptions(max_tiles=6, max_tokens=120, tokens_per_sample=24, layers=2, repetitions=1)
 PACKS = [

@@ -5,8 +5,8 @@ import torch
 from ranks import run_ranks
 from toy import pack, stages_of, toy_model, toy_plan, toy_sample
 
-from megatron.vlm.initialize import initialize_parameters
-from megatron.vlm.stage import build_stage
+from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.stage import build_stage
 from omnibal.parallel import Parallel
 
 pytestmark = pytest.mark.quick

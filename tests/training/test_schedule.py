@@ -9,11 +9,11 @@ import pytest
 import torch
 from toy import stages_of, toy_model, toy_plan
 
-from megatron.vlm import schedule
-from megatron.vlm.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.clock import PhaseClock
-from megatron.vlm.schedule import PipelineLinks, run_forward, run_forward_backward
-from megatron.vlm.stage import boundary_shape
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.model.stage import boundary_shape
+from megatron.vlm.step import schedule
+from megatron.vlm.step.clock import PhaseClock
+from megatron.vlm.step.schedule import PipelineLinks, run_forward, run_forward_backward
 from omnibal.config import Part
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import (

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 from toy import stages_of
 
-from megatron.vlm.data import PackDataset, SampleReader
+from megatron.vlm.inputs.data import PackDataset, SampleReader
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import read_lengths, write_lengths

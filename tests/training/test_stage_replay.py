@@ -9,20 +9,20 @@ import torch
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
-from megatron.vlm import clock
-from megatron.vlm import replay as replay_module
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.launch import Launch, open_store
-from megatron.vlm.profiler import peak_activation_bytes, random_batch
-from megatron.vlm.replay import (
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.measure import replay as replay_module
+from megatron.vlm.measure.profiler import peak_activation_bytes, random_batch
+from megatron.vlm.measure.replay import (
     StageReplayer,
     Waits,
     random_rows,
     standing_in,
     state_bytes_of,
 )
-from megatron.vlm.replay_job import ReplayOptions, load_replay, replay_info, replay_stages
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_info, replay_stages
+from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.step import clock
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import Part, load_cluster
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod

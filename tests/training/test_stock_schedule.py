@@ -8,7 +8,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from benchmarks.schedule import StockStage, gradients, run_ours, run_stock
-from megatron.vlm.train import build_trainer
+from megatron.vlm.step.train import build_trainer
 
 VARYING = [
     [(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)], [(1, 20)],

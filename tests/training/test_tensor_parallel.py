@@ -10,10 +10,10 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint
-from megatron.vlm.initialize import global_parameter_name
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model.initialize import global_parameter_name
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import Part
 
 # A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of

@@ -19,12 +19,12 @@ from test_tensor_parallel import (
 )
 from toy import OPTIONS, stages_of, toy_plan
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import CheckpointWriter, load_weights
-from megatron.vlm.checkpoint_files import checkpoint_path
-from megatron.vlm.initialize import global_parameter_name
-from megatron.vlm.stage import TIED_NAME, tied_copies
-from megatron.vlm.train import build_trainer, train_step
+from megatron.vlm.checkpoint.files import checkpoint_path
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model.initialize import global_parameter_name
+from megatron.vlm.model.stage import TIED_NAME, tied_copies
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import Part
 from omnibal.errors import UserError
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.vlm.launch import Launch, open_store
-from megatron.vlm.stop import StopSignal
-from megatron.vlm.watch import Pace, ending_together
+from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.stop import StopSignal
+from megatron.vlm.run.watch import Pace, ending_together
 from omnibal.errors import UserError
 
 PACE = Pace(period_s=0.1, stale_s=2.0)

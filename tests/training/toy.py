@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron.vlm.batch import MicroBatch
-from megatron.vlm.train import OptimizationOptions
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, VisionConfig, load_cluster
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage

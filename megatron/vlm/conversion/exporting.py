@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.vlm.checkpoint_identity import CheckpointIdentity, architecture_differences
+from megatron.vlm.checkpoint.identity import CheckpointIdentity, architecture_differences
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, tokenizer_files
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_config import (

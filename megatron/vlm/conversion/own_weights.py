@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.vlm.checkpoint_files import begin_checkpoint, part_path, publish_checkpoint
-from megatron.vlm.checkpoint_identity import CHECKPOINT_BACKEND, identity_state, one_error
+from megatron.vlm.checkpoint.files import begin_checkpoint, part_path, publish_checkpoint
+from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, identity_state, one_error
 from megatron.vlm.conversion.tensor_map import Parameter
 from omnibal.config import ModelConfig
 

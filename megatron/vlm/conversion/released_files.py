@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint_identity import raise_no_failure, reason
+from megatron.vlm.checkpoint.identity import raise_no_failure, reason
 from omnibal.errors import UserError
 from omnibal.files import read_json_model
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 import torch
 
-from megatron.vlm.stage import IMAGE_CHANNELS
+from megatron.vlm.model.stage import IMAGE_CHANNELS
 from omnibal.config import LanguageConfig, ModelConfig, VisionConfig
 
 Shape = tuple[int, ...]

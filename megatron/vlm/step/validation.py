@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.schedule import run_forward
-from megatron.vlm.train import SeenBatches, Trainer, global_sums
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.schedule import run_forward
+from megatron.vlm.step.train import SeenBatches, Trainer, global_sums
 from omnibal.runlog import ValidationRecord
 
 

@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import has_cuda
-from megatron.vlm.data import SampleReader
-from megatron.vlm.launch import Launch
-from megatron.vlm.profiler import device_name
-from megatron.vlm.replay import (
+from megatron.vlm.inputs.data import SampleReader, check_same_data
+from megatron.vlm.measure.profiler import device_name
+from megatron.vlm.measure.replay import (
     LoadRows,
     StageWork,
     predicted_waits,
@@ -24,7 +23,7 @@ from megatron.vlm.replay import (
     read_rows,
     replay_stage,
 )
-from megatron.vlm.run import check_same_data
+from megatron.vlm.run.launch import Launch
 from omnibal.check import open_plan
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations

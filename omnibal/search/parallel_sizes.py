@@ -2,8 +2,8 @@
 
 Every product of the three that the model and the cluster allow is compared at the same number of
 samples per step, on the same samples, in the same packs, by the time per sample of
-`omnibal.trial`, so as `omnibal caps` compares caps. Sequence parallelism goes with every tensor
-size above 1.
+`omnibal.search.trial`, so as `omnibal caps` compares caps. Sequence parallelism goes with every
+tensor size above 1.
 
 Caps that are not given are tried on a few levels, for every strategy, as the best caps depend on
 how much memory is left and how long the pipeline is. Then smaller moves around the caps of the best
@@ -20,18 +20,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from omnibal.cap_search import CapSpace, usual_samples_per_step
 from omnibal.config import ClusterConfig
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.feasible import gib_text, least_need_gib
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_cost import fits_cap
-from omnibal.trial import Comparison, Trial, micro_batches_at, step_sizes, time_per_sample
+from omnibal.search.caps import CapSpace, usual_samples_per_step
+from omnibal.search.feasible import gib_text, least_need_gib
+from omnibal.search.trial import Comparison, Trial, micro_batches_at, step_sizes, time_per_sample
 
 CLEARLY_WORSE = 1.15
 """Factor over the best time per sample; a choice whose bound is above it is not planned."""

@@ -13,9 +13,9 @@ import torch
 from einops import rearrange
 from PIL import Image
 
-from megatron.vlm.augment import Purpose, degraded, jpeg_qualities, tile_keys
-from megatron.vlm.batch import MicroBatch
-from megatron.vlm.read_ahead import read_ahead
+from megatron.vlm.inputs.augment import Purpose, degraded, jpeg_qualities, tile_keys
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.read_ahead import read_ahead
 from omnibal.config import ModelConfig, TilingConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
@@ -408,6 +408,21 @@ def _loss_weights(loss_tokens: int, weighting: LossWeighting) -> np.ndarray:
 
 Batches = Generator[MicroBatch, None, None]
 """Generator of micro-batches in order; closing it ends the processes that load them."""
+
+
+def check_same_data(name: str, given: str, planned: str) -> None:
+    """Refuse data or a tokenizer that the plan was not made for.
+
+    Args:
+        name: of what is given.
+        given, planned: their hashes.
+    """
+    if planned != given:
+        raise UserError(
+            f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
+            f"lengths were scanned from {planned[:12]}; use what was scanned, or run "
+            "`omnibal lengths` and `omnibal plan` on this"
+        )
 
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:

@@ -9,8 +9,8 @@ import re
 
 import torch
 
-from megatron.vlm.shards import own_shard, unpadded_size, whole_shape
-from megatron.vlm.stage import TIED_NAME, VLMStage
+from megatron.vlm.model.stage import TIED_NAME, VLMStage
+from megatron.vlm.model.tensor_parallel import own_shard, unpadded_size, whole_shape
 
 _LAYER_NAME = re.compile(r"^(vision|language)\.layers\.(\d+)\.(.*)$")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.vlm.launch import Launch
+from megatron.vlm.run.launch import Launch
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
 _EXIT_FAILURE = 1

@@ -24,7 +24,7 @@ from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.plan_data import least_caps
-from omnibal.trial import Comparison, Trial, micro_batches_at, time_per_sample
+from omnibal.search.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 MAX_CANDIDATES = 32
 """Most candidates of a search by time: 17 of the grid, the best 3 on more samples, 12 moves."""

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, has_cuda
-from megatron.vlm.checkpoint_files import (
+from megatron.vlm.checkpoint.files import (
     begin_checkpoint,
     checkpoint_path,
     force_to_disk,
@@ -48,7 +48,7 @@ from megatron.vlm.checkpoint_files import (
     publish_checkpoint,
     remove_checkpoint,
 )
-from megatron.vlm.checkpoint_identity import (
+from megatron.vlm.checkpoint.identity import (
     CHECKPOINT_BACKEND,
     CheckpointIdentity,
     architecture_differences,
@@ -58,7 +58,7 @@ from megatron.vlm.checkpoint_identity import (
     open_newest,
     reason,
 )
-from megatron.vlm.stage import VLMStage
+from megatron.vlm.model.stage import VLMStage
 from omnibal.config import ModelConfig
 from omnibal.errors import UserError
 from omnibal.plan import Plan

@@ -30,10 +30,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.clock import Phase, PhaseClock
-from megatron.vlm.configs import parameter_dtype
-from megatron.vlm.stage import boundary_shape
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.stage import boundary_shape
+from megatron.vlm.step.clock import Phase, PhaseClock
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     operation_graph,

@@ -19,13 +19,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
-from megatron.vlm.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.clock import Interval, Phase, PhaseClock, each_ms
-from megatron.vlm.configs import parameter_dtype
-from megatron.vlm.data import LossWeighting
-from megatron.vlm.initialize import initialize_parameters
-from megatron.vlm.schedule import PipelineLinks, all_pipelines, run_forward_backward
-from megatron.vlm.stage import VLMStage, build_stage, tied_copies
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.inputs.data import LossWeighting
+from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.stage import VLMStage, build_stage, tied_copies
+from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
+from megatron.vlm.step.schedule import PipelineLinks, all_pipelines, run_forward_backward
 from omnibal.plan import Plan
 
 _SMALLEST_WEIGHT = 1e-12

@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch, MicroBatchShape
-from megatron.vlm.block import PlannedBlock
-from megatron.vlm.configs import language_transformer_config, vision_transformer_config
-from megatron.vlm.drop_path import branch_scales
-from megatron.vlm.layers import language_layer_spec, vision_layer_spec
-from megatron.vlm.shards import describe_partitions, padded_size, unpadded_size
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
+from megatron.vlm.model.block import PlannedBlock
+from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
+from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
+from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
 from omnibal.config import ModelConfig, Part
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan

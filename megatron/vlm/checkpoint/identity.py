@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint_files import TRACKER_FILE, checkpoint_path, latest_step
+from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step
 from omnibal.config import ModelConfig
 from omnibal.errors import UserError
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatch
-from megatron.vlm.checkpoint import load_weights
-from megatron.vlm.checkpoint_identity import CheckpointIdentity
-from megatron.vlm.data import SampleReader
-from megatron.vlm.stage import VLMStage, build_stage
+from megatron.vlm.checkpoint.identity import CheckpointIdentity
+from megatron.vlm.checkpoint.save_load import load_weights
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.model.stage import VLMStage, build_stage
 from omnibal.config import ModelConfig, Precision, load_cluster
 from omnibal.data.sample import Sample
 from omnibal.parallel import Parallel

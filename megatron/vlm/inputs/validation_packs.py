@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.vlm.batch import MicroBatchShape
-from megatron.vlm.data import DataOptions, PackDataset, SampleReader
+from megatron.vlm.inputs.batch import MicroBatchShape
+from megatron.vlm.inputs.data import DataOptions, PackDataset, SampleReader
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.vlm.layers import Norm
+from megatron.vlm.model.layers import Norm
 
 
 class PlannedBlock(TransformerBlock):

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.checkpoint import CheckpointWriter
-from megatron.vlm.clock import Phase
-from megatron.vlm.health import RunHealth
-from megatron.vlm.metrics import MetricsSink, step_values, validation_values
-from megatron.vlm.schedule import PipelineLinks
-from megatron.vlm.train import StepResult, Trainer, train_step
-from megatron.vlm.validation import Validation, validate
+from megatron.vlm.checkpoint.save_load import CheckpointWriter
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
+from megatron.vlm.run.health import RunHealth
+from megatron.vlm.run.metrics import MetricsSink, step_values, validation_values
+from megatron.vlm.step.clock import Phase
+from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.train import StepResult, Trainer, train_step
+from megatron.vlm.step.validation import Validation, validate
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.runlog import (

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.data import SampleReader
-from megatron.vlm.schedule import PipelineLinks, run_forward
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
+from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.step.schedule import PipelineLinks, run_forward
 from omnibal.data.chat import as_written
 from omnibal.data.sample import Sample
 from omnibal.limits import Caps

@@ -12,22 +12,29 @@ from megatron.core import parallel_state
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from megatron.vlm.arguments import RunArguments
 from megatron.vlm.backend import current_device
-from megatron.vlm.batch import MicroBatchStream
-from megatron.vlm.checkpoint import CheckpointWriter, load_checkpoint, load_weights
-from megatron.vlm.checkpoint_files import latest_step
-from megatron.vlm.data import PackDataset, SampleReader, load_batches
-from megatron.vlm.evaluate import EvaluationOptions, evaluate
-from megatron.vlm.health import RunHealth
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.loop import RunData, RunOptions, RunOutcome, RunOutputs, TrainingLoop, own_rows
-from megatron.vlm.metrics import MetricsSink, TensorBoardSink, WandbSink
-from megatron.vlm.stop import StopSignal
-from megatron.vlm.train import Trainer, build_trainer
-from megatron.vlm.validation import Validation
-from megatron.vlm.validation_packs import pack_validation
-from megatron.vlm.watch import ending_together
+from megatron.vlm.checkpoint.files import latest_step
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
+from megatron.vlm.inputs.validation_packs import pack_validation
+from megatron.vlm.run.arguments import RunArguments
+from megatron.vlm.run.health import RunHealth
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.loop import (
+    RunData,
+    RunOptions,
+    RunOutcome,
+    RunOutputs,
+    TrainingLoop,
+    own_rows,
+)
+from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
+from megatron.vlm.run.stop import StopSignal
+from megatron.vlm.run.watch import ending_together
+from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.train import Trainer, build_trainer
+from megatron.vlm.step.validation import Validation
 from omnibal.check import open_plan, training_obstacles
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
@@ -144,21 +151,6 @@ def _check_no_other_run(save: Path, load: Path | None) -> None:
         raise UserError(
             f"{save}: holds a run of {step} steps; resume it with --load {save}, or give another "
             "--save"
-        )
-
-
-def check_same_data(name: str, given: str, planned: str) -> None:
-    """Refuse data or a tokenizer that the plan was not made for.
-
-    Args:
-        name: of what is given.
-        given, planned: their hashes.
-    """
-    if planned != given:
-        raise UserError(
-            f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
-            f"lengths were scanned from {planned[:12]}; use what was scanned, or run "
-            "`omnibal lengths` and `omnibal plan` on this"
         )
 
 

@@ -1,6 +1,6 @@
 """Measure every kind of unit on this device: the program behind `omnibal profile`.
 
-    torchrun --nproc-per-node 2 -m megatron.vlm.profiler --model internvl-digits -o profile.json
+    torchrun --nproc-per-node 2 -m megatron.vlm.measure.profiler --model MODEL -o PROFILE
 
 Each process builds one stage that holds every kind of unit and runs micro-batches through it,
 forward and then backward, as training does, so that caches are as cold and the machine as busy as
@@ -9,7 +9,7 @@ with every layer recomputed: what that adds is less than another forward, since 
 the first one and the caches are warm after the second. All processes measure at the same moment;
 their mean counts.
 
-Shapes are those of `megatron.vlm.stage`.
+Shapes are those of `megatron.vlm.model.stage`.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.batch import MicroBatch
-from megatron.vlm.clock import elapsed_ms, moment
-from megatron.vlm.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.schedule import PipelineLinks
-from megatron.vlm.stage import IMAGE_CHANNELS, VLMStage
-from megatron.vlm.train import (
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.model.stage import IMAGE_CHANNELS, VLMStage
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.step.clock import elapsed_ms, moment
+from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.train import (
     OptimizationOptions,
     SeenBatches,
     Trainer,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import has_cuda, has_fused_weight_gradients
-from megatron.vlm.shards import padded_size
+from megatron.vlm.model.tensor_parallel import padded_size
 from omnibal.config import ModelConfig, Precision
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage

@@ -5,7 +5,7 @@ backend that does nothing: its share of the model and of the optimizer is the on
 in the job. It runs the trainer's own schedule on the plan's packs, so as many micro-batches are in
 flight; what neighbours would send is random.
 
-Shapes are those of `megatron.vlm.stage`.
+Shapes are those of `megatron.vlm.model.stage`.
 """
 
 import gc
@@ -23,18 +23,23 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
-from megatron.vlm.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
-from megatron.vlm.data import PackDataset, SampleReader
-from megatron.vlm.launch import shut_down_distributed
-from megatron.vlm.profiler import OPTIMIZATION, RepeatedUpdate, peak_activation_bytes, random_batch
-from megatron.vlm.schedule import (
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.inputs.data import PackDataset, SampleReader
+from megatron.vlm.measure.profiler import (
+    OPTIMIZATION,
+    RepeatedUpdate,
+    peak_activation_bytes,
+    random_batch,
+)
+from megatron.vlm.run.launch import shut_down_distributed
+from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
+from megatron.vlm.step.schedule import (
     Inbox,
     PipelineLinks,
     create_pipeline_links,
     run_forward_backward,
 )
-from megatron.vlm.train import Trainer, build_trainer
+from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.vlm.data import DataOptions, LossWeighting, OnBadSample
-from megatron.vlm.train import OptimizationOptions
+from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
+from megatron.vlm.step.train import OptimizationOptions
 from omnibal.errors import UserError
 
 DESCRIPTION = "Train a vision-language model as an OmniBal plan says."

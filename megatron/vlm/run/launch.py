@@ -14,7 +14,7 @@ from megatron.vlm.backend import (
     has_cuda,
     prepare_megatron_core,
 )
-from megatron.vlm.schedule import PipelineLinks, create_pipeline_links
+from megatron.vlm.step.schedule import PipelineLinks, create_pipeline_links
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel
 

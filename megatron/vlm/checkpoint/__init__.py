@@ -1,0 +1,1 @@
+"""Saving and loading; what a checkpoint is of; which folder is whole."""

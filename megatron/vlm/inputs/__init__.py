@@ -1,0 +1,1 @@
+"""Packs of the plan to micro-batches."""

@@ -1,0 +1,1 @@
+"""A whole run: its command line, joining, all steps, what is told of them, ending together."""

@@ -1,0 +1,1 @@
+"""One training step of a pipeline; loss and answers on held-out data."""
