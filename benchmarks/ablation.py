@@ -52,12 +52,13 @@ from rich.table import Table
 
 from megatron.vlm.measure.profiler import ProfileOptions, device_name
 from megatron.vlm.measure.replay import MicroBatchTimes
-from omnibal.config import Frozen, load_cluster, load_model
+from omnibal.config import load_cluster, load_model
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, read_profile
 from omnibal.data.lengths import Lengths
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.files import atomic, read_json_model, write_json_model
+from omnibal.frozen import Frozen
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import LostTime
@@ -298,13 +299,9 @@ def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
     """What the variants of a layout have in common."""
     model = load_model(str(layout.model_file))
     vision, language = layout.layers
-    towers = {
-        "vision": model.vision.model_copy(update={"layers": vision}),
-        "language": model.language.model_copy(update={"layers": language}),
-    }
     node = {"memory_gib": layout.memory_gib, "gpus_per_node": layout.parallel.world_size}
     return AblationJob(
-        model=model.model_copy(update=towers),
+        model=model.with_layers(vision=vision, language=language),
         parallel=layout.parallel,
         cluster=load_cluster("laptop-cpu").model_copy(update=node),
         caps=layout.caps,

@@ -390,12 +390,12 @@ def real_lengths(published: Path, model: ModelConfig) -> Lengths:
     else:
         print(f"{published}: does not hold {' and '.join(PUBLISHED_FILES)}; synthetic lengths")
         lengths = make_lengths("internvl", SYNTHETIC_SAMPLES, seed=0)
-    scale = PUBLISHED_TOKENS_PER_TILE // model.tokens_per_tile
+    scale = PUBLISHED_TOKENS_PER_TILE // model.vision.tokens_per_item
     text = -(-(lengths.tokens - PUBLISHED_TOKENS_PER_TILE * lengths.tiles) // scale)
     text = np.maximum(text, LEAST_TEXT_TOKENS)
     return replace(
         lengths,
-        tokens=(lengths.tiles * model.tokens_per_tile + text).astype(np.int32),
+        tokens=(lengths.tiles * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=np.maximum(text // 2, 1).astype(np.int32),
     )
 

@@ -68,7 +68,7 @@ def turns_by_question(
 ) -> Iterator[tuple[tuple[str, str], tuple[Sample, int]]]:
     """Every turn of every sample, under the names that an evaluation gives them."""
     for index in range(len(reader.annotations)):
-        sample = reader.annotations[index].shown(reader.model.tiling)
+        sample = reader.annotations[index].shown(reader.model.vision.tiling)
         for turn, asked in enumerate(sample.turns):
             yield (sample.identity, asked.question), (sample, turn)
 

@@ -160,7 +160,7 @@ def model_of(case: Case) -> ModelConfig:
     digits = load_model("internvl-digits")
     changes = {
         "name": case.name,
-        "vision": digits.vision.model_copy(update=case.vision),
+        "encoders": {"vision": digits.vision.model_copy(update=case.vision)},
         "language": digits.language.model_copy(update=case.language),
     }
     return ModelConfig.model_validate(digits.model_copy(update=changes).model_dump())
@@ -174,7 +174,7 @@ def random_lengths(case: Case, model: ModelConfig, samples: int = 600) -> Length
     text = np.minimum(text, case.caps.max_tokens // 2)
     return Lengths(
         tiles=tiles.astype(np.int32),
-        tokens=(tiles * model.tokens_per_tile + text).astype(np.int32),
+        tokens=(tiles * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=np.ceil(text * rng.uniform(0.1, 0.9, samples)).astype(np.int32),
         source=np.zeros(samples, np.int32),
         source_names=("random",),

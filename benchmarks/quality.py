@@ -37,7 +37,7 @@ from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_di
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step
 from omnibal.check import check_plan
-from omnibal.config import Frozen, load_cluster, load_model
+from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.data.packing import PackingMethod
@@ -46,6 +46,7 @@ from omnibal.data.scan import scan_lengths
 from omnibal.data.steps import Steps, deal_steps, size_load
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.files import atomic, read_json_model, write_json_model
+from omnibal.frozen import Frozen
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel

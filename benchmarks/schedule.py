@@ -129,7 +129,7 @@ def model_of(size: Size) -> ModelConfig:
     digits = load_model("internvl-digits")
     changes = {
         "name": size.name,
-        "vision": digits.vision.model_copy(update=size.vision),
+        "encoders": {"vision": digits.vision.model_copy(update=size.vision)},
         "language": digits.language.model_copy(update=size.language),
     }
     return ModelConfig.model_validate(digits.model_copy(update=changes).model_dump())

@@ -54,12 +54,7 @@ CAP_FACTORS = (1.6, 1.25, 1.05)
 
 def scaled_model(vision_layers: int, language_layers: int) -> ModelConfig:
     base = load_model("internvl-chat-1.5-6b-20b")
-    return base.model_copy(
-        update={
-            "vision": base.vision.model_copy(update={"layers": vision_layers}),
-            "language": base.language.model_copy(update={"layers": language_layers}),
-        }
-    )
+    return base.with_layers(vision=vision_layers, language=language_layers)
 
 
 def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workload:

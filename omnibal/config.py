@@ -1,38 +1,31 @@
 """Model and cluster descriptions, read from TOML as frozen typed values.
 
-Sizes follow the published models' own config files; every derived number (tokens per tile,
-parameters) is computed here once.
+Sizes follow the published models' own config files.
 """
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
+from omnibal.encoders import Encoder, TilesEncoder
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
+from omnibal.frozen import Frozen, Layers, Rate, Share, Width
 
 Precision = Literal["fp32", "bf16"]
 ChatTemplate = Literal["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
 """Chat templates, named as `template` in InternVL's released configs."""
-MAX_LAYERS = 1_000
-"""Most layers of one tower: with more, the search takes many minutes, then too much memory."""
-MAX_TILES_OF_IMAGE = 1_000
-"""Most tiles of an image: all grids of as many are tried for each image size."""
-MAX_COUNT = 2**31 - 1
-"""Largest count of anything, as arrays hold 32-bit numbers."""
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-Width = Annotated[int, Field(ge=1, le=2**24)]
-"""Width of a matrix; the product of two widths and all layers stays exact."""
-Rate = Annotated[float, Field(ge=1e-9, le=1e18)]
-"""Rate of a device, a link or a kernel; times and their sums over a run stay finite."""
-Share = Annotated[float, Field(ge=1e-9, le=1)]
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -53,51 +46,6 @@ def frozen_mistake(frozen: Sequence[Part]) -> str | None:
         f"frozen names {', '.join(frozen)}; it must name each part at most once and leave one to "
         "train"
     )
-
-
-class Frozen(BaseModel):
-    """Base of every configuration: immutable; an unknown key is an error, and so is NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class VisionConfig(Frozen):
-    """InternViT or EVA-CLIP: pre-norm layers over `image_size`-pixel square tiles."""
-
-    layers: Layers
-    hidden_size: Width
-    heads: Width
-    ffn_hidden_size: Width
-    image_size: Annotated[int, Field(ge=1, le=65_536)]
-    patch_size: Annotated[int, Field(ge=1, le=65_536)]
-    normalization: Literal["LayerNorm", "RMSNorm"]
-    norm_eps: PositiveFloat = 1e-6
-    qkv_bias: bool
-    qk_norm: bool
-    layer_scale_init: PositiveFloat | None = Field(
-        default=None, description="of the scale that ends each branch; left out: there is none"
-    )
-
-    @model_validator(mode="after")
-    def _sizes_divide(self) -> "VisionConfig":
-        if self.hidden_size % self.heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}"
-            )
-        if self.image_size % self.patch_size:
-            raise ValueError(
-                f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size}"
-            )
-        return self
-
-    @property
-    def patches_per_side(self) -> int:
-        return self.image_size // self.patch_size
-
-    @property
-    def positions_per_tile(self) -> int:
-        """Sequence length of one tile inside the encoder: its patches and the class token."""
-        return self.patches_per_side**2 + 1
 
 
 class LanguageConfig(Frozen):
@@ -144,32 +92,16 @@ class LanguageConfig(Frozen):
         return self
 
 
-class TilingConfig(Frozen):
-    """Dynamic tiling of InternVL 1.5: an image becomes 1 to `max_dynamic_patch` square tiles."""
-
-    min_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 1
-    max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
-    use_thumbnail: bool = True
-    max_frames_per_video: Count = 32
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "TilingConfig":
-        if self.min_dynamic_patch > self.max_dynamic_patch:
-            raise ValueError(
-                f"min_dynamic_patch {self.min_dynamic_patch} must not exceed "
-                f"max_dynamic_patch {self.max_dynamic_patch}"
-            )
-        return self
-
-
 class ModelConfig(Frozen):
-    """A vision-language model: encoder, pixel shuffle with MLP projector, language model."""
+    """A model: any number of encoders, and the language model that takes their tokens.
+
+    A model with one encoder `vision` over tiles is written as InternVL's form has it: tables
+    `vision` and `tiling`, and `downsample_ratio` beside them. Both forms are read.
+    """
 
     name: str
-    downsample_ratio: Annotated[float, Field(ge=1e-3, le=1)] = 0.5
-    vision: VisionConfig
+    encoders: dict[str, Encoder] = Field(default={}, description="by name, in model order")
     language: LanguageConfig
-    tiling: TilingConfig = TilingConfig()
     chat_template: ChatTemplate = "internlm2-chat"
     system_message: str | None = Field(
         default=None,
@@ -180,32 +112,81 @@ class ModelConfig(Frozen):
         description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
     )
 
-    @model_validator(mode="after")
-    def _pixel_shuffle_divides(self) -> "ModelConfig":
-        if not math.isclose(self.pixel_shuffle_factor * self.downsample_ratio, 1, rel_tol=1e-6):
+    @model_validator(mode="before")
+    @classmethod
+    def _from_internvl_form(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not _INTERNVL_KEYS & given.keys():
+            return given
+        if "encoders" in given:
             raise ValueError(
-                f"downsample_ratio {self.downsample_ratio} must be 1 / a whole number, such as 0.5"
+                "a model has either encoders or vision, tiling and downsample_ratio beside them; "
+                "give encoders alone"
             )
-        if self.vision.patches_per_side % self.pixel_shuffle_factor:
-            raise ValueError(
-                f"{self.vision.patches_per_side} patches per side must be a multiple of "
-                f"1 / downsample_ratio = {self.pixel_shuffle_factor}"
+        rest = {name: value for name, value in given.items() if name not in _INTERNVL_KEYS}
+        tower = given.get("vision", {})
+        if isinstance(tower, TilesEncoder):
+            tower = tower.model_dump()
+        if not isinstance(tower, dict):
+            raise ValueError("vision must be a table")
+        beside = {name: given[name] for name in _BESIDE_VISION if name in given}
+        return rest | {"encoders": {"vision": tower | beside}}
+
+    @model_serializer(mode="wrap")
+    def _to_internvl_form(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        encoders = fields.pop("encoders")
+        if list(encoders) != ["vision"] or not isinstance(self.encoders["vision"], TilesEncoder):
+            return fields | {"encoders": encoders}
+        tower = encoders["vision"]
+        del tower["kind"]
+        ratio, tiling = (tower.pop(name) for name in _BESIDE_VISION)
+        first = {"name": fields["name"], "downsample_ratio": ratio, "vision": tower}
+        return first | {"language": fields["language"], "tiling": tiling} | fields
+
+    @property
+    def vision(self) -> TilesEncoder:
+        """The encoder of image tiles that InternVL's inputs, checkpoints and trainer are of.
+
+        Raises:
+            UserError: the model has none.
+        """
+        tower = self.encoders.get("vision")
+        if tower is None:
+            raise UserError(
+                f"{self.name} has no encoder of image tiles, which this needs; it must be a model "
+                "with a vision table: choose another --model"
             )
-        return self
+        return tower
 
     @property
-    def pixel_shuffle_factor(self) -> int:
-        """Patches per side that pixel shuffle folds into one token's channels."""
-        return round(1 / self.downsample_ratio)
+    def layers(self) -> int:
+        """Layers of all towers, of which every pipeline stage must hold one."""
+        return sum(tower.layers for tower in self.encoders.values()) + self.language.layers
 
     @property
-    def tokens_per_tile(self) -> int:
-        """Language tokens that one tile becomes (256 for 448-px tiles of 14-px patches)."""
-        return (self.vision.patches_per_side // self.pixel_shuffle_factor) ** 2
+    def item_features(self) -> tuple[str, ...]:
+        """Features that the encoders count items of, in model order."""
+        return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
 
-    @property
-    def projector_input_size(self) -> int:
-        return self.vision.hidden_size * self.pixel_shuffle_factor**2
+    def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
+        """Return the model with some fields of the encoder `name`, or of "language", changed."""
+        if name == "language":
+            language = self.language.model_copy(update=changes)
+            return self.model_copy(update={"language": language})
+        tower = self.encoders[name].model_copy(update=changes)
+        return self.model_copy(update={"encoders": self.encoders | {name: tower}})
+
+    def with_layers(self, **layers: int) -> "ModelConfig":
+        """Return the model with other numbers of layers in the towers that are named."""
+        model = self
+        for name, count in layers.items():
+            model = model.with_tower(name, layers=count)
+        return model
+
+
+_BESIDE_VISION = ("downsample_ratio", "tiling")
+_INTERNVL_KEYS = {"vision", *_BESIDE_VISION}
+_OF_DATA = ("name", "tiling", "chat_template", "system_message", "chat_system_message")
 
 
 class ClusterConfig(Frozen):
@@ -249,18 +230,38 @@ def load_model(name_or_path: str) -> ModelConfig:
 
 def model_toml(model: ModelConfig) -> str:
     """The TOML text that `load_model` reads as this model."""
-    fields = model.model_dump(mode="json", exclude_none=True)
-    tables = {name: value for name, value in fields.items() if isinstance(value, dict)}
-    lines = [_toml_line(name, fields[name]) for name in fields if name not in tables]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(_toml_line(*entry) for entry in table.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_toml_lines(model.model_dump(mode="json", exclude_none=True), "")) + "\n"
+
+
+def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
+    """Lines of a table and, after its own values, of the tables in it; `path` ends in a dot."""
+    tables = {name: value for name, value in table.items() if isinstance(value, dict)}
+    lines = [_toml_line(name, table[name]) for name in table if name not in tables]
+    for name, inner in tables.items():
+        lines += ["", f"[{path}{name}]", *_toml_lines(inner, f"{path}{name}.")]
+    return lines
 
 
 def _toml_line(name: str, value: str | int | float | bool) -> str:
     # JSON writes text, numbers and truth values as TOML does, but for one control character.
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return f"{name} = {text}"
+
+
+def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, Any]:
+    """Describe a model's towers as JSON values, without names, data preparation and some fields.
+
+    Args:
+        without: names of fields of towers to leave out.
+    """
+    fields = model.model_dump(mode="json")
+    for name in _OF_DATA:
+        fields.pop(name, None)
+    tables = (fields["language"], fields.get("vision", {}), *fields.get("encoders", {}).values())
+    for table in tables:
+        for name in (*without, "tiling"):
+            table.pop(name, None)
+    return fields
 
 
 def load_cluster(name_or_path: str) -> ClusterConfig:

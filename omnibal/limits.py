@@ -1,7 +1,8 @@
 """Limits of one micro-batch, one step and one device."""
 
-from omnibal.config import ClusterConfig, Count, Frozen
+from omnibal.config import ClusterConfig
 from omnibal.errors import UserError
+from omnibal.frozen import Count, Frozen
 
 MAX_PACKS_PER_STEP = 1_000_000
 USABLE_MEMORY_FRACTION = 0.9

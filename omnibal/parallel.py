@@ -5,8 +5,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from omnibal.config import ClusterConfig, Frozen, ModelConfig
+from omnibal.config import ClusterConfig, ModelConfig
 from omnibal.errors import UserError
+from omnibal.frozen import Frozen
 
 MAX_DEVICES = 1_000_000
 """Most devices in any one dimension of parallelism."""

@@ -9,17 +9,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from omnibal.config import (
-    ClusterConfig,
-    Count,
-    Frozen,
-    ModelConfig,
-    Part,
-    Precision,
-    frozen_mistake,
-)
+from omnibal.config import ClusterConfig, ModelConfig, Part, Precision, frozen_mistake
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.files import read_json_model, write_json_model
+from omnibal.frozen import Count, Frozen
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction

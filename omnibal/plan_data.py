@@ -275,7 +275,7 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     given = (origin.image_size, origin.tokens_per_tile)
-    needed = (model.vision.image_size, model.tokens_per_tile)
+    needed = (model.vision.image_size, model.vision.tokens_per_item)
     if given != needed:
         raise UserError(
             f"the lengths were scanned for tiles of {given[0]} pixels and {given[1]} tokens, but "
@@ -289,7 +289,7 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
             "`omnibal lengths`"
         )
-    return model.model_copy(update={"tiling": origin.tiling})
+    return model.with_tower("vision", tiling=origin.tiling)
 
 
 def describe_data(

@@ -15,12 +15,12 @@ from typing import Literal
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from omnibal.config import Frozen
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
+from omnibal.frozen import Frozen
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.simulate import predict_steps

@@ -10,9 +10,9 @@ from typing import Annotated, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
-from omnibal.config import Frozen
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_json_model, read_text, write_json_model
+from omnibal.frozen import Frozen
 
 RUN_FILE = "run.jsonl"
 RUN_INFO_FILE = "run.json"

@@ -52,7 +52,7 @@ def models_table(models: Sequence[ModelConfig]) -> Table:
             f"{model.vision.layers} x {model.vision.hidden_size}",
             f"{model.language.layers} x {model.language.hidden_size}",
             str(model.vision.image_size),
-            str(model.tokens_per_tile),
+            str(model.vision.tokens_per_item),
         )
     return table
 

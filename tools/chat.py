@@ -17,13 +17,14 @@ from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
 from megatron.vlm.inputs.data import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from omnibal.config import MAX_COUNT, Precision
+from omnibal.config import Precision
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
+from omnibal.frozen import MAX_COUNT
 from omnibal.parallel import Parallel
 from omnibal.program import run_app
 

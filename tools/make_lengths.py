@@ -26,11 +26,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from omnibal.config import TilingConfig
 from omnibal.data.lengths import Lengths, length_files, read_lengths, write_lengths
 from omnibal.data.metrics import dist_ratio, pad_ratio
 from omnibal.data.packing import pack_isf
 from omnibal.data.tiling import tile_count
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import is_stream
 from omnibal.limits import Caps

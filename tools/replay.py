@@ -19,8 +19,8 @@ from rich.console import Console
 from megatron.vlm.measure.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
 from megatron.vlm.run.launch import Launch, open_store
 from omnibal import tables
-from omnibal.config import MAX_COUNT
 from omnibal.errors import UserError
+from omnibal.frozen import MAX_COUNT
 from omnibal.outputs import check_folder
 from omnibal.program import run_app
 from omnibal.replay import read_replay, read_stages

@@ -19,9 +19,9 @@ from omnibal.cli.options import (
     SeedOption,
     SizeOptions,
 )
-from omnibal.config import MAX_COUNT
 from omnibal.data.lengths import read_lengths
 from omnibal.data.packing import PackingMethod
+from omnibal.frozen import MAX_COUNT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

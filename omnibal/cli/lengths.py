@@ -11,8 +11,9 @@ import typer
 from omnibal import tables
 from omnibal.cli.console import print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
-from omnibal.config import MAX_TILES_OF_IMAGE, ModelConfig, load_model, model_file
+from omnibal.config import ModelConfig, load_model, model_file
 from omnibal.data.lengths import write_lengths
+from omnibal.encoders import MAX_TILES_OF_IMAGE
 from omnibal.errors import UserError
 from omnibal.files import is_stream
 from omnibal.outputs import check_files
@@ -118,11 +119,11 @@ def _check_earlier_lengths(output: Path) -> None:
 def _with_max_dynamic_patch(model: ModelConfig, max_dynamic_patch: int | None) -> ModelConfig:
     if max_dynamic_patch is None:
         return model
-    tiling = model.tiling
+    tiling = model.vision.tiling
     if max_dynamic_patch < tiling.min_dynamic_patch:
         raise UserError(
             f"--max-dynamic-patch {max_dynamic_patch} is below the model's min_dynamic_patch "
             f"{tiling.min_dynamic_patch}; give at least that many"
         )
     tiling = tiling.model_copy(update={"max_dynamic_patch": max_dynamic_patch})
-    return model.model_copy(update={"tiling": tiling})
+    return model.with_tower("vision", tiling=tiling)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omnibal.config import (
-    MAX_COUNT,
     ClusterConfig,
     Part,
     Precision,
@@ -19,6 +18,7 @@ from omnibal.config import (
 )
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
+from omnibal.frozen import MAX_COUNT
 from omnibal.limits import MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION, Caps
 from omnibal.parallel import MAX_DEVICES, Parallel
 from omnibal.plan import MAX_SEED

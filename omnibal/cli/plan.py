@@ -21,10 +21,10 @@ from omnibal.cli.options import (
     SeedOption,
     SizeOptions,
 )
-from omnibal.config import MAX_COUNT
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
+from omnibal.frozen import MAX_COUNT
 from omnibal.limits import Caps, memory_cap_gib
 from omnibal.outputs import check_folder
 from omnibal.parallel import MAX_DEVICES

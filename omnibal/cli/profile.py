@@ -18,10 +18,11 @@ from omnibal.cli.options import (
     ModelOption,
     PrecisionOption,
 )
-from omnibal.config import MAX_COUNT, MAX_LAYERS, load_model, model_file
+from omnibal.config import load_model, model_file
 from omnibal.data.lengths import length_files, read_lengths
 from omnibal.errors import UserError
 from omnibal.files import atomic
+from omnibal.frozen import MAX_COUNT, MAX_LAYERS
 from omnibal.outputs import check_files
 
 _MOST_REPETITIONS = 10_000

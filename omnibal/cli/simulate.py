@@ -10,9 +10,9 @@ import typer
 from omnibal import tables
 from omnibal.cli.console import print_result, status
 from omnibal.cli.options import DirectoryArgument, JsonOption
-from omnibal.config import MAX_COUNT
 from omnibal.errors import UserError
 from omnibal.files import atomic
+from omnibal.frozen import MAX_COUNT
 from omnibal.outputs import check_files
 from omnibal.plan import plan_files
 

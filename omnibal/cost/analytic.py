@@ -303,7 +303,7 @@ def _vision_embed(model: ModelConfig, device: _Device) -> _Counts:
     vision, size = model.vision, device.element_bytes
     patches, patch_values = vision.patches_per_side**2, 3 * vision.patch_size**2
     pixel_bytes = _TILES * patches * patch_values * size
-    output_bytes = _TILES * vision.positions_per_tile * vision.hidden_size * size
+    output_bytes = _TILES * vision.positions_per_item * vision.hidden_size * size
     return _Counts(
         matmul_flops=_TILES * 2 * patches * patch_values * vision.hidden_size,
         attention_flops=0 * _TILES,
@@ -318,14 +318,14 @@ def _vision_embed(model: ModelConfig, device: _Device) -> _Counts:
         output_bytes=output_bytes,
         transient_bytes=output_bytes,
         # Convolution with bias, class token, position embedding; whole on every tensor rank.
-        parameters=vision.hidden_size * (patch_values + 2 + vision.positions_per_tile),
+        parameters=vision.hidden_size * (patch_values + 2 + vision.positions_per_item),
         begins_with_weights=True,
     )
 
 
 def _vision_layer(model: ModelConfig, device: _Device, *, padded: bool = True) -> _Counts:
     vision, t, size = model.vision, device.tensor, device.element_bytes
-    h, f, positions = vision.hidden_size, vision.ffn_hidden_size, vision.positions_per_tile
+    h, f, positions = vision.hidden_size, vision.ffn_hidden_size, vision.positions_per_item
     # Heads that the ranks cannot share evenly are padded (25 heads become 28 on 4 ranks).
     a = h // vision.heads * (-(-vision.heads // t) * t) if padded else h
     rows = _TILES * positions
@@ -363,9 +363,9 @@ def _vision_layer(model: ModelConfig, device: _Device, *, padded: bool = True) -
 
 def _projector(model: ModelConfig, device: _Device) -> _Counts:
     t, size = device.tensor, device.element_bytes
-    wide, h = model.projector_input_size, model.language.hidden_size
-    rows = _TILES * model.tokens_per_tile
-    vision_bytes = _TILES * model.vision.positions_per_tile * model.vision.hidden_size * size
+    wide, h = model.vision.projector_input_size, model.language.hidden_size
+    rows = _TILES * model.vision.tokens_per_item
+    vision_bytes = _TILES * model.vision.positions_per_item * model.vision.hidden_size * size
     output_bytes = rows * h * size
     return _Counts(
         matmul_flops=rows * 2 * (wide * h + h * h) / t,
@@ -389,7 +389,7 @@ def _projector(model: ModelConfig, device: _Device) -> _Counts:
 
 def _language_embed(model: ModelConfig, device: _Device) -> _Counts:
     h, size = model.language.hidden_size, device.element_bytes
-    image_bytes = _TILES * model.tokens_per_tile * h * size
+    image_bytes = _TILES * model.vision.tokens_per_item * h * size
     text_bytes = _TOKENS * h * size
     ids_bytes = _TOKENS * _TOKEN_ID_BYTES
     return _Counts(

@@ -10,25 +10,18 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from pydantic import Field
 from scipy.optimize import nnls
 
-from omnibal.config import (
-    MAX_COUNT,
-    ClusterConfig,
-    Count,
-    Frozen,
-    ModelConfig,
-    Part,
-    Precision,
-)
+from omnibal.config import ClusterConfig, ModelConfig, Part, Precision, model_sizes
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
+from omnibal.frozen import MAX_COUNT, Count, Frozen
 from omnibal.parallel import Parallel
 
 _DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
@@ -40,7 +33,11 @@ _DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
     Unit.HEAD: ("fixed", "tokens", "loss_tokens"),
 }
 
-
+_NOT_COST = (
+    *("layers", "norm_eps", "layer_scale_init"),
+    *("tied_head", "rope_base", "max_positions", "rope_factor"),
+)
+"""Fields of towers that no unit's cost depends on."""
 _LEAST_MS, _MOST_MS = 1e-9, 1e12
 """Limits of a measured time, in ms, so that fits stay finite."""
 _Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]
@@ -117,22 +114,10 @@ class FitResidual:
 def model_sha256(model: ModelConfig) -> str:
     """Hash of the model fields that a unit's cost depends on; neither layer counts nor
     constants."""
-    sizes: dict[str, Any] = model.model_dump(
-        mode="json",
-        exclude={
-            "name": True,
-            "tiling": True,
-            "chat_template": True,
-            "system_message": True,
-            "chat_system_message": True,
-            "vision": {"layers", "norm_eps", "layer_scale_init"},
-            "language": {
-                *("layers", "norm_eps", "tied_head"),
-                *("rope_base", "max_positions", "rope_factor"),
-            },
-        },
-    )
-    sizes["vision"]["layer_scale"] = model.vision.layer_scale_init is not None
+    sizes = model_sizes(model, without=_NOT_COST)
+    for name, tower in model.encoders.items():
+        described = sizes[name] if name in sizes else sizes["encoders"][name]
+        described["layer_scale"] = tower.layer_scale_init is not None
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 

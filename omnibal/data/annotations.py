@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from omnibal.config import Frozen
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile, natural_order
 from omnibal.data.record_files import RecordIndex, index_array, index_lines, is_array
 from omnibal.data.records import (
@@ -38,6 +37,7 @@ from omnibal.data.tar_shards import (
 )
 from omnibal.errors import UserError
 from omnibal.files import read_json_model
+from omnibal.frozen import Frozen
 
 _MOST_REPEATS = 10_000
 

@@ -298,7 +298,7 @@ def _image_tokens(
     starts = np.flatnonzero(token_ids == tokenizer.required(IMAGE_START))
     if len(starts) != len(tiles_per_image) or (token_ids == context).any():
         raise _control_tokens(sample)
-    counts = np.array(tiles_per_image, np.int64) * model.tokens_per_tile
+    counts = np.array(tiles_per_image, np.int64) * model.vision.tokens_per_item
     return np.repeat(starts + 1, counts), context
 
 

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, Strict
 
-from omnibal.config import ChatTemplate, Frozen, ModelConfig, TilingConfig
+from omnibal.config import ChatTemplate, ModelConfig
 from omnibal.data.columns import Columns
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_text
+from omnibal.frozen import Frozen
 
 _METADATA_KEY = b"omnibal"
 _SAMPLE = "sample"

@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from omnibal.config import TilingConfig
 from omnibal.data.image_files import ImageFile
+from omnibal.encoders import TilingConfig
 
 IMAGE, VIDEO = "<image>", "<video>"
 VIDEO_LINE = f"{VIDEO}\n"

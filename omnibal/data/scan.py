@@ -189,11 +189,11 @@ class _Scanner:
 
     def _counts(self, sample: Sample) -> tuple[int, int, int]:
         """Tiles, tokens and loss tokens."""
-        sample = sample.shown(self.model.tiling)
-        tiling, image_size = sample.tiling(self.model.tiling), self.model.vision.image_size
+        sample = sample.shown(self.model.vision.tiling)
+        tiling, image_size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
         sizes = [self._image_size(image, sample) for image in sample.images]
         tiles = sum(tile_count(*size, tiling, image_size) for size in sizes)
-        tokens_per_tile = self.model.tokens_per_tile
+        tokens_per_tile = self.model.vision.tokens_per_item
         text = encode_sample(sample, [0] * len(sample.images), self.model, self.tokenizer)
         tokens = len(text.token_ids) + tiles * tokens_per_tile
         check_positions(tokens, self.model, f"{sample.where}: the sample")
@@ -236,8 +236,8 @@ def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) 
         data_sha256=annotations.sha256,
         tokenizer_sha256=tokenizer.sha256,
         image_size=model.vision.image_size,
-        tokens_per_tile=model.tokens_per_tile,
-        tiling=model.tiling,
+        tokens_per_tile=model.vision.tokens_per_item,
+        tiling=model.vision.tiling,
         chat_template=model.chat_template,
         system_message=model.system_message,
     )

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from omnibal.config import TilingConfig
+from omnibal.encoders import TilingConfig
 
 
 @lru_cache(maxsize=65_536)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat
 
-from omnibal.config import Frozen
+from omnibal.frozen import Frozen
 
 
 class StageMemory(Frozen):

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from omnibal.config import MAX_LAYERS, Frozen, Part
+from omnibal.config import Part
+from omnibal.frozen import MAX_LAYERS, Frozen
 
 HeldLayers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 

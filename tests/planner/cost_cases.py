@@ -2,24 +2,27 @@
 
 import numpy as np
 
-from omnibal.config import LanguageConfig, ModelConfig, VisionConfig
+from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.model import CostModel, Unit, UnitCost
+from omnibal.encoders import TilesEncoder
 
 
 def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
     return ModelConfig(
         name=f"small-{vision_layers}-{language_layers}",
-        vision=VisionConfig(
-            layers=vision_layers,
-            hidden_size=8,
-            heads=2,
-            ffn_hidden_size=16,
-            image_size=8,
-            patch_size=2,
-            normalization="LayerNorm",
-            qkv_bias=True,
-            qk_norm=False,
-        ),
+        encoders={
+            "vision": TilesEncoder(
+                layers=vision_layers,
+                hidden_size=8,
+                heads=2,
+                ffn_hidden_size=16,
+                image_size=8,
+                patch_size=2,
+                normalization="LayerNorm",
+                qkv_bias=True,
+                qk_norm=False,
+            )
+        },
         language=LanguageConfig(
             layers=language_layers,
             hidden_size=8,

@@ -24,8 +24,8 @@ def origin_of(model: ModelConfig, **changes) -> LengthsOrigin:
             "data_sha256": "d",
             "tokenizer_sha256": "t",
             "image_size": model.vision.image_size,
-            "tokens_per_tile": model.tokens_per_tile,
-            "tiling": model.tiling,
+            "tokens_per_tile": model.vision.tokens_per_item,
+            "tiling": model.vision.tiling,
             "chat_template": model.chat_template,
             "system_message": model.system_message,
         }
@@ -36,7 +36,7 @@ def origin_of(model: ModelConfig, **changes) -> LengthsOrigin:
 def example_lengths(origin: LengthsOrigin | None = None, count: int = 300) -> Lengths:
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 5, count).astype(np.int32)
-    tokens = (tiles * MODEL.tokens_per_tile + rng.integers(10, 90, count)).astype(np.int32)
+    tokens = (tiles * MODEL.vision.tokens_per_item + rng.integers(10, 90, count)).astype(np.int32)
     return Lengths(
         tiles=tiles,
         tokens=tokens,

@@ -227,7 +227,7 @@ def case(request, tmp_path_factory) -> Case:
 
 def with_images(text: str, tiles: list[int]) -> str:
     for count in tiles:
-        context = "<IMG_CONTEXT>" * (count * DIGITS.tokens_per_tile)
+        context = "<IMG_CONTEXT>" * (count * DIGITS.vision.tokens_per_item)
         text = text.replace("<image>", f"<img>{context}</img>", 1)
     return text
 
@@ -365,7 +365,7 @@ def test_quickstarts_template_spelled_out(tokenizer):
     start, end = piece("<|im_start|>"), piece("<|im_end|>")
 
     def image(tiles):
-        context = [piece("<IMG_CONTEXT>")] * (tiles * DIGITS.tokens_per_tile)
+        context = [piece("<IMG_CONTEXT>")] * (tiles * DIGITS.vision.tokens_per_item)
         return [piece("<img>"), *context, piece("</img>")]
 
     expected = [

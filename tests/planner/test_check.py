@@ -10,10 +10,11 @@ import pytest
 from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
 
 from omnibal.check import check_plan, training_obstacles
-from omnibal.config import ModelConfig, TilingConfig, load_cluster, load_model
+from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Stage
@@ -431,11 +432,10 @@ def test_plan_of_other_data_is_refused(tmp_path):
         write_plan(plan.model_copy(update={"data": data}), directory)
         with pytest.raises(UserError, match=expected):
             check_plan(directory)
-    cut = plan.model.model_copy(update={"tiling": TilingConfig(max_dynamic_patch=3)})
-    finer = plan.model.vision.model_copy(update={"image_size": 64})
+    cut = plan.model.with_tower("vision", tiling=TilingConfig(max_dynamic_patch=3))
     for model, expected in (
         (cut, "another tiling than model.tiling"),
-        (plan.model.model_copy(update={"vision": finer}), "tiles of 32 pixels"),
+        (plan.model.with_tower("vision", image_size=64), "tiles of 32 pixels"),
     ):
         write_plan(plan.model_copy(update={"model": model}), directory)
         with pytest.raises(UserError, match=expected):

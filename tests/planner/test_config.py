@@ -17,7 +17,7 @@ def test_every_model_preset_loads(name):
     """Prevents shipping a preset with a wrong field, or under another name than its own."""
     model = load_model(name)
     assert model.name == name
-    assert model.tokens_per_tile > 0
+    assert model.vision.tokens_per_item > 0
 
 
 @pytest.mark.parametrize("name", preset_names("clusters"))
@@ -39,7 +39,7 @@ def test_the_shipped_presets_are_found():
 def test_pixel_shuffle_factor(ratio, factor):
     """Prevents a projector of another width than the ratio says."""
     model = ModelConfig.model_validate(DIGITS.model_dump() | {"downsample_ratio": ratio})
-    assert model.pixel_shuffle_factor == factor
+    assert model.vision.pixel_shuffle_factor == factor
 
 
 @pytest.mark.parametrize("ratio", [2, 1.5, 0.3, 0.45, 0.999, float("nan"), float("inf"), 0, -0.5])
@@ -55,7 +55,7 @@ def test_other_downsample_ratios_are_refused(ratio):
         (None, "did you mean 'internvl-digits'.*presets of omnibal/presets/models"),
         (b"layers = ", r"internvl-digit: not TOML.*compare with a preset"),
         (b"name = '\xff'", "not UTF-8"),
-        (b"name = 'x'", "vision: Field required"),
+        (b"name = 'x'", "language: Field required"),
         (b"name = 'x'\nspeed = 1", "Field required|speed"),
     ],
 )

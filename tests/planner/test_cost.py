@@ -281,8 +281,7 @@ def test_tied_gradient_crosses_between_two_stages_only():
 
 def test_encoder_without_layer_scale_has_and_keeps_none():
     """Prevents counting parameters, passes and kept tensors of a scale that is not there."""
-    vision = MODEL.vision.model_copy(update={"layer_scale_init": None})
-    model = MODEL.model_copy(update={"vision": vision})
+    model = MODEL.with_tower("vision", layer_scale_init=None)
     memory = only(memory_gb_per_s=1000.0, memory_efficiency=0.5)
     bare, scaled = (
         analytic_cost(m, memory, Parallel(pipeline=4), "bf16").units[Unit.VISION_LAYER]

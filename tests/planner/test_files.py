@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from pydantic import PositiveInt
 
-from omnibal.config import Frozen
 from omnibal.errors import UserError
 from omnibal.files import (
     atomic,
@@ -14,6 +13,7 @@ from omnibal.files import (
     read_toml_model,
     write_json_model,
 )
+from omnibal.frozen import Frozen
 
 pytestmark = pytest.mark.quick
 

@@ -330,7 +330,9 @@ def test_released_tokenizers_give_internvls_ids_and_masks(released_of, kind, tem
         talk = conversation(draw, template)
         tiles = [draw.randint(1, 3) for _ in sample_of(talk).images]
         images += len(tiles)
-        expected = internvl(call, template, talk, [DIGITS.tokens_per_tile * n for n in tiles])
+        expected = internvl(
+            call, template, talk, [DIGITS.vision.tokens_per_item * n for n in tiles]
+        )
         assert expected is not None, f"InternVL drops the loss of {talk}"
         found = ours(call, template, talk, tiles)
         assert found[0] == expected[0], talk

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from omnibal.config import TilingConfig
 from omnibal.data.lengths import Lengths, LengthsOrigin, read_lengths, write_lengths
 from omnibal.data.packs import (
     Packs,
@@ -18,6 +17,7 @@ from omnibal.data.packs import (
     sum_squared_tokens,
     write_packs,
 )
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 
 pytestmark = pytest.mark.quick

@@ -264,12 +264,7 @@ def tied(cost: CostModel) -> CostModel:
 def large_case(layers: tuple[int, int], p: int) -> tuple[CostModel, ModelConfig, Workload]:
     """InternVL with so many vision and language layers, on packs that all differ."""
     base = load_model("internvl-chat-1.5-6b-20b")
-    model = base.model_copy(
-        update={
-            "vision": base.vision.model_copy(update={"layers": layers[0]}),
-            "language": base.language.model_copy(update={"layers": layers[1]}),
-        }
-    )
+    model = base.with_layers(vision=layers[0], language=layers[1])
     rng = np.random.default_rng(1)
     shape = steps, ranks, micro_batches = 4, 2, 16
     packs = steps * ranks * micro_batches

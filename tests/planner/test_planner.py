@@ -8,13 +8,14 @@ import pytest
 from plan_cases import MODEL, example_lengths, job_spec, origin_of, request
 
 from omnibal.check import check_plan, training_obstacles
-from omnibal.config import ModelConfig, TilingConfig, load_cluster
+from omnibal.config import ModelConfig, load_cluster
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import Unit, pack_features
 from omnibal.data.lengths import read_lengths
 from omnibal.data.metrics import rank_sums
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import read_packs
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel
@@ -108,12 +109,12 @@ def test_tiling_is_that_of_the_scan():
     """Prevents training from cutting images into other tiles than those that were packed."""
     tiling = TilingConfig(max_dynamic_patch=3)
     lengths = example_lengths(origin_of(MODEL, tiling=tiling))
-    assert make_plan(request(lengths=lengths)).plan.model.tiling == tiling
+    assert make_plan(request(lengths=lengths)).plan.model.vision.tiling == tiling
 
 
 def test_lengths_of_another_model_are_refused():
     """Prevents packs counted with another model's tokens per tile."""
-    lengths = example_lengths(origin_of(MODEL, tokens_per_tile=MODEL.tokens_per_tile + 1))
+    lengths = example_lengths(origin_of(MODEL, tokens_per_tile=MODEL.vision.tokens_per_item + 1))
     with pytest.raises(UserError, match="omnibal lengths"):
         make_plan(request(lengths=lengths))
 

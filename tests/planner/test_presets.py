@@ -6,14 +6,8 @@ EVA-CLIP and EVA-CLIP-18B papers for encoders; 5.54 B of InternViT-6B by its 45 
 
 import pytest
 
-from omnibal.config import (
-    LanguageConfig,
-    ModelConfig,
-    VisionConfig,
-    load_cluster,
-    load_model,
-    preset_names,
-)
+from omnibal.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
+from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel, check_parallel
 
@@ -66,7 +60,7 @@ def linear(inputs: int, outputs: int, bias: bool) -> int:
     return inputs * outputs + (outputs if bias else 0)
 
 
-def encoder_parameters(vision: VisionConfig) -> int:
+def encoder_parameters(vision: TilesEncoder) -> int:
     width, ffn = vision.hidden_size, vision.ffn_hidden_size
     norm = width * (2 if vision.normalization == "LayerNorm" else 1)
     attention = linear(width, 3 * width, vision.qkv_bias) + linear(width, width, bias=True)

@@ -70,7 +70,7 @@ def make_lengths(name: str) -> Lengths:
             tokenizer_sha256="cd" * 32,
             image_size=32,
             tokens_per_tile=16,
-            tiling=load_model("internvl-digits").tiling,
+            tiling=load_model("internvl-digits").vision.tiling,
             chat_template="internvl2_5",
             system_message="",
         ),

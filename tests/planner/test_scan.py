@@ -116,7 +116,7 @@ def test_counts_equal_the_encoded_samples(digits, tokenizer):
     assert sum(done) == len(lengths) == len(annotations)
     for index, sample in enumerate(annotations):
         tiles = [
-            tile_count(*Image.open(image.path).size, MODEL.tiling, MODEL.vision.image_size)
+            tile_count(*Image.open(image.path).size, MODEL.vision.tiling, MODEL.vision.image_size)
             for image in sample.images
         ]
         encoded = encode_sample(sample, tiles, MODEL, tokenizer)
@@ -133,7 +133,7 @@ def test_origin_says_what_was_scanned(digits, tokenizer):
     assert origin.data_sha256 == annotations.sha256
     assert origin.tokenizer_sha256 == tokenizer.sha256
     assert (origin.image_size, origin.tokens_per_tile) == (32, 16)
-    assert origin.tiling == MODEL.tiling
+    assert origin.tiling == MODEL.vision.tiling
 
 
 def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
@@ -515,14 +515,13 @@ def test_the_key_follows_all_that_counts_depend_on(digits, tokenizer, tmp_path):
         (tmp_path / "meta.json").write_text(json.dumps(entries))
         return scan_key(Annotations.open(tmp_path / "meta.json"), model, tokenizer)
 
-    one_tile = MODEL.tiling.model_copy(update={"max_dynamic_patch": 1})
-    smaller = MODEL.vision.model_copy(update={"image_size": 16})
+    one_tile = MODEL.vision.tiling.model_copy(update={"max_dynamic_patch": 1})
     keys = [
         key(),
         key(root="elsewhere"),
         key(repeat_time=2),
-        key(MODEL.model_copy(update={"tiling": one_tile})),
-        key(MODEL.model_copy(update={"vision": smaller})),
+        key(MODEL.with_tower("vision", tiling=one_tile)),
+        key(MODEL.with_tower("vision", image_size=16)),
         key(MODEL.model_copy(update={"chat_template": "internlm2-chat"})),
         key(MODEL.model_copy(update={"system_message": "Read."})),
     ]

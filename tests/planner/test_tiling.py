@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.config import TilingConfig
 from omnibal.data.tiling import tile_count, tile_grid
+from omnibal.encoders import TilingConfig
 
 pytestmark = pytest.mark.quick
 

@@ -85,13 +85,7 @@ def precisions_agree(folder: Path) -> None:
 def real_size_plan() -> Plan:
     """Two layers of InternViT-6B and two of InternLM2-20B, on one device."""
     model = load_model("internvl-chat-1.5-6b-20b")
-    layers = {"layers": 2}
-    small = model.model_copy(
-        update={
-            "vision": model.vision.model_copy(update=layers),
-            "language": model.language.model_copy(update=layers),
-        }
-    )
+    small = model.with_layers(vision=2, language=2)
     whole = Stage(
         vision_embed=True, vision_layers=2, projector=True, language_embed=True,
         language_layers=2, head=True, recompute_vision=(0,), recompute_language=(1,),

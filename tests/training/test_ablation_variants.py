@@ -63,7 +63,7 @@ def random_lengths(model: ModelConfig, samples: int) -> Lengths:
     text = rng.integers(3, 60, samples)
     return Lengths(
         tiles=tiles.astype(np.int32),
-        tokens=(tiles * model.tokens_per_tile + text).astype(np.int32),
+        tokens=(tiles * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=(text // 3).astype(np.int32),
         source=np.zeros(samples, np.int32),
         source_names=("random",),
@@ -184,13 +184,7 @@ def test_recompute_of_each_variant(results):
 def test_searched_split_is_the_best_of_all():
     """Prevents: the row of the balanced model with a split for other costs than its own."""
     base = load_model("internvl-digits")
-    layers = {"vision": 3, "language": 4}
-    model = base.model_copy(
-        update={
-            tower: getattr(base, tower).model_copy(update={"layers": count})
-            for tower, count in layers.items()
-        }
-    )
+    model = base.with_layers(vision=3, language=4)
     job = job_of(model, samples=180)
     result = make_variant(job, Variant.MODEL)
     packs, lengths = result.data
@@ -275,7 +269,7 @@ def test_rows_are_of_full_steps(job, results):
 def test_real_lengths_are_scaled(tmp_path, capsys):
     """Prevents: texts or tiles of another size than the model's, and unsaid synthetic lengths."""
     model = load_model(str(MODEL_FILE))
-    assert model.tokens_per_tile == 16
+    assert model.vision.tokens_per_item == 16
     records = '[{"vit_num": 3, "token_num": 809, "image_flags": 1}, '
     records += '{"vit_num": 1, "token_num": 260, "image_flags": 1}]'
     for name in PUBLISHED_FILES:

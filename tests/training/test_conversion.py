@@ -56,8 +56,9 @@ from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import TilingConfig, load_model
+from omnibal.config import load_model
 from omnibal.data.tokenizer import open_tokenizer
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from tools import convert
 
@@ -267,7 +268,7 @@ def test_original_layout_comes_back_with_its_settings(tmp_path, layout):
     run = imported(complete(source), tmp_path / "run")
     model = load_model(str(run / "model.toml"))
     assert model.name == "there" and model == open_newest(run).model
-    assert model.tiling.max_dynamic_patch == 6 and model.tiling.use_thumbnail
+    assert model.vision.tiling.max_dynamic_patch == 6 and model.vision.tiling.use_thumbnail
     assert model.chat_template == "internlm2-chat"
     again = imported(exported_as(run, layout, tmp_path / "there2"), tmp_path / "again")
     if layout == "internlm2":
@@ -314,9 +315,8 @@ def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
     model = transformers_model(KINDS["300m-qwen2"])
     source = save_released(model, tmp_path / "there", "transformers")
     run, own = imported(source, tmp_path / "run"), model_of("300m-qwen2")
-    other = own.model_copy(
+    other = own.with_tower("vision", tiling=TilingConfig(max_dynamic_patch=3)).model_copy(
         update={
-            "tiling": TilingConfig(max_dynamic_patch=3),
             "chat_template": "Hermes-2",
             "system_message": "be short",
             "chat_system_message": "talk",

@@ -47,10 +47,11 @@ from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.data import SampleReader
-from omnibal.config import TilingConfig, load_model
+from omnibal.config import load_model
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.tokenizer import open_tokenizer
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 
 END_TOKEN = PIECES.index("<|im_end|>")
@@ -174,7 +175,7 @@ def test_image_processor_makes_the_tiles_of_training(tmp_path, source, size, mos
     picture.save(tmp_path / "picture.png")
     theirs = processor(images=[picture], return_tensors="pt")["pixel_values"]
     model = open_newest(run).model
-    assert model.tiling == TilingConfig(max_dynamic_patch=most)
+    assert model.vision.tiling == TilingConfig(max_dynamic_patch=most)
     sample = Sample(
         identity="one",
         source="one",

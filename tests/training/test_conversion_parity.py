@@ -46,7 +46,7 @@ def example(model: ModelConfig, seed: int, *runs: int) -> ToySample:
     ids: list[int] = []
     for place, count in enumerate(runs):
         if place % 2:
-            ids += [IMAGE_TOKEN] * (count * model.tokens_per_tile)
+            ids += [IMAGE_TOKEN] * (count * model.vision.tokens_per_item)
         else:
             ids += random.integers(1, model.language.vocab_size, count).tolist()
     size = model.vision.image_size
@@ -136,7 +136,8 @@ def model_of(name: str) -> ModelConfig:
             "tied_head": kind.tied,
         }
     )  # fmt: skip
-    return toy.model_copy(update={"name": name, "vision": vision, "language": language})
+    changes = {"name": name, "encoders": {"vision": vision}, "language": language}
+    return toy.model_copy(update=changes)
 
 
 def observed(links, plan: Plan, run, packs: Sequence[Sequence[ToySample]]):

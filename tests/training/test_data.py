@@ -313,7 +313,7 @@ def test_unreadable_samples_are_replaced(pictures, damage):
     parts = zip(first.pixels_TCPP.split(tiles), before.pixels_TCPP.split(tiles), strict=True)
     for index, (pixels, good) in zip(PACK, parts, strict=True):
         assert pixels.equal(torch.zeros_like(good) if index in BAD else good)
-    assert len(text.image_positions_M) == before.tiles * MODEL.tokens_per_tile
+    assert len(text.image_positions_M) == before.tiles * MODEL.vision.tokens_per_item
     sample_of_token = torch.tensor(PACK).repeat_interleave(torch.tensor(before.segment_tokens))
     kept = torch.tensor([int(k) not in BAD for k in sample_of_token[before.loss_positions_L]])
     assert 0 < kept.sum() < len(kept)
@@ -552,9 +552,9 @@ def test_unreadable_members_are_replaced(media, damage):
 
 def test_several_images_share_the_tiles(pictures, tmp_path):
     """Prevents: more tiles of many images than the released models were trained with."""
-    tiling = MODEL.tiling.model_copy(update={"max_dynamic_patch": 3})
-    assert MODEL.tiling.max_dynamic_patch == 6
-    fewer = replace(pictures.reader, model=MODEL.model_copy(update={"tiling": tiling}))
+    tiling = MODEL.vision.tiling.model_copy(update={"max_dynamic_patch": 3})
+    assert MODEL.vision.tiling.max_dynamic_patch == 6
+    fewer = replace(pictures.reader, model=MODEL.with_tower("vision", tiling=tiling))
     alone = [fewer.pixels([pictures.reader.annotations[k]]) for k in (0, 1)]
     whole = pictures.reader.pixels([pictures.reader.annotations[1]])
     both = pictures.dataset([[5]], WHOLE)[0]
@@ -605,9 +605,9 @@ def test_a_frame_is_a_tile(video, tmp_path):
     spelled_out = video.dataset([[3]], WHOLE)[0]
     assert batch.token_ids_S.equal(spelled_out.token_ids_S)
     assert batch.pixels_TCPP.equal(spelled_out.pixels_TCPP)
-    assert len(batch.image_positions_M) == FRAMES * MODEL.tokens_per_tile
-    tiling = MODEL.tiling.model_copy(update={"max_frames_per_video": 2})
-    fewer = replace(video.reader, model=MODEL.model_copy(update={"tiling": tiling}))
+    assert len(batch.image_positions_M) == FRAMES * MODEL.vision.tokens_per_item
+    tiling = MODEL.vision.tiling.model_copy(update={"max_frames_per_video": 2})
+    fewer = replace(video.reader, model=MODEL.with_tower("vision", tiling=tiling))
     sample = video.reader.annotations[1]
     assert fewer.pixels([sample]).equal(batch.pixels_TCPP[[0, 3]])
     assert fewer.tiles_per_image(sample) == [1, 1]

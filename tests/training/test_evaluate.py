@@ -52,7 +52,7 @@ def answers_one_by_one(links, plan, folder):
             ids = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
             ids, answer = ids.tolist(), []
             context = ids.count(reader.tokenizer.image_context)
-            pixels = all_pixels[: context // reader.model.tokens_per_tile]
+            pixels = all_pixels[: context // reader.model.vision.tokens_per_item]
             while len(answer) < MAX_NEW_TOKENS and reader.answer_end not in answer:
                 token_ids = torch.tensor(ids + answer)
                 images = (token_ids == reader.tokenizer.image_context).nonzero().squeeze(1)
@@ -119,10 +119,10 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
     assert [prompt.tiles for prompt in prompts] == [first, first, first + second]
     for prompt in prompts:
         context = np.count_nonzero(prompt.token_ids == reader.tokenizer.image_context)
-        assert context == prompt.tiles * reader.model.tokens_per_tile
+        assert context == prompt.tiles * reader.model.vision.tokens_per_item
     # As one question about the first image alone is, which is cut as it is beside the second.
     alone = replace(sample, images=sample.images[:1], turns=sample.turns[:1])
-    share = reader.model.tiling.max_dynamic_patch // 2
+    share = reader.model.vision.tiling.max_dynamic_patch // 2
     prompt = reader.prompt(replace(alone, max_dynamic_patch=share), 0, room=8)
     assert prompt.tiles == first
     np.testing.assert_array_equal(prompt.token_ids, prompts[0].token_ids)

@@ -213,7 +213,7 @@ def reference_image_features(model, w, pixels):
         branch = linear(branch, p + "mlp.linear_fc2")
         hidden = hidden + scale(p + "mlp_bda.scale") * branch
     features = []
-    side, factor = vision.patches_per_side, model.pixel_shuffle_factor
+    side, factor = vision.patches_per_side, model.vision.pixel_shuffle_factor
     for tile in hidden[:, 1:]:
         grid = tile.view(side, side, -1)
         for row in range(0, side, factor):
@@ -221,7 +221,7 @@ def reference_image_features(model, w, pixels):
                 block = grid[row : row + factor, column : column + factor]
                 features.append(block.reshape(-1))
     x = F.layer_norm(
-        torch.stack(features), (model.projector_input_size,),
+        torch.stack(features), (model.vision.projector_input_size,),
         w["projector.norm.weight"], w["projector.norm.bias"],
     )  # fmt: skip
     return linear(F.gelu(linear(x, "projector.linear_fc1")), "projector.linear_fc2")

@@ -188,7 +188,7 @@ def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
     for batch in batches:
         assert sum(batch.segment_tokens) == batch.tokens <= max_tokens
         assert 0 < batch.tiles <= max_tiles
-        assert batch.tiles * model.tokens_per_tile <= batch.tokens
+        assert batch.tiles * model.vision.tokens_per_item <= batch.tokens
     scaled = features / np.linalg.norm(features, axis=0)
     assert scaled.shape[1] == len(FEATURES)
     assert np.linalg.cond(scaled) < 60

@@ -164,7 +164,7 @@ def planned(tmp_path):
     text = rng.integers(4, 30, 60).astype(np.int32)
     lengths = Lengths(
         tiles=tiles,
-        tokens=tiles * MODEL.tokens_per_tile + text,
+        tokens=tiles * MODEL.vision.tokens_per_item + text,
         loss_tokens=text // 2,
         source=np.zeros(60, np.int32),
         source_names=("random",),

@@ -8,7 +8,8 @@ import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.step.train import OptimizationOptions
-from omnibal.config import LanguageConfig, ModelConfig, VisionConfig, load_cluster
+from omnibal.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.encoders import TilesEncoder
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
@@ -25,7 +26,7 @@ def toy_model(**vision_changes: object) -> ModelConfig:
     }  # fmt: skip
     return ModelConfig(
         name="toy",
-        vision=VisionConfig(**{**vision, **vision_changes}),
+        encoders={"vision": TilesEncoder(**{**vision, **vision_changes})},
         language=LanguageConfig(
             layers=3, hidden_size=24, heads=4, kv_heads=2, ffn_hidden_size=40, vocab_size=50
         ),
@@ -94,7 +95,7 @@ class ToySample:
 
 def toy_sample(model: ModelConfig, tiles: int, text_tokens: int, seed: int) -> ToySample:
     random = np.random.default_rng(seed)
-    image = [IMAGE_TOKEN] * (tiles * model.tokens_per_tile)
+    image = [IMAGE_TOKEN] * (tiles * model.vision.tokens_per_item)
     text = random.integers(1, model.language.vocab_size, text_tokens).tolist()
     size = model.vision.image_size
     pixels = random.standard_normal((tiles, 3, size, size)).astype(np.float32)

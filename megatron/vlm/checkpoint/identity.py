@@ -11,21 +11,13 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step
-from omnibal.config import ModelConfig
+from omnibal.config import ModelConfig, model_sizes
 from omnibal.errors import UserError
 
 CHECKPOINT_BACKEND = ("torch_dist", 1)
 """Name and version of core's file format."""
-_NOT_ARCHITECTURE: dict[str, Any] = {
-    "name": True,
-    "tiling": True,
-    "chat_template": True,
-    "system_message": True,
-    "chat_system_message": True,
-    "vision": {"layer_scale_init": True},
-    "language": {"max_positions": True, "rope_factor": True},
-}
-"""Fields that do not change the weights' shapes: data preparation and initialization."""
+_NOT_ARCHITECTURE = ("layer_scale_init", "max_positions", "rope_factor")
+"""Fields of towers that do not change the weights' shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +89,16 @@ def architecture_differences(
         place: where `here` is from.
     """
     lines = differences(_architecture(there), _architecture(here), place)
-    scaled = ["off" if model.vision.layer_scale_init is None else "on" for model in (there, here)]
-    if scaled[0] != scaled[1]:
-        lines.append(f"layer scale is {scaled[0]} there and {scaled[1]} {place}")
+    for name in there.encoders.keys() & here.encoders.keys():
+        towers = there.encoders[name], here.encoders[name]
+        scaled = ["off" if tower.layer_scale_init is None else "on" for tower in towers]
+        if scaled[0] != scaled[1]:
+            lines.append(f"layer scale is {scaled[0]} there and {scaled[1]} {place}")
     return lines
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
-    return model.model_dump(mode="json", exclude=_NOT_ARCHITECTURE)
+    return model_sizes(model, without=_NOT_ARCHITECTURE)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -> list[str]:

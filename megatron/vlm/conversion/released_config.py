@@ -19,13 +19,8 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 
 from megatron.vlm.conversion.tensor_map import Layout, head_name
 from megatron.vlm.inputs.data import PIXEL_MEAN, PIXEL_STD
-from omnibal.config import (
-    ChatTemplate,
-    LanguageConfig,
-    ModelConfig,
-    TilingConfig,
-    VisionConfig,
-)
+from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
+from omnibal.encoders import TilesEncoder, TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import read_json_model
 
@@ -267,24 +262,26 @@ def _from_original(
     template = {} if given.template is None else {"chat_template": given.template}
     model = ModelConfig(
         name=name,
-        downsample_ratio=given.downsample_ratio,
-        vision=_vision(
-            vision,
-            image_size=vision.image_size,
-            patch_size=vision.patch_size,
-            qkv_bias=vision.qkv_bias,
-            qk_norm=vision.qk_normalization,
-            layer_scale_init=vision.initializer_factor,
-        ),
+        encoders={
+            "vision": _vision(
+                vision,
+                image_size=vision.image_size,
+                patch_size=vision.patch_size,
+                qkv_bias=vision.qkv_bias,
+                qk_norm=vision.qk_normalization,
+                layer_scale_init=vision.initializer_factor,
+                downsample_ratio=given.downsample_ratio,
+                tiling=TilingConfig(
+                    min_dynamic_patch=min(given.min_dynamic_patch, tiles),
+                    max_dynamic_patch=tiles,
+                    use_thumbnail=given.use_thumbnail,
+                ),
+            )
+        },
         language=_language(
             given.llm_config,
             _is_tied(given.llm_config, given.tie_word_embeddings, layout, names),
             path,
-        ),
-        tiling=TilingConfig(
-            min_dynamic_patch=min(given.min_dynamic_patch, tiles),
-            max_dynamic_patch=tiles,
-            use_thumbnail=given.use_thumbnail,
         ),
         chat_system_message=given.system_message,
         **template,
@@ -324,15 +321,18 @@ def _from_transformers(
     )
     model = ModelConfig(
         name=name,
-        downsample_ratio=given.downsample_ratio,
-        vision=_vision(
-            vision,
-            image_size=image,
-            patch_size=patch,
-            qkv_bias=vision.attention_bias,
-            qk_norm=vision.use_qk_norm,
-            layer_scale_init=vision.layer_scale_init_value,
-        ),
+        encoders={
+            "vision": _vision(
+                vision,
+                image_size=image,
+                patch_size=patch,
+                qkv_bias=vision.attention_bias,
+                qk_norm=vision.use_qk_norm,
+                layer_scale_init=vision.layer_scale_init_value,
+                downsample_ratio=given.downsample_ratio,
+                tiling=TilingConfig(),
+            )
+        },
         language=_language(text, _is_tied(text, given.tie_word_embeddings, layout, names), path),
         # The file says nothing of conversations; all that were released in this layout have these.
         chat_template="internvl2_5",
@@ -348,9 +348,11 @@ def _vision(
     qkv_bias: bool,
     qk_norm: bool,
     layer_scale_init: float,
-) -> VisionConfig:
+    downsample_ratio: float,
+    tiling: TilingConfig,
+) -> TilesEncoder:
     """Vision configuration from fields that both classes share and from those that differ."""
-    return VisionConfig(
+    return TilesEncoder(
         layers=given.num_hidden_layers,
         hidden_size=given.hidden_size,
         heads=given.num_attention_heads,
@@ -362,6 +364,8 @@ def _vision(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         layer_scale_init=layer_scale_init,
+        downsample_ratio=downsample_ratio,
+        tiling=tiling,
     )
 
 
@@ -475,7 +479,7 @@ def with_dtype(config: str, dtype: str) -> str:
 
 def _preprocessor(model: ModelConfig) -> dict[str, Any]:
     """Settings of Transformers' image processor: tiles and pixel values as in training."""
-    size, tiling = model.vision.image_size, model.tiling
+    size, tiling = model.vision.image_size, model.vision.tiling
     return {
         "image_processor_type": "GotOcr2ImageProcessor",
         "crop_to_patches": tiling.max_dynamic_patch > 1,
@@ -495,14 +499,14 @@ def _preprocessor(model: ModelConfig) -> dict[str, Any]:
 
 
 def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
-    vision, tiling, scaling = model.vision, model.tiling, model.language.rope_factor
+    vision, tiling, scaling = model.vision, model.vision.tiling, model.language.rope_factor
     message = model.chat_system_message
     message = model.system_message if message is None else message
     system = {} if message is None else {"system_message": message}
     return system | {
         "architectures": ["InternVLChatModel"],
         "model_type": "internvl_chat",
-        "downsample_ratio": model.downsample_ratio,
+        "downsample_ratio": model.vision.downsample_ratio,
         "dynamic_image_size": tiling.max_dynamic_patch > 1,
         "force_image_size": vision.image_size,
         "llm_config": {"architectures": [_ARCHITECTURES[layout]], "bias": False}
@@ -548,10 +552,10 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
     return image_token | {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
-        "downsample_ratio": model.downsample_ratio,
+        "downsample_ratio": model.vision.downsample_ratio,
         "dtype": dtype,
         "torch_dtype": dtype,
-        "image_seq_length": model.tokens_per_tile,
+        "image_seq_length": model.vision.tokens_per_item,
         "text_config": _text(language, "qwen2" if language.qkv_bias else "llama") | rope,
         "tie_word_embeddings": language.tied_head,
         "vision_config": {
@@ -587,7 +591,7 @@ def _text(language: LanguageConfig, model_type: str) -> dict[str, Any]:
     }
 
 
-def _norm_name(vision: VisionConfig) -> str:
+def _norm_name(vision: TilesEncoder) -> str:
     return next(name for name, norm in _NORMS.items() if norm == vision.normalization)
 
 

@@ -19,7 +19,8 @@ from enum import StrEnum
 import torch
 
 from megatron.vlm.model.stage import IMAGE_CHANNELS
-from omnibal.config import LanguageConfig, ModelConfig, VisionConfig
+from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.encoders import TilesEncoder
 
 Shape = tuple[int, ...]
 
@@ -209,13 +210,13 @@ _LLAMA_REST: _Names = {
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield every parameter once, in the order of the forward pass."""
     vision, language = model.vision, model.language
-    wide, width = model.projector_input_size, language.hidden_size
+    wide, width = model.vision.projector_input_size, language.hidden_size
     patch_values = IMAGE_CHANNELS * vision.patch_size**2
     rest: list[tuple[str, Shape]] = [
         ("vision_embedding.patch_projection.weight", (vision.hidden_size, patch_values)),
         ("vision_embedding.patch_projection.bias", (vision.hidden_size,)),
         ("vision_embedding.class_token", (vision.hidden_size,)),
-        ("vision_embedding.positions", (vision.positions_per_tile, vision.hidden_size)),
+        ("vision_embedding.positions", (vision.positions_per_item, vision.hidden_size)),
     ]
     yield from (Parameter(key=key, shape=shape) for key, shape in rest)
     yield from _stacked("vision", vision.layers, dict(_vision_layer(vision)))
@@ -241,7 +242,7 @@ def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Para
             yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
 
 
-def _vision_layer(vision: VisionConfig) -> Iterator[tuple[str, Shape]]:
+def _vision_layer(vision: TilesEncoder) -> Iterator[tuple[str, Shape]]:
     width, inner = vision.hidden_size, vision.ffn_hidden_size
     norm_parts = ("weight", "bias") if vision.normalization == "LayerNorm" else ("weight",)
     for norm in ("input_layernorm", "pre_mlp_layernorm"):

@@ -16,7 +16,7 @@ from PIL import Image
 from megatron.vlm.inputs.augment import Purpose, degraded, jpeg_qualities, tile_keys
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.read_ahead import read_ahead
-from omnibal.config import ModelConfig, TilingConfig
+from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
 from omnibal.data.image_files import ImageFile, why_unreadable
@@ -25,6 +25,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.data.sample import Sample
 from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
+from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.pipeline.stage import Stage
 
@@ -94,10 +95,10 @@ class SampleReader:
 
     def tiles_per_image(self, sample: Sample) -> list[int]:
         """Tile counts of the images that the model is shown, from their headers."""
-        sample = sample.shown(self.model.tiling)
+        sample = sample.shown(self.model.vision.tiling)
         if sample.video:
             return [1] * len(sample.images)
-        tiling, size = sample.tiling(self.model.tiling), self.model.vision.image_size
+        tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
         return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
 
     def encode(self, sample: Sample, tiles: int) -> EncodedSample:
@@ -123,7 +124,7 @@ class SampleReader:
             UnreadableImage: the header of an image cannot be read.
             UserError: it is longer, with its answer, than the model takes.
         """
-        sample = sample.shown(self.model.tiling)
+        sample = sample.shown(self.model.vision.tiling)
         tiles = self.tiles_per_image(sample)
         token_ids = encode_prompt(sample, turn, tiles, self.model, self.tokenizer, chatting)
         check_positions(
@@ -141,7 +142,7 @@ class SampleReader:
             UnreadableImage: one of them is missing or broken, or a video does not have the frames
                 that make `tiles` tiles.
         """
-        sample = sample.shown(self.model.tiling)
+        sample = sample.shown(self.model.vision.tiling)
         _check_frames(sample, tiles)
         for image in sample.images:
             _read_image(image, sample)
@@ -152,8 +153,8 @@ class SampleReader:
         Raises:
             UnreadableImage: one of them is missing or broken.
         """
-        sample = sample.shown(self.model.tiling)
-        tiling, size = sample.tiling(self.model.tiling), self.model.vision.image_size
+        sample = sample.shown(self.model.vision.tiling)
+        tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
         return [
             tile
             for image in sample.images
@@ -310,7 +311,7 @@ class PackDataset(torch.utils.data.Dataset):
         try:
             if self.stage.vision_embed:
                 found = self.reader.tiles(sample)
-                _check_frames(sample.shown(self.reader.model.tiling), tiles)
+                _check_frames(sample.shown(self.reader.model.vision.tiling), tiles)
             elif self.stage.head and self._skips:
                 # The head leaves out the loss of the samples that the vision embed blanks. Nothing
                 # tells it which: it comes to the same verdict by decoding the same files.

@@ -123,11 +123,11 @@ def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Con
 
 
 def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
-    smallest = math.ceil(model.tokens_per_tile / _SMALLEST_SHARE)
+    smallest = math.ceil(model.vision.tokens_per_item / _SMALLEST_SHARE)
     if options.max_tokens < smallest:
         raise UserError(
             f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured too, "
-            f"and must hold one tile of {model.name} ({model.tokens_per_tile} tokens); "
+            f"and must hold one tile of {model.name} ({model.vision.tokens_per_item} tokens); "
             f"give at least {smallest}"
         )
 
@@ -235,14 +235,9 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
-    model, layers = job.model, {"layers": depth * processes}
+    model = job.model
     return Plan(
-        model=model.model_copy(
-            update={
-                "vision": model.vision.model_copy(update=layers),
-                "language": model.language.model_copy(update=layers),
-            }
-        ),
+        model=model.with_layers(vision=depth * processes, language=depth * processes),
         precision=job.precision,
         parallel=Parallel(pipeline=processes),
         stages=(Stage.whole(depth, depth),) * processes,
@@ -265,7 +260,7 @@ def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[Mi
         samples = max(round(tokens / options.tokens_per_sample), 1)
         batch = random_batch(
             model,
-            min(tiles, tokens // model.tokens_per_tile),
+            min(tiles, tokens // model.vision.tokens_per_item),
             _segments(tokens, samples, even),
             max(round(tokens * loss_share), 1),
         )
@@ -300,7 +295,7 @@ def random_batch(
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if stage is None or stage.language_embed:
         fields["token_ids_S"] = ids
-        fields["image_positions_M"] = torch.arange(tiles * model.tokens_per_tile)
+        fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
     if stage is None or stage.head:
         positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
         fields["loss_positions_L"] = positions

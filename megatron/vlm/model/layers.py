@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from omnibal.config import VisionConfig
+from omnibal.encoders import TilesEncoder
 
 
 class Norm(torch.nn.Module):
@@ -276,7 +276,7 @@ def _takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
     return "enable_gqa" in inspect.signature(attention).parameters
 
 
-def vision_layer_spec(config: TransformerConfig, vision: VisionConfig) -> ModuleSpec:
+def vision_layer_spec(config: TransformerConfig, vision: TilesEncoder) -> ModuleSpec:
     """An InternViT layer: full attention within a tile, layer scale (if any) after each branch."""
     scaled_add = ModuleSpec(
         module=LayerScaledAdd,

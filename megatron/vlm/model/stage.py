@@ -47,7 +47,7 @@ class VisionEmbedding(torch.nn.Module):
         self.patch_projection = torch.nn.Linear(patch_values, vision.hidden_size, dtype=dtype)
         self.class_token = torch.nn.Parameter(torch.zeros(vision.hidden_size, dtype=dtype))
         self.positions = torch.nn.Parameter(
-            torch.zeros(vision.positions_per_tile, vision.hidden_size, dtype=dtype)
+            torch.zeros(vision.positions_per_item, vision.hidden_size, dtype=dtype)
         )
 
     def forward(self, pixels_TCPP: torch.Tensor) -> torch.Tensor:
@@ -69,8 +69,8 @@ class Projector(MegatronModule):
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
         super().__init__(config)
         self.patches_per_side = model.vision.patches_per_side
-        self.factor = model.pixel_shuffle_factor
-        width, wide = model.language.hidden_size, model.projector_input_size
+        self.factor = model.vision.pixel_shuffle_factor
+        width, wide = model.language.hidden_size, model.vision.projector_input_size
         self.norm = torch.nn.LayerNorm(wide, dtype=config.params_dtype)
         divided = {"config": config, "init_method": config.init_method, "bias": True}
         self.linear_fc1 = tensor_parallel.ColumnParallelLinear(wide, width, **divided)
@@ -352,5 +352,5 @@ def boundary_shape(plan: Plan, cut: int, shape: MicroBatchShape) -> tuple[int, .
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
         return (padded_size(shape.tokens, parts) // parts, 1, model.language.hidden_size)
     if any(stage.projector for stage in before):
-        return (shape.tiles * model.tokens_per_tile, model.language.hidden_size)
-    return (model.vision.positions_per_tile, shape.tiles, model.vision.hidden_size)
+        return (shape.tiles * model.vision.tokens_per_item, model.language.hidden_size)
+    return (model.vision.positions_per_item, shape.tiles, model.vision.hidden_size)

@@ -88,7 +88,7 @@ def evaluate(
 def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Question]:
     total = len(reader.annotations)
     for index in np.linspace(0, total - 1, min(options.samples, total)).round().astype(int):
-        sample = reader.annotations[int(index)].shown(reader.model.tiling)
+        sample = reader.annotations[int(index)].shown(reader.model.vision.tiling)
         for turn in range(len(sample.turns)):
             prompt = reader.prompt(sample, turn, options.max_new_tokens)
             yield _Question(

@@ -1,0 +1,119 @@
+"""Encoders: the towers that turn images or other inputs into tokens of the language model.
+
+An encoder is of one of the kinds below, which `Encoder` lists. A sample counts its *items* (image
+tiles), and the planner asks an encoder only how many positions an item has inside it and how many
+tokens it becomes.
+"""
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from omnibal.frozen import Count, Frozen, Layers, Width
+
+MAX_TILES_OF_IMAGE = 1_000
+"""Most tiles of an image: all grids of as many are tried for each image size."""
+
+
+class EncoderLayers(Frozen):
+    """Pre-norm transformer layers of an encoder, all of which are equal."""
+
+    feature: ClassVar[str]
+    """Name of the items that the encoder takes, and of their column in a lengths file."""
+
+    layers: Layers
+    hidden_size: Width
+    heads: Width
+    ffn_hidden_size: Width
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    norm_eps: PositiveFloat = 1e-6
+    qkv_bias: bool
+    qk_norm: bool
+    layer_scale_init: PositiveFloat | None = Field(
+        default=None, description="of the scale that ends each branch; left out: there is none"
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "EncoderLayers":
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}"
+            )
+        return self
+
+
+class TilingConfig(Frozen):
+    """Dynamic tiling of InternVL 1.5: an image becomes 1 to `max_dynamic_patch` square tiles."""
+
+    min_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 1
+    max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
+    use_thumbnail: bool = True
+    max_frames_per_video: Count = 32
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "TilingConfig":
+        if self.min_dynamic_patch > self.max_dynamic_patch:
+            raise ValueError(
+                f"min_dynamic_patch {self.min_dynamic_patch} must not exceed "
+                f"max_dynamic_patch {self.max_dynamic_patch}"
+            )
+        return self
+
+
+class TilesEncoder(EncoderLayers):
+    """InternViT or EVA-CLIP over square image tiles, with pixel shuffle and an MLP projector."""
+
+    feature: ClassVar[str] = "tiles"
+
+    kind: Literal["tiles"] = "tiles"
+    image_size: Annotated[int, Field(ge=1, le=65_536)]
+    patch_size: Annotated[int, Field(ge=1, le=65_536)]
+    downsample_ratio: Annotated[float, Field(ge=1e-3, le=1)] = 0.5
+    tiling: TilingConfig = TilingConfig()
+
+    @model_validator(mode="after")
+    def _patches_divide(self) -> "TilesEncoder":
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size}"
+            )
+        if not math.isclose(self.pixel_shuffle_factor * self.downsample_ratio, 1, rel_tol=1e-6):
+            raise ValueError(
+                f"downsample_ratio {self.downsample_ratio} must be 1 / a whole number, such as 0.5"
+            )
+        if self.patches_per_side % self.pixel_shuffle_factor:
+            raise ValueError(
+                f"{self.patches_per_side} patches per side must be a multiple of "
+                f"1 / downsample_ratio = {self.pixel_shuffle_factor}"
+            )
+        return self
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches along one side of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def positions_per_item(self) -> int:
+        """Sequence length of one tile inside the encoder: its patches and the class token."""
+        return self.patches_per_side**2 + 1
+
+    @property
+    def pixel_shuffle_factor(self) -> int:
+        """Patches per side that pixel shuffle folds into one token's channels."""
+        return round(1 / self.downsample_ratio)
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Language tokens that one tile becomes (256 for 448-px tiles of 14-px patches)."""
+        return (self.patches_per_side // self.pixel_shuffle_factor) ** 2
+
+    @property
+    def projector_input_size(self) -> int:
+        """Width of a token before the projector's first product."""
+        return self.hidden_size * self.pixel_shuffle_factor**2
+
+
+Encoder = TilesEncoder
+"""Any kind of encoder; a new kind joins here, told apart by its `kind`."""
