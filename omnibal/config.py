@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,7 +22,7 @@ from pydantic import (
 from omnibal.encoders import Encoder, TilesEncoder
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
-from omnibal.frozen import Frozen, Layers, Rate, Share, Width
+from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
 
 Precision = Literal["fp32", "bf16"]
 ChatTemplate = Literal["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
@@ -48,6 +49,52 @@ def frozen_mistake(frozen: Sequence[Part]) -> str | None:
     )
 
 
+class ExpertsConfig(Frozen):
+    """Mixture of experts in place of a layer's feed-forward: a router, and SwiGLU experts."""
+
+    experts: Annotated[int, Field(ge=2, le=2**16)]
+    experts_per_token: Count
+    ffn_hidden_size: Width = Field(description="of one expert")
+    shared_ffn_hidden_size: Width | None = Field(
+        default=None, description="of what every token passes besides; left out: there is none"
+    )
+
+    @model_validator(mode="after")
+    def _no_more_than_there_are(self) -> "ExpertsConfig":
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} must not exceed experts {self.experts}"
+            )
+        return self
+
+
+class LayerKind(Frozen):
+    """Attention and feed-forward of a language layer, where they differ from the whole model's."""
+
+    window: Count | None = Field(
+        default=None, description="tokens that each attends back to; left out: all of its sample"
+    )
+    experts: ExpertsConfig | None = Field(default=None, description="left out: dense feed-forward")
+
+    @property
+    def name(self) -> str:
+        """Name of this kind of layer, such as "language_layer_window1024"."""
+        window = "" if self.window is None else f"_window{self.window}"
+        experts = "" if self.experts is None else f"_experts{self.experts.experts}"
+        return f"language_layer{window}{experts}"
+
+
+class LayerRun(LayerKind):
+    """Run of equal layers."""
+
+    layers: Layers
+
+    @property
+    def kind(self) -> LayerKind:
+        """The kind of all of its layers."""
+        return LayerKind(window=self.window, experts=self.experts)
+
+
 class LanguageConfig(Frozen):
     """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU."""
 
@@ -72,6 +119,11 @@ class LanguageConfig(Frozen):
     tied_head: bool = Field(
         default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
     )
+    runs: tuple[LayerRun, ...] = Field(
+        default=(),
+        description="runs of layers of other kinds, repeated until there are `layers`; left out: "
+        "all have full attention and a dense feed-forward",
+    )
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "LanguageConfig":
@@ -90,6 +142,19 @@ class LanguageConfig(Frozen):
                 "given too"
             )
         return self
+
+    @model_validator(mode="after")
+    def _kinds_have_names_of_their_own(self) -> "LanguageConfig":
+        kinds = set(self.kinds)
+        if len({kind.name for kind in kinds}) < len(kinds):
+            raise ValueError("runs with equally many experts must have equal experts")
+        return self
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of every layer, [layers]."""
+        pattern = [run.kind for run in self.runs for _ in range(run.layers)] or [LayerKind()]
+        return tuple(islice(cycle(pattern), self.layers))
 
 
 class ModelConfig(Frozen):
@@ -238,14 +303,22 @@ def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
     tables = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [_toml_line(name, table[name]) for name in table if name not in tables]
     for name, inner in tables.items():
-        lines += ["", f"[{path}{name}]", *_toml_lines(inner, f"{path}{name}.")]
+        lines += ["", f"[{path}{name}]", *_toml_lines(inner, f"{path}{name}.")] if inner else []
     return lines
 
 
-def _toml_line(name: str, value: str | int | float | bool) -> str:
+def _toml_line(name: str, value: Any) -> str:
+    return f"{name} = {_toml_value(value)}"
+
+
+def _toml_value(value: Any) -> str:
+    """A value in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(_toml_line(*entry) for entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     # JSON writes text, numbers and truth values as TOML does, but for one control character.
-    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return f"{name} = {text}"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, Any]:
@@ -261,6 +334,8 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
     for table in tables:
         for name in (*without, "tiling"):
             table.pop(name, None)
+    if not model.language.runs:
+        del fields["language"]["runs"]
     return fields
 
 

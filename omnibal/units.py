@@ -1,0 +1,91 @@
+"""The model as one ordered list of units, and what is counted of a micro-batch for their costs.
+
+    for every encoder: NAME_embed, NAME_layer * layers, its projector
+    then: language_embed, language_layer * layers, head
+
+A pipeline stage is a contiguous run of this list. Units of one kind cost the same. Where there is
+one encoder, its projector is called "projector", else "NAME_projector".
+"""
+
+from dataclasses import dataclass
+
+from omnibal.config import LayerKind, ModelConfig
+
+LANGUAGE = "language"
+LANGUAGE_EMBED = "language_embed"
+HEAD = "head"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitKind:
+    """Kind of unit that a pipeline stage may hold."""
+
+    name: str
+    """Name of the kind, such as "vision_layer"."""
+    tower: str
+    """Name of the encoder, or "language"."""
+    part: str
+    """Part of the model that is trained or frozen as a whole: a tower, or a projector."""
+    is_layer: bool
+    """Whether it is a transformer layer, which can be recomputed."""
+    layer: LayerKind | None = None
+    """Attention and feed-forward of a language layer; None for all other kinds."""
+
+
+def unit_kinds(model: ModelConfig) -> tuple[UnitKind, ...]:
+    """List the kinds of unit that the model has, in the order in which they first occur."""
+    kinds = []
+    for name in model.encoders:
+        part = projector_name(model, name)
+        kinds += [
+            UnitKind(name=f"{name}_embed", tower=name, part=name, is_layer=False),
+            UnitKind(name=f"{name}_layer", tower=name, part=name, is_layer=True),
+            UnitKind(name=part, tower=name, part=part, is_layer=False),
+        ]
+    kinds.append(_language_kind(LANGUAGE_EMBED, is_layer=False))
+    for kind in dict.fromkeys(model.language.kinds):
+        kinds.append(_language_kind(kind.name, is_layer=True, layer=kind))
+    kinds.append(_language_kind(HEAD, is_layer=False))
+    return tuple(kinds)
+
+
+def _language_kind(name: str, *, is_layer: bool, layer: LayerKind | None = None) -> UnitKind:
+    return UnitKind(name=name, tower=LANGUAGE, part=LANGUAGE, is_layer=is_layer, layer=layer)
+
+
+def unit_names(model: ModelConfig) -> tuple[str, ...]:
+    """List the name of every unit's kind, in model order."""
+    names: list[str] = []
+    for name, tower in model.encoders.items():
+        names += [f"{name}_embed", *[f"{name}_layer"] * tower.layers, projector_name(model, name)]
+    return (*names, LANGUAGE_EMBED, *(kind.name for kind in model.language.kinds), HEAD)
+
+
+def projector_name(model: ModelConfig, encoder: str) -> str:
+    """Name of an encoder's projector, which is also the part that is trained or frozen."""
+    return "projector" if len(model.encoders) == 1 else f"{encoder}_projector"
+
+
+def model_parts(model: ModelConfig) -> tuple[str, ...]:
+    """List the parts that are trained or frozen as a whole, in model order."""
+    return tuple(dict.fromkeys(kind.part for kind in unit_kinds(model)))
+
+
+def feature_names(model: ModelConfig) -> tuple[str, ...]:
+    """List the features of a micro-batch that the times and memory of units are linear in.
+
+    One; the items of every encoder; tokens, and the sum over samples of tokens squared; for every
+    width of attention window, what of the square is within it; and tokens that carry loss.
+    """
+    windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
+    windowed = (windowed_feature(window) for window in windows)
+    return (
+        *("fixed", *model.item_features),
+        *("tokens", "squared_tokens", *windowed, "loss_tokens"),
+    )
+
+
+def windowed_feature(window: int) -> str:
+    """Name of the sum over samples of t^2 - max(t - window, 0)^2: twice what causal attention
+    within a window of a sample of t tokens sees."""
+    return f"squared_tokens_window{window}"
