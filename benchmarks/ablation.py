@@ -559,7 +559,7 @@ def shown_step(
     number = int(np.argsort(summary.each_step_ms)[(len(times) - 1) // 2])
     rows = planned.rows(int(planned.steps[number]))
     first = planned.packs.dp_rank[rows] == 0
-    features = pack_features(planned.packs.packs.take(rows[first]), planned.lengths)
+    features = pack_features(planned.packs.packs.take(rows[first]), planned.lengths, cost.features)
     links = stage_times(cost, planned.plan.stages, features)
     shown = times[number]
     return Shown(

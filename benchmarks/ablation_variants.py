@@ -234,7 +234,8 @@ def _plain_plan(
     """The plan of given packs, with the stages of another method and every layer recomputed."""
     packs = replace(packs, tokens=packs.packs.sums(lengths.tokens).astype(np.int32))
     model = model_of_lengths(job.model, lengths)
-    cost, features = job.cost, pack_features(packs.packs, lengths)
+    cost = job.cost
+    features = pack_features(packs.packs, lengths, cost.features)
     stages = baseline_stages(
         method,
         RecomputeRule.FULL,
@@ -293,7 +294,7 @@ def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     """The same packs on the split that the search finds where every layer is recomputed."""
     assert balanced.data is not None
     (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.of(packs, features, job.parallel.data)
     found = search_stages(
         recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
@@ -370,7 +371,8 @@ def _of_full_steps(
     assert result.data is not None
     scheduled, lengths = result.data
     packs = of_steps(scheduled, full_steps(result, variant))
-    features, plan = pack_features(packs.packs, lengths), result.plan
+    plan = result.plan
+    features = pack_features(packs.packs, lengths, job.cost.features)
     prediction = predict(job.cost, plan.model, plan.parallel, plan.stages, packs, features)
     return len(packs.packs.samples) / packs.steps, prediction
 

@@ -82,7 +82,7 @@ the number of packs with those that fill no step and are not in it."""
 
 def milliseconds(packs: Packs, lengths: Lengths) -> np.ndarray:
     """Predicted time of every pack. [packs]"""
-    return model_ms(COST, MODEL, pack_features(packs, lengths))
+    return model_ms(COST, MODEL, pack_features(packs, lengths, COST.features))
 
 
 def balanced(

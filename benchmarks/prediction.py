@@ -355,7 +355,7 @@ def predicted(
 ) -> tuple[np.ndarray, list[StageMemory]]:
     """Time of each step and memory of each stage that the product predicts from measured costs."""
     cost = JobSpec.of_plan(plan, profile).cost
-    features = pack_features(scheduled.packs, lengths)
+    features = pack_features(scheduled.packs, lengths, cost.features)
     workload = Workload.of(scheduled, features, plan.parallel.data)
     prediction = predict(cost, plan.model, plan.parallel, plan.stages, scheduled, features)
     memories = [stage.memory for stage in prediction.stages]

@@ -69,11 +69,11 @@ def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workloa
     )
 
     def load(packs: Packs) -> np.ndarray:
-        return model_ms(cost, model, pack_features(packs, lengths))
+        return model_ms(cost, model, pack_features(packs, lengths, cost.features))
 
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, DATA_PARALLEL)
     return Workload(
-        features=pack_features(scheduled.packs, lengths),
+        features=pack_features(scheduled.packs, lengths, cost.features),
         step=scheduled.step,
         dp_rank=scheduled.dp_rank,
         slot=scheduled.slot,

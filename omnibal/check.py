@@ -99,7 +99,7 @@ def _check_partition(plan: Plan) -> str:
 
 def _check_costs(files: PlanFiles, lengths: Lengths, packs: ScheduledPacks) -> str:
     plan, cost = files.plan, files.job.cost
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, cost.features)
     if plan.prediction is None:
         memories = stage_memories(cost, plan.stages, packs.slot, features)
     else:

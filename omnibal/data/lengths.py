@@ -86,6 +86,11 @@ class Lengths:
             digest.update(np.ascontiguousarray(self.sample, dtype="<i8").tobytes())
         return digest.hexdigest()
 
+    def column(self, name: str) -> np.ndarray:
+        """Counts of one feature, int32 [samples]; 0 where the lengths have none of that name."""
+        columns = {"tiles": self.tiles, "tokens": self.tokens, "loss_tokens": self.loss_tokens}
+        return columns.get(name, np.zeros(len(self), np.int32))
+
     def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
         """Indices of these rows' samples in the annotations, int64 [rows]."""
         return rows if self.sample is None else self.sample[rows]

@@ -12,9 +12,10 @@ from plan_cases import MODEL, example_lengths
 
 from omnibal import cli
 from omnibal.config import load_cluster
+from omnibal.cost.model import FEATURES, pack_features
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks, read_packs
+from omnibal.data.packs import Packs, ScheduledPacks, read_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
@@ -293,10 +294,14 @@ def test_common_practice_is_a_plain_loop() -> None:
                 load += 0.5 * sum(int(lengths.loss_tokens[i]) for i in members)
             ranks.append(load)
         expected.append(ranks)
-    given = common_practice(lengths, 3, 4, 2, 11, lambda features: features @ weights)
+
+    def load(packs: Packs, padded: Lengths) -> np.ndarray:
+        return pack_features(packs, padded, FEATURES) @ weights
+
+    given = common_practice(lengths, 3, 4, 2, 11, load)
     assert given.shape == (4, 4)
     np.testing.assert_allclose(given, expected)
-    other = common_practice(lengths, 3, 4, 2, 12, lambda features: features @ weights)
+    other = common_practice(lengths, 3, 4, 2, 12, load)
     assert not np.allclose(given, other)
 
 
@@ -304,7 +309,9 @@ def test_common_practice_is_a_plain_loop() -> None:
 def test_common_practice_of_too_few_samples_is_empty(samples: int) -> None:
     """Prevents a failure, or an incomplete step that looks fast."""
     lengths = example_lengths(count=samples)
-    assert common_practice(lengths, 2, 2, 1, 0, lambda f: f.sum(axis=1)).shape == (0, 2)
+    assert common_practice(
+        lengths, 2, 2, 1, 0, lambda packs, _: packs.sums(lengths.tokens)
+    ).shape == (0, 2)
 
 
 def test_title_says_what_is_shown() -> None:

@@ -51,7 +51,7 @@ class Job:
 
     @property
     def features(self) -> np.ndarray:
-        return pack_features(self.data[0].packs, self.data[1])
+        return pack_features(self.data[0].packs, self.data[1], self.cost.features)
 
     def predict(self) -> Prediction:
         plan = self.plan

@@ -482,7 +482,7 @@ def test_timeline_is_as_long_as_the_simulated_step(page: str) -> None:
     model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
     parallel = Parallel(pipeline=2, data=DP)
     cost = analytic_cost(model, cluster, parallel, "fp32")
-    times = stage_times(cost, STAGES, pack_features(packs.packs, lengths))
+    times = stage_times(cost, STAGES, pack_features(packs.packs, lengths, cost.features))
     found = re.search(r"Step (\d+) as simulated</h3>.*? stages in ([\d.]+) ms", page, re.S)
     number, length = found.groups()
     rows = (packs.step == int(number)) & (packs.dp_rank == 0)

@@ -17,7 +17,7 @@ from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import build_trainer
 from omnibal.check import check_plan
 from omnibal.config import ModelConfig, load_cluster, load_model
-from omnibal.cost.model import pack_features
+from omnibal.cost.model import FEATURES, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.errors import DoesNotFit, UserError
@@ -133,7 +133,7 @@ def test_packs_are_balanced_at_about_the_same_step(job, results):
 def test_common_features_are_those_of_padded_micro_batches(job, results):
     """Prevents: padding that costs nothing, or that is counted as tiles or loss."""
     packs, padded = results[Variant.COMMON].data
-    features = pack_features(packs.packs, padded)
+    features = pack_features(packs.packs, padded, FEATURES)
     lengths = job.lengths
     for row in range(len(packs)):
         samples = packs.packs[row].tolist()
@@ -188,7 +188,8 @@ def test_searched_split_is_the_best_of_all():
     job = job_of(model, samples=180)
     result = make_variant(job, Variant.MODEL)
     packs, lengths = result.data
-    workload = Workload.of(packs, pack_features(packs.packs, lengths), job.parallel.data)
+    features = pack_features(packs.packs, lengths, FEATURES)
+    workload = Workload.of(packs, features, job.parallel.data)
     step_ms = {}
     units = unit_sequence(model)
     for cuts in combinations(range(1, len(units)), job.parallel.pipeline - 1):
@@ -207,7 +208,7 @@ def test_searched_split_is_the_best_of_all():
 def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
     """Prevents: a search that knows other times or memory than the plan it is for."""
     packs, lengths = results[Variant.DATA].data
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, FEATURES)
     again = results[Variant.DATA].plan.stages
     kept = [
         stage.model_copy(update={"recompute_vision": (), "recompute_language": ()})
@@ -229,7 +230,7 @@ def test_searched_split_fits_as_recomputed():
     model = load_model("internvl-digits")
     roomy = make_variant(job_of(model, pipeline=2), Variant.MODEL)
     packs, lengths = roomy.data
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, FEATURES)
     cost = job_of(model, pipeline=2).cost
     peak_gib = max(
         m.peak_gib for m in stage_memories(cost, roomy.plan.stages, packs.slot, features)
@@ -259,7 +260,8 @@ def test_rows_are_of_full_steps(job, results):
         packs, lengths = results[variant].data
         steps = full_steps(results[variant], variant)
         assert len(steps) >= packs.steps - 1
-        workload = Workload.of(packs, pack_features(packs.packs, lengths), job.parallel.data)
+        features = pack_features(packs.packs, lengths, FEATURES)
+        workload = Workload.of(packs, features, job.parallel.data)
         all_ms = simulate_run(job.cost, row.stages, workload).step_ms
         assert row.prediction.step_ms == pytest.approx(all_ms[steps].mean())
         rate = row.samples_per_step / row.prediction.step_ms

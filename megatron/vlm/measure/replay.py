@@ -142,7 +142,7 @@ def predicted_waits(
     plan: Plan, stage: int, cost: CostModel, packs: Packs, lengths: Lengths
 ) -> Waits:
     """Predicted waits of a stage in a step of one rank's `packs`."""
-    times = stage_times(cost, plan.stages, pack_features(packs, lengths))
+    times = stage_times(cost, plan.stages, pack_features(packs, lengths, cost.features))
     timeline = simulate_step(
         times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
     )
