@@ -109,7 +109,7 @@ def pack_features(packs: Packs, lengths: Lengths) -> np.ndarray:
     return np.stack(
         [
             np.ones(len(packs)),
-            packs.sums(lengths.tiles),
+            packs.sums(lengths.column("tiles")),
             packs.sums(lengths.tokens),
             sum_squared_tokens(packs, lengths),
             packs.sums(_loss_tokens(lengths)),

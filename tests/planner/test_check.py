@@ -15,6 +15,7 @@ from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.errors import UserError
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan, read_plan, write_plan
@@ -42,6 +43,10 @@ def rewrite_packs(directory: Path, change: Callable[[ScheduledPacks], ScheduledP
 
 def with_entry(name: str, row: int, value: int) -> Callable[[ScheduledPacks], ScheduledPacks]:
     def change(packs: ScheduledPacks) -> ScheduledPacks:
+        if name == "tiles":
+            tiles = packs.column(name).copy()
+            tiles[row] = value
+            return replace(packs, items={name: tiles})
         column = getattr(packs, name).copy()
         column[row] = value
         return replace(packs, **{name: column})
@@ -80,9 +85,11 @@ def backward_epochs(packs: ScheduledPacks) -> ScheduledPacks:
 
 
 def rows_of(packs: ScheduledPacks, rows: np.ndarray) -> ScheduledPacks:
-    columns = ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
+    columns = ("step", "dp_rank", "slot", "epoch", "tokens")
     return ScheduledPacks(
-        packs=packs.packs.take(rows), **{name: getattr(packs, name)[rows] for name in columns}
+        packs=packs.packs.take(rows),
+        items={"tiles": packs.column("tiles")[rows]},
+        **{name: getattr(packs, name)[rows] for name in columns},
     )
 
 
@@ -190,7 +197,7 @@ def test_wrong_counts_are_refused(directory, field, value):
 def test_lower_caps_are_refused(directory):
     """Prevents packs that are larger than the plan promises."""
     plan = read_plan(directory)
-    caps = plan.data.caps.model_copy(update={"max_tokens": 300})
+    caps = Caps.of(tiles=plan.data.caps["tiles"], tokens=300)
     data = plan.data.model_copy(update={"caps": caps})
     write_plan(plan.model_copy(update={"data": data}), directory)
     with pytest.raises(UserError, match="exceeds a cap"):

@@ -146,7 +146,7 @@ def test_files_and_shards_are_scanned_alike(written, tokenizer):
         found = scan(shards, tokenizer, processes=processes).lengths
         for name in COLUMNS:
             assert getattr(found, name).tolist() == getattr(expected, name).tolist()
-    assert expected.tiles.max() > 8
+    assert expected.column("tiles").max() > 8
     for index in range(SAMPLES):
         file, shard = files[index], shards[index]
         assert image_bytes(file) == image_bytes(shard)
