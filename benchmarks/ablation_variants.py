@@ -324,15 +324,8 @@ def full_steps(result: PlanResult, variant: Variant) -> np.ndarray:
 
 def of_steps(packs: ScheduledPacks, steps: np.ndarray) -> ScheduledPacks:
     """The micro-batches of some steps [steps], which are counted from 0 anew."""
-    rows = np.flatnonzero(np.isin(packs.step, steps))
-    return ScheduledPacks(
-        packs=packs.packs.take(rows),
-        step=np.unique(packs.step[rows], return_inverse=True)[1],
-        **{
-            name: getattr(packs, name)[rows]
-            for name in ("dp_rank", "slot", "epoch", "tiles", "tokens")
-        },
-    )
+    taken = packs.take(np.flatnonzero(np.isin(packs.step, steps)))
+    return replace(taken, step=np.unique(taken.step, return_inverse=True)[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

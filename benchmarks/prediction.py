@@ -194,12 +194,7 @@ def scheduled_packs(case: Case, lengths: Lengths) -> ScheduledPacks:
     )
     load = partial(size_load, lengths=lengths)
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp=1)
-    rows = np.flatnonzero(scheduled.step < STEPS)
-    columns = ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
-    return ScheduledPacks(
-        packs=scheduled.packs.take(rows),
-        **{name: getattr(scheduled, name)[rows] for name in columns},
-    )
+    return scheduled.take(np.flatnonzero(scheduled.step < STEPS))
 
 
 def plan_of(case: Case) -> Plan:

@@ -98,6 +98,18 @@ class ScheduledPacks:
         columns = {**self.items, "tokens": self.tokens}
         return columns[name] if name in columns else no_items(len(self))
 
+    def take(self, rows: np.ndarray) -> "ScheduledPacks":
+        """Select the packs of these rows, in that order, and keep their places as they are."""
+        return ScheduledPacks(
+            packs=self.packs.take(rows),
+            step=self.step[rows],
+            dp_rank=self.dp_rank[rows],
+            slot=self.slot[rows],
+            epoch=self.epoch[rows],
+            items={name: items[rows] for name, items in self.items.items()},
+            tokens=self.tokens[rows],
+        )
+
     @property
     def steps(self) -> int:
         return int(self.step[-1]) + 1 if len(self) else 0

@@ -64,14 +64,14 @@ def with_sample(position: int, sample: int) -> Callable[[ScheduledPacks], Schedu
 
 
 def without_row(row: int) -> Callable[[ScheduledPacks], ScheduledPacks]:
-    return lambda packs: rows_of(packs, np.delete(np.arange(len(packs)), row))
+    return lambda packs: packs.take(np.delete(np.arange(len(packs)), row))
 
 
 def swapped(row: int, other: int) -> Callable[[ScheduledPacks], ScheduledPacks]:
     def change(packs: ScheduledPacks) -> ScheduledPacks:
         order = np.arange(len(packs))
         order[[row, other]] = order[[other, row]]
-        return rows_of(packs, order)
+        return packs.take(order)
 
     return change
 
@@ -82,15 +82,6 @@ def later_steps(packs: ScheduledPacks) -> ScheduledPacks:
 
 def backward_epochs(packs: ScheduledPacks) -> ScheduledPacks:
     return replace(packs, epoch=1 - packs.epoch)
-
-
-def rows_of(packs: ScheduledPacks, rows: np.ndarray) -> ScheduledPacks:
-    columns = ("step", "dp_rank", "slot", "epoch", "tokens")
-    return ScheduledPacks(
-        packs=packs.packs.take(rows),
-        items={"tiles": packs.column("tiles")[rows]},
-        **{name: getattr(packs, name)[rows] for name in columns},
-    )
 
 
 def test_a_good_plan_passes(directory):

@@ -526,12 +526,7 @@ def test_representative_step_is_full_and_of_median_load() -> None:
     packs = make_packs(make_lengths("documents"))
     rows = np.flatnonzero(packs.step < 6)[:-1]  # Five full steps and one that lacks a pack.
     rows = rows[~((packs.step[rows] == 5) & (packs.dp_rank[rows] == 0) & (packs.slot[rows] == 3))]
-    part = ScheduledPacks(
-        packs=packs.packs.take(rows),
-        **{name: getattr(packs, name)[rows] for name in ("step", "dp_rank", "slot", "epoch")},
-        items={"tiles": packs.column("tiles")[rows]},
-        tokens=packs.tokens[rows],
-    )
+    part = packs.take(rows)
     load = np.array([[9, 1, 5, 2, 7, 4][step] for step in part.step], float)
     chosen = representative_step(part, load)
     assert part.step[chosen].tolist() == [2] * MICRO_BATCHES
