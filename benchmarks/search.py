@@ -60,7 +60,7 @@ def scaled_model(vision_layers: int, language_layers: int) -> ModelConfig:
 def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workload:
     """One epoch, packed and matched as `omnibal plan` does."""
     request = DataRequest(
-        caps=Caps(max_tiles=9, max_tokens=4096),
+        caps=Caps.of(tiles=9, tokens=4096),
         method=PackingMethod.BALANCED,
         seed=0,
         epochs=1,

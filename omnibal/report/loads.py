@@ -289,7 +289,7 @@ def _document(setting: LoadSetting, contents: str, panels: list[_Panel], note: s
     model, cluster = (shorten(c.name, _NAME_LIMIT) for c in (job.model, job.cluster))
     caps, title = setting.request.caps, f"Predicted load of ranks: {model} on {cluster}"
     subtitle = (
-        f"{contents} of at most {caps.max_tiles:,} tiles and {caps.max_tokens:,} tokens; "
+        f"{contents} of at most {caps['tiles']:,} tiles and {caps['tokens']:,} tokens; "
         f"{setting.dp:,} data-parallel rank{_s(setting.dp)}, up to {setting.micro_batches:,} "
         f"pack{_s(setting.micro_batches)} each per step"
     )

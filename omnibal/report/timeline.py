@@ -34,7 +34,7 @@ def timeline_figure(
     tips = [
         f"micro-batch {slot}: {tiles:,} tiles, {tokens:,} tokens"
         for slot, tiles, tokens in zip(
-            packs.slot[rows], packs.tiles[rows], packs.tokens[rows], strict=True
+            packs.slot[rows], packs.column("tiles")[rows], packs.tokens[rows], strict=True
         )
     ]
     return figure(

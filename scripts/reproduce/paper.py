@@ -37,7 +37,7 @@ from omnibal.pipeline.workload import Workload
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths
 
-CAPS = Caps(max_tiles=9, max_tokens=4096)
+CAPS = Caps.of(tiles=9, tokens=4096)
 SAMPLES_PER_EPOCH = 1_267_819
 SAMPLES_PER_BATCH = 4
 """Of a micro-batch that is not packed."""
@@ -179,7 +179,7 @@ class Data:
         features = np.stack(
             [
                 np.ones(len(batches)),
-                self.lengths.tiles[batches].sum(axis=1),
+                self.lengths.column("tiles")[batches].sum(axis=1),
                 SAMPLES_PER_BATCH * longest,
                 SAMPLES_PER_BATCH * longest**2,
                 SAMPLES_PER_BATCH * longest,

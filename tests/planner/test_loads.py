@@ -59,7 +59,7 @@ def case(
         precision="fp32",
     )
     request = DataRequest(
-        caps=Caps(max_tiles=8, max_tokens=max_tokens),
+        caps=Caps.of(tiles=8, tokens=max_tokens),
         method=PackingMethod.ISF,
         seed=5,
         epochs=1,
@@ -80,7 +80,7 @@ def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
     tokens = [int(shown.lengths.tokens[sample]) for sample in samples]
     if padded:
         tokens = [max(tokens)] * len(tokens)
-    tiles = sum(int(shown.lengths.tiles[sample]) for sample in samples)
+    tiles = sum(int(shown.lengths.column("tiles")[sample]) for sample in samples)
     loss_tokens = sum(int(shown.lengths.loss_tokens[sample]) for sample in samples)
     features = [1, tiles, sum(tokens), sum(count * count for count in tokens), loss_tokens]
     total = 0.0
@@ -289,7 +289,7 @@ def test_common_practice_is_a_plain_loop() -> None:
                 members = order[at : at + 3]
                 at += 3
                 longest = int(max(lengths.tokens[i] for i in members))
-                tiles = int(sum(lengths.tiles[i] for i in members))
+                tiles = int(sum(lengths.column("tiles")[i] for i in members))
                 load += 3 + 5 * tiles + 0.25 * 3 * longest + 0.001 * 3 * longest**2
                 load += 0.5 * sum(int(lengths.loss_tokens[i]) for i in members)
             ranks.append(load)
@@ -347,7 +347,7 @@ def parts(shown: Case) -> tuple[LoadSetting, ScheduledPacks, Lengths]:
 def without_tiles() -> Lengths:
     lengths = example_lengths(count=200)
     return Lengths(
-        tiles=np.zeros_like(lengths.tiles),
+        items={"tiles": np.zeros_like(lengths.column("tiles"))},
         tokens=lengths.tokens,
         loss_tokens=lengths.loss_tokens,
         source=lengths.source,

@@ -281,7 +281,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
         return [
             random_batch(
                 plan.model,
-                int(packs.tiles[row]),
+                int(packs.column("tiles")[row]),
                 tuple(lengths.tokens[packs.packs[row]].tolist()),
                 max(int(loss_tokens[row]), 1),
                 plan.stages[stage],
