@@ -41,6 +41,7 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Part, Precision
 from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
 from omnibal.parallel import Parallel
+from omnibal.units import feature_names, unit_kinds
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 GRADIENT_BYTES = 4
@@ -130,7 +131,9 @@ def analytic_cost(
     units = _unit_costs(model, device, frozen)
     tied = model.language.tied_head
     return CostModel(
-        units=units,
+        features=feature_names(model),
+        kinds=unit_kinds(model),
+        units={str(unit): costs for unit, costs in units.items()},
         tied_parameters=units[Unit.LANGUAGE_EMBED].parameters if tied else 0,
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,

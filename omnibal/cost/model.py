@@ -16,6 +16,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, sum_squared_tokens
+from omnibal.units import UnitKind
 
 FEATURES = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
 
@@ -66,7 +67,12 @@ class UnitCost:
 class CostModel:
     """Costs of all units and of what happens once a step or at a cut."""
 
-    units: dict[Unit, UnitCost]
+    features: tuple[str, ...]
+    """Names of the features, in the order of all vectors."""
+    kinds: tuple[UnitKind, ...]
+    """Kinds of unit of the model."""
+    units: dict[str, UnitCost]
+    """Cost of a unit of each kind, by its name, in the order of `kinds`."""
     weight_bytes_per_parameter: float
     gradient_bytes_per_parameter: float
     """Bytes of gradient per trained parameter."""

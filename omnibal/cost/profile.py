@@ -159,7 +159,9 @@ def fitted_cost(
     plural = "es" if profile.processes > 1 else ""
     cost = replace(
         cost,
-        units={unit: _fitted_unit(profile, unit, cost.units[unit], trained[unit]) for unit in Unit},
+        units={
+            str(unit): _fitted_unit(profile, unit, cost.units[unit], trained[unit]) for unit in Unit
+        },
         source=f"profile:{profile.device}, {profile.processes} process{plural}",
     )
     if profile.optimizer:
