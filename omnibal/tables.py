@@ -29,7 +29,10 @@ _SHOWN_CANDIDATES = 10
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
     """Count, and mean and most tiles and tokens, of the samples in `rows` (None without any)."""
     statistics: dict[str, float | None] = {"samples": int(rows.sum())}
-    for name, values in (("tiles", lengths.tiles[rows]), ("tokens", lengths.tokens[rows])):
+    for name, values in (
+        ("tiles", lengths.column("tiles")[rows]),
+        ("tokens", lengths.tokens[rows]),
+    ):
         statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
         statistics[f"{name}_max"] = int(values.max()) if len(values) else None
     return statistics
@@ -123,8 +126,8 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
         # Without the sign of a difference that rounds to nothing.
         over_best = round(candidate.ms_per_sample / best.ms_per_sample - 1, 3) + 0.0
         table.add_row(
-            f"{candidate.max_tiles:,}",
-            f"{candidate.max_tokens:,}",
+            f"{candidate.caps['tiles']:,}",
+            f"{candidate.caps['tokens']:,}",
             f"{candidate.samples_per_pack:.2f}",
             f"{candidate.packs_per_step:,}",
             f"{candidate.micro_batches:,}",
@@ -154,8 +157,8 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
             str(parallel.tensor),
             str(parallel.pipeline),
             str(parallel.data),
-            f"{strategy.caps.max_tiles:,}",
-            f"{strategy.caps.max_tokens:,}",
+            f"{strategy.caps['tiles']:,}",
+            f"{strategy.caps['tokens']:,}",
             str(strategy.recomputed_layers),
             f"{strategy.peak_gib:.1f}",
             f"{strategy.samples_per_second:,.2f}",

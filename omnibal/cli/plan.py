@@ -89,7 +89,7 @@ class DataOptions:
             return None
         if self.max_tiles is None or self.max_tokens is None:
             raise UserError(_CAPS_NEEDED)
-        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
+        return Caps.of(tiles=self.max_tiles, tokens=self.max_tokens)
 
     def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
         """Describe the samples with these caps and `packs_per_step` packs of all ranks."""
@@ -239,8 +239,7 @@ def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
     )
     with progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
         found = cap_search.search_caps(request, advance, usable_cores())
-    chosen = f"--max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}"
-    print_notes((f"found {chosen}", *cap_search.notes(request, found)))
+    print_notes((f"found {found.best.options}", *cap_search.notes(request, found)))
     return found.best
 
 

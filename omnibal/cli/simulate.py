@@ -38,7 +38,7 @@ def simulate(
     check_files({"--trace": trace}, plan_files(directory))
     files = open_plan(directory)
     planned, cost, (packs, samples) = files.plan, files.job.cost, files.steps
-    features = pack_features(packs.packs, samples)
+    features = pack_features(packs.packs, samples, cost.features)
     workload = Workload.of(packs, features, planned.parallel.data)
     with status("simulating"):
         steps = simulate_run(cost, planned.stages, workload)

@@ -110,7 +110,7 @@ def in_flight_features(
     """Summed features of what a stage holds after every forward. [packs, features]
 
     Held are micro-batches whose forward has run and whose backward has not ended. Packs are sorted
-    by step, rank and slot, and slots count from 0 without gaps; row i is after the forward of pack i.
+    by step, rank and slot, and slots count from 0 without gaps; row i is after pack i's forward.
     """
     others = _held_besides(pipeline_size, int(slot.max()) + 1)[stage]
     return _in_flight_sums(_running_sums(features), slot, others).T

@@ -281,11 +281,13 @@ def _curves(plot: Plot, steps: np.ndarray, series: np.ndarray, smooth: bool) -> 
 
 def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
     """Density of packs over tiles and tokens; good packs crowd near a cap."""
-    plot = Plot.over((-0.05 * caps.max_tiles, 1.06 * caps.max_tiles), (0, 1.08 * caps.max_tokens))
-    cell_x = max(1, -(-caps.max_tiles // _CELLS))
-    cell_y = max(1, -(-caps.max_tokens // (_CELLS // 2)))
+    plot = Plot.over((-0.05 * caps["tiles"], 1.06 * caps["tiles"]), (0, 1.08 * caps["tokens"]))
+    cell_x = max(1, -(-caps["tiles"] // _CELLS))
+    cell_y = max(1, -(-caps["tokens"] // (_CELLS // 2)))
     cells, counts = np.unique(
-        np.stack([packs.tiles // cell_x, packs.tokens // cell_y]), axis=1, return_counts=True
+        np.stack([packs.column("tiles") // cell_x, packs.tokens // cell_y]),
+        axis=1,
+        return_counts=True,
     )
     width = plot.x(cell_x) - plot.x(0)
     height = plot.y.start - plot.y(cell_y)
@@ -296,14 +298,14 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
         side = min(max(width, 3.0), 14.0)
         x, y = plot.x(tile * cell_x) - side / 2, plot.y(token * cell_y) - height
         parts.append(rect(x, y, side, max(height, 3.0), f"pack shade{shade}"))
-    x, y = plot.x(caps.max_tiles), plot.y(caps.max_tokens)
+    x, y = plot.x(caps["tiles"]), plot.y(caps["tokens"])
     parts.append(line(x, plot.y.start, x, plot.y.end, "cap"))
     parts.append(line(plot.x.start, y, plot.x.end, y, "cap"))
     return figure(
         "Packs against their caps",
         drawing(plot.width, plot.height, f"tiles and tokens of {len(packs):,} packs", parts),
-        f"{len(packs):,} packs; darker: more of them. Dashed: the caps, {caps.max_tiles:,} tiles "
-        f"and {caps.max_tokens:,} tokens.",
+        f"{len(packs):,} packs; darker: more of them. Dashed: the caps, {caps['tiles']:,} tiles "
+        f"and {caps['tokens']:,} tokens.",
     )
 
 

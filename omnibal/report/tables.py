@@ -239,7 +239,7 @@ def sources_table(lengths: Lengths) -> str:
     groups = [(lengths.source_names[i], [i]) for i in order[:_SOURCES_SHOWN]]
     rest = order[_SOURCES_SHOWN:]
     groups += [(f"{len(rest)} smaller sources", rest)] if rest else []
-    most_tiles, tokens = int(lengths.tiles.max()), lengths.tokens
+    most_tiles, tokens = int(lengths.column("tiles").max()), lengths.tokens
     tile_edges = np.linspace(-0.5, most_tiles + 0.5, min(most_tiles + 1, 40) + 1)
     token_edges = np.geomspace(tokens.min(), max(tokens.max(), tokens.min() + 1), 31)
     # Rounding may put the outermost samples a hair outside.
@@ -255,10 +255,13 @@ def sources_table(lengths: Lengths) -> str:
     columns = [
         Column(title="source", cells=[escape(name) for name, _ in groups], css="wrap"),
         Column(title="samples", cells=[f"{int(mask.sum()):,}" for mask in masks]),
-        Column(title="mean tiles", cells=aligned([lengths.tiles[mask].mean() for mask in masks])),
+        Column(
+            title="mean tiles",
+            cells=aligned([lengths.column("tiles")[mask].mean() for mask in masks]),
+        ),
         Column(
             title=f"tiles, 0 to {most_tiles}",
-            cells=drawn(lengths.tiles, tile_edges, "vision", "tiles"),
+            cells=drawn(lengths.column("tiles"), tile_edges, "vision", "tiles"),
         ),
         Column(title="mean tokens", cells=aligned([tokens[mask].mean() for mask in masks])),
         Column(

@@ -23,7 +23,7 @@ def timeline_figure(
     stages: Sequence[Stage], cost: CostModel, packs: ScheduledPacks, lengths: Lengths
 ) -> str:
     """The simulated schedule of one representative step of the first data-parallel rank."""
-    times = stage_times(cost, stages, pack_features(packs.packs, lengths))
+    times = stage_times(cost, stages, pack_features(packs.packs, lengths, cost.features))
     rows = representative_step(packs, (times.forward_ms + times.backward_ms).sum(axis=1))
     timeline = simulate_step(
         times.forward_ms[rows],
@@ -34,7 +34,7 @@ def timeline_figure(
     tips = [
         f"micro-batch {slot}: {tiles:,} tiles, {tokens:,} tokens"
         for slot, tiles, tokens in zip(
-            packs.slot[rows], packs.tiles[rows], packs.tokens[rows], strict=True
+            packs.slot[rows], packs.column("tiles")[rows], packs.tokens[rows], strict=True
         )
     ]
     return figure(

@@ -42,7 +42,7 @@ def scheduled_packs(batches):
         dp_rank=np.zeros(len(batches), np.int32),
         slot=(numbers % PACKS_PER_STEP).astype(np.int32),
         epoch=np.zeros(len(batches), np.int32),
-        tiles=np.array([batch.tiles for batch in batches], np.int32),
+        items={"tiles": np.array([batch.tiles for batch in batches], np.int32)},
         tokens=np.array([batch.tokens for batch in batches], np.int32),
     )
 

@@ -178,7 +178,7 @@ class TrainingLoop:
             loss=result.loss,
             loss_tokens=result.loss_tokens,
             samples=samples,
-            tiles=int(scheduled.tiles[rows].sum()),
+            tiles=int(scheduled.column("tiles")[rows].sum()),
             tokens=int(scheduled.tokens[rows].sum()),
             step_ms=step_ms,
             between_ms=between_ms,

@@ -303,7 +303,7 @@ def _make_directory(path: Path) -> None:
 def _pack_flops(run: Run) -> np.ndarray:
     job = run.planned.job
     flops = model_flops(job.model, job.cluster, job.frozen)
-    return pack_features(run.packs.packs, run.lengths) @ flops
+    return pack_features(run.packs.packs, run.lengths, job.cost.features) @ flops
 
 
 def _peak_flops_per_s(job: JobSpec) -> float:
