@@ -347,6 +347,7 @@ def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
 
 def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | None") -> None:
     from omnibal.check import training_obstacles
+    from omnibal.report.tables import memory_table
 
     plan, prediction = result.plan, result.plan.prediction
     assert prediction is not None
@@ -364,14 +365,16 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
             {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
         ]
         strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
+    memory = memory_table(plan)
+    assert memory is not None
     print_result(
         as_json,
         summary,
         *strategies,
         tables.stages_table(plan, prediction),
-        tables.memory_table(plan, prediction),
+        memory,
         tables.lost_time_table(prediction),
-        tables.plan_table(plan, prediction),
+        tables.plan_facts(plan, prediction),
     )
 
 

@@ -64,4 +64,4 @@ def simulate(
         "trace": None if trace is None else str(trace),
         "trace_step": None if trace is None else shown,
     }
-    print_result(as_json, result, tables.simulation_table(result))
+    print_result(as_json, result, tables.simulation_facts(result))

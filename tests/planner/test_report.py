@@ -28,7 +28,7 @@ from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, Shapes, read_plan, write_plan
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.replay import StageReplay, read_replay
-from omnibal.report import write_report
+from omnibal.report.page import write_report
 from omnibal.report.text import milliseconds
 from omnibal.report.timeline import representative_step
 from omnibal.runlog import (
@@ -722,7 +722,7 @@ def test_replay_has_its_own_step_bubble_and_memory(
     assert "A replay on a CPU measures no working memory" in text
     assert three_columns.count('class="replayed"><title>replayed: ') == len(STAGES)
     stacks = re.findall(
-        r"Where the (\w+) step&#x27;s time goes</h3>.*?ideal ([\d.]+) (\w+)", three_columns
+        r"Where the (\w+) step&#39;s time goes</h3>.*?ideal ([\d.]+) (\w+)", three_columns
     )
     ideal = milliseconds(replay.lost.ideal_ms).split()
     assert stacks == [("predicted", "141", "ms"), ("replayed", *ideal)]
