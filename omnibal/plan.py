@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
-from omnibal.files import read_json_model, write_json_model
+from omnibal.earlier_plan import refuse_earlier
+from omnibal.files import parse_json_model, read_text, write_json_model
 from omnibal.frozen import Count, Frozen
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -113,7 +114,11 @@ def read_plan(directory: Path) -> Plan:
     """Read `plan.json` of a plan directory.
 
     Raises:
-        UserError: the directory holds no plan, or the plan does not follow the schema.
+        UserError: the directory holds no plan, one of an earlier schema, or one that does not
+            follow the schema.
     """
     remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
-    return read_json_model(Plan, directory / PLAN_FILE, remedy)
+    path = directory / PLAN_FILE
+    text = read_text(path, remedy)
+    refuse_earlier(text, path, directory / PROFILE_FILE, directory / LENGTHS_FILE)
+    return parse_json_model(Plan, text, str(path), remedy)
