@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
+from omnibal.config import LayerKind, ModelConfig
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import steps_of
+from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
 from omnibal.limits import words
 from omnibal.pipeline.prediction import Prediction
@@ -77,7 +79,24 @@ def training_obstacles(plan: Plan) -> list[str]:
             "the lengths do not say which data they are of: the plan can be studied but not "
             "trained; to train, plan with one file of `omnibal lengths`"
         )
+    foreign = _not_trained(plan.model)
+    if foreign:
+        obstacles.append(
+            f"the trainer has an encoder of tiles, full attention and dense feed-forwards, and "
+            f"{plan.model.name} has {', '.join(foreign)}: the plan can be studied but not trained"
+        )
     return obstacles
+
+
+def _not_trained(model: ModelConfig) -> list[str]:
+    """What the trainer cannot build of a model, in words."""
+    encoders = [
+        f"an encoder {name} of {tower.kind}"
+        for name, tower in model.encoders.items()
+        if name != "vision" or not isinstance(tower, TilesEncoder)
+    ]
+    layers = [kind.name for kind in dict.fromkeys(model.language.kinds) if kind != LayerKind()]
+    return encoders + [f"layers of kind {name}" for name in layers]
 
 
 def _described(plan: Plan) -> str:

@@ -9,14 +9,16 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from omnibal.config import ClusterConfig, ModelConfig, Part, Precision, frozen_mistake
+from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
-from omnibal.files import read_json_model, write_json_model
+from omnibal.earlier_plan import refuse_earlier
+from omnibal.files import parse_json_model, read_text, write_json_model
 from omnibal.frozen import Count, Frozen
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
+from omnibal.units import frozen_mistake
 
 SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
@@ -66,7 +68,7 @@ class Plan(Frozen):
     model: ModelConfig
     precision: Precision
     parallel: Parallel
-    frozen: tuple[Part, ...] = ()
+    frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
     stages: tuple[Stage, ...]
     cluster: ClusterConfig
@@ -78,7 +80,7 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _trains_something(self) -> "Plan":
-        mistake = frozen_mistake(self.frozen)
+        mistake = frozen_mistake(self.model, self.frozen)
         if mistake is not None:
             raise ValueError(mistake)
         return self
@@ -112,7 +114,11 @@ def read_plan(directory: Path) -> Plan:
     """Read `plan.json` of a plan directory.
 
     Raises:
-        UserError: the directory holds no plan, or the plan does not follow the schema.
+        UserError: the directory holds no plan, one of an earlier schema, or one that does not
+            follow the schema.
     """
     remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
-    return read_json_model(Plan, directory / PLAN_FILE, remedy)
+    path = directory / PLAN_FILE
+    text = read_text(path, remedy)
+    refuse_earlier(text, path, directory / PROFILE_FILE, directory / LENGTHS_FILE)
+    return parse_json_model(Plan, text, str(path), remedy)

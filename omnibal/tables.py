@@ -9,7 +9,6 @@ from omnibal.config import ClusterConfig, ModelConfig
 from omnibal.data.metrics import PackMetrics
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
 from omnibal.report.table import Column, Facts, Row, Table
 
@@ -161,21 +160,21 @@ def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
 
 def stages_table(plan: Plan, prediction: Prediction) -> Table:
     """Units of every stage, and its times per micro-batch."""
+    towers = plan.model.towers
     rows = [
         (
             str(index),
-            str(len(stage.layers("vision"))),
-            str(len(stage.layers("language"))),
-            _recomputed(stage),
+            *(str(len(stage.layers(tower))) for tower in towers),
+            " + ".join(str(len(stage.recomputed(tower))) for tower in towers),
             f"{predicted.forward_ms:,.2f}",
             f"{predicted.backward_ms:,.2f}",
             f"{predicted.wait_fraction:.1%}",
-            _single_units(stage),
+            ", ".join(span.name for span in stage.units if span.layers is None),
         )
         for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True))
     ]
     times = ("forward ms", "backward ms", "waits")
-    titles = ("stage", "vision", "language", "recompute", *times)
+    titles = ("stage", *towers, "recompute", *times)
     columns = [Column(title=title) for title in titles]
     columns.append(Column(title="also holds", style="wrap"))
     return Table(title="Stages", columns=columns, sections=[rows])
@@ -301,21 +300,6 @@ def _size(gib: float) -> str:
 
 def _with_error(predicted_ms: float, taken_ms: float) -> str:
     return f"{predicted_ms:,.0f} ms ({predicted_ms / taken_ms - 1:+.1%})"
-
-
-def _recomputed(stage: Stage) -> str:
-    """Vision and language layers, as in "3 + 0"."""
-    return f"{len(stage.recomputed('vision'))} + {len(stage.recomputed('language'))}"
-
-
-def _single_units(stage: Stage) -> str:
-    held = {
-        "image embed": stage.holds("vision embed"),
-        "projector": stage.holds("projector"),
-        "text embed": stage.holds("language embed"),
-        "head": stage.holds("head"),
-    }
-    return ", ".join(name for name, is_held in held.items() if is_held)
 
 
 def _table(title: str, titles: Sequence[str], *sections: Sequence[Row]) -> Table:

@@ -379,14 +379,14 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
 
 
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+    # Scripts find the keys of InternVL's towers for every model.
+    towers = dict.fromkeys(("vision", "language", *plan.model.towers))
     return {
         "stages": [
             {
-                "vision_layers": len(stage.layers("vision")),
-                "language_layers": len(stage.layers("language")),
+                **{f"{tower}_layers": len(stage.layers(tower)) for tower in towers},
                 "recompute": stage.recomputed_layers,
-                "recompute_vision": len(stage.recomputed("vision")),
-                "recompute_language": len(stage.recomputed("language")),
+                **{f"recompute_{tower}": len(stage.recomputed(tower)) for tower in towers},
                 "forward_ms": predicted.forward_ms,
                 "backward_ms": predicted.backward_ms,
                 "wait_fraction": predicted.wait_fraction,

@@ -29,6 +29,7 @@ from omnibal.report.svg import (
 )
 from omnibal.report.text import milliseconds, number, percent, tick
 from omnibal.runlog import StepRecord
+from omnibal.units import LANGUAGE
 
 WIDE = 1080
 _LEAST_SHOWN_SHARE = 0.001
@@ -84,12 +85,13 @@ def split_figure(plan: Plan) -> Figure:
         + f" layers, {stage.recomputed_layers} recomputed"
         for index, stage in enumerate(plan.stages)
     )
+    encoders = " or ".join(plan.model.encoders)
     return Figure(
         title="Layers on each pipeline stage",
         svg=drawing(72 + pitch * max(map(len, rows)), 36 * len(rows) + 6, label, parts),
         caption="Numbers count over the whole model. E: embedding, P: projector, H: output head.",
         legend=(
-            ("vision", "vision layer"),
+            *([("vision", f"{encoders} layer")] if encoders else []),
             ("language", "language layer"),
             ("edge", "embedding, projector, head"),
             ("hatched", "recomputed in the backward pass"),
@@ -113,7 +115,8 @@ def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
 def _drawn(unit: Span, recomputed: bool) -> tuple[str, str, str, bool]:
     if unit.layers is not None:
         layer = unit.layers[0]
-        return unit.name, f"{unit.name} layer {layer}", str(layer), recomputed
+        css = LANGUAGE if unit.name == LANGUAGE else "vision"
+        return css, f"{unit.name} layer {layer}", str(layer), recomputed
     *_, last = unit.name.split()
     return "edge", unit.name.replace(" embed", " embedding"), last[0].upper(), recomputed
 
