@@ -29,10 +29,8 @@ _SHOWN_CANDIDATES = 10
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
     """Count, and mean and most tiles and tokens, of the samples in `rows` (None without any)."""
     statistics: dict[str, float | None] = {"samples": int(rows.sum())}
-    for name, values in (
-        ("tiles", lengths.column("tiles")[rows]),
-        ("tokens", lengths.tokens[rows]),
-    ):
+    for name in (*lengths.item_names, "tokens"):
+        values = lengths.column(name)[rows]
         statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
         statistics[f"{name}_max"] = int(values.max()) if len(values) else None
     return statistics
@@ -101,11 +99,11 @@ def packs_table(metrics: PackMetrics, load: str) -> Table:
     table.add_row("packs needed at least", f"{metrics.packs_lower_bound:,}")
     table.add_row("above that", f"{metrics.gap:.2%}")
     table.add_row("samples per pack", f"{metrics.samples_per_pack:.2f}")
-    table.add_row("fill of tiles", f"{metrics.fill_tiles:.1%}")
-    table.add_row("fill of tokens", f"{metrics.fill_tokens:.1%}")
+    for name, share in metrics.fill.items():
+        table.add_row(f"fill of {name}", f"{share:.1%}")
     table.add_row("pad ratio", f"{metrics.pad_ratio:.4f}")
-    table.add_row("dist ratio, vision", f"{metrics.dist_ratio_vision:.4f}")
-    table.add_row("dist ratio, language", f"{metrics.dist_ratio_language:.4f}")
+    for name, ratio in metrics.dist_ratio.items():
+        table.add_row(f"dist ratio of {name}", f"{ratio:.4f}")
     table.add_row("attention balance ratio", f"{metrics.attention_balance_ratio:.4f}")
     table.add_row("straggler factor", f"{metrics.straggler_factor:.4f}")
     table.add_row("in predicted time of", load)
