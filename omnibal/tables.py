@@ -47,13 +47,12 @@ def models_table(models: Sequence[ModelConfig]) -> Table:
     """The model presets: layers x hidden size, and pixels and tokens of a tile."""
     table = _table("Models", "name", "vision", "language", "pixels", "tokens")
     for model in models:
-        table.add_row(
-            model.name,
-            f"{model.vision.layers} x {model.vision.hidden_size}",
-            f"{model.language.layers} x {model.language.hidden_size}",
-            str(model.vision.image_size),
-            str(model.vision.tokens_per_item),
-        )
+        vision, sizes = "-", ("-", "-")
+        if model.encoders:
+            vision = f"{model.vision.layers} x {model.vision.hidden_size}"
+            sizes = str(model.vision.image_size), str(model.vision.tokens_per_item)
+        language = f"{model.language.layers} x {model.language.hidden_size}"
+        table.add_row(model.name, vision, language, *sizes)
     return table
 
 
