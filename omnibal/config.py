@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.encoders import Encoder, TilesEncoder
+from omnibal.encoders import Encoder, TilesEncoder, TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
@@ -253,6 +253,11 @@ class ModelConfig(Frozen):
                 "with a vision table: choose another --model"
             )
         return tower
+
+    @property
+    def tiling(self) -> TilingConfig | None:
+        """How images are cut into tiles; None where the model takes no images."""
+        return self.vision.tiling if self.encoders else None
 
     @property
     def layers(self) -> int:

@@ -275,7 +275,9 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     given = (origin.image_size, origin.tokens_per_tile)
-    needed = (model.vision.image_size, model.vision.tokens_per_item)
+    needed = (None, None)
+    if model.encoders:
+        needed = (model.vision.image_size, model.vision.tokens_per_item)
     if given != needed:
         raise UserError(
             f"the lengths were scanned for tiles of {given[0]} pixels and {given[1]} tokens, but "
@@ -289,7 +291,7 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
             "`omnibal lengths`"
         )
-    return model.with_tower("vision", tiling=origin.tiling)
+    return model.with_tower("vision", tiling=origin.tiling) if model.encoders else model
 
 
 def describe_data(

@@ -49,9 +49,10 @@ class LengthsOrigin(Frozen):
     data_sha256: str
     """SHA-256 of source names, repeats and annotation bytes; neither image folders nor pixels."""
     tokenizer_sha256: str
-    image_size: int
-    tokens_per_tile: int
-    tiling: TilingConfig
+    image_size: int | None
+    tokens_per_tile: int | None
+    tiling: TilingConfig | None
+    """Of images, as the two before it; None where the model takes none."""
     chat_template: ChatTemplate
     system_message: str | None
 

@@ -189,13 +189,15 @@ class _Scanner:
 
     def _counts(self, sample: Sample) -> tuple[int, int, int]:
         """Tiles, tokens and loss tokens."""
-        sample = sample.shown(self.model.vision.tiling)
-        tiling, image_size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
-        sizes = [self._image_size(image, sample) for image in sample.images]
-        tiles = sum(tile_count(*size, tiling, image_size) for size in sizes)
-        tokens_per_tile = self.model.vision.tokens_per_item
+        sample = sample.shown(self.model.tiling)
         text = encode_sample(sample, [0] * len(sample.images), self.model, self.tokenizer)
-        tokens = len(text.token_ids) + tiles * tokens_per_tile
+        tiles, tokens = 0, len(text.token_ids)
+        if sample.images:
+            vision = self.model.vision
+            tiling = sample.tiling(vision.tiling)
+            sizes = [self._image_size(image, sample) for image in sample.images]
+            tiles = sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
+            tokens += tiles * vision.tokens_per_item
         check_positions(tokens, self.model, f"{sample.where}: the sample")
         return tiles, tokens, int(text.loss_mask.sum())
 
@@ -235,9 +237,9 @@ def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) 
     return LengthsOrigin(
         data_sha256=annotations.sha256,
         tokenizer_sha256=tokenizer.sha256,
-        image_size=model.vision.image_size,
-        tokens_per_tile=model.vision.tokens_per_item,
-        tiling=model.vision.tiling,
+        image_size=model.vision.image_size if model.encoders else None,
+        tokens_per_tile=model.vision.tokens_per_item if model.encoders else None,
+        tiling=model.tiling,
         chat_template=model.chat_template,
         system_message=model.system_message,
     )
