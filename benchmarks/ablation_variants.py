@@ -39,7 +39,7 @@ from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB
-from omnibal.pipeline.units import stage_units, stages_from_cuts
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import DataPlan, Plan
 from omnibal.plan_data import SampleData, describe_data, model_of_lengths
@@ -305,8 +305,10 @@ def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
 
 
 def _all_recomputed(model: ModelConfig, found: SearchResult) -> tuple[Stage, ...]:
-    cuts = list(accumulate(len(stage_units(stage)) for stage in found.stages[:-1]))
-    layers = [(stage.vision_layers, stage.language_layers) for stage in found.stages]
+    cuts = list(accumulate(stage.size for stage in found.stages[:-1]))
+    layers = [
+        (len(stage.layers("vision")), len(stage.layers("language"))) for stage in found.stages
+    ]
     return stages_from_cuts(model, cuts, layers)
 
 

@@ -260,6 +260,11 @@ class ModelConfig(Frozen):
         return self.vision.tiling if self.encoders else None
 
     @property
+    def towers(self) -> tuple[str, ...]:
+        """Names of all encoders and "language", in model order."""
+        return (*self.encoders, "language")
+
+    @property
     def layers(self) -> int:
         """Layers of all towers, of which every pipeline stage must hold one."""
         return sum(tower.layers for tower in self.encoders.values()) + self.language.layers

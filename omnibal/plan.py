@@ -18,7 +18,7 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
@@ -62,7 +62,7 @@ class DataPlan(Shapes):
 class Plan(Frozen):
     """Everything needed to build and feed the training job."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     model: ModelConfig
     precision: Precision
     parallel: Parallel

@@ -192,8 +192,8 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
     for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True)):
         table.add_row(
             str(index),
-            str(stage.vision_layers),
-            str(stage.language_layers),
+            str(len(stage.layers("vision"))),
+            str(len(stage.layers("language"))),
             _recomputed(stage),
             f"{predicted.forward_ms:,.2f}",
             f"{predicted.backward_ms:,.2f}",
@@ -359,15 +359,15 @@ def _with_error(predicted_ms: float, taken_ms: float) -> str:
 
 def _recomputed(stage: Stage) -> str:
     """Vision and language layers, as in "3 + 0"."""
-    return f"{len(stage.recompute_vision)} + {len(stage.recompute_language)}"
+    return f"{len(stage.recomputed('vision'))} + {len(stage.recomputed('language'))}"
 
 
 def _single_units(stage: Stage) -> str:
     held = {
-        "image embed": stage.vision_embed,
-        "projector": stage.projector,
-        "text embed": stage.language_embed,
-        "head": stage.head,
+        "image embed": stage.holds("vision embed"),
+        "projector": stage.holds("projector"),
+        "text embed": stage.holds("language embed"),
+        "head": stage.holds("head"),
     }
     return ", ".join(name for name, is_held in held.items() if is_held)
 

@@ -380,11 +380,11 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     return {
         "stages": [
             {
-                "vision_layers": stage.vision_layers,
-                "language_layers": stage.language_layers,
+                "vision_layers": len(stage.layers("vision")),
+                "language_layers": len(stage.layers("language")),
                 "recompute": stage.recomputed_layers,
-                "recompute_vision": len(stage.recompute_vision),
-                "recompute_language": len(stage.recompute_language),
+                "recompute_vision": len(stage.recomputed("vision")),
+                "recompute_language": len(stage.recomputed("language")),
                 "forward_ms": predicted.forward_ms,
                 "backward_ms": predicted.backward_ms,
                 "wait_fraction": predicted.wait_fraction,

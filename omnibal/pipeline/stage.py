@@ -1,55 +1,154 @@
-"""A pipeline stage: the model units that it holds, and the layers that it recomputes."""
+"""A pipeline stage in words: the units of the model that it holds, and the layers it recomputes.
 
-from typing import Annotated
+A unit is written as "vision embed", "projector" or "head", and layers by their numbers within their
+tower, from 0: "vision 7", or "vision 0..22" for all from 0 to 22.
+"""
 
-from pydantic import Field
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
-from omnibal.config import Part
+from pydantic import PlainSerializer, PlainValidator
+
 from omnibal.frozen import MAX_LAYERS, Frozen
+from omnibal.units import HEAD, LANGUAGE
 
-HeldLayers = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+_EMBED, _PROJECTOR = " embed", " projector"
+_LAYERS = re.compile(r"(.+) (\d+)(?:\.\.(\d+))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One unit of the model, or consecutive layers of one of its towers."""
+
+    name: str
+    """Name of the unit, such as "vision embed" or "head"; of layers, the name of their tower."""
+    layers: range | None = None
+    """Numbers of the layers within their tower; None for a unit that is not a layer."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a unit or layers from words.
+
+        Raises:
+            ValueError: the layers end before they begin, or there are more than a tower may have.
+        """
+        text = " ".join(text.split())
+        match = _LAYERS.fullmatch(text)
+        if match is None:
+            return cls(text)
+        tower, first, last = match.groups()
+        layers = range(int(first), int(last or first) + 1)
+        if not layers or layers.stop > MAX_LAYERS:
+            raise ValueError(
+                f"{text!r} must name layers from a first to a last one, both below {MAX_LAYERS:,}"
+            )
+        return cls(tower, layers)
+
+    def __str__(self) -> str:
+        if self.layers is None:
+            return self.name
+        first, last = self.layers[0], self.layers[-1]
+        return f"{self.name} {first}..{last}" if last > first else f"{self.name} {first}"
+
+    def __len__(self) -> int:
+        return 1 if self.layers is None else len(self.layers)
+
+    @property
+    def units(self) -> tuple["Span", ...]:
+        """Each unit by itself."""
+        if self.layers is None:
+            return (self,)
+        return tuple(Span(self.name, range(layer, layer + 1)) for layer in self.layers)
+
+    @property
+    def part(self) -> str:
+        """Part of the model that these units are of, and are trained or frozen with."""
+        if self.layers is not None:
+            return self.name
+        if self.name == HEAD:
+            return LANGUAGE
+        if self.name.endswith(_PROJECTOR):
+            return self.name.replace(_PROJECTOR, "_projector")
+        return self.name.removesuffix(_EMBED)
+
+
+def joined(units: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans in the same order, with each layer joined to the one before it in its tower."""
+    spans: list[Span] = []
+    for span in units:
+        before = spans[-1] if spans else None
+        if (
+            before is not None
+            and span.layers is not None
+            and before.layers is not None
+            and (before.name, before.layers.stop) == (span.name, span.layers.start)
+        ):
+            spans[-1] = Span(span.name, range(before.layers.start, span.layers.stop))
+        else:
+            spans.append(span)
+    return tuple(spans)
+
+
+def layer_spans(tower: str, layers: Iterable[int]) -> tuple[Span, ...]:
+    """Spans of these layers of a tower, which rise."""
+    return joined(Span(tower, range(layer, layer + 1)) for layer in layers)
+
+
+def _read(given: Any) -> Span:
+    if isinstance(given, Span):
+        return given
+    if not isinstance(given, str):
+        raise ValueError('must be words such as "vision embed", "vision 0..22" or "head"')
+    return Span.parse(given)
+
+
+_Words = Annotated[Span, PlainValidator(_read), PlainSerializer(str, return_type=str)]
 
 
 class Stage(Frozen):
-    """A contiguous run of the model's units, in model order.
+    """A contiguous run of the model's units, in model order."""
 
-    The units are: vision embed, vision layers, projector, language embed, language layers, head.
-    """
-
-    vision_embed: bool
-    vision_layers: HeldLayers
-    projector: bool
-    language_embed: bool
-    language_layers: HeldLayers
-    head: bool
-    recompute_vision: tuple[HeldLayers, ...] = ()
-    """Vision layers (numbered from 0 over the whole model) whose activations are recomputed."""
-    recompute_language: tuple[HeldLayers, ...] = ()
-    """Language layers (numbered from 0 over the whole model) that are recomputed."""
+    units: tuple[_Words, ...]
+    recompute: tuple[_Words, ...] = ()
+    """Layers of the stage whose activations are recomputed in the backward pass."""
 
     @classmethod
-    def whole(cls, vision_layers: int, language_layers: int) -> "Stage":
-        """Make a stage of all kinds of unit, with this number of layers of each tower."""
-        return cls(
-            vision_embed=True,
-            vision_layers=vision_layers,
-            projector=True,
-            language_embed=True,
-            language_layers=language_layers,
-            head=True,
-        )
+    def of(cls, *units: str, recompute: Sequence[str] = ()) -> Self:
+        """Make a stage from words, such as "vision embed", "vision 0..22" or "head"."""
+        return cls(units=tuple(map(Span.parse, units)), recompute=tuple(map(Span.parse, recompute)))
+
+    def layers(self, tower: str) -> range:
+        """Numbers of the tower's layers that the stage holds; empty if there are none."""
+        held = [span.layers for span in self.units if span.name == tower and span.layers]
+        return range(held[0].start, held[-1].stop) if held else range(0)
+
+    def recomputed(self, tower: str) -> tuple[int, ...]:
+        """Numbers of the tower's layers that the stage recomputes."""
+        spans = (span.layers for span in self.recompute if span.name == tower and span.layers)
+        return tuple(layer for layers in spans for layer in layers)
+
+    def holds(self, unit: str) -> bool:
+        """Whether the stage holds a unit that is not a layer, such as "vision embed"."""
+        return Span(unit) in self.units
 
     @property
-    def parts(self) -> frozenset[Part]:
+    def parts(self) -> frozenset[str]:
         """Parts of the model that have a unit in this stage."""
-        held = {
-            Part.VISION: self.vision_embed or self.vision_layers,
-            Part.PROJECTOR: self.projector,
-            Part.LANGUAGE: self.language_embed or self.language_layers or self.head,
-        }
-        return frozenset(part for part, units in held.items() if units)
+        return frozenset(span.part for span in self.units)
+
+    @property
+    def size(self) -> int:
+        """Number of units."""
+        return sum(map(len, self.units))
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers of all towers."""
+        return sum(len(span.layers) for span in self.units if span.layers)
 
     @property
     def recomputed_layers(self) -> int:
-        """Number of layers of both towers whose activations are recomputed."""
-        return len(self.recompute_vision) + len(self.recompute_language)
+        """Number of layers of all towers whose activations are recomputed."""
+        return sum(map(len, self.recompute))

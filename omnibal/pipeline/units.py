@@ -14,7 +14,9 @@ import numpy as np
 from omnibal.config import ModelConfig
 from omnibal.cost.model import Unit
 from omnibal.errors import UserError
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Span, Stage, joined
+from omnibal.units import HEAD as HEAD_NAME
+from omnibal.units import LANGUAGE, projector_name, unit_kinds, unit_names
 
 UNITS = tuple(Unit)
 VISION_LAYER = UNITS.index(Unit.VISION_LAYER)
@@ -33,12 +35,12 @@ def unit_counts(stage: Stage) -> np.ndarray:
     """Number of units of each kind that the stage holds. [kinds]"""
     return np.array(
         [
-            stage.vision_embed,
-            stage.vision_layers,
-            stage.projector,
-            stage.language_embed,
-            stage.language_layers,
-            stage.head,
+            stage.holds("vision embed"),
+            len(stage.layers("vision")),
+            stage.holds("projector"),
+            stage.holds("language embed"),
+            len(stage.layers("language")),
+            stage.holds("head"),
         ],
         np.int64,
     )
@@ -57,8 +59,8 @@ def holds_one_end(counts: np.ndarray) -> np.ndarray:
 def recomputed_counts(stage: Stage) -> np.ndarray:
     """Number of units of each kind that the stage recomputes. [kinds]"""
     counts = np.zeros(len(UNITS), np.int64)
-    counts[VISION_LAYER] = len(stage.recompute_vision)
-    counts[LANGUAGE_LAYER] = len(stage.recompute_language)
+    counts[VISION_LAYER] = len(stage.recomputed("vision"))
+    counts[LANGUAGE_LAYER] = len(stage.recomputed("language"))
     return counts
 
 
@@ -68,36 +70,39 @@ def stage_units(stage: Stage) -> tuple[Unit, ...]:
     return tuple(unit for unit, count in zip(UNITS, counts, strict=True) for _ in range(count))
 
 
+def unit_words(model: ModelConfig) -> tuple[Span, ...]:
+    """Every unit of the model as stages name it, in model order."""
+    words: list[Span] = []
+    for name, tower in model.encoders.items():
+        projector = projector_name(model, name).replace("_projector", " projector")
+        words += [Span(f"{name} embed"), *Span(name, range(tower.layers)).units, Span(projector)]
+    language = Span(LANGUAGE, range(model.language.layers)).units
+    return (*words, Span(f"{LANGUAGE} embed"), *language, Span(HEAD_NAME))
+
+
 def stages_from_cuts(
     model: ModelConfig,
     cuts: Sequence[int],
-    recomputed: Sequence[tuple[int, int]] | None = None,
+    recomputed: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Stage, ...]:
     """Stages between the cuts; cuts must rise strictly within the model.
 
-    `recomputed` gives each stage's number of recomputed (vision, language) layers; they are the
-    earliest of the stage, so that equal searches give equal plans.
+    `recomputed` gives each stage's number of recomputed layers of every kind of layer of the model;
+    they are the earliest of the stage, so that equal searches give equal plans.
     """
-    sequence = unit_sequence(model)
-    edges = (0, *cuts, len(sequence))
-    recomputed = recomputed or [(0, 0)] * (len(edges) - 1)
-    stages, vision_start, language_start = [], 0, 0
-    for (start, end), (vision, language) in zip(pairwise(edges), recomputed, strict=True):
-        held = sequence[start:end]
-        stages.append(
-            Stage(
-                vision_embed=Unit.VISION_EMBED in held,
-                vision_layers=held.count(Unit.VISION_LAYER),
-                projector=Unit.PROJECTOR in held,
-                language_embed=Unit.LANGUAGE_EMBED in held,
-                language_layers=held.count(Unit.LANGUAGE_LAYER),
-                head=Unit.HEAD in held,
-                recompute_vision=tuple(range(vision_start, vision_start + vision)),
-                recompute_language=tuple(range(language_start, language_start + language)),
-            )
-        )
-        vision_start += stages[-1].vision_layers
-        language_start += stages[-1].language_layers
+    words, names = unit_words(model), unit_names(model)
+    layer_kinds = [kind.name for kind in unit_kinds(model) if kind.is_layer]
+    edges = (0, *cuts, len(words))
+    recomputed = recomputed or [[0] * len(layer_kinds)] * (len(edges) - 1)
+    stages = []
+    for (start, end), counts in zip(pairwise(edges), recomputed, strict=True):
+        left = dict(zip(layer_kinds, counts, strict=True))
+        again = []
+        for word, name in zip(words[start:end], names[start:end], strict=True):
+            if left.get(name, 0) > 0:
+                left[name] -= 1
+                again.append(word)
+        stages.append(Stage(units=joined(words[start:end]), recompute=joined(again)))
     return tuple(stages)
 
 
@@ -108,50 +113,47 @@ def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
         UserError: a stage is empty, the stages' units are not the model's in order, or a stage
             recomputes a layer that it does not hold.
     """
-    position = vision_start = language_start = 0
-    sequence = unit_sequence(model)
+    position, words = 0, unit_words(model)
     for index, stage in enumerate(stages):
-        held = stage_units(stage)
-        if not held:
+        if not stage.units:
             raise UserError(
                 f"stage {index} of {len(stages)} is empty; every stage must hold at least one "
                 "unit: move a layer to it or plan fewer pipeline stages"
             )
-        expected = sequence[position : position + len(held)]
-        if held != expected:
+        held = [unit for span in stage.units for unit in span.units]
+        unknown = [unit for unit in held if unit not in words]
+        if unknown:
             raise UserError(
-                f"stage {index} holds {_summary(held)}, but from unit {position} on the model "
-                f"{model.name} has {_summary(expected) or 'nothing'}; stages must hold all units "
-                "in model order: correct the stages' counts in plan.json, or plan anew"
+                f"stage {index} holds {unknown[0]}, which {model.name} does not have; its units "
+                f"are {_listed(words)}: correct the stages' units in plan.json, or plan anew"
             )
-        _check_recomputed(
-            index, "vision", stage.recompute_vision, vision_start, stage.vision_layers
-        )
-        _check_recomputed(
-            index, "language", stage.recompute_language, language_start, stage.language_layers
-        )
+        expected = words[position : position + len(held)]
+        if tuple(held) != expected:
+            raise UserError(
+                f"stage {index} holds {_listed(held)}, but after the stages before it "
+                f"{model.name} has {_listed(words[position:]) or 'nothing'}; stages must hold all "
+                "units in model order: correct the stages' units in plan.json, or plan anew"
+            )
+        _check_recomputed(index, stage)
         position += len(held)
-        vision_start += stage.vision_layers
-        language_start += stage.language_layers
-    if position != len(sequence):
+    if position != len(words):
         raise UserError(
-            f"the {len(stages)} stages end before {_summary(sequence[position:])} of the model "
+            f"the {len(stages)} stages end before {_listed(words[position:])} of the model "
             f"{model.name}; together they must hold all of it: add the rest to the last stage, "
             "or plan anew"
         )
 
 
-def _check_recomputed(
-    index: int, tower: str, recomputed: Sequence[int], start: int, count: int
-) -> None:
-    outside = [layer for layer in recomputed if not start <= layer < start + count]
-    if outside or len(set(recomputed)) != len(recomputed):
-        holds = f"{tower} layers {start} to {start + count - 1}" if count else f"no {tower} layer"
+def _check_recomputed(index: int, stage: Stage) -> None:
+    held = {unit for span in stage.units if span.layers for unit in span.units}
+    again = [unit for span in stage.recompute for unit in span.units]
+    if len(set(again)) != len(again) or not held.issuperset(again):
+        layers = _listed([span for span in stage.units if span.layers]) or "no layer"
         raise UserError(
-            f"stage {index} recomputes {tower} layers {list(recomputed)} but holds {holds}; "
-            f"recompute_{tower} must name layers of the stage, each once: correct it in plan.json"
+            f"stage {index} recomputes {_listed(stage.recompute)} but holds {layers}; recompute "
+            "must name layers of the stage, each once: correct it in plan.json"
         )
 
 
-def _summary(units: Sequence[Unit]) -> str:
-    return ", ".join(f"{units.count(unit)} {unit}" for unit in UNITS if unit in units)
+def _listed(units: Sequence[Span]) -> str:
+    return ", ".join(map(str, joined(units)))

@@ -1,15 +1,13 @@
 """The report's figures of plan and run, as SVG; colours mean the same thing in all of them."""
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.cost.model import Unit
 from omnibal.data.packs import ScheduledPacks
 from omnibal.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib
 from omnibal.pipeline.prediction import LostTime, StageMemory
-from omnibal.pipeline.units import stage_units
+from omnibal.pipeline.stage import Span
 from omnibal.plan import Plan
 from omnibal.replay import ReplaySummary
 from omnibal.report.summary import RunSummary, StageTime, stage_times_by_source
@@ -78,9 +76,10 @@ def split_figure(plan: Plan) -> str:
             if pitch >= 20:
                 parts.append(text(x + pitch / 2 - 1, y + 18, short, "block middle"))
     label = "; ".join(
-        f"stage {i}: {s.vision_layers} vision and {s.language_layers} language layers, "
-        f"{s.recomputed_layers} recomputed"
-        for i, s in enumerate(plan.stages)
+        f"stage {index}: "
+        + " and ".join(f"{len(stage.layers(tower))} {tower}" for tower in plan.model.towers)
+        + f" layers, {stage.recomputed_layers} recomputed"
+        for index, stage in enumerate(plan.stages)
     )
     return figure(
         "Layers on each pipeline stage",
@@ -98,26 +97,22 @@ def split_figure(plan: Plan) -> str:
 
 def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
     """(class, name, short name, recomputed) of the units of every stage, in model order."""
-    single = {
-        Unit.VISION_EMBED: ("edge", "vision embedding", "E", False),
-        Unit.PROJECTOR: ("edge", "projector", "P", False),
-        Unit.LANGUAGE_EMBED: ("edge", "language embedding", "E", False),
-        Unit.HEAD: ("edge", "head", "H", False),
-    }
-    layers = {kind: itertools.count() for kind in (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)}
-    rows = []
-    for stage in plan.stages:
-        row = []
-        for unit in stage_units(stage):
-            if unit in single:
-                row.append(single[unit])
-                continue
-            layer = next(layers[unit])
-            tower = "vision" if unit == Unit.VISION_LAYER else "language"
-            again = stage.recompute_vision if tower == "vision" else stage.recompute_language
-            row.append((tower, f"{tower} layer {layer}", str(layer), layer in again))
-        rows.append(row)
-    return rows
+    return [
+        [
+            _drawn(unit, unit.layers is not None and unit.layers[0] in stage.recomputed(unit.name))
+            for span in stage.units
+            for unit in span.units
+        ]
+        for stage in plan.stages
+    ]
+
+
+def _drawn(unit: Span, recomputed: bool) -> tuple[str, str, str, bool]:
+    if unit.layers is not None:
+        layer = unit.layers[0]
+        return unit.name, f"{unit.name} layer {layer}", str(layer), recomputed
+    *_, last = unit.name.split()
+    return "edge", unit.name.replace(" embed", " embedding"), last[0].upper(), recomputed
 
 
 def memory_parts(memory: StageMemory) -> tuple[float, ...]:

@@ -83,8 +83,8 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
     stages, times = plan.stages, stage_times_by_source(plan, run, replay)
     counts = {
-        "vision": [s.vision_layers for s in stages],
-        "language": [s.language_layers for s in stages],
+        "vision": [len(s.layers("vision")) for s in stages],
+        "language": [len(s.layers("language")) for s in stages],
         "recomputed": [s.recomputed_layers for s in stages],
     }
     waits = {

@@ -236,7 +236,7 @@ class Predicted:
     def paper_stages(self, recomputed: Sequence[int]) -> tuple[Stage, ...]:
         """The paper's split, with so many layers recomputed from the front of every stage."""
         cuts = self._paper_cuts()
-        counts = [stage.vision_layers for stage in stages_from_cuts(self.model, cuts)]
+        counts = [len(stage.layers("vision")) for stage in stages_from_cuts(self.model, cuts)]
         both = [(min(n, v), max(n - v, 0)) for n, v in zip(recomputed, counts, strict=True)]
         return stages_from_cuts(self.model, cuts, both)
 
@@ -272,7 +272,7 @@ class Predicted:
 
 def layer_counts(stages: Sequence[Stage]) -> list[int]:
     """Layers of both towers of every stage."""
-    return [stage.vision_layers + stage.language_layers for stage in stages]
+    return [stage.layer_count for stage in stages]
 
 
 def described(stages: Sequence[Stage]) -> str:
@@ -280,7 +280,8 @@ def described(stages: Sequence[Stage]) -> str:
     parts = []
     for stage in stages:
         recomputed = f" ({stage.recomputed_layers})" if stage.recomputed_layers else ""
-        parts.append(f"{stage.vision_layers}+{stage.language_layers}{recomputed}")
+        vision, language = (len(stage.layers(tower)) for tower in ("vision", "language"))
+        parts.append(f"{vision}+{language}{recomputed}")
     return " | ".join(parts)
 
 

@@ -42,7 +42,9 @@ def main() -> None:
         last = [job.cost.units[stage_units(stage)[-1]] for stage in stages[:-1]]
         # Divided over tensor ranks under sequence parallelism; the paper counts whole tensors.
         whole = [
-            job.job.parallel.tensor if stage.language_embed or stage.language_layers else 1
+            job.job.parallel.tensor
+            if stage.holds("language embed") or stage.layers("language")
+            else 1
             for stage in stages[:-1]
         ]
         sent_mib = (

@@ -24,7 +24,7 @@ from omnibal.pipeline.baselines import (
     cut_bytes,
 )
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Stage, joined, layer_spans
 from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
 from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
 
@@ -70,14 +70,12 @@ def all_cuts(model: ModelConfig, p: int) -> list[tuple[int, ...]]:
     return [
         cuts
         for cuts in combinations(range(1, len(unit_sequence(model))), p - 1)
-        if all(
-            stage.vision_layers + stage.language_layers for stage in stages_from_cuts(model, cuts)
-        )
+        if all(stage.layer_count for stage in stages_from_cuts(model, cuts))
     ]
 
 
 def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
-    return tuple(int(c) for c in np.cumsum([len(stage_units(stage)) for stage in stages])[:-1])
+    return tuple(int(c) for c in np.cumsum([stage.size for stage in stages])[:-1])
 
 
 def paper_cost(language_layer_ms: float) -> CostModel:
@@ -193,7 +191,9 @@ def test_recompute_rules_follow_their_definition():
                 with_front(bare, index, numbers[0])[index] for index, numbers in enumerate(fitting)
             )
             if rule == RecomputeRule.FRONT:
-                last = [(stage.recompute_vision, stage.recompute_language) for stage in stages]
+                last = [
+                    (stage.recomputed("vision"), stage.recomputed("language")) for stage in stages
+                ]
                 outcomes["both towers"] += any(v and t for v, t in last)
                 outcomes["part"] += any(
                     0 < numbers[0] < len(of_stage) - 1
@@ -205,22 +205,8 @@ def test_recompute_rules_follow_their_definition():
 
 def with_front(stages: tuple[Stage, ...], index: int, number: int) -> tuple[Stage, ...]:
     """The stages, with the first `number` layers of one recomputed, named one by one."""
-    numbered = {Unit.VISION_LAYER: 0, Unit.LANGUAGE_LAYER: 0}
-    recomputed: dict[Unit, list[int]] = {unit: [] for unit in LAYERS}
-    for stage_index, stage in enumerate(stages):
-        for unit in stage_units(stage):
-            if unit not in LAYERS:
-                continue
-            if stage_index == index and number > 0:
-                recomputed[unit].append(numbered[unit])
-                number -= 1
-            numbered[unit] += 1
-    changed = stages[index].model_copy(
-        update={
-            "recompute_vision": tuple(recomputed[Unit.VISION_LAYER]),
-            "recompute_language": tuple(recomputed[Unit.LANGUAGE_LAYER]),
-        }
-    )
+    layers = [unit for span in stages[index].units if span.layers for unit in span.units]
+    changed = stages[index].model_copy(update={"recompute": joined(layers[:number])})
     return (*stages[:index], changed, *stages[index + 1 :])
 
 
@@ -228,7 +214,7 @@ def peaks_from_the_front(
     cost: CostModel, stages: tuple[Stage, ...], index: int, workload: Workload
 ) -> list[float]:
     """Peak bytes of one stage for every number of layers recomputed from its front."""
-    layers = stages[index].vision_layers + stages[index].language_layers
+    layers = stages[index].layer_count
     peaks = []
     for number in range(layers + 1):
         changed = with_front(stages, index, number)
@@ -360,7 +346,9 @@ def test_splits_of_the_paper_s_model(method: str, layers: list[tuple[int, int]],
     stages = baseline_stages(
         PartitionMethod(method), RecomputeRule.NONE, cost, MODEL, at_caps(4), 4, np.inf
     )
-    assert [(stage.vision_layers, stage.language_layers) for stage in stages] == layers
+    assert [
+        (len(stage.layers("vision")), len(stage.layers("language"))) for stage in stages
+    ] == layers
     assert cut_bytes(cost, MODEL, cuts_of(stages), PACK).sum() / 2**20 == pytest.approx(
         mib, abs=0.1
     )
@@ -394,11 +382,13 @@ def test_frozen_layers_are_not_recomputed(rule: str):
     stages = baseline_stages(
         PartitionMethod.LAYER, RecomputeRule(rule), cost, model, workload, 2, 1e12
     )
-    assert all(not stage.recompute_vision for stage in stages)
-    recomputed = sum(len(stage.recompute_language) for stage in stages)
+    assert all(not stage.recomputed("vision") for stage in stages)
+    recomputed = sum(len(stage.recomputed("language")) for stage in stages)
     assert recomputed == (model.language.layers if rule == "full" else 0)
     again = [
-        stage.model_copy(update={"recompute_vision": tuple(range(stage.vision_layers))})
+        stage.model_copy(
+            update={"recompute": (*layer_spans("vision", stage.layers("vision")), *stage.recompute)}
+        )
         for stage in stages
     ]
     times = [stage_times(cost, each, workload.features).recompute_ms for each in (stages, again)]

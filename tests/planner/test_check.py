@@ -17,7 +17,7 @@ from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel, check_parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Stage, layer_spans
 from omnibal.plan import Plan, read_plan, write_plan
 from omnibal.plan_files import save_plan
 from omnibal.planner import make_plan
@@ -218,8 +218,8 @@ def test_impossible_plans_are_refused(directory, change, expected):
 
 
 def without_recompute(plan: Plan) -> dict[str, object]:
-    bare = {"recompute_vision": (), "recompute_language": ()}
-    return {"stages": tuple(stage.model_copy(update=bare) for stage in plan.stages)}
+    bare = (stage.model_copy(update={"recompute": ()}) for stage in plan.stages)
+    return {"stages": tuple(bare)}
 
 
 def tight_plan(directory: Path) -> Plan:
@@ -360,7 +360,7 @@ def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
 
 
 def recomputing_all(stage: Stage) -> Stage:
-    return stage.model_copy(update={"recompute_vision": tuple(range(stage.vision_layers))})
+    return stage.model_copy(update={"recompute": layer_spans("vision", stage.layers("vision"))})
 
 
 @pytest.mark.parametrize("data", [True, False])
@@ -473,7 +473,7 @@ def test_hand_written_plan_needs_no_prediction(directory):
     assert any("is predicted to need" in sentence for sentence in check_plan(directory))
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"schema_version": 2}'])
+@pytest.mark.parametrize("content", ["", "{}", '{"schema_version": 3}'])
 def test_foreign_plan_json_is_refused(directory, content):
     """Prevents a traceback for a file that is not a plan of this version."""
     (directory / "plan.json").write_text(content)

@@ -456,7 +456,7 @@ EDITS = {
     "prediction": lambda plan: plan["prediction"].update(step_ms=1.0),
     "method": lambda plan: plan["data"].update(method="best"),
     "count": lambda plan: plan["data"].update(packs_per_step=10**25),
-    "stages": lambda plan: plan["stages"][0].update(vision_layers=1),
+    "stages": lambda plan: plan["stages"][0].update(units=["vision embed", "vision 0"]),
     "memory": lambda plan: plan["cluster"].update(memory_gib=0.01),
 }
 

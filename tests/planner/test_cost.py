@@ -333,13 +333,8 @@ def test_every_unit_of_every_preset_costs_something():
 def test_uncut_model_is_one_stage():
     """Prevents losing a unit between the unit list and the stages."""
     (stage,) = stages_from_cuts(MODEL, ())
-    assert stage == Stage(
-        vision_embed=True,
-        vision_layers=45,
-        projector=True,
-        language_embed=True,
-        language_layers=48,
-        head=True,
+    assert stage == Stage.of(
+        *("vision embed", "vision 0..44", "projector", "language embed", "language 0..47", "head")
     )
     assert stage_units(stage) == unit_sequence(MODEL)
 

@@ -22,7 +22,7 @@ from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, stage_memories
-from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
+from omnibal.pipeline.units import check_stages, stages_from_cuts, unit_sequence
 from omnibal.pipeline.workload import Workload
 
 LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
@@ -552,8 +552,8 @@ def test_only_sampled_steps_are_simulated_but_all_packs_fit():
 def test_recomputed_layers_are_the_earliest_of_their_stage():
     """Prevents layer numbers of another stage when counts become layers."""
     stages = stages_from_cuts(small_model(4, 5), (3, 8), [(1, 0), (2, 0), (0, 2)])
-    assert [stage.recompute_vision for stage in stages] == [(0,), (2, 3), ()]
-    assert [stage.recompute_language for stage in stages] == [(), (), (1, 2)]
+    assert [stage.recomputed("vision") for stage in stages] == [(0,), (2, 3), ()]
+    assert [stage.recomputed("language") for stage in stages] == [(), (), (1, 2)]
 
 
 def test_cuts_and_stages_are_each_others_inverse():
@@ -562,43 +562,38 @@ def test_cuts_and_stages_are_each_others_inverse():
     for cuts in combinations(range(1, len(unit_sequence(model))), 3):
         stages = stages_from_cuts(model, cuts)
         check_stages(model, stages)
-        sizes = [len(stage_units(stage)) for stage in stages]
+        sizes = [stage.size for stage in stages]
         assert tuple(np.cumsum(sizes)[:-1]) == cuts
 
 
 @pytest.mark.parametrize(
-    ("index", "changed", "message"),
+    ("index", "units", "recompute", "message"),
     [
-        (0, {"vision_layers": 1}, "stage 1 holds 1 vision_layer, .* has 2 vision_layer"),
-        (0, {"projector": True}, "stage 0 holds .* 1 projector, but"),
-        (1, {"language_layers": 2}, "end before .*head|stage 2 holds"),
-        (2, {"language_layers": 1}, "stage 2 holds"),
-        (2, {"head": False}, "end before 1 head"),
-        (1, {"recompute_vision": (1,)}, r"stage 1 recomputes vision layers \[1\] but holds"),
-        (1, {"recompute_language": (0, 0)}, "each once"),
-        (0, {"recompute_language": (0,)}, "holds no language layer"),
+        (0, ["vision embed", "vision 0"], [], r"stage 1 holds vision 2.* has vision 1\.\.2"),
+        (0, ["vision embed", "vision 0..1", "projector"], [], "stage 0 holds .*, projector, but"),
+        (1, ["vision 2", "projector", "language embed", "language 0..1"], [], "stage 2 holds"),
+        (2, ["language 1", "head"], [], "end before head|stage 2 holds"),
+        (2, ["language 1..2"], [], "end before head"),
+        (1, None, ["vision 1"], r"stage 1 recomputes vision 1 but holds vision 2"),
+        (1, None, ["language 0", "language 0"], "each once"),
+        (1, None, ["projector"], "recomputes projector but"),
+        (0, None, ["language 0"], r"recomputes language 0 but holds vision 0\.\.1;"),
     ],
 )
 def test_stages_that_are_not_the_model_are_refused(
-    index: int, changed: dict[str, object], message: str
+    index: int, units: list[str] | None, recompute: list[str], message: str
 ):
     """Prevents training from a hand-edited plan that loses, repeats or misplaces layers."""
     model = small_model(3, 3)
     stages = list(stages_from_cuts(model, (3, 7)))
-    stages[index] = stages[index].model_copy(update=changed)
+    units = units or list(map(str, stages[index].units))
+    stages[index] = Stage.of(*units, recompute=recompute)
     with pytest.raises(UserError, match=message):
         check_stages(model, stages)
 
 
 def test_an_empty_stage_is_refused():
     """Prevents a stage that only passes tensors on."""
-    empty = Stage(
-        vision_embed=False,
-        vision_layers=0,
-        projector=False,
-        language_embed=False,
-        language_layers=0,
-        head=False,
-    )
+    empty = Stage.of()
     with pytest.raises(UserError, match="stage 1 of 2 is empty"):
         check_stages(small_model(3, 3), [*stages_from_cuts(small_model(3, 3), ()), empty])

@@ -99,8 +99,8 @@ def test_stage_memory_and_time_by_hand():
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
     memory = stage_memory(cost, stage, features.sum(axis=0, keepdims=True), features)
-    assert stage.language_layers == 2
-    assert stage.recompute_language == (2,)
+    assert len(stage.layers("language")) == 2
+    assert stage.recomputed("language") == (2,)
     np.testing.assert_allclose(memory.weights_gib * GIB, 2500 * 2)
     np.testing.assert_allclose(memory.gradients_gib * GIB, 2500 * 4)
     np.testing.assert_allclose(memory.optimizer_gib * GIB, 2500 * 12)

@@ -169,7 +169,7 @@ def test_replay_of_another_plan_is_refused(small: Job, tmp_path: Path) -> None:
     write_replay(tmp_path / "replay", small.plan, small.cost, small.data, (0,))
     predicted = small.plan.model_copy(update={"prediction": small.predict()})
     read_replay(tmp_path / "replay", predicted, small.cost, small.data)
-    fewer = tuple(s.model_copy(update={"recompute_vision": ()}) for s in small.plan.stages)
+    fewer = tuple(s.model_copy(update={"recompute": ()}) for s in small.plan.stages)
     other = small.plan.model_copy(update={"stages": fewer})
     with pytest.raises(UserError, match="is the replay of another plan"):
         read_replay(tmp_path / "replay", other, small.cost, small.data)

@@ -95,23 +95,10 @@ def make_packs(lengths: Lengths) -> ScheduledPacks:
 
 
 STAGES = (
-    Stage(
-        vision_embed=True,
-        vision_layers=3,
-        projector=False,
-        language_embed=False,
-        language_layers=0,
-        head=False,
-        recompute_vision=(0, 1),
-    ),
-    Stage(
-        vision_embed=False,
-        vision_layers=1,
-        projector=True,
-        language_embed=True,
-        language_layers=4,
-        head=True,
-        recompute_language=(3,),
+    Stage.of("vision embed", "vision 0..2", recompute=["vision 0..1"]),
+    Stage.of(
+        *("vision 3", "projector", "language embed", "language 0..3", "head"),
+        recompute=["language 3"],
     ),
 )
 PREDICTION = Prediction(

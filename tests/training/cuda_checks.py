@@ -86,10 +86,10 @@ def real_size_plan() -> Plan:
     """Two layers of InternViT-6B and two of InternLM2-20B, on one device."""
     model = load_model("internvl-chat-1.5-6b-20b")
     small = model.with_layers(vision=2, language=2)
-    whole = Stage(
-        vision_embed=True, vision_layers=2, projector=True, language_embed=True,
-        language_layers=2, head=True, recompute_vision=(0,), recompute_language=(1,),
-    )  # fmt: skip
+    whole = Stage.of(
+        *("vision embed", "vision 0..1", "projector", "language embed", "language 0..1", "head"),
+        recompute=["vision 0", "language 1"],
+    )
     return Plan(
         model=small, precision="bf16", parallel=Parallel(pipeline=1), stages=(whole,),
         cluster=load_cluster("h200-141g"), data=None,

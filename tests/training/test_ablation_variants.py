@@ -177,7 +177,7 @@ def test_recompute_of_each_variant(results):
     """Prevents: a row that has another row's recomputation."""
     for variant, result in results.items():
         for stage in result.plan.stages:
-            layers = stage.vision_layers + stage.language_layers
+            layers = stage.layer_count
             assert stage.recomputed_layers == (0 if variant is Variant.MEMORY else layers)
 
 
@@ -209,10 +209,7 @@ def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
     packs, lengths = results[Variant.DATA].data
     features = pack_features(packs.packs, lengths)
     again = results[Variant.DATA].plan.stages
-    kept = [
-        stage.model_copy(update={"recompute_vision": (), "recompute_language": ()})
-        for stage in again
-    ]
+    kept = [stage.model_copy(update={"recompute": ()}) for stage in again]
     assumed = recomputing_cost(job.cost)
     wanted, found = stage_times(job.cost, again, features), stage_times(assumed, kept, features)
     np.testing.assert_allclose(found.forward_ms, wanted.forward_ms)

@@ -177,7 +177,7 @@ def put_together(plan: Plan, ranks: Sequence[tuple]) -> Found:
     [last_vision] = [
         group[0][1]["vision"]
         for group, stage in zip(groups, plan.stages, strict=True)
-        if stage.vision_layers
+        if stage.layers("vision")
     ][-1:]
     [projected] = [group[0][1]["projector"] for group in groups if group[0][1]["projector"]]
     heads = [rank[1]["head"] for rank in groups[-1]]

@@ -11,7 +11,8 @@ from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.encoders import TilesEncoder
 from omnibal.parallel import Parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Stage, layer_spans
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 from omnibal.units import unit_names
 
@@ -63,28 +64,14 @@ def toy_plan(
 
 def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> list[Stage]:
     """Stages from cut positions in the unit sequence (1 is right after the vision embed)."""
-    units = unit_names(model)
-    stages, first_vision, first_language = [], 0, 0
-    for start, end in zip((0, *cuts), (*cuts, len(units)), strict=True):
-        run = units[start:end]
-        vision_layers, language_layers = run.count("vision_layer"), run.count("language_layer")
-        own_vision = range(first_vision, first_vision + vision_layers)
-        own_language = range(first_language, first_language + language_layers)
-        stages.append(
-            Stage(
-                vision_embed="vision_embed" in run,
-                vision_layers=vision_layers,
-                projector="projector" in run,
-                language_embed="language_embed" in run,
-                language_layers=language_layers,
-                head="head" in run,
-                recompute_vision=tuple(i for i in recompute.get("vision", ()) if i in own_vision),
-                recompute_language=tuple(
-                    i for i in recompute.get("language", ()) if i in own_language
-                ),
-            )
-        )
-        first_vision, first_language = own_vision.stop, own_language.stop
+    stages = []
+    for stage in stages_from_cuts(model, cuts):
+        again = [
+            span
+            for tower, layers in recompute.items()
+            for span in layer_spans(tower, [n for n in layers if n in stage.layers(tower)])
+        ]
+        stages.append(stage.model_copy(update={"recompute": tuple(again)}))
     return stages
 
 

@@ -283,14 +283,14 @@ class PackDataset(torch.utils.data.Dataset):
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
         stage = self.stage
         fields: dict[str, torch.Tensor | None] = {}
-        if stage.vision_layers and self.options.drop_path:
+        if stage.layers("vision") and self.options.drop_path:
             fields["drop_path_keys_T"] = self._drop_path_keys(indices, epoch)
         drafts = []
-        if stage.vision_embed or stage.language_embed or stage.head:
+        if any(map(stage.holds, ("vision embed", "language embed", "head"))):
             drafts = [self._draft(int(index)) for index in indices]
-        if stage.vision_embed:
+        if stage.holds("vision embed"):
             fields["pixels_TCPP"] = self._pixels(drafts, epoch)
-        if stage.language_embed or stage.head:
+        if stage.holds("language embed") or stage.holds("head"):
             fields |= self._text_fields(drafts)
         return MicroBatch(
             tiles=int(self.scheduled.tiles[row]),
@@ -320,10 +320,10 @@ class PackDataset(torch.utils.data.Dataset):
         found: list[np.ndarray] = []
         unreadable = None
         try:
-            if self.stage.vision_embed:
+            if self.stage.holds("vision embed"):
                 found = self.reader.tiles(sample)
                 _check_frames(sample.shown(self.reader.model.tiling), tiles)
-            elif self.stage.head and self._skips:
+            elif self.stage.holds("head") and self._skips:
                 # The head leaves out the loss of the samples that the vision embed blanks. Nothing
                 # tells it which: it comes to the same verdict by decoding the same files.
                 self.reader.check_images(sample, tiles)
@@ -367,10 +367,10 @@ class PackDataset(torch.utils.data.Dataset):
             _check_count(len(one.token_ids), draft.tokens, "tokens", draft.sample)
         token_ids = np.concatenate([one.token_ids for one in encoded])
         fields: dict[str, torch.Tensor | None] = {}
-        if self.stage.language_embed:
+        if self.stage.holds("language embed"):
             fields["token_ids_S"] = torch.from_numpy(token_ids)
             fields["image_positions_M"] = self.reader.image_positions(fields["token_ids_S"])
-        if self.stage.head:
+        if self.stage.holds("head"):
             masks = [
                 one.loss_mask if draft.unreadable is None else np.zeros_like(one.loss_mask)
                 for one, draft in zip(encoded, drafts, strict=True)

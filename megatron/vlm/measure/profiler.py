@@ -60,6 +60,7 @@ from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
@@ -235,12 +236,12 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
-    model = job.model
+    whole = stages_from_cuts(job.model.with_layers(vision=depth, language=depth), ())
     return Plan(
-        model=model.with_layers(vision=depth * processes, language=depth * processes),
+        model=job.model.with_layers(vision=depth * processes, language=depth * processes),
         precision=job.precision,
         parallel=Parallel(pipeline=processes),
-        stages=(Stage.whole(depth, depth),) * processes,
+        stages=whole * processes,
         cluster=job.cluster,
         data=None,
     )
@@ -289,14 +290,14 @@ def random_batch(
     tokens = sum(segment_tokens)
     generator = torch.Generator().manual_seed(tiles * 7919 + tokens)
     fields: dict[str, torch.Tensor] = {}
-    if stage is None or stage.vision_embed:
+    if stage is None or stage.holds("vision embed"):
         shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
         fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
-    if stage is None or stage.language_embed:
+    if stage is None or stage.holds("language embed"):
         fields["token_ids_S"] = ids
         fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
-    if stage is None or stage.head:
+    if stage is None or stage.holds("head"):
         positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
         fields["loss_positions_L"] = positions
         fields["labels_L"] = ids[positions]

@@ -42,7 +42,7 @@ def vision_transformer_config(
         qk_layernorm=vision.qk_norm,
         add_bias_linear=True,
         activation_func=F.gelu,
-        pipeline_model_parallel_layout=_layout([stage.vision_layers for stage in stages]),
+        pipeline_model_parallel_layout=_layout([len(stage.layers("vision")) for stage in stages]),
         **_common(parallel, precision),
     )
 
@@ -65,7 +65,7 @@ def language_transformer_config(
         gated_linear_unit=True,
         sequence_parallel=parallel.sequence_parallel,
         activation_func=F.silu,
-        pipeline_model_parallel_layout=_layout([stage.language_layers for stage in stages]),
+        pipeline_model_parallel_layout=_layout([len(stage.layers("language")) for stage in stages]),
         **_common(parallel, precision),
     )
 

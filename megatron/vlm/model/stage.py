@@ -113,26 +113,27 @@ class VLMStage(MegatronModule):
         # Core asks these of every model when it reduces gradients of shared embeddings, which is
         # of copies in two stages only.
         self.share_embeddings_and_output_weights = _holds_tied_copy(model, stage)
-        self.pre_process, self.post_process = stage.vision_embed, stage.head
+        self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
         dtype = language_config.params_dtype
         language = model.language
         tensor = language_config.tensor_model_parallel_size
         vocabulary = padded_size(language.vocab_size, tensor)
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
-        self.vision_embedding = VisionEmbedding(model, dtype) if stage.vision_embed else None
-        self.vision = self.projector = None
-        if vision_config is not None and stage.vision_layers:
+        self.vision_embedding = self.vision = self.projector = None
+        if stage.holds("vision embed"):
+            self.vision_embedding = VisionEmbedding(model, dtype)
+        if vision_config is not None and stage.layers("vision"):
             spec = vision_layer_spec(vision_config, model.vision)
             self.vision = PlannedBlock(
                 vision_config,
-                [spec] * stage.vision_layers,
-                recompute_layers=stage.recompute_vision,
+                [spec] * len(stage.layers("vision")),
+                recompute_layers=stage.recomputed("vision"),
                 final_norm=False,
             )
-        if vision_config is not None and stage.projector:
+        if vision_config is not None and stage.holds("projector"):
             self.projector = Projector(model, vision_config)
         self.embedding = None
-        if stage.language_embed:
+        if stage.holds("language embed"):
             self.embedding = LanguageModelEmbedding(
                 language_config,
                 vocabulary,
@@ -142,16 +143,16 @@ class VLMStage(MegatronModule):
                 scatter_to_sequence_parallel=False,
             )
         self.language = None
-        if stage.language_layers or stage.head:
+        if stage.layers("language") or stage.holds("head"):
             self.language = PlannedBlock(
                 language_config,
-                [language_layer_spec()] * stage.language_layers,
-                recompute_layers=stage.recompute_language,
-                final_norm=stage.head,
+                [language_layer_spec()] * len(stage.layers("language")),
+                recompute_layers=stage.recomputed("language"),
+                final_norm=stage.holds("head"),
             )
             self.rotary = _rotary_embedding(language, language_config.kv_channels)
         self.head = None
-        if stage.head:
+        if stage.holds("head"):
             # The sequence is brought together before the head, which takes some positions of it.
             head_config = copy.copy(language_config)
             head_config.sequence_parallel = False
@@ -161,7 +162,7 @@ class VLMStage(MegatronModule):
                 config=head_config,
                 init_method=head_config.init_method,
                 bias=False,
-                skip_weight_param_allocation=language.tied_head and stage.language_embed,
+                skip_weight_param_allocation=language.tied_head and stage.holds("language embed"),
             )
             own_words = vocabulary // tensor
             start = parallel_state.get_tensor_model_parallel_rank() * own_words
@@ -354,7 +355,7 @@ def tied_copies(plan: Plan) -> tuple[int, ...]:
 
 
 def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
-    return model.language.tied_head and stage.language_embed != stage.head
+    return model.language.tied_head and stage.holds("language embed") != stage.holds("head")
 
 
 def _freeze(stage: VLMStage, parts: Collection[Part]) -> None:
@@ -376,9 +377,9 @@ def boundary_shape(plan: Plan, cut: int, shape: MicroBatchShape) -> tuple[int, .
     after it, with sequence parallelism each rank's part of it.
     """
     model, before = plan.model, plan.stages[: cut + 1]
-    if any(stage.language_embed for stage in before):
+    if any(stage.holds("language embed") for stage in before):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
         return (padded_size(shape.tokens, parts) // parts, 1, model.language.hidden_size)
-    if any(stage.projector for stage in before):
+    if any(stage.holds("projector") for stage in before):
         return (shape.tiles * model.vision.tokens_per_item, model.language.hidden_size)
     return (model.vision.positions_per_item, shape.tiles, model.vision.hidden_size)

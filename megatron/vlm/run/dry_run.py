@@ -34,29 +34,6 @@ def rank_places(parallel: Parallel) -> list[RankPlace]:
     ]
 
 
-def units_of(plan: Plan, number: int) -> str:
-    """The units of stage `number` in words, layers by their first and last number."""
-    stage, before = plan.stages[number], plan.stages[:number]
-    first_vision = sum(one.vision_layers for one in before)
-    first_language = sum(one.language_layers for one in before)
-    parts = [
-        "vision embed" if stage.vision_embed else "",
-        _layers("vision layer", first_vision, stage.vision_layers),
-        "projector" if stage.projector else "",
-        "language embed" if stage.language_embed else "",
-        _layers("language layer", first_language, stage.language_layers),
-        "head" if stage.head else "",
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def _layers(name: str, first: int, count: int) -> str:
-    """Layers by first and last number, in words; `name` is in the singular."""
-    if count <= 1:
-        return f"{name} {first}" if count else ""
-    return f"{name}s {first} to {first + count - 1}"
-
-
 def print_dry_run(plan: Plan, console: Console) -> None:
     """Print the stages, and every node's ranks with their places."""
     sizes, per_node = plan.parallel, plan.cluster.gpus_per_node
@@ -74,32 +51,17 @@ def _stages_table(plan: Plan) -> Table:
     if plan.prediction is not None:
         table.add_column("predicted GiB", justify="right")
     for number, stage in enumerate(plan.stages):
-        cells = [str(number), units_of(plan, number), _recomputed(stage), _loaded(stage)]
+        held, again = (", ".join(map(str, spans)) for spans in (stage.units, stage.recompute))
+        cells = [str(number), held, again or "nothing", _loaded(stage)]
         if plan.prediction is not None:
             cells.append(f"{plan.prediction.stages[number].memory.peak_gib:.2f}")
         table.add_row(*cells)
     return table
 
 
-def _recomputed(stage: Stage) -> str:
-    layers = [
-        f"{name} {', '.join(map(str, numbers))}"
-        for name, numbers in (
-            ("vision", stage.recompute_vision),
-            ("language", stage.recompute_language),
-        )
-        if numbers
-    ]
-    return "; ".join(layers) or "nothing"
-
-
 def _loaded(stage: Stage) -> str:
-    parts = [
-        "pixels" if stage.vision_embed else "",
-        "token ids" if stage.language_embed else "",
-        "labels" if stage.head else "",
-    ]
-    return ", ".join(part for part in parts if part) or "nothing"
+    loads = {"vision embed": "pixels", "language embed": "token ids", "head": "labels"}
+    return ", ".join(what for unit, what in loads.items() if stage.holds(unit)) or "nothing"
 
 
 def _ranks_table(plan: Plan) -> Table:

@@ -17,7 +17,7 @@ from megatron.vlm.model.stage import VLMStage, build_stage
 from omnibal.config import ModelConfig, Precision, load_cluster
 from omnibal.data.sample import Sample
 from omnibal.parallel import Parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 
 
@@ -39,12 +39,11 @@ def load_whole_model(
 
 def _whole_plan(model: ModelConfig, precision: Precision) -> Plan:
     """Plan with all units in one stage, without data; its cluster is not used."""
-    whole = Stage.whole(model.vision.layers, model.language.layers)
     return Plan(
         model=model,
         precision=precision,
         parallel=Parallel(pipeline=1),
-        stages=(whole,),
+        stages=stages_from_cuts(model, ()),
         cluster=load_cluster("laptop-cpu"),
         data=None,
     )

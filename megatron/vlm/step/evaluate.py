@@ -129,7 +129,7 @@ def _answer(
 ) -> None:
     """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
     pixels: dict[Sample, torch.Tensor] = {}
-    if plan.stages[links.rank].vision_embed:
+    if plan.stages[links.rank].holds("vision embed"):
         samples = {question.sample for group in wave for question in group}
         pixels = {sample: reader.pixels([sample]) for sample in samples}
     active = wave
