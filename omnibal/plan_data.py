@@ -275,9 +275,8 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     given = (origin.image_size, origin.tokens_per_tile)
-    needed = (None, None)
-    if model.encoders:
-        needed = (model.vision.image_size, model.vision.tokens_per_item)
+    sizes = [(tower.image_size, tower.tokens_per_item) for tower in model.encoders.values()]
+    needed = sizes[0] if sizes else (None, None)
     if given != needed:
         raise UserError(
             f"the lengths were scanned for tiles of {given[0]} pixels and {given[1]} tokens, but "

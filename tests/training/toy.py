@@ -14,7 +14,6 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage, layer_spans
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
-from omnibal.units import unit_names
 
 IMAGE_TOKEN = 0
 

@@ -124,13 +124,14 @@ def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Con
 
 
 def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
-    smallest = math.ceil(model.vision.tokens_per_item / _SMALLEST_SHARE)
-    if options.max_tokens < smallest:
-        raise UserError(
-            f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured too, "
-            f"and must hold one tile of {model.name} ({model.vision.tokens_per_item} tokens); "
-            f"give at least {smallest}"
-        )
+    for tower in model.encoders.values():
+        smallest = math.ceil(tower.tokens_per_item / _SMALLEST_SHARE)
+        if options.max_tokens < smallest:
+            raise UserError(
+                f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured "
+                f"too, and must hold one tile of {model.name} ({tower.tokens_per_item} tokens); "
+                f"give at least {smallest}"
+            )
 
 
 Round = dict[Hashable, list[float]]
@@ -147,7 +148,8 @@ class Profiler:
     def __init__(self, job: JobSpec, links: PipelineLinks, options: ProfileOptions) -> None:
         self._job, self._links = job, links
         self._batches = list(profiled_batches(job.model, options))
-        deep = min(options.layers, job.model.vision.layers, job.model.language.layers)
+        towers = (*job.model.encoders.values(), job.model.language)
+        deep = min(options.layers, *(tower.layers for tower in towers))
         build = partial(_whole_stage_trainer, job, links)
         self._shallow_optimizer: list[OptimizerMeasurement] = []
         if deep > 1:
@@ -202,7 +204,7 @@ class Profiler:
                     activation_bytes=self._kept_bytes[index][unit],
                 )
                 for index, batch in enumerate(self._batches)
-                for unit in Unit
+                for unit in self._kept_bytes[index]
             ),
             optimizer=(*self._shallow_optimizer, deep_optimizer),
             links=tuple(
@@ -236,9 +238,10 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
-    whole = stages_from_cuts(job.model.with_layers(vision=depth, language=depth), ())
+    towers = job.model.towers
+    whole = stages_from_cuts(job.model.with_layers(**dict.fromkeys(towers, depth)), ())
     return Plan(
-        model=job.model.with_layers(vision=depth * processes, language=depth * processes),
+        model=job.model.with_layers(**dict.fromkeys(towers, depth * processes)),
         precision=job.precision,
         parallel=Parallel(pipeline=processes),
         stages=whole * processes,
@@ -257,11 +260,14 @@ def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[Mi
     """Yield packs at shares of both caps, of samples with the given mean length."""
     for tile_share, token_share, loss_share, even in _PACK_SHARES:
         tokens = max(round(options.max_tokens * token_share), 1)
-        tiles = max(round(options.max_tiles * tile_share), 1)
+        tiles = 0
+        for tower in model.encoders.values():
+            most = max(round(options.max_tiles * tile_share), 1)
+            tiles = min(most, tokens // tower.tokens_per_item)
         samples = max(round(tokens / options.tokens_per_sample), 1)
         batch = random_batch(
             model,
-            min(tiles, tokens // model.vision.tokens_per_item),
+            tiles,
             _segments(tokens, samples, even),
             max(round(tokens * loss_share), 1),
         )
@@ -290,13 +296,15 @@ def random_batch(
     tokens = sum(segment_tokens)
     generator = torch.Generator().manual_seed(tiles * 7919 + tokens)
     fields: dict[str, torch.Tensor] = {}
-    if stage is None or stage.holds("vision embed"):
+    takes_images = model.tiling is not None
+    if takes_images and (stage is None or stage.holds("vision embed")):
         shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
         fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if stage is None or stage.holds("language embed"):
         fields["token_ids_S"] = ids
-        fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
+        if takes_images:
+            fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
     if stage is None or stage.holds("head"):
         positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
         fields["loss_positions_L"] = positions
@@ -310,7 +318,7 @@ UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 
 def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, UnitFunction]]:
     """The forward of a stage that holds every unit, cut into them."""
-    stage: Any = whole  # where no unit is None
+    stage: Any = whole  # where no unit of the model is None
     packed = batch.packed_seq_params(current_device())
     rotary = stage.rotary(max(batch.segment_tokens))
 
@@ -325,10 +333,15 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, Unit
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
+    images: list[tuple[Unit, UnitFunction]] = []
+    if stage.vision is not None:
+        images = [
+            (Unit.VISION_EMBED, lambda _: stage.vision_embedding(batch.pixels_TCPP)),
+            *((Unit.VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
+            (Unit.PROJECTOR, stage.projector),
+        ]
     return [
-        (Unit.VISION_EMBED, lambda _: stage.vision_embedding(batch.pixels_TCPP)),
-        *((Unit.VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
-        (Unit.PROJECTOR, stage.projector),
+        *images,
         (Unit.LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, features)),
         *((Unit.LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers),
         (Unit.HEAD, head),
