@@ -13,12 +13,14 @@ from rich.console import Console
 from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.dry_run import print_dry_run
 from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.log import show_log
 from megatron.vlm.run.pretrain import execute, load_run, open_trainable
 from omnibal.errors import EXIT_USER_ERROR, UserError
 
 
 def main() -> None:
     launch = Launch.from_environment()
+    show_log(launch.rank)
     try:
         arguments = parse_arguments()
         planned = open_trainable(arguments.plan)

@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_te
 PLANNER = [
     *(
         "highspy",
+        "jinja2",
         "numpy",
         "pillow",
         "pyarrow",
@@ -43,7 +44,7 @@ setup(
     python_requires=">=3.11,<3.14",  # of megatron-core 0.16.1
     # No `megatron/__init__.py`, ever: it would hide the installed megatron.core.
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
-    package_data={"omnibal": ["presets/*/*.toml", "report/*.css"]},
+    package_data={"omnibal": ["presets/*/*.toml", "report/*.css", "report/*.jinja"]},
     install_requires=PLANNER,
     extras_require={
         "train": TRAINER,

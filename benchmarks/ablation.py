@@ -119,7 +119,7 @@ LAYOUTS = (
         profiled=(24, 512, 64),
         parallel=Parallel(pipeline=2),
         layers=(11, 12),
-        caps=Caps(max_tiles=10, max_tokens=300),
+        caps=Caps.of(tiles=10, tokens=300),
         samples_per_step=48,
         memory_gib=0.18,
         trained=True,
@@ -132,7 +132,7 @@ LAYOUTS = (
         profiled=(24, 288, 36),
         parallel=Parallel(pipeline=4, data=2),
         layers=(23, 24),
-        caps=Caps(max_tiles=15, max_tokens=144),
+        caps=Caps.of(tiles=15, tokens=144),
         samples_per_step=256,
         memory_gib=0.3,
         trained=False,
@@ -559,7 +559,7 @@ def shown_step(
     number = int(np.argsort(summary.each_step_ms)[(len(times) - 1) // 2])
     rows = planned.rows(int(planned.steps[number]))
     first = planned.packs.dp_rank[rows] == 0
-    features = pack_features(planned.packs.packs.take(rows[first]), planned.lengths)
+    features = pack_features(planned.packs.packs.take(rows[first]), planned.lengths, cost.features)
     links = stage_times(cost, planned.plan.stages, features)
     shown = times[number]
     return Shown(

@@ -172,7 +172,7 @@ def first_fit(samples: np.ndarray, lengths: Lengths, caps: Caps) -> list[np.ndar
         place = next((pack for pack, free in enumerate(room) if free >= tokens), len(room))
         if place == len(room):
             packs.append([])
-            room.append(caps.max_tokens)
+            room.append(caps["tokens"])
         packs[place].append(sample)
         room[place] -= tokens
     return [np.array(pack) for pack in packs]
@@ -193,7 +193,7 @@ def deal_in_turn(
         dp_rank=(place % dp)[order].astype(np.int32),
         slot=(place // dp)[order].astype(np.int32),
         epoch=np.zeros(len(packs), np.int32),
-        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
         tokens=packs.sums(lengths.tokens).astype(np.int32),
     )
 
@@ -234,7 +234,8 @@ def _plain_plan(
     """The plan of given packs, with the stages of another method and every layer recomputed."""
     packs = replace(packs, tokens=packs.packs.sums(lengths.tokens).astype(np.int32))
     model = model_of_lengths(job.model, lengths)
-    cost, features = job.cost, pack_features(packs.packs, lengths)
+    cost = job.cost
+    features = pack_features(packs.packs, lengths, cost.features)
     stages = baseline_stages(
         method,
         RecomputeRule.FULL,
@@ -261,7 +262,9 @@ def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths) -> Dat
     return describe_data(
         packs,
         lengths,
-        caps=Caps(max_tiles=max(int(packs.tiles.max()), 1), max_tokens=int(packs.tokens.max())),
+        caps=Caps.of(
+            tiles=max(int(packs.column("tiles").max()), 1), tokens=int(packs.tokens.max())
+        ),
         method="other",
         seed=job.seed,
         epochs=1,
@@ -293,7 +296,7 @@ def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     """The same packs on the split that the search finds where every layer is recomputed."""
     assert balanced.data is not None
     (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.of(packs, features, job.parallel.data)
     found = search_stages(
         recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
@@ -324,15 +327,8 @@ def full_steps(result: PlanResult, variant: Variant) -> np.ndarray:
 
 def of_steps(packs: ScheduledPacks, steps: np.ndarray) -> ScheduledPacks:
     """The micro-batches of some steps [steps], which are counted from 0 anew."""
-    rows = np.flatnonzero(np.isin(packs.step, steps))
-    return ScheduledPacks(
-        packs=packs.packs.take(rows),
-        step=np.unique(packs.step[rows], return_inverse=True)[1],
-        **{
-            name: getattr(packs, name)[rows]
-            for name in ("dp_rank", "slot", "epoch", "tiles", "tokens")
-        },
-    )
+    taken = packs.take(np.flatnonzero(np.isin(packs.step, steps)))
+    return replace(taken, step=np.unique(taken.step, return_inverse=True)[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -372,7 +368,8 @@ def _of_full_steps(
     assert result.data is not None
     scheduled, lengths = result.data
     packs = of_steps(scheduled, full_steps(result, variant))
-    features, plan = pack_features(packs.packs, lengths), result.plan
+    plan = result.plan
+    features = pack_features(packs.packs, lengths, job.cost.features)
     prediction = predict(job.cost, plan.model, plan.parallel, plan.stages, packs, features)
     return len(packs.packs.samples) / packs.steps, prediction
 
@@ -393,11 +390,11 @@ def real_lengths(published: Path, model: ModelConfig) -> Lengths:
         print(f"{published}: does not hold {' and '.join(PUBLISHED_FILES)}; synthetic lengths")
         lengths = make_lengths("internvl", SYNTHETIC_SAMPLES, seed=0)
     scale = PUBLISHED_TOKENS_PER_TILE // model.vision.tokens_per_item
-    text = -(-(lengths.tokens - PUBLISHED_TOKENS_PER_TILE * lengths.tiles) // scale)
+    text = -(-(lengths.tokens - PUBLISHED_TOKENS_PER_TILE * lengths.column("tiles")) // scale)
     text = np.maximum(text, LEAST_TEXT_TOKENS)
     return replace(
         lengths,
-        tokens=(lengths.tiles * model.vision.tokens_per_item + text).astype(np.int32),
+        tokens=(lengths.column("tiles") * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=np.maximum(text // 2, 1).astype(np.int32),
     )
 
@@ -452,7 +449,7 @@ def main() -> None:
             tensor=given.tp, pipeline=given.pp, data=given.dp, sequence_parallel=given.tp > 1
         ),
         cluster=cluster,
-        caps=Caps(max_tiles=given.max_tiles, max_tokens=given.max_tokens),
+        caps=Caps.of(tiles=given.max_tiles, tokens=given.max_tokens),
         samples_per_step=given.samples_per_step,
         lengths=real_lengths(PUBLISHED, model),
         profile=None if given.profile is None else read_profile(given.profile),

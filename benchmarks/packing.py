@@ -82,7 +82,7 @@ the number of packs with those that fill no step and are not in it."""
 
 def milliseconds(packs: Packs, lengths: Lengths) -> np.ndarray:
     """Predicted time of every pack. [packs]"""
-    return model_ms(COST, MODEL, pack_features(packs, lengths))
+    return model_ms(COST, MODEL, pack_features(packs, lengths, COST.features))
 
 
 def balanced(
@@ -130,7 +130,7 @@ def in_order(rival: Rival) -> Schedule:
             dp_rank=rank[sort].astype(np.int32),
             slot=slot[sort].astype(np.int32),
             epoch=np.zeros(len(packs), np.int32),
-            tiles=packs.sums(lengths.tiles).astype(np.int32),
+            items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
             tokens=packs.sums(lengths.tokens).astype(np.int32),
         )
         return scheduled, len(drawn)
@@ -144,7 +144,7 @@ def compare(name: str, lengths: Lengths, caps: Caps, seeds: int, console: Consol
     bound = packs_lower_bound(lengths, caps)
     seconds = time.perf_counter() - start
     table = Table(
-        title=f"{name}: {len(lengths):,} samples at {caps.max_tiles} tiles / {caps.max_tokens} "
+        title=f"{name}: {len(lengths):,} samples at {caps['tiles']} tiles / {caps['tokens']} "
         f"tokens; at least {bound:,} packs (proven in {seconds:.1f} s)",
         title_justify="left",
     )
@@ -205,7 +205,7 @@ def scale(samples: int) -> tuple[float, float, int]:
     """Seconds, peak GiB of the process, and packs of one epoch packed and matched at 9 / 4,096."""
     lengths = make_lengths("internvl", samples, seed=0)
     start = time.perf_counter()
-    _, packs = balanced(lengths, Caps(max_tiles=9, max_tokens=4096), MICRO_BATCHES[-1], seed=0)
+    _, packs = balanced(lengths, Caps.of(tiles=9, tokens=4096), MICRO_BATCHES[-1], seed=0)
     seconds = time.perf_counter() - start
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, packs
 
@@ -225,11 +225,11 @@ def main() -> None:
     if paths:
         lengths, name = read_lengths(paths), " + ".join(path.stem for path in paths)
     console.print(f"{RANKS} ranks; dist ratios and straggler: 1 and 8 packs of a rank in a step")
-    for caps in (Caps(max_tiles=15, max_tokens=4096), Caps(max_tiles=9, max_tokens=4096)):
+    for caps in (Caps.of(tiles=15, tokens=4096), Caps.of(tiles=9, tokens=4096)):
         compare(name, lengths, caps, arguments.seeds, console)
     compare(f"{name}, own caps", lengths, own_caps(lengths), arguments.seeds, console)
     uncorrelated = make_lengths("uncorrelated", 20_000, seed=0)
-    caps = Caps(max_tiles=40, max_tokens=16_384)
+    caps = Caps.of(tiles=40, tokens=16_384)
     compare("uncorrelated (synthetic)", uncorrelated, caps, arguments.seeds, console)
     for samples in SIZES[: 2 if arguments.quick else 3]:
         # A process of its own, so that its peak memory is that of this size.

@@ -71,7 +71,7 @@ def first_fit_decreasing(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
     _check_tokens_fit(lengths, caps)
     rng = np.random.default_rng(seed)
     order = _longest_first(lengths, rng)
-    bins = _first_fit(lengths.tokens[order].tolist(), caps.max_tokens)
+    bins = _first_fit(lengths.tokens[order].tolist(), caps["tokens"])
     packs = _gather(order, np.array(bins))
     return packs.take(rng.permutation(len(packs)))
 
@@ -112,11 +112,11 @@ def online_buffers(lengths: Lengths, caps: Caps, seed: Seed, *, buffers: int = 2
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
-    tiles, tokens = lengths.tiles.tolist(), lengths.tokens.tolist()
+    tiles, tokens = lengths.column("tiles").tolist(), lengths.tokens.tolist()
     emitted: list[list[int]] = []
     opened: list[_Buffer] = []
     for sample in np.random.default_rng(seed).permutation(len(lengths)).tolist():
-        tiles_left, tokens_left = caps.max_tiles - tiles[sample], caps.max_tokens - tokens[sample]
+        tiles_left, tokens_left = caps["tiles"] - tiles[sample], caps["tokens"] - tokens[sample]
         for position, buffer in enumerate(opened):
             if buffer.tiles <= tiles_left and buffer.tokens <= tokens_left:
                 del opened[position]
@@ -126,7 +126,7 @@ def online_buffers(lengths: Lengths, caps: Caps, seed: Seed, *, buffers: int = 2
         buffer.samples.append(sample)
         buffer.tiles += tiles[sample]
         buffer.tokens += tokens[sample]
-        if buffer.tiles == caps.max_tiles or buffer.tokens == caps.max_tokens:
+        if buffer.tiles == caps["tiles"] or buffer.tokens == caps["tokens"]:
             emitted.append(buffer.samples)
             continue
         insort_right(opened, buffer, key=lambda other: -other.tiles)
@@ -170,14 +170,14 @@ def vision_sorted(lengths: Lengths, caps: Caps, seed: Seed) -> Packs:
     heap: list[tuple[int, int]] = []
     bins: list[int] = []
     for size in lengths.tokens[order].tolist():
-        if heap and heap[0][0] + size <= caps.max_tokens:
+        if heap and heap[0][0] + size <= caps["tokens"]:
             filled, chosen = heappop(heap)
         else:
             filled, chosen = 0, len(heap)
         heappush(heap, (filled + size, chosen))
         bins.append(chosen)
     packs = _gather(order, np.array(bins))
-    return packs.take(np.argsort(packs.sums(lengths.tiles), kind="stable"))
+    return packs.take(np.argsort(packs.sums(lengths.column("tiles")), kind="stable"))
 
 
 @dataclass(slots=True, eq=False)
@@ -190,8 +190,8 @@ class _Buffer:
 
 
 def _check_tokens_fit(lengths: Lengths, caps: Caps) -> None:
-    tiles = max(caps.max_tiles, int(lengths.tiles.max()))
-    check_samples_fit(lengths, Caps(max_tiles=tiles, max_tokens=caps.max_tokens))
+    tiles = max(caps["tiles"], int(lengths.column("tiles").max()))
+    check_samples_fit(lengths, Caps.of(tiles=tiles, tokens=caps["tokens"]))
 
 
 def _longest_first(lengths: Lengths, rng: np.random.Generator) -> np.ndarray:
@@ -240,13 +240,13 @@ def _fill_in_turn(lengths: Lengths, window: np.ndarray, caps: Caps) -> list[list
     The ranks that are left are kept by tile count, since samples have few different counts: the
     best of each count is found by bisection.
     """
-    tiles, tokens = lengths.tiles[window].tolist(), lengths.tokens[window].tolist()
+    tiles, tokens = lengths.column("tiles")[window].tolist(), lengths.tokens[window].tolist()
     left: dict[int, list[int]] = {}
     for rank, count in enumerate(tiles):
         left.setdefault(count, []).append(rank)
     packs = []
     while left:
-        pack, tiles_left, tokens_left = [], caps.max_tiles, caps.max_tokens
+        pack, tiles_left, tokens_left = [], caps["tiles"], caps["tokens"]
         while (rank := _longest_fit(left, tiles_left, bisect_right(tokens, tokens_left))) >= 0:
             pack.append(rank)
             tiles_left -= tiles[rank]

@@ -51,14 +51,14 @@ class Case:
 
     @property
     def caps(self) -> Caps:
-        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
+        return Caps.of(tiles=self.max_tiles, tokens=self.max_tokens)
 
     def lengths(self) -> Lengths:
         """The samples that the case packs."""
         key = [self.seed, self.samples, self.max_tiles, self.max_tokens]
         tiles, tokens = SHAPES[self.shape](np.random.default_rng(key), self.samples, self.caps)
         return Lengths(
-            tiles=tiles.astype(np.int32),
+            items={"tiles": tiles.astype(np.int32)},
             tokens=tokens.astype(np.int32),
             loss_tokens=tokens.astype(np.int32),
             source=np.zeros(len(tiles), np.int32),
@@ -90,8 +90,8 @@ def try_case(case: Case) -> Outcome:
     packs = pack_samples(lengths, caps, PackingMethod.BALANCED, case.seed)
     seconds = time.process_time() - start
     assert (np.bincount(packs.samples, minlength=len(lengths)) == 1).all(), case
-    assert packs.sums(lengths.tiles).max() <= caps.max_tiles, case
-    assert packs.sums(lengths.tokens).max() <= caps.max_tokens, case
+    assert packs.sums(lengths.column("tiles")).max() <= caps["tiles"], case
+    assert packs.sums(lengths.tokens).max() <= caps["tokens"], case
     return Outcome(
         case=case,
         packs=len(packs),
@@ -103,7 +103,9 @@ def try_case(case: Case) -> Outcome:
 
 def fewest_packs(lengths: Lengths, caps: Caps) -> int:
     """The optimum for a handful of samples: each goes into any open pack or a new one."""
-    sizes = sorted(zip(lengths.tiles.tolist(), lengths.tokens.tolist(), strict=True), reverse=True)
+    sizes = sorted(
+        zip(lengths.column("tiles").tolist(), lengths.tokens.tolist(), strict=True), reverse=True
+    )
 
     def place(index: int, packs: list[tuple[int, int]], best: int) -> int:
         if len(packs) >= best or index == len(sizes):
@@ -111,7 +113,7 @@ def fewest_packs(lengths: Lengths, caps: Caps) -> int:
         tiles, tokens = sizes[index]
         for number, (held_tiles, held_tokens) in enumerate(packs):
             after = (held_tiles + tiles, held_tokens + tokens)
-            if after[0] <= caps.max_tiles and after[1] <= caps.max_tokens:
+            if after[0] <= caps["tiles"] and after[1] <= caps["tokens"]:
                 best = place(index + 1, [*packs[:number], after, *packs[number + 1 :]], best)
         return place(index + 1, [*packs, sizes[index]], best)
 

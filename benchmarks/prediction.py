@@ -92,7 +92,7 @@ CASES = (
         language={},
         cuts=(6,),
         recomputed=((0, 0), (0, 0)),
-        caps=Caps(max_tiles=12, max_tokens=448),
+        caps=Caps.of(tiles=12, tokens=448),
         mean_text_tokens=24,
         micro_batches=3,
     ),
@@ -102,7 +102,7 @@ CASES = (
         language={},
         cuts=(),
         recomputed=((0, 0),),
-        caps=Caps(max_tiles=8, max_tokens=320),
+        caps=Caps.of(tiles=8, tokens=320),
         mean_text_tokens=24,
         micro_batches=4,
     ),
@@ -112,7 +112,7 @@ CASES = (
         language={"layers": 2},
         cuts=(5,),
         recomputed=((0, 0), (0, 0)),
-        caps=Caps(max_tiles=6, max_tokens=384),
+        caps=Caps.of(tiles=6, tokens=384),
         mean_text_tokens=40,
         micro_batches=4,
     ),
@@ -122,7 +122,7 @@ CASES = (
         language={"layers": 8, "hidden_size": 128, "ffn_hidden_size": 384, "vocab_size": 2048},
         cuts=(8,),
         recomputed=((2, 1), (0, 3)),
-        caps=Caps(max_tiles=10, max_tokens=768),
+        caps=Caps.of(tiles=10, tokens=768),
         mean_text_tokens=60,
         micro_batches=4,
     ),
@@ -171,9 +171,9 @@ def random_lengths(case: Case, model: ModelConfig, samples: int = 600) -> Length
     rng = np.random.default_rng(0)
     tiles = rng.choice(7, samples, p=(0.15, 0.4, 0.15, 0.1, 0.1, 0.05, 0.05))
     text = 4 + rng.geometric(1 / (case.mean_text_tokens - 4), samples)
-    text = np.minimum(text, case.caps.max_tokens // 2)
+    text = np.minimum(text, case.caps["tokens"] // 2)
     return Lengths(
-        tiles=tiles.astype(np.int32),
+        items={"tiles": tiles.astype(np.int32)},
         tokens=(tiles * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=np.ceil(text * rng.uniform(0.1, 0.9, samples)).astype(np.int32),
         source=np.zeros(samples, np.int32),
@@ -194,12 +194,7 @@ def scheduled_packs(case: Case, lengths: Lengths) -> ScheduledPacks:
     )
     load = partial(size_load, lengths=lengths)
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp=1)
-    rows = np.flatnonzero(scheduled.step < STEPS)
-    columns = ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
-    return ScheduledPacks(
-        packs=scheduled.packs.take(rows),
-        **{name: getattr(scheduled, name)[rows] for name in columns},
-    )
+    return scheduled.take(np.flatnonzero(scheduled.step < STEPS))
 
 
 def plan_of(case: Case) -> Plan:
@@ -223,7 +218,9 @@ def step_batches(
     steps: list[list[MicroBatch]] = [[] for _ in range(scheduled.steps)]
     for row in own_rows(scheduled, 0, scheduled.steps):
         segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
-        batch = random_batch(model, int(scheduled.tiles[row]), segments, int(loss_tokens[row]))
+        batch = random_batch(
+            model, int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])
+        )
         steps[scheduled.step[row]].append(batch)
     return steps
 
@@ -242,8 +239,8 @@ def run_case(case: Case, rounds: int, patience_s: float) -> Outcome | None:
     trainer = build_trainer(plan, links, OPTIMIZATION, steps=STEPS, seed=0)
     measured_mib = peak_activations_mib(trainer, links, steps)
     options = ProfileOptions(
-        max_tiles=case.caps.max_tiles,
-        max_tokens=case.caps.max_tokens,
+        max_tiles=case.caps["tiles"],
+        max_tokens=case.caps["tokens"],
         tokens_per_sample=round(lengths.tokens.mean()),
         layers=4,
         repetitions=rounds,
@@ -355,7 +352,7 @@ def predicted(
 ) -> tuple[np.ndarray, list[StageMemory]]:
     """Time of each step and memory of each stage that the product predicts from measured costs."""
     cost = JobSpec.of_plan(plan, profile).cost
-    features = pack_features(scheduled.packs, lengths)
+    features = pack_features(scheduled.packs, lengths, cost.features)
     workload = Workload.of(scheduled, features, plan.parallel.data)
     prediction = predict(cost, plan.model, plan.parallel, plan.stages, scheduled, features)
     memories = [stage.memory for stage in prediction.stages]

@@ -63,7 +63,7 @@ from tools.make_digits_dataset import main as make_digits_dataset  # noqa: E402
 MODEL = "internvl-digits"
 RANKS = 3
 """That the balanced steps are planned for, with a pack each."""
-CAPS = Caps(max_tiles=12, max_tokens=448)
+CAPS = Caps.of(tiles=12, tokens=448)
 EPOCHS = 3
 POINTS = 8
 """Evaluations of a run, the last at its end."""
@@ -239,8 +239,11 @@ def first_fit(lengths: Lengths, caps: Caps, samples: Iterable[int]) -> list[list
     packs: list[list[int]] = []
     for sample in samples:
         for pack in packs:
-            tiles, tokens = lengths.tiles[[*pack, sample]], lengths.tokens[[*pack, sample]]
-            if tiles.sum() <= caps.max_tiles and tokens.sum() <= caps.max_tokens:
+            tiles, tokens = (
+                lengths.column("tiles")[[*pack, sample]],
+                lengths.tokens[[*pack, sample]],
+            )
+            if tiles.sum() <= caps["tiles"] and tokens.sum() <= caps["tokens"]:
                 pack.append(sample)
                 break
         else:

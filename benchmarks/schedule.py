@@ -67,7 +67,7 @@ sys.path.insert(0, str(REPOSITORY))
 from tools.make_digits_dataset import make_dataset  # noqa: E402
 
 MICRO_BATCHES = 8
-CAPS = Caps(max_tiles=12, max_tokens=448)
+CAPS = Caps.of(tiles=12, tokens=448)
 WARMUP_STEPS = 3
 DISTINCT_STEPS = 5
 """Of the varying packs, which take turns; an odd number, so that each meets both orders."""
@@ -355,7 +355,7 @@ def varying_steps(lengths: Lengths) -> list[list[Pack]]:
     steps: list[list[Pack]] = [[] for _ in range(scheduled.steps)]
     for row, step in enumerate(scheduled.step):
         segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
-        steps[step].append((int(scheduled.tiles[row]), segments, int(loss_tokens[row])))
+        steps[step].append((int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])))
     return steps[:DISTINCT_STEPS]
 
 

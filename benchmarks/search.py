@@ -60,7 +60,7 @@ def scaled_model(vision_layers: int, language_layers: int) -> ModelConfig:
 def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workload:
     """One epoch, packed and matched as `omnibal plan` does."""
     request = DataRequest(
-        caps=Caps(max_tiles=9, max_tokens=4096),
+        caps=Caps.of(tiles=9, tokens=4096),
         method=PackingMethod.BALANCED,
         seed=0,
         epochs=1,
@@ -69,11 +69,11 @@ def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workloa
     )
 
     def load(packs: Packs) -> np.ndarray:
-        return model_ms(cost, model, pack_features(packs, lengths))
+        return model_ms(cost, model, pack_features(packs, lengths, cost.features))
 
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, DATA_PARALLEL)
     return Workload(
-        features=pack_features(scheduled.packs, lengths),
+        features=pack_features(scheduled.packs, lengths, cost.features),
         step=scheduled.step,
         dp_rank=scheduled.dp_rank,
         slot=scheduled.slot,

@@ -11,6 +11,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
+from omnibal.limits import words
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
@@ -99,7 +100,7 @@ def _check_partition(plan: Plan) -> str:
 
 def _check_costs(files: PlanFiles, lengths: Lengths, packs: ScheduledPacks) -> str:
     plan, cost = files.plan, files.job.cost
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, cost.features)
     if plan.prediction is None:
         memories = stage_memories(cost, plan.stages, packs.slot, features)
     else:
@@ -174,7 +175,7 @@ def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
         _check_counts(data, lengths, packs),
         _check_samples(data, lengths, packs),
         _check_sums(lengths, packs),
-        _check_caps(data, packs),
+        _check_caps(data, lengths, packs),
         _check_places(plan, data, packs),
         _check_step_sizes(plan, data, packs),
     ]
@@ -228,21 +229,20 @@ def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> s
 
 
 def _check_sums(lengths: Lengths, packs: ScheduledPacks) -> str:
-    for name, column, per_sample in (
-        ("tiles", packs.tiles, lengths.tiles),
-        ("tokens", packs.tokens, lengths.tokens),
-    ):
-        sums = packs.packs.sums(per_sample)
-        _refuse_rows(column != sums, f"has other {name}", "they must be the sum of its samples'")
-    return "tiles and tokens of every pack are the sums of its samples'"
+    names = [*lengths.item_names, "tokens"]
+    for name in names:
+        sums = packs.packs.sums(lengths.column(name))
+        wrong = packs.column(name) != sums
+        _refuse_rows(wrong, f"has other {name}", "they must be the sum of its samples'")
+    return f"{words(names)} of every pack are the sums of its samples'"
 
 
-def _check_caps(data: DataPlan, packs: ScheduledPacks) -> str:
-    caps = data.caps
-    over = (packs.tiles > caps.max_tiles) | (packs.tokens > caps.max_tokens)
-    must = f"no pack may exceed {caps.max_tiles} tiles or {caps.max_tokens} tokens"
-    _refuse_rows(over, "exceeds a cap", must)
-    return f"no pack exceeds {caps.max_tiles} tiles or {caps.max_tokens} tokens"
+def _check_caps(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    caps = data.caps.words("or")
+    names = data.caps.names
+    over = [packs.packs.sums(lengths.column(name)) > data.caps[name] for name in names]
+    _refuse_rows(np.any(over, axis=0), "exceeds a cap", f"no pack may exceed {caps}")
+    return f"no pack exceeds {caps}"
 
 
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:

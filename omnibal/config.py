@@ -225,7 +225,7 @@ class ModelConfig(Frozen):
         if not isinstance(tower, dict):
             raise ValueError("vision must be a table")
         beside = {name: given[name] for name in _BESIDE_VISION if name in given}
-        return rest | {"encoders": {"vision": tower | beside}}
+        return rest | {"encoders": {"vision": {"kind": "tiles"} | tower | beside}}
 
     @model_serializer(mode="wrap")
     def _to_internvl_form(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class ModelConfig(Frozen):
             UserError: the model has none.
         """
         tower = self.encoders.get("vision")
-        if tower is None:
+        if not isinstance(tower, TilesEncoder):
             raise UserError(
                 f"{self.name} has no encoder of image tiles, which this needs; it must be a model "
                 "with a vision table: choose another --model"

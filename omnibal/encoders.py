@@ -115,5 +115,46 @@ class TilesEncoder(EncoderLayers):
         return self.hidden_size * self.pixel_shuffle_factor**2
 
 
-Encoder = TilesEncoder
+class ClipsEncoder(EncoderLayers):
+    """Whisper over clips of log-mel frames, with an MLP projector over neighbouring positions.
+
+    A clip has a fixed length, to which the last one of a recording is padded (Radford et al. 2022,
+    arXiv 2212.04356, section 2.2: 3,000 frames of 10 ms; the second convolution halves them).
+    """
+
+    feature: ClassVar[str] = "clips"
+
+    kind: Literal["clips"] = "clips"
+    frames: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 3_000
+    mel_bins: Annotated[int, Field(ge=1, le=4_096)] = 128
+    positions_per_token: Annotated[int, Field(ge=1, le=4_096)] = Field(
+        default=2, description="neighbouring positions that become one token of the language model"
+    )
+
+    @model_validator(mode="after")
+    def _positions_divide(self) -> "ClipsEncoder":
+        if self.positions_per_item % self.positions_per_token:
+            raise ValueError(
+                f"{self.positions_per_item} positions of a clip (half its frames) must be a "
+                f"multiple of positions_per_token {self.positions_per_token}"
+            )
+        return self
+
+    @property
+    def positions_per_item(self) -> int:
+        """Sequence length of one clip inside the encoder."""
+        return self.frames // 2
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Language tokens that one clip becomes."""
+        return self.positions_per_item // self.positions_per_token
+
+    @property
+    def projector_input_size(self) -> int:
+        """Width of a token before the projector's first product."""
+        return self.hidden_size * self.positions_per_token
+
+
+Encoder = Annotated[TilesEncoder | ClipsEncoder, Field(discriminator="kind")]
 """Any kind of encoder; a new kind joins here, told apart by its `kind`."""

@@ -79,4 +79,4 @@ class JobSpec:
 
     def load_ms(self, packs: Packs, lengths: Lengths) -> np.ndarray:
         """Predict the ms of every pack on the whole model, by which packs are balanced. [packs]"""
-        return model_ms(self.cost, self.model, pack_features(packs, lengths))
+        return model_ms(self.cost, self.model, pack_features(packs, lengths, self.cost.features))

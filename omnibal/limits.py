@@ -1,19 +1,104 @@
 """Limits of one micro-batch, one step and one device."""
 
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import ConfigDict, Field, RootModel, field_validator
+
 from omnibal.config import ClusterConfig
 from omnibal.errors import UserError
-from omnibal.frozen import Count, Frozen
+from omnibal.frozen import Count
 
 MAX_PACKS_PER_STEP = 1_000_000
 USABLE_MEMORY_FRACTION = 0.9
 """Share of device memory to plan with; the rest is for context, communication and fragmentation."""
+FEATURE_NAME = "[a-z][a-z0-9_]*"
+"""Pattern of what a feature may be called."""
+_TOKENS, _LOSS_TOKENS = "tokens", "loss_tokens"
+_OWN_OPTIONS = ("tiles", _TOKENS)
+"""Features whose limits have command-line options of their own."""
+
+_Key = Annotated[str, Field(pattern=f"^max_{FEATURE_NAME}$")]
 
 
-class Caps(Frozen):
-    """Largest image tiles and language tokens of one micro-batch."""
+class Caps(RootModel[dict[_Key, Count]]):
+    """Largest sum of each limited feature in one micro-batch.
 
-    max_tiles: Count
-    max_tokens: Count
+    Features come in one order, however they were given: items that encoders take, by name, then
+    `loss_tokens`, and `tokens` last. In JSON, a cap is `max_` and the name.
+
+    Example:
+        >>> caps = Caps.of(tokens=4096, tiles=9)
+        >>> caps.names, caps["tiles"], str(caps)
+        (('tiles', 'tokens'), 9, '9 tiles and 4096 tokens')
+        >>> caps.model_dump(mode="json")
+        {'max_tiles': 9, 'max_tokens': 4096}
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    @field_validator("root")
+    @classmethod
+    def _in_order(cls, root: dict[str, int]) -> dict[str, int]:
+        given = {key.removeprefix("max_"): cap for key, cap in root.items()}
+        if _TOKENS not in given:
+            raise ValueError("tokens must be limited: give max_tokens")
+        return {f"max_{name}": given[name] for name in in_canonical_order(given)}
+
+    @classmethod
+    def of(cls, **limits: int) -> Self:
+        """Make caps of counts by feature name.
+
+        Raises:
+            ValidationError: `tokens` has none, or a count is below 1 or above `MAX_COUNT`.
+        """
+        return cls({f"max_{name}": cap for name, cap in limits.items()})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the limited features; the last is `tokens`."""
+        return tuple(key.removeprefix("max_") for key in self.root)
+
+    @property
+    def values(self) -> np.ndarray:
+        """Caps in the order of the names, int64 [limits]."""
+        return np.array(list(self.root.values()), np.int64)
+
+    def __getitem__(self, name: str) -> int:
+        return self.root[f"max_{name}"]
+
+    def get(self, name: str) -> int | None:
+        """Return the cap of a feature; None where it has none."""
+        return self.root.get(f"max_{name}")
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.root.items()))
+
+    def __str__(self) -> str:
+        return self.words()
+
+    def words(self, before_last: str = "and") -> str:
+        """Every cap and its feature: "9 tiles and 4096 tokens"."""
+        return words([f"{self[name]} {name}" for name in self.names], before_last)
+
+    @property
+    def options(self) -> str:
+        """The command-line options that give these caps."""
+        return " ".join(
+            f"--max-{name} {self[name]}" if name in _OWN_OPTIONS else f"--limit {name}={self[name]}"
+            for name in self.names
+        )
+
+
+def in_canonical_order(names: Iterable[str]) -> list[str]:
+    """Sort names of features: items by name, then `loss_tokens`, then `tokens`."""
+    return sorted(names, key=lambda name: (name == _TOKENS, name == _LOSS_TOKENS, name))
+
+
+def words(parts: Sequence[str], before_last: str = "and") -> str:
+    """Join parts of a sentence by commas, the last by a word."""
+    return f" {before_last} ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def memory_cap_gib(cluster: ClusterConfig) -> float:

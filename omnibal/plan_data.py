@@ -206,7 +206,7 @@ class MockData:
 
     def least_caps(self) -> Caps:
         """Return the smallest caps there are, as mock samples fit any."""
-        return Caps(max_tiles=1, max_tokens=1)
+        return Caps.of(tiles=1, tokens=1)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> Shapes:
         """Describe the micro-batches for plan.json."""
@@ -229,7 +229,9 @@ def _check_epochs(epochs: int, samples: int) -> None:
 
 def least_caps(lengths: Lengths) -> Caps:
     """Find the smallest caps that every sample fits."""
-    return Caps(max_tiles=max(int(lengths.tiles.max()), 1), max_tokens=int(lengths.tokens.max()))
+    return Caps.of(
+        tiles=max(int(lengths.column("tiles").max()), 1), tokens=int(lengths.tokens.max())
+    )
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
@@ -241,8 +243,8 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
     lengths = Lengths(
-        tiles=np.full(count, shapes.caps.max_tiles, np.int32),
-        tokens=np.full(count, shapes.caps.max_tokens, np.int32),
+        items={"tiles": np.full(count, shapes.caps["tiles"], np.int32)},
+        tokens=np.full(count, shapes.caps["tokens"], np.int32),
         loss_tokens=np.zeros(count, np.int32),
         source=np.zeros(count, np.int32),
         source_names=("at the caps",),

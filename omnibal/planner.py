@@ -72,7 +72,8 @@ class PlanRequest:
             UserError: an epoch has fewer packs than ranks.
         """
         packs, lengths = self.data.schedule(self.job)
-        return Workload.of(packs, pack_features(packs.packs, lengths), self.job.parallel.data)
+        features = pack_features(packs.packs, lengths, self.job.cost.features)
+        return Workload.of(packs, features, self.job.parallel.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,7 +97,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
     """
     job = request.job
     packs, lengths = request.data.schedule(job)
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, job.cost.features)
     workload = Workload.of(packs, features, job.parallel.data)
     stages, search = _stages(request, workload)
     described = request.data.described(packs, job)

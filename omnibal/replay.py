@@ -163,7 +163,7 @@ def heaviest_rows(
 ) -> tuple[np.ndarray, ...]:
     """Rows of one rank's step of the run in which the stage is predicted to keep the most, and, if
     it is another one, of that with the micro-batch that takes most working memory."""
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, cost.features)
     in_flight = in_flight_features(features, packs.slot, len(plan.stages), stage)
     kept, working = bytes_by_feature(cost, plan.stages[stage])
     worst = {int((in_flight @ kept).argmax()), int((features @ working.T).max(axis=1).argmax())}
@@ -259,7 +259,7 @@ def summarise_replay(
             raise UserError(
                 f"the replay of stage {replay.stage} is not of the packs of its steps; {_REMEDY}"
             )
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.of(packs, features, plan.parallel.data).of_steps(info.steps)
     reduction_ms, predicted_update_ms = once_a_step_ms(cost, plan.stages)
     update_ms = np.array([replay.update_ms for replay in replays])

@@ -85,7 +85,15 @@ def feature_names(model: ModelConfig) -> tuple[str, ...]:
     )
 
 
+_WINDOWED = "squared_tokens_window"
+
+
 def windowed_feature(window: int) -> str:
     """Name of the sum over samples of t^2 - max(t - window, 0)^2: twice what causal attention
     within a window of a sample of t tokens sees."""
-    return f"squared_tokens_window{window}"
+    return f"{_WINDOWED}{window}"
+
+
+def window_of_feature(name: str) -> int | None:
+    """Width of the attention window that a feature is of; None for all other features."""
+    return int(name.removeprefix(_WINDOWED)) if name.startswith(_WINDOWED) else None

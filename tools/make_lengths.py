@@ -46,7 +46,7 @@ SHORTEST_TEXT = 30
 MAX_SAMPLES = 100_000_000
 """Some 4 GiB of memory."""
 
-CAPS = Caps(max_tiles=9, max_tokens=4096)
+CAPS = Caps.of(tiles=9, tokens=4096)
 """Qv and Qt of Table 3."""
 DP = 8
 MICRO_BATCH = 4
@@ -302,7 +302,7 @@ def make_lengths(
         drawn.append(columns[:, rng.permutation(count)])
     tiles, tokens, loss_tokens = np.concatenate(drawn, axis=1)
     return Lengths(
-        tiles=tiles,
+        items={"tiles": tiles},
         tokens=tokens,
         loss_tokens=loss_tokens,
         source=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
@@ -358,7 +358,7 @@ def _read_real(mixture: Mixture, name: str, path: Path) -> Lengths:
             f"{', '.join(mixture.sources)}"
         )
     real = read_lengths([path])
-    most_tiles, most_tokens = int(real.tiles.max()), int(real.tokens.max())
+    most_tiles, most_tokens = int(real.column("tiles").max()), int(real.tokens.max())
     if most_tiles > mixture.max_tiles or most_tokens > mixture.max_tokens:
         raise UserError(
             f"--real {name}={path}: has samples of up to {most_tiles} tiles and {most_tokens} "
@@ -382,11 +382,11 @@ def _repeat_real(real: Lengths, source: Source, count: int, rng: np.random.Gener
     )
     loss_tokens = real.loss_tokens
     if not loss_tokens.any():
-        text_tokens = np.maximum(real.tokens - TOKENS_PER_TILE * real.tiles, 0)
+        text_tokens = np.maximum(real.tokens - TOKENS_PER_TILE * real.column("tiles"), 0)
         weights = [part.weight for part in source.parts]
         answers = np.average([part.text.answers for part in source.parts], weights=weights)
         loss_tokens = _loss_tokens(text_tokens, float(answers)).astype(np.int32)
-    return np.stack([real.tiles, real.tokens, loss_tokens])[:, rows]
+    return np.stack([real.column("tiles"), real.tokens, loss_tokens])[:, rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -421,20 +421,20 @@ def measure(lengths: Lengths, samples: int, seed: int) -> Figures:
     order = np.random.default_rng(subset_seed).permutation(len(lengths))[:samples]
     subset = replace(
         lengths,
-        tiles=np.maximum(lengths.tiles[order], 1),
+        items={"tiles": np.maximum(lengths.column("tiles")[order], 1)},
         tokens=lengths.tokens[order],
         loss_tokens=lengths.loss_tokens[order],
         source=lengths.source[order],
     )
     packs = pack_isf(subset, CAPS, packing_seed)
     packs = packs.take(np.random.default_rng(order_seed).permutation(len(packs)))
-    pad, vision, language = random_ratios(subset.tiles, subset.tokens)
+    pad, vision, language = random_ratios(subset.column("tiles"), subset.tokens)
     return Figures(
         random_pad_ratio=pad,
         random_dist_ratio_vision=vision,
         random_dist_ratio_language=language,
         isf_samples_per_pack=len(subset) / len(packs),
-        isf_dist_ratio_vision=_dist_ratio_of(packs.sums(subset.tiles)),
+        isf_dist_ratio_vision=_dist_ratio_of(packs.sums(subset.column("tiles"))),
         isf_dist_ratio_language=_dist_ratio_of(packs.sums(subset.tokens)),
     )
 

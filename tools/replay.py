@@ -74,7 +74,7 @@ def _print_result(job: ReplayJob, output: Path) -> None:
     console.print(tables.replayed_stages_table(job.plan, kept))
     if len(kept) == len(job.plan.stages):
         summary = read_replay(output, job.plan, job.cost, (job.packs, job.lengths))
-        console.print(tables.run_table(job.plan, None, summary, None))
+        console.print(tables.run_table(job.plan, None, summary))
     print(f"replay: {output}")
 
 

@@ -1,7 +1,7 @@
 """`omnibal caps`: search for the caps of a pack."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
@@ -89,10 +89,9 @@ def caps(
     reasons = [reason.split(";")[0] for reason in found.infeasible.values()]
     unusable = [f"{len(reasons)} other caps cannot be used: {reasons[0]}"] if reasons else []
     result = {
-        "max_tiles": found.best.max_tiles,
-        "max_tokens": found.best.max_tokens,
+        **found.best.model_dump(),
         "rule": search.rule,
-        "candidates": [asdict(candidate) for candidate in found.candidates],
+        "candidates": [candidate.as_dict() for candidate in found.candidates],
         "infeasible": [
             {**each.model_dump(), "reason": reason} for each, reason in found.infeasible.items()
         ],
@@ -103,5 +102,5 @@ def caps(
         result,
         tables.caps_table(found, job.memory_cap_gib),
         *unusable,
-        f"use: --max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}",
+        f"use: {found.best.options}",
     )

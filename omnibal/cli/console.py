@@ -16,8 +16,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
+
+from omnibal.report.table import Facts, Table
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -26,7 +27,7 @@ def print_notes(notes: Iterable[str]) -> None:
         sys.stderr.write(f"note: {note}\n")
 
 
-def print_result(as_json: bool, result: dict[str, Any], *readable: Table | str) -> None:
+def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts | str) -> None:
     """Print a result as one JSON object, or else as tables and sentences."""
     if as_json:
         sys.stdout.write(json.dumps(result) + "\n")

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from omnibal import tables
 from omnibal.cli.console import print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
 from omnibal.config import ModelConfig, load_model, model_file
@@ -58,6 +57,7 @@ def lengths(
     from omnibal.data.scan_journal import ScanJournal
     from omnibal.data.scan_pool import usable_cores
     from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
+    from omnibal.report.sources import source_statistics, sources_table
 
     start = time.perf_counter()
     keeps_files = not is_stream(output)
@@ -98,9 +98,9 @@ def lengths(
         "seconds": time.perf_counter() - start,
         "skipped": len(scan.skipped),
         "skipped_list": str(skipped_list) if scan.skipped and keeps_files else None,
-        "sources": tables.source_statistics(scan.lengths),
+        "sources": source_statistics(scan.lengths),
     }
-    print_result(as_json, result, tables.lengths_table(scan.lengths))
+    print_result(as_json, result, sources_table(scan.lengths))
 
 
 def _check_earlier_lengths(output: Path) -> None:

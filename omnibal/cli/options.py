@@ -212,4 +212,4 @@ class CapOptions:
 
     def caps(self) -> Caps:
         """Return the caps as one value."""
-        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
+        return Caps.of(tiles=self.max_tiles, tokens=self.max_tokens)

@@ -118,7 +118,7 @@ def pack(
         print_notes([] if note is None else [note])
     name, source = job.model.name, job.cost.source
     result = asdict(metrics) | {"seconds": seconds, "load": source, "model": name}
-    print_result(as_json, result, tables.packs_table(metrics, f"{name}, {source}"))
+    print_result(as_json, result, tables.packing_facts(metrics, f"{name}, {source}"))
 
 
 def _check_picture(picture: Path | None) -> None:

@@ -89,7 +89,7 @@ class DataOptions:
             return None
         if self.max_tiles is None or self.max_tokens is None:
             raise UserError(_CAPS_NEEDED)
-        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
+        return Caps.of(tiles=self.max_tiles, tokens=self.max_tokens)
 
     def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
         """Describe the samples with these caps and `packs_per_step` packs of all ranks."""
@@ -239,8 +239,7 @@ def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
     )
     with progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
         found = cap_search.search_caps(request, advance, usable_cores())
-    chosen = f"--max-tiles {found.best.max_tiles} --max-tokens {found.best.max_tokens}"
-    print_notes((f"found {chosen}", *cap_search.notes(request, found)))
+    print_notes((f"found {found.best.options}", *cap_search.notes(request, found)))
     return found.best
 
 
@@ -348,6 +347,7 @@ def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
 
 def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | None") -> None:
     from omnibal.check import training_obstacles
+    from omnibal.report.tables import memory_table
 
     plan, prediction = result.plan, result.plan.prediction
     assert prediction is not None
@@ -365,14 +365,16 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
             {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
         ]
         strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
+    memory = memory_table(plan)
+    assert memory is not None
     print_result(
         as_json,
         summary,
         *strategies,
         tables.stages_table(plan, prediction),
-        tables.memory_table(plan, prediction),
+        memory,
         tables.lost_time_table(prediction),
-        tables.plan_table(plan, prediction),
+        tables.plan_facts(plan, prediction),
     )
 
 

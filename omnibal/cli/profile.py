@@ -86,7 +86,7 @@ def profile(
             )
     # A mistake is found here, before several processes start and each reports it.
     check_files({"-o": output}, [model_file(model), *length_files(measured.lengths or [])])
-    load_model(model)
+    profiled_model = load_model(model)
     tokens_per_sample = measured.typical_tokens()
     output.parent.mkdir(parents=True, exist_ok=True)
     options = {
@@ -108,7 +108,7 @@ def profile(
         returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
         if returncode:
             raise typer.Exit(returncode)
-        residuals = fit_residuals(read_profile(written))
+        residuals = fit_residuals(read_profile(written), profiled_model)
     print_result(
         as_json,
         {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},

@@ -29,8 +29,9 @@ def report(
     """Write a page that shows the plan, and beside it what its replay and its run took."""
     from omnibal.check import open_plan
     from omnibal.replay import replay_files
-    from omnibal.report import write_report
+    from omnibal.report.page import write_report
     from omnibal.report.summary import replay_figures
+    from omnibal.report.tables import accuracy_table
 
     trained = _run_directory(run)
     inputs = [*plan_files(directory)]
@@ -51,7 +52,9 @@ def report(
     result["report"] = str(output)
     measured = []
     if shown.replay is not None or shown.run is not None:
-        measured = [tables.run_table(shown.plan, shown.run, shown.replay, shown.evaluation)]
+        measured.append(tables.run_table(shown.plan, shown.run, shown.replay))
+    accuracy = accuracy_table(shown.evaluation) if shown.evaluation else None
+    measured += [] if accuracy is None else [accuracy]
     print_result(as_json, result, *measured, f"report: {output}")
 
 

@@ -38,7 +38,7 @@ def simulate(
     check_files({"--trace": trace}, plan_files(directory))
     files = open_plan(directory)
     planned, cost, (packs, samples) = files.plan, files.job.cost, files.steps
-    features = pack_features(packs.packs, samples)
+    features = pack_features(packs.packs, samples, cost.features)
     workload = Workload.of(packs, features, planned.parallel.data)
     with status("simulating"):
         steps = simulate_run(cost, planned.stages, workload)
@@ -64,4 +64,4 @@ def simulate(
         "trace": None if trace is None else str(trace),
         "trace_step": None if trace is None else shown,
     }
-    print_result(as_json, result, tables.simulation_table(result))
+    print_result(as_json, result, tables.simulation_facts(result))

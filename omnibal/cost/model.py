@@ -1,21 +1,25 @@
 """The cost of every unit of the model, in one place: simulator, search and report all use it.
 
-A unit's time is linear in five features of a micro-batch, and so is its activation memory:
+A unit's time is linear in the features of a micro-batch, and so is its activation memory. Which
+features these are is the model's (`omnibal.units.feature_names`); InternVL's are
 
-    [1, tiles, tokens, sum of squared segment tokens, loss tokens]
+    [1, tiles, tokens, sum of squared sample tokens, loss tokens]
 
-so the times of a whole run are one matrix product, features [packs, 5] @ coefficients [5, stages].
+so the times of a whole run are one matrix product, features [packs, features] @ coefficients
+[features, stages].
 The analytic source counts operations and bytes (`omnibal.cost.analytic`); the fitted source reads a
 measured profile (`omnibal.cost.profile`). Both give the types below.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, sum_squared_tokens
+from omnibal.data.packs import Packs
+from omnibal.units import HEAD, UnitKind, window_of_feature
 
 FEATURES = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
 
@@ -36,26 +40,26 @@ class UnitCost:
     """Time and memory of one unit on one device. Vectors have one coefficient per feature."""
 
     forward_ms: np.ndarray
-    """Forward time, [5]."""
+    """Forward time, [features]."""
     backward_ms: np.ndarray
-    """Backward time without recomputation, [5]; 0 where nothing up to this unit is trained."""
+    """Backward time without recomputation, [features]; 0 where nothing up to here is trained."""
     recompute_ms: np.ndarray
-    """Time that recomputing the unit adds to the backward, [5]; it may be less than another
+    """Time that recomputing the unit adds to the backward, [features]; it may be less than another
     forward, as caches are warm, and is 0 where there is no backward."""
     collective_ms: np.ndarray
-    """Part of the forward and backward time spent in tensor-parallel collectives, [2, 5]."""
+    """Part of the forward and backward time spent in tensor-parallel collectives, [2, features]."""
     padding_ms: np.ndarray
-    """Part of the forward and backward time spent on padding, [2, 5]."""
+    """Part of the forward and backward time spent on padding, [2, features]."""
     activation_bytes: np.ndarray
-    """Activations kept from forward to backward when nothing is recomputed, [5]."""
+    """Activations kept from forward to backward when nothing is recomputed, [features]."""
     boundary_bytes: np.ndarray
-    """Input of the unit, all that is kept when it is recomputed, [5]."""
+    """Input of the unit, all that is kept when it is recomputed, [features]."""
     output_bytes: np.ndarray
-    """Activation sent to the next stage when the cut is right after this unit, [5]."""
+    """Activation sent to the next stage when the cut is right after this unit, [features]."""
     output_gradient_bytes: np.ndarray
-    """Gradient sent back over that cut, [5]: as much, or 0 where nothing up to here is trained."""
+    """Gradient sent back over that cut, [features]: 0 where nothing up to here is trained."""
     transient_bytes: np.ndarray
-    """Working memory while the unit runs backward, on top of what is kept, [5]."""
+    """Working memory while the unit runs backward, on top of what is kept, [features]."""
     parameters: int
     """Parameters on this device, after tensor parallelism."""
     trained_parameters: int
@@ -66,7 +70,12 @@ class UnitCost:
 class CostModel:
     """Costs of all units and of what happens once a step or at a cut."""
 
-    units: dict[Unit, UnitCost]
+    features: tuple[str, ...]
+    """Features of a micro-batch that costs are linear in; the first is "fixed", always 1."""
+    kinds: tuple[UnitKind, ...]
+    """Kinds of unit, in model order."""
+    units: dict[str, UnitCost]
+    """Cost of a unit of each kind, by the kind's name, in model order."""
     weight_bytes_per_parameter: float
     gradient_bytes_per_parameter: float
     """Bytes of gradient per trained parameter."""
@@ -89,7 +98,7 @@ class CostModel:
     @property
     def tied_trained_parameters(self) -> int:
         """Tied parameters that are trained: all, or 0 where they are frozen."""
-        return self.tied_parameters if self.units[Unit.HEAD].trained_parameters else 0
+        return self.tied_parameters if self.units[HEAD].trained_parameters else 0
 
     @property
     def tied_exchange_ms(self) -> float:
@@ -104,18 +113,25 @@ class CostModel:
         return 2 * self.link_latency_ms + self.link_ms_per_byte * gradient_bytes
 
 
-def pack_features(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Features of every pack, float64 [packs, 5], in the order of `FEATURES`."""
-    return np.stack(
-        [
-            np.ones(len(packs)),
-            packs.sums(lengths.tiles),
-            packs.sums(lengths.tokens),
-            sum_squared_tokens(packs, lengths),
-            packs.sums(_loss_tokens(lengths)),
-        ],
-        axis=1,
-    ).astype(np.float64)
+def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:
+    """Features of every pack, float64 [packs, features], as `omnibal.units.feature_names` lists."""
+    columns = [packs.sums(_of_sample(lengths, name)) for name in features if name != "fixed"]
+    return np.stack([np.ones(len(packs)), *columns], axis=1).astype(np.float64)
+
+
+def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
+    """What every sample adds to a feature of its pack, [samples]."""
+    tokens = lengths.tokens.astype(np.int64)
+    window = window_of_feature(feature)
+    if window is not None:
+        return tokens**2 - np.maximum(tokens - window, 0) ** 2
+    match feature:
+        case "squared_tokens":
+            return tokens**2
+        case "loss_tokens":
+            return _loss_tokens(lengths)
+        case _:
+            return lengths.column(feature)
 
 
 def _loss_tokens(lengths: Lengths) -> np.ndarray:

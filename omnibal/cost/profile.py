@@ -13,25 +13,17 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import numpy as np
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from scipy.optimize import nnls
 
-from omnibal.config import ClusterConfig, ModelConfig, Part, Precision, model_sizes
+from omnibal.config import ClusterConfig, ModelConfig, Precision, model_sizes
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import FEATURES, CostModel, Unit, UnitCost
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
-from omnibal.frozen import MAX_COUNT, Count, Frozen
+from omnibal.frozen import Count, Frozen
 from omnibal.parallel import Parallel
-
-_DEPENDS_ON: dict[Unit, tuple[str, ...]] = {
-    Unit.VISION_EMBED: ("fixed", "tiles"),
-    Unit.VISION_LAYER: ("fixed", "tiles"),
-    Unit.PROJECTOR: ("fixed", "tiles"),
-    Unit.LANGUAGE_EMBED: ("fixed", "tiles", "tokens"),
-    Unit.LANGUAGE_LAYER: ("fixed", "tokens", "squared_tokens"),
-    Unit.HEAD: ("fixed", "tokens", "loss_tokens"),
-}
+from omnibal.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, windowed_feature
 
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
@@ -41,20 +33,20 @@ _NOT_COST = (
 _LEAST_MS, _MOST_MS = 1e-9, 1e12
 """Limits of a measured time, in ms, so that fits stay finite."""
 _Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]
-_Size = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class UnitMeasurement(Frozen):
-    """One unit on one micro-batch, on one device."""
+    """One unit on one micro-batch, on one device.
 
-    unit: Unit
-    tiles: _Size
-    tokens: _Size
-    squared_tokens: _Bytes
-    """Sum over the micro-batch's samples of tokens squared."""
-    loss_tokens: _Size
-    """Tokens of the micro-batch whose next token carries loss."""
+    What else it is given are the micro-batch's features by name, such as `tiles` and `tokens`: all
+    that the model has (`omnibal.units.feature_names`) but for the fixed one.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, _Bytes] = Field(init=False)
+
+    unit: str
     forward_ms: _Time
     backward_ms: _Time
     """Backward time without recomputation."""
@@ -63,6 +55,11 @@ class UnitMeasurement(Frozen):
     activation_bytes: _Bytes | None
     """Activations kept for backward, without parameters; the unit's input counts where backward
     needs it, so that units add up to a stage. None: not measured."""
+
+    @property
+    def features(self) -> dict[str, int]:
+        """Features of the micro-batch, by name."""
+        return {"fixed": 1} | self.__pydantic_extra__
 
 
 class OptimizerMeasurement(Frozen):
@@ -104,7 +101,7 @@ _TIMES: tuple[Quantity, ...] = ("forward_ms", "backward_ms")
 class FitResidual:
     """Distance of a fit from its measurements, as a share of the measured values."""
 
-    unit: Unit
+    unit: str
     quantity: Quantity
     measurements: int
     median_error: float
@@ -141,7 +138,7 @@ def fitted_cost(
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
-    frozen: Collection[Part] = (),
+    frozen: Collection[str] = (),
 ) -> CostModel:
     """Cost model with the profile's times; what it did not measure is counted analytically.
 
@@ -159,7 +156,10 @@ def fitted_cost(
     plural = "es" if profile.processes > 1 else ""
     cost = replace(
         cost,
-        units={unit: _fitted_unit(profile, unit, cost.units[unit], trained[unit]) for unit in Unit},
+        units={
+            kind.name: _fitted_unit(profile, model, cost, kind, trained[kind.name])
+            for kind in cost.kinds
+        },
         source=f"profile:{profile.device}, {profile.processes} process{plural}",
     )
     if profile.optimizer:
@@ -180,20 +180,21 @@ def fitted_cost(
     return cost
 
 
-def fit_residuals(profile: Profile) -> tuple[FitResidual, ...]:
-    """Relative errors of every fit that `fitted_cost` makes of this profile's units."""
+def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:
+    """Relative errors of every fit that `fitted_cost` makes of a profile of this model."""
     residuals = []
-    for unit in Unit:
+    names = feature_names(model)
+    for kind in unit_kinds(model):
         for quantity in QUANTITIES:
-            features, measured = _series(profile, unit, quantity)
+            features, measured = _series(profile, kind.name, quantity, names)
             positive = measured > 0
             if not positive.any():
                 continue
-            fitted = features @ _fit(features, measured, unit)
+            fitted = features @ _fit(features, measured, _depends_on(model, kind))
             errors = np.abs(fitted - measured)[positive] / measured[positive]
             residuals.append(
                 FitResidual(
-                    unit=unit,
+                    unit=kind.name,
                     quantity=quantity,
                     measurements=len(errors),
                     median_error=float(np.median(errors)),
@@ -226,49 +227,77 @@ def _check_match(
 
 
 def _fitted_unit(
-    profile: Profile, unit: Unit, counted: UnitCost, counted_trained: UnitCost
+    profile: Profile, model: ModelConfig, cost: CostModel, kind: UnitKind, trained: UnitCost
 ) -> UnitCost:
-    times: dict[Quantity, np.ndarray] = {}
-    for quantity in _TIMES:
-        features, measured = _series(profile, unit, quantity)
-        if not len(measured):
+    """Cost of a unit as measured, where it was.
+
+    Args:
+        cost: as counted.
+        trained: cost of the unit as counted with nothing frozen.
+    """
+    counted, allowed = cost.units[kind.name], _depends_on(model, kind)
+    fitted: dict[Quantity, np.ndarray] = {}
+    for quantity in QUANTITIES:
+        features, measured = _series(profile, kind.name, quantity, cost.features)
+        if len(measured):
+            fitted[quantity] = _fit(features, measured, allowed)
+        elif quantity in _TIMES:
             raise UserError(
                 f"the profile of {profile.model} on {profile.device} has no measurement of "
-                f"{unit}; it must have every kind of unit: run `omnibal profile` again"
+                f"{kind.name}; it must have every kind of unit: run `omnibal profile` again"
             )
-        times[quantity] = _fit(features, measured, unit)
-    backward_share = _share(features, counted.backward_ms, counted_trained.backward_ms)
-    recompute_ms = times["forward_ms"]
-    features, measured = _series(profile, unit, "recompute_ms")
-    if len(measured):
-        recompute_ms = _fit(features, measured, unit)
-    features, measured = _series(profile, unit, "activation_bytes")
+    features, _ = _series(profile, kind.name, "forward_ms", cost.features)
+    backward_share = _share(features, counted.backward_ms, trained.backward_ms)
+    recompute_ms = fitted.get("recompute_ms", fitted["forward_ms"])
     activation_bytes = counted.activation_bytes
-    if len(measured):
-        kept_share = _share(features, counted.activation_bytes, counted_trained.activation_bytes)
-        kept_bytes = kept_share * _fit(features, measured, unit)
+    if "activation_bytes" in fitted:
+        features, _ = _series(profile, kind.name, "activation_bytes", cost.features)
+        kept_share = _share(features, counted.activation_bytes, trained.activation_bytes)
         # Kept bytes include the input, so recomputing a layer never costs memory.
+        kept_bytes = kept_share * fitted["activation_bytes"]
         activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
     return replace(
         counted,
-        forward_ms=times["forward_ms"],
-        backward_ms=backward_share * times["backward_ms"],
+        forward_ms=fitted["forward_ms"],
+        backward_ms=backward_share * fitted["backward_ms"],
         recompute_ms=recompute_ms if backward_share else 0 * recompute_ms,
-        collective_ms=np.zeros((2, len(FEATURES))),
-        padding_ms=np.zeros((2, len(FEATURES))),
+        collective_ms=np.zeros((2, len(cost.features))),
+        padding_ms=np.zeros((2, len(cost.features))),
         activation_bytes=activation_bytes,
     )
 
 
+def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
+    """Which features a unit's cost can depend on, bool [features]."""
+    names = {"fixed"}
+    if kind.tower != LANGUAGE:
+        names |= {model.encoders[kind.tower].feature}
+    elif kind.layer is not None:
+        window = kind.layer.window
+        names |= {"tokens", "squared_tokens" if window is None else windowed_feature(window)}
+    elif kind.name == HEAD:
+        names |= {"tokens", "loss_tokens"}
+    else:
+        names |= {"tokens", *model.item_features}
+    return np.array([name in names for name in feature_names(model)])
+
+
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
-    """Share of `part` [5] in `whole` [5], summed over micro-batches [n, 5]; 1 if that is 0."""
+    """Share of `part` in `whole`, both [features], summed over micro-batches [n, features]; 1 if
+    that is 0."""
     total = float((features @ whole).sum())
     return float((features @ part).sum()) / total if total else 1.0
 
 
-def _series(profile: Profile, unit: Unit, quantity: Quantity) -> tuple[np.ndarray, np.ndarray]:
-    """Features [n, 5] and measured values [n] of one unit, where the quantity was measured."""
-    rows = []
+def _series(
+    profile: Profile, unit: str, quantity: Quantity, features: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features [n, features] and measured values [n] of one unit, where it was measured.
+
+    Raises:
+        UserError: a measurement lacks a feature.
+    """
+    rows, measured = [], []
     for m in profile.measurements:
         values: dict[Quantity, float | None] = {
             "forward_ms": m.forward_ms,
@@ -276,16 +305,21 @@ def _series(profile: Profile, unit: Unit, quantity: Quantity) -> tuple[np.ndarra
             "recompute_ms": m.recompute_ms,
             "activation_bytes": m.activation_bytes,
         }
-        if m.unit == unit and values[quantity] is not None:
-            sizes = (1, m.tiles, m.tokens, m.squared_tokens, m.loss_tokens)
-            rows.append((*sizes, values[quantity]))
-    table = np.array(rows, np.float64).reshape(-1, len(FEATURES) + 1)
-    return table[:, :-1], table[:, -1]
+        value = values[quantity]
+        if m.unit == unit and value is not None:
+            if m.features.keys() != set(features):
+                raise UserError(
+                    f"the profile of {profile.model} measured {unit} at "
+                    f"{', '.join(m.features)}; it must be at {', '.join(features)}: run "
+                    "`omnibal profile` again"
+                )
+            rows.append([m.features[name] for name in features])
+            measured.append(value)
+    return np.array(rows, np.float64).reshape(-1, len(features)), np.array(measured, np.float64)
 
 
-def _fit(features: np.ndarray, measured: np.ndarray, unit: Unit) -> np.ndarray:
-    """Coefficients [5] >= 0 of least relative error; 0 for features the unit cannot depend on."""
-    allowed = np.array([name in _DEPENDS_ON[unit] for name in FEATURES])
+def _fit(features: np.ndarray, measured: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """Coefficients [features] >= 0 of least relative error; 0 where a feature is not allowed."""
     return _relative_nnls(features * allowed, measured)
 
 

@@ -100,9 +100,9 @@ class SizeMix:
         self.sizes, self.caps = sizes, caps
         self.exchanges = sizes.exchanges()
         self.columns = sizes.columns(packs)
-        used = Caps(
-            max_tiles=max(1, min(caps.max_tiles, int(sizes.counts @ sizes.tiles))),
-            max_tokens=min(caps.max_tokens, int(sizes.counts @ sizes.tokens)),
+        used = Caps.of(
+            tiles=max(1, min(caps["tiles"], int(sizes.counts @ sizes.tiles))),
+            tokens=min(caps["tokens"], int(sizes.counts @ sizes.tokens)),
         )
         self._best = BestPack(sizes.tiles, sizes.tokens, used, max_cells)
         self._max_columns = max(_MAX_CELLS_OF_MASTER / len(sizes), _MIN_COLUMNS * len(sizes))

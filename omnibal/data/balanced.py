@@ -22,8 +22,6 @@ Types are too coarse where packs hold two or three samples. There best fit alone
 their packs are no mixtures.
 """
 
-from dataclasses import replace
-
 import numpy as np
 from scipy import sparse
 
@@ -114,15 +112,7 @@ def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Gen
     if len(lengths) <= _MAX_TRIED:
         return True
     some = rng.permutation(len(lengths))[:_MAX_TRIED]
-    drawn = replace(
-        lengths,
-        tiles=lengths.tiles[some],
-        tokens=lengths.tokens[some],
-        loss_tokens=lengths.loss_tokens[some],
-        source=lengths.source[some],
-        sample=None,
-    )
-    tried = pack_isf(drawn, caps, 0)
+    tried = pack_isf(lengths.take(some), caps, 0)
     return len(tried) / len(some) < (1 + _ISF_CLOSE) * packs / len(lengths)
 
 
@@ -134,7 +124,7 @@ def _pack_level(
         for leading in Leading:
             packs = deal_level(sizes, count, caps, leading, rng)
             most_tiles, most_tokens = (packs.sums(size).max() for size in sizes)
-            if most_tiles <= caps.max_tiles and most_tokens <= caps.max_tokens:
+            if most_tiles <= caps["tiles"] and most_tokens <= caps["tokens"]:
                 return packs
     return None
 
@@ -159,12 +149,12 @@ def _pack_by_patterns(
     """Pack samples by patterns, and what the patterns leave over by `omnibal.data.rest`."""
     level = _tile_levels(tiles)
     types = group_sizes(level, tokens, min(_MAX_TYPES, len(tiles) // _MIN_SAMPLES_PER_TYPE))
-    spare_tokens = caps.max_tokens // _SPARE_SHARE if _differ_inside(types, tokens) else 0
-    reduced = Caps(max_tiles=caps.max_tiles, max_tokens=caps.max_tokens - spare_tokens)
+    spare_tokens = caps["tokens"] // _SPARE_SHARE if _differ_inside(types, tokens) else 0
+    reduced = Caps.of(tiles=caps["tiles"], tokens=caps["tokens"] - spare_tokens)
     mix = _mix_types(types, (level, tokens), reduced, rng)
     dealt, left = _deal(types, mix, rng)
-    even = even_out(dealt, level, tokens, caps.max_tokens, rng)
-    kept, taken_out = _take_out_excess(even, tokens, caps.max_tokens)
+    even = even_out(dealt, level, tokens, caps["tokens"], rng)
+    kept, taken_out = _take_out_excess(even, tokens, caps["tokens"])
     left = np.concatenate([left, taken_out])
     rest = Rest(tiles[left], tokens[left], caps).pack(_sample_values(types, mix)[left], rng)
     return Packs.join([kept, Packs.from_lists([left[pack] for pack in rest])])
@@ -192,7 +182,7 @@ def _mix_types(
 
     A pattern's mean tokens stay within the token cap, so the packs made from it do on average.
     """
-    grid = Grid.of(min(caps.max_tiles, int(types.tiles @ types.counts)), caps.max_tokens)
+    grid = Grid.of(min(caps["tiles"], int(types.tiles @ types.counts)), caps["tokens"])
     tiles = -(-types.tiles // grid.tile_unit)
     tokens = np.rint(types.mean_tokens / grid.token_unit).astype(np.int64)
     items = Items(
@@ -204,7 +194,7 @@ def _mix_types(
     )
 
     def trim(patterns: np.ndarray) -> np.ndarray:
-        return _without_excess(patterns, types.mean_tokens, caps.max_tokens)
+        return _without_excess(patterns, types.mean_tokens, caps["tokens"])
 
     mix = generate_mix(
         items,
@@ -229,7 +219,7 @@ def _random_patterns(
     type_of[types.members] = np.repeat(np.arange(len(types)), types.counts)
     drawn = rng.permutation(len(tiles))[:_RANDOM_SAMPLES]
     # A sample may exceed the reduced token cap, and is then alone.
-    bounds = cut_groups(tiles[drawn], np.minimum(tokens[drawn], caps.max_tokens), caps)
+    bounds = cut_groups(tiles[drawn], np.minimum(tokens[drawn], caps["tokens"]), caps)
     pack = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     cells = np.bincount(pack * len(types) + type_of[drawn], minlength=(pack[-1] + 1) * len(types))
     return cells.reshape(-1, len(types))

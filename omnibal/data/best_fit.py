@@ -47,7 +47,7 @@ def pack_best_fit(
         if shelf.below[rank_of[sample]] != rank_of[sample]:
             continue  # it is in a pack already
         pack: list[int] = []
-        tiles_left, tokens_left = caps.max_tiles, caps.max_tokens
+        tiles_left, tokens_left = caps["tiles"], caps["tokens"]
         chosen: int | None = sample
         while chosen is not None:
             shelves[shelf_of[chosen]].remove(rank_of[chosen])
@@ -76,7 +76,7 @@ def pack_first_fit(
         pack = int(fits.argmax()) if fits.any() else len(packs)
         if pack == len(packs):
             packs.append([])
-            room[:, pack] = caps.max_tiles, caps.max_tokens
+            room[:, pack] = caps["tiles"], caps["tokens"]
         packs[pack].append(sample)
         room[:, pack] -= tiles[sample], tokens[sample]
     return packs
@@ -93,16 +93,16 @@ def pack_nearest(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list
         tiles, tokens: int64 [samples]; every sample fits alone.
         caps: of every pack.
     """
-    shares = np.stack([tiles / caps.max_tiles, tokens / caps.max_tokens])
+    shares = np.stack([tiles / caps["tiles"], tokens / caps["tokens"]])
     weights = shares.sum(axis=1, keepdims=True)
     left = np.arange(len(tiles))
     packs: list[list[int]] = []
     while len(left):
         pack: list[int] = []
-        tiles_left, tokens_left = caps.max_tiles, caps.max_tokens
+        tiles_left, tokens_left = caps["tiles"], caps["tokens"]
         fits = left
         while len(fits):
-            room = np.array([[tiles_left / caps.max_tiles], [tokens_left / caps.max_tokens]])
+            room = np.array([[tiles_left / caps["tiles"]], [tokens_left / caps["tokens"]]])
             distance = (weights * (room - shares[:, fits]) ** 2).sum(axis=0)
             chosen = int(fits[distance.argmin()])
             pack.append(chosen)

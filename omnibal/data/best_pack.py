@@ -53,7 +53,7 @@ class BestPack:
             max_cells: of the table, about; more make it tighter.
         """
         self._tiles, self._tokens, self._caps = tiles, tokens, caps
-        grid = Grid.of(caps.max_tiles, caps.max_tokens, max_cells)
+        grid = Grid.of(caps["tiles"], caps["tokens"], max_cells)
         self._grid = grid
         self._tile_units, self._token_units = tiles // grid.tile_unit, tokens // grid.token_unit
         self._fills = (self._tile_units == 0) & (self._token_units == 0)
@@ -83,8 +83,8 @@ class BestPack:
             most: patterns, at most.
         """
         values, counts = priced.values, priced.counts
-        tiles_left = self._caps.max_tiles - self._tiles
-        tokens_left = self._caps.max_tokens - self._tokens
+        tiles_left = self._caps["tiles"] - self._tiles
+        tokens_left = self._caps["tokens"] - self._tokens
         worth = values + self._rest(priced, tiles_left, tokens_left)
         first = np.argsort(np.where(counts > 0, -worth, np.inf), kind="stable")
         first = first[: min(most, int((counts > 0).sum()))]
@@ -124,7 +124,7 @@ class BestPack:
         """
         if priced.most <= enough or self._is_exact:
             return priced.most, np.zeros((0, len(self._tiles)), np.int64)
-        share = self._tokens / self._caps.max_tokens + self._tiles / max(self._caps.max_tiles, 1)
+        share = self._tokens / self._caps["tokens"] + self._tiles / max(self._caps["tiles"], 1)
         useful = ~self._fills & (priced.values > 0) & (priced.counts > 0)
         order = np.argsort(np.where(useful, -share, np.inf), kind="stable")[: useful.sum()]
         search = _Search(self, priced, order, enough)
@@ -150,14 +150,14 @@ class _Search:
         self.found: list[np.ndarray] = []
         """Places in the order, of packs worth more than enough."""
         # A pack may hold nothing but what the grid rounds to nothing.
-        self._most = max(enough, priced.filler_price * best._caps.max_tokens)
+        self._most = max(enough, priced.filler_price * best._caps["tokens"])
 
     def run(self) -> float:
         """The most that a pack can be worth, and no less than enough."""
         caps = self._best._caps
         members = np.zeros((1, 0), np.int32)
         value, run = np.zeros(1), np.zeros(1, np.int64)
-        tiles, tokens = np.array([caps.max_tiles]), np.array([caps.max_tokens])
+        tiles, tokens = np.array([caps["tiles"]]), np.array([caps["tokens"]])
         searched = 0
         while len(members) and len(self._values):
             searched += len(members) * len(self._values)

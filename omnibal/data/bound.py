@@ -115,7 +115,7 @@ def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
 def packs_of_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:
     """Lower bound on the packs of samples with these tiles and tokens [samples], by their sums."""
     total_tiles, total_tokens = tiles.sum(dtype=np.int64), tokens.sum(dtype=np.int64)
-    return int(max(-(-total_tiles // caps.max_tiles), -(-total_tokens // caps.max_tokens)))
+    return int(max(-(-total_tiles // caps["tiles"]), -(-total_tokens // caps["tokens"])))
 
 
 def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> float:
@@ -123,8 +123,8 @@ def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> floa
     size_tiles, size_tokens = sizes >> 32, sizes & 0xFFFFFFFF
     knots = _Knots.of(group_sizes(tiles, tokens, _TYPES), tokens)
     cover = knots.weights(size_tiles, size_tokens)
-    max_tiles = min(caps.max_tiles, int(tiles.sum()))
-    max_tokens = min(caps.max_tokens, int(tokens.sum()))
+    max_tiles = min(caps["tiles"], int(tiles.sum()))
+    max_tokens = min(caps["tokens"], int(tokens.sum()))
     # One pack for a knot's worth is more than enough, so the master always has a solution.
     alone = np.eye(len(knots))
     guesses = first_guesses(knots.tiles, knots.tokens, caps)

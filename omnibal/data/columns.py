@@ -1,6 +1,7 @@
 """Reading of Parquet files with a checked type for every column."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from omnibal.errors import UserError
+from omnibal.limits import FEATURE_NAME
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +40,25 @@ class Columns:
         if missing:
             raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}; {remedy}")
         return cls(table, path, remedy)
+
+    def counts_besides(self, names: Collection[str]) -> list[str]:
+        """Sorted names of the columns of integers that can be features, but for those given.
+
+        Raises:
+            UserError: two columns have the same name, or `tiles` is none of integers.
+        """
+        schema = self.table.schema
+        found = sorted(
+            field.name
+            for field in schema
+            if (pa.types.is_integer(field.type) or field.name == "tiles")
+            and re.fullmatch(FEATURE_NAME, field.name)
+            and field.name not in names
+        )
+        twice = [name for name in found if len(schema.get_all_field_indices(name)) > 1]
+        if twice:
+            raise UserError(f"{self.path}: has column {twice[0]} more than once; {self.remedy}")
+        return found
 
     def integers(self, name: str, kind: pa.DataType) -> np.ndarray:
         """A column of integers that all fit into `kind`. [rows]"""
@@ -80,3 +101,8 @@ class Columns:
                 f"{self.path}: column {name} holds {given}; it must hold {wanted} without nulls; "
                 f"{self.remedy}"
             )
+
+
+def no_items(count: int) -> np.ndarray:
+    """A column of items that there are none of: `count` zeros, int32, not writable."""
+    return np.broadcast_to(np.int32(0), count)

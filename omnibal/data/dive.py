@@ -89,7 +89,7 @@ class _Trades:
 
     def __init__(self, mix: SizeMix, cover: Cover):
         self._sizes, self._caps, self._columns = mix.sizes, mix.caps, mix.columns
-        shares = mix.sizes.tiles / mix.caps.max_tiles + mix.sizes.tokens / mix.caps.max_tokens
+        shares = mix.sizes.tiles / mix.caps["tiles"] + mix.sizes.tokens / mix.caps["tokens"]
         self._worth = cover.values + _SIZE_VALUE * shares
         self._traded: defaultdict[int, list[int]] = defaultdict(list)
         for smaller, larger in mix.exchanges[cover.traded > _USED].tolist():
@@ -128,8 +128,8 @@ class _Trades:
     def _filled_up(self, taken: np.ndarray, left: np.ndarray) -> np.ndarray:
         sizes = self._sizes
         while True:
-            room_tiles = self._caps.max_tiles - taken @ sizes.tiles
-            room_tokens = self._caps.max_tokens - taken @ sizes.tokens
+            room_tiles = self._caps["tiles"] - taken @ sizes.tiles
+            room_tokens = self._caps["tokens"] - taken @ sizes.tokens
             fits = (sizes.tiles <= room_tiles) & (sizes.tokens <= room_tokens) & (left > taken)
             if not fits.any():
                 return taken

@@ -19,7 +19,7 @@ def pack_exactly(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list
     """
     sets = np.arange(1 << len(tiles))
     held = (sets[:, None] >> np.arange(len(tiles)) & 1).astype(np.int64)
-    fits = (held @ tiles <= caps.max_tiles) & (held @ tokens <= caps.max_tokens)
+    fits = (held @ tiles <= caps["tiles"]) & (held @ tokens <= caps["tokens"])
     packable = [sets[fits & (sets & -sets == 1 << sample)] for sample in range(len(tiles))]
     came_by = {int(sets[-1]): 0}
     left_over = [int(sets[-1])]

@@ -29,7 +29,7 @@ def fill_one_by_one(
             Operations Research 29, 2002). Where it is None, no sample must be in a pack.
         caps: of every pack.
     """
-    grid = Grid.of(min(caps.max_tiles, int(tiles.sum())), caps.max_tokens, _MAX_CELLS)
+    grid = Grid.of(min(caps["tiles"], int(tiles.sum())), caps["tokens"], _MAX_CELLS)
     tile_units = np.minimum(-(-tiles // grid.tile_unit), grid.tiles)
     token_units = np.minimum(-(-tokens // grid.token_unit), grid.tokens)
     # Samples of equal units and about equal value are copies of one item.
@@ -75,8 +75,8 @@ def fill_by_pairs(
     left = np.argsort(-first, kind="stable")
     while len(left):
         pack, left = [left[:1]], left[1:]
-        tiles_left = caps.max_tiles - tiles[pack[0][0]]
-        tokens_left = caps.max_tokens - tokens[pack[0][0]]
+        tiles_left = caps["tiles"] - tiles[pack[0][0]]
+        tokens_left = caps["tokens"] - tokens[pack[0][0]]
         while True:
             fits = left[(tiles[left] <= tiles_left) & (tokens[left] <= tokens_left)]
             if not len(fits):

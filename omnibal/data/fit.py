@@ -4,7 +4,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
-from omnibal.limits import Caps
+from omnibal.limits import Caps, words
 
 Seed = int | np.random.SeedSequence
 
@@ -17,21 +17,21 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
     Raises:
         UserError: names the first few of them and the ways out.
     """
-    large = np.flatnonzero((lengths.tiles > caps.max_tiles) | (lengths.tokens > caps.max_tokens))
+    over = [lengths.column(name) > caps[name] for name in caps.names]
+    large = np.flatnonzero(np.any(over, axis=0))
     if not len(large):
         return
     listed = "; ".join(
-        f"sample {i} of {lengths.source_names[lengths.source[i]]} has {lengths.tiles[i]} tiles and "
-        f"{lengths.tokens[i]} tokens"
+        f"sample {i} of {lengths.source_names[lengths.source[i]]} has "
+        + words([f"{lengths.column(name)[i]} {name}" for name in caps.names])
         for i in large[:_LISTED_SAMPLES]
     )
     more = f"; and {len(large) - _LISTED_SAMPLES} more" if len(large) > _LISTED_SAMPLES else ""
+    enough = {name: max(int(lengths.column(name).max()), caps[name]) for name in caps.names}
     raise UserError(
-        f"{len(large)} of {len(lengths)} samples exceed the caps of {caps.max_tiles} tiles and "
-        f"{caps.max_tokens} tokens ({listed}{more}); every sample must fit into one pack: raise "
-        f"the caps (--max-tiles {max(lengths.tiles.max(), caps.max_tiles)} --max-tokens "
-        f"{max(lengths.tokens.max(), caps.max_tokens)} would do), split the samples, or drop them "
-        "from the dataset"
+        f"{len(large)} of {len(lengths)} samples exceed the caps of {caps} ({listed}{more}); every "
+        f"sample must fit into one pack: raise the caps ({Caps.of(**enough).options} would do), "
+        "split the samples, or drop them from the dataset"
     )
 
 
@@ -42,10 +42,8 @@ def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarra
     no room.
     """
     tile_unit, token_unit = (
-        max(int(np.gcd.reduce(sizes)), 1) for sizes in (lengths.tiles, lengths.tokens)
+        max(int(np.gcd.reduce(sizes)), 1) for sizes in (lengths.column("tiles"), lengths.tokens)
     )
-    units = Caps(
-        max_tiles=max(caps.max_tiles // tile_unit, 1), max_tokens=caps.max_tokens // token_unit
-    )
-    tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
+    units = Caps.of(tiles=max(caps["tiles"] // tile_unit, 1), tokens=caps["tokens"] // token_unit)
+    tiles, tokens = lengths.column("tiles").astype(np.int64), lengths.tokens.astype(np.int64)
     return tiles // tile_unit, tokens // token_unit, units

@@ -44,11 +44,11 @@ def pack_isf(
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
-    tile_threshold = caps.max_tiles if tile_threshold is None else tile_threshold
+    tile_threshold = caps["tiles"] if tile_threshold is None else tile_threshold
     if token_threshold is None:
-        token_threshold = caps.max_tokens - min(128, caps.max_tokens // 32)
+        token_threshold = caps["tokens"] - min(128, caps["tokens"] // 32)
     rng = np.random.default_rng(seed)
-    tiles, tokens = lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64)
+    tiles, tokens = lengths.column("tiles").astype(np.int64), lengths.tokens.astype(np.int64)
     left = np.arange(len(lengths))
     kept: list[np.ndarray] = []
     for _ in range(iterations):
@@ -74,7 +74,7 @@ def cut_groups(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
     Where a group that starts at i ends does not depend on what came before, so all possible ends
     are looked up at once and only the chain of actual starts is followed one by one.
     """
-    ends = np.minimum(_ends(tiles, caps.max_tiles), _ends(tokens, caps.max_tokens)).tolist()
+    ends = np.minimum(_ends(tiles, caps["tiles"]), _ends(tokens, caps["tokens"])).tolist()
     bounds = [0]
     while bounds[-1] < len(ends):
         bounds.append(ends[bounds[-1]])

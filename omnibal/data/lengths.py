@@ -1,8 +1,9 @@
-"""Sample lengths: tiles and tokens of every sample, read from Parquet or OmniBal's JSON.
+"""Sample lengths: items and tokens of every sample, read from Parquet or OmniBal's JSON.
 
-A row counts `tiles` (vision encoder inputs, thumbnail included), `tokens` (language tokens, image
-tokens included) and `loss_tokens` (tokens that carry loss). Only where a scan skipped samples does
-it also say which `sample` of the annotations it is of.
+A row counts `tokens` (language tokens, those of images included), `loss_tokens` (tokens that carry
+loss) and, in a column each, the items that the model's encoders take, such as `tiles` (of images,
+thumbnail included). Only where a scan skipped samples does it also say which `sample` of the
+annotations it is of.
 """
 
 import hashlib
@@ -17,15 +18,16 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, Strict
 
 from omnibal.config import ChatTemplate, ModelConfig
-from omnibal.data.columns import Columns
+from omnibal.data.columns import Columns, no_items
 from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_text
 from omnibal.frozen import Frozen
+from omnibal.limits import words
 
 _METADATA_KEY = b"omnibal"
 _SAMPLE = "sample"
-_COUNTS = ("tiles", "tokens", "loss_tokens")
+_TOKENS = ("tokens", "loss_tokens")
 _Int32 = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
 
 
@@ -61,7 +63,8 @@ class LengthsOrigin(Frozen):
 class Lengths:
     """One entry per sample, in the order of the meta file; arrays are int32 of one length."""
 
-    tiles: np.ndarray
+    items: dict[str, np.ndarray]
+    """Items of every sample that an encoder takes, by the items' name, such as `tiles`."""
     tokens: np.ndarray
     loss_tokens: np.ndarray
     source: np.ndarray
@@ -74,18 +77,50 @@ class Lengths:
     skipped and a row's index is its sample's."""
 
     def __len__(self) -> int:
-        return len(self.tiles)
+        return len(self.tokens)
+
+    @property
+    def item_names(self) -> tuple[str, ...]:
+        """Names of the items, sorted."""
+        return tuple(sorted(self.items))
 
     @property
     def sha256(self) -> str:
         """Hash of the columns; equal lengths give equal hashes whatever file they came from."""
         digest = hashlib.sha256("\0".join(self.source_names).encode())
-        for column in (self.tiles, self.tokens, self.loss_tokens, self.source):
-            digest.update(np.ascontiguousarray(column, dtype="<i4").tobytes())
+        if self.item_names != ("tiles",):
+            digest.update(repr(self.item_names).encode())
+        for name in (*self.item_names, *_TOKENS):
+            digest.update(np.ascontiguousarray(self.column(name), dtype="<i4").tobytes())
+        digest.update(np.ascontiguousarray(self.source, dtype="<i4").tobytes())
         if self.sample is not None:
             digest.update(_SAMPLE.encode())
             digest.update(np.ascontiguousarray(self.sample, dtype="<i8").tobytes())
         return digest.hexdigest()
+
+    def column(self, name: str) -> np.ndarray:
+        """Count of one feature in every sample, int32 [samples].
+
+        The feature is `tokens`, `loss_tokens` or the name of items, of which there are none where
+        the lengths do not count them: texts have no tiles.
+        """
+        columns = {**self.items, "tokens": self.tokens, "loss_tokens": self.loss_tokens}
+        return columns[name] if name in columns else no_items(len(self))
+
+    def sizes(self, names: Sequence[str]) -> np.ndarray:
+        """Counts of these features in every sample, int64 [names, samples]."""
+        return np.stack([self.column(name) for name in names]).astype(np.int64)
+
+    def take(self, rows: np.ndarray) -> "Lengths":
+        """Select the samples of these rows."""
+        return replace(
+            self,
+            items={name: column[rows] for name, column in self.items.items()},
+            tokens=self.tokens[rows],
+            loss_tokens=self.loss_tokens[rows],
+            source=self.source[rows],
+            sample=self.annotation_indices(rows),
+        )
 
     def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
         """Indices of these rows' samples in the annotations, int64 [rows]."""
@@ -102,15 +137,7 @@ def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
     """Draw `samples` samples at random, in their original order; all if there are no more."""
     if samples >= len(lengths):
         return lengths
-    rows = np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples])
-    return replace(
-        lengths,
-        tiles=lengths.tiles[rows],
-        tokens=lengths.tokens[rows],
-        loss_tokens=lengths.loss_tokens[rows],
-        source=lengths.source[rows],
-        sample=lengths.annotation_indices(rows),
-    )
+    return lengths.take(np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples]))
 
 
 def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTER) -> None:
@@ -134,18 +161,14 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
 
 
 def write_lengths(lengths: Lengths, path: Path) -> None:
-    """Write Parquet: tiles, tokens, loss_tokens, source (dictionary of names), sample if any."""
+    """Write Parquet: items, tokens, loss_tokens, source (dictionary of names), sample if any."""
     source = pa.DictionaryArray.from_arrays(
         pa.array(lengths.source, pa.int32()), pa.array(lengths.source_names, pa.string())
     )
-    table = pa.table(
-        {
-            "tiles": pa.array(lengths.tiles, pa.int32()),
-            "tokens": pa.array(lengths.tokens, pa.int32()),
-            "loss_tokens": pa.array(lengths.loss_tokens, pa.int32()),
-            "source": source,
-        }
-    )
+    counts = {
+        name: pa.array(lengths.column(name), pa.int32()) for name in (*lengths.item_names, *_TOKENS)
+    }
+    table = pa.table({**counts, "source": source})
     if lengths.sample is not None:
         table = table.append_column(_SAMPLE, pa.array(lengths.sample, pa.int64()))
     if lengths.origin is not None:
@@ -169,8 +192,9 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         np.array([names.index(name) for name in part.source_names], np.int32)[part.source]
         for part in parts
     ]
+    item_names = sorted({name for part in parts for name in part.items})
     joined = Lengths(
-        tiles=np.concatenate([part.tiles for part in parts]),
+        items={name: np.concatenate([part.column(name) for part in parts]) for name in item_names},
         tokens=np.concatenate([part.tokens for part in parts]),
         loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
         source=np.concatenate(codes),
@@ -202,13 +226,15 @@ def length_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _check_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
-    bad = (lengths.tiles < 0) | (lengths.tokens < 1) | (lengths.loss_tokens < 0)
+    counted = {name: lengths.column(name) for name in (*lengths.item_names, *_TOKENS)}
+    bad = np.any([column < (name == "tokens") for name, column in counted.items()], axis=0)
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         raise UserError(
-            f"{', '.join(map(str, paths))}: row {row} has tiles {lengths.tiles[row]}, tokens "
-            f"{lengths.tokens[row]}, loss_tokens {lengths.loss_tokens[row]}; tiles and loss_tokens "
-            "must be at least 0 and tokens at least 1; rebuild the file with `omnibal lengths`"
+            f"{', '.join(map(str, paths))}: row {row} has "
+            f"{', '.join(f'{name} {column[row]}' for name, column in counted.items())}; "
+            f"{words([*lengths.item_names, 'loss_tokens'])} must be at least 0 and tokens at least "
+            "1; rebuild the file with `omnibal lengths`"
         )
 
 
@@ -220,15 +246,15 @@ def _read_file(path: Path) -> list[Lengths]:
     if path.suffix == ".json":
         return _read_json(path)
     remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
-    columns = Columns.read(path, [*_COUNTS, "source"], remedy)
-    tiles, tokens, loss_tokens = (columns.integers(name, pa.int32()) for name in _COUNTS)
+    columns = Columns.read(path, [*_TOKENS, "source"], remedy)
+    names = columns.counts_besides([*_TOKENS, "source", _SAMPLE])
     source, source_names = columns.categories("source")
     origin = _origin(columns)
     return [
         Lengths(
-            tiles=tiles,
-            tokens=tokens,
-            loss_tokens=loss_tokens,
+            items={name: columns.integers(name, pa.int32()) for name in names},
+            tokens=columns.integers("tokens", pa.int32()),
+            loss_tokens=columns.integers("loss_tokens", pa.int32()),
             source=source,
             source_names=source_names,
             origin=origin,
@@ -300,7 +326,7 @@ def _from_records(text: str, path: Path, source_name: str) -> Lengths:
     has_image = np.array([np.sum(record.image_flags) > 0 for record in records], bool)
     tiles = np.array([record.vit_num for record in records], np.int32)
     return Lengths(
-        tiles=np.where(has_image, tiles, 0).astype(np.int32),
+        items={"tiles": np.where(has_image, tiles, 0).astype(np.int32)},
         tokens=np.array([record.token_num for record in records], np.int32),
         loss_tokens=np.zeros(len(records), np.int32),
         source=np.zeros(len(records), np.int32),

@@ -47,7 +47,7 @@ def deal_level(
         rng: decides between equals, and which samples are exchanged.
     """
     tiles, tokens = sizes
-    shares = np.stack([tiles / caps.max_tiles, tokens / caps.max_tokens])
+    shares = np.stack([tiles / caps["tiles"], tokens / caps["tokens"]])
     shuffled = rng.permutation(len(tiles))
     if leading is Leading.TILES:
         # Texts take no tiles, and are dealt by their tokens after all others.
@@ -63,7 +63,7 @@ def deal_level(
     held = np.bincount(pack_of, minlength=packs)
     dealt = Packs(samples=by_pack, offsets=np.concatenate([[0], np.cumsum(held[held > 0])]))
     # Only samples of equal tiles trade places, so tiles stay as they were dealt.
-    return even_out(dealt, tiles, tokens, caps.max_tokens, rng)
+    return even_out(dealt, tiles, tokens, caps["tokens"], rng)
 
 
 def _deal_longest_first(

@@ -61,12 +61,12 @@ def measure_packs(
         packs_lower_bound=lower_bound * epochs,
         gap=packs / (lower_bound * epochs) - 1,
         samples_per_pack=len(scheduled.packs.samples) / packs,
-        fill_tiles=float(scheduled.tiles.sum(dtype=np.int64) / (packs * caps.max_tiles)),
-        fill_tokens=float(scheduled.tokens.sum(dtype=np.int64) / (packs * caps.max_tokens)),
+        fill_tiles=float(scheduled.column("tiles").sum(dtype=np.int64) / (packs * caps["tiles"])),
+        fill_tokens=float(scheduled.tokens.sum(dtype=np.int64) / (packs * caps["tokens"])),
         # A pack is one row of concatenated samples, so each mini-batch that could be padded has
         # one row.
         pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
-        dist_ratio_vision=dist_ratio(rank_sums(scheduled, scheduled.tiles, dp)),
+        dist_ratio_vision=dist_ratio(rank_sums(scheduled, scheduled.column("tiles"), dp)),
         dist_ratio_language=dist_ratio(rank_sums(scheduled, scheduled.tokens, dp)),
         attention_balance_ratio=dist_ratio(
             rank_sums(scheduled, sum_squared_tokens(scheduled.packs, lengths), dp)

@@ -12,22 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnibal.data.columns import Columns
+from omnibal.data.columns import Columns, no_items
 from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
 from omnibal.files import atomic
 
-_SCHEMA = pa.schema(
-    {
-        "step": pa.int64(),
-        "dp_rank": pa.int32(),
-        "slot": pa.int32(),
-        "epoch": pa.int32(),
-        "tiles": pa.int32(),
-        "tokens": pa.int32(),
-        "samples": pa.large_list(pa.int64()),
-    }
-)
+_PLACE = {"step": pa.int64(), "dp_rank": pa.int32(), "slot": pa.int32(), "epoch": pa.int32()}
+_SAMPLES = "samples"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,13 +82,33 @@ class ScheduledPacks:
     """Position among that rank's micro-batches of the step, int32, from 0 without gaps."""
     epoch: np.ndarray
     """Epoch of every pack, int32."""
-    tiles: np.ndarray
-    """Tiles (vision encoder inputs) of the pack, int32."""
+    items: dict[str, np.ndarray]
+    """Items of the pack that an encoder takes, int32, by the items' name, such as `tiles`."""
     tokens: np.ndarray
     """Language tokens of the pack, int32."""
 
     def __len__(self) -> int:
         return len(self.packs)
+
+    def column(self, name: str) -> np.ndarray:
+        """`tokens`, or the items of this name in every pack, int32 [packs].
+
+        There are none where the lengths do not count them.
+        """
+        columns = {**self.items, "tokens": self.tokens}
+        return columns[name] if name in columns else no_items(len(self))
+
+    def take(self, rows: np.ndarray) -> "ScheduledPacks":
+        """Select the packs of these rows, in that order, and keep their places as they are."""
+        return ScheduledPacks(
+            packs=self.packs.take(rows),
+            step=self.step[rows],
+            dp_rank=self.dp_rank[rows],
+            slot=self.slot[rows],
+            epoch=self.epoch[rows],
+            items={name: items[rows] for name, items in self.items.items()},
+            tokens=self.tokens[rows],
+        )
 
     @property
     def steps(self) -> int:
@@ -129,21 +140,26 @@ def sum_squared_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
     return packs.sums(lengths.tokens.astype(np.int64) ** 2)
 
 
+def item_sums(packs: Packs, lengths: Lengths) -> dict[str, np.ndarray]:
+    """Items of every pack, int32 [packs], by the items' name."""
+    return {name: packs.sums(lengths.items[name]).astype(np.int32) for name in lengths.item_names}
+
+
 def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
     """Write `packs.parquet`; equal packs give equal bytes."""
+    counts = {name: pa.int32() for name in (*sorted(scheduled.items), "tokens")}
     table = pa.table(
         {
             "step": scheduled.step,
             "dp_rank": scheduled.dp_rank,
             "slot": scheduled.slot,
             "epoch": scheduled.epoch,
-            "tiles": scheduled.tiles,
-            "tokens": scheduled.tokens,
-            "samples": pa.LargeListArray.from_arrays(
+            **{name: scheduled.column(name) for name in counts},
+            _SAMPLES: pa.LargeListArray.from_arrays(
                 scheduled.packs.offsets, scheduled.packs.samples
             ),
         },
-        schema=_SCHEMA,
+        schema=pa.schema({**_PLACE, **counts, _SAMPLES: pa.large_list(pa.int64())}),
     )
     with atomic(path) as temporary:
         pq.write_table(table, temporary)
@@ -157,17 +173,18 @@ def read_packs(path: Path) -> ScheduledPacks:
             type, nulls, or (samples) an empty list.
     """
     remedy = "make it anew with `omnibal plan` or `omnibal pack`"
-    columns = Columns.read(path, _SCHEMA.names, remedy)
-    samples, sizes = columns.integer_lists("samples")
+    columns = Columns.read(path, [*_PLACE, "tokens", _SAMPLES], remedy)
+    samples, sizes = columns.integer_lists(_SAMPLES)
     if not sizes.all():
         raise UserError(
             f"{path}: row {int(sizes.argmin())} has no samples; every pack must hold one; {remedy}"
         )
     return ScheduledPacks(
         packs=Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(sizes)])),
-        **{
-            field.name: columns.integers(field.name, field.type)
-            for field in _SCHEMA
-            if field.name != "samples"
+        **{name: columns.integers(name, kind) for name, kind in _PLACE.items()},
+        items={
+            name: columns.integers(name, pa.int32())
+            for name in columns.counts_besides([*_PLACE, "tokens"])
         },
+        tokens=columns.integers("tokens", pa.int32()),
     )

@@ -384,7 +384,7 @@ def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
 
 def first_guesses(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
     """Values [guesses, sizes] that blend what part of each cap a size [sizes] takes."""
-    tile_share, token_share = tiles / caps.max_tiles, tokens / caps.max_tokens
+    tile_share, token_share = tiles / caps["tiles"], tokens / caps["tokens"]
     return np.array([blend * tile_share + (1 - blend) * token_share for blend in _BLENDS])
 
 

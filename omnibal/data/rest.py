@@ -21,7 +21,7 @@ class Rest:
 
     def __init__(self, tiles: np.ndarray, tokens: np.ndarray, caps: Caps):
         self.tiles, self.tokens, self.caps = tiles, tokens, caps
-        tile_share, token_share = tiles / caps.max_tiles, tokens / caps.max_tokens
+        tile_share, token_share = tiles / caps["tiles"], tokens / caps["tokens"]
         self.total = tile_share + token_share
         self.larger = np.maximum(tile_share, token_share)
 

@@ -223,7 +223,7 @@ def _lengths(
 ) -> Lengths:
     indices = np.ascontiguousarray(rows["index"])
     return Lengths(
-        tiles=np.ascontiguousarray(rows["tiles"]),
+        items={"tiles": np.ascontiguousarray(rows["tiles"])},
         tokens=np.ascontiguousarray(rows["tokens"]),
         loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
         source=annotations.source[indices],

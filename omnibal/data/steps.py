@@ -16,7 +16,7 @@ import numpy as np
 from omnibal.data.fit import Seed
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs, ScheduledPacks, sha256_of_columns
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 
@@ -99,7 +99,7 @@ def draw_steps(
     step: list[np.ndarray] = []
     first_step = 0
     for epoch, packs in enumerate(parts):
-        tiles = packs.sums(lengths.tiles)
+        tiles = packs.sums(lengths.column("tiles"))
         order_seed = _seeds(request, epoch)[1]
         step.append(
             match_packs(
@@ -177,7 +177,7 @@ def deal_steps(
             f"an epoch has {fewest} packs for {dp} data-parallel ranks; every rank must have one "
             "to train: use fewer ranks, lower the caps, or add data"
         )
-    weight, tiles = load(steps.packs), steps.packs.sums(lengths.tiles)
+    weight, tiles = load(steps.packs), steps.packs.sums(lengths.column("tiles"))
     sizes = np.bincount(steps.step)
     first = np.concatenate([[0], np.cumsum(sizes)])
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
@@ -196,7 +196,7 @@ def deal_steps(
         dp_rank=dp_rank[order],
         slot=slot[order],
         epoch=steps.epoch[order],
-        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        items=item_sums(packs, lengths),
         tokens=packs.sums(lengths.tokens).astype(np.int32),
     )
 
@@ -245,5 +245,5 @@ def _lightest_at_the_ends(count: int) -> np.ndarray:
 
 def size_load(packs: Packs, lengths: Lengths) -> np.ndarray:
     """Load of packs when no model is known: tiles and tokens count the same over all packs."""
-    tiles, tokens = packs.sums(lengths.tiles), packs.sums(lengths.tokens)
+    tiles, tokens = packs.sums(lengths.column("tiles")), packs.sums(lengths.tokens)
     return tiles / max(tiles.sum(), 1) + tokens / tokens.sum()

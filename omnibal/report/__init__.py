@@ -1,5 +1,4 @@
-"""The report: a plan and the measurements of its run, as one self-contained HTML page."""
+"""The report: a plan and the measurements of its run, as one self-contained HTML page.
 
-from omnibal.report.page import write_report
-
-__all__ = ["write_report"]
+`page.write_report` writes it. Its tables are those that commands print.
+"""

@@ -1,16 +1,27 @@
-"""Headline cards: fit into memory, time, waste and training result."""
+"""Headline cards: fit into memory, time, waste and loss."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from omnibal.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
 from omnibal.replay import ReplaySummary
 from omnibal.report.summary import RunSummary, replayed_peaks_as_predicted
-from omnibal.report.text import ARROW, deviation, duration, escape, milliseconds, number, percent
-from omnibal.runlog import Evaluation, StepRecord
+from omnibal.report.table import Marked
+from omnibal.report.text import ARROW, deviation, duration, milliseconds, number, percent
+from omnibal.runlog import StepRecord
 
-_KINDS_SHOWN = 5
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """One figure that stands at the top of the page."""
+
+    title: str
+    value: str | Marked
+    source: str = ""
+    """Where the value is from: predicted, replayed or measured."""
+    note: str
 
 
 def headline_cards(
@@ -18,40 +29,31 @@ def headline_cards(
     run: RunSummary | None,
     replay: ReplaySummary | None,
     records: Sequence[StepRecord],
-    evaluation: Evaluation | None,
-) -> str:
+) -> list[Card]:
     """Cards in the order in which the questions are asked."""
     prediction = plan.prediction
     cards = [_fit(plan, prediction, run, replay)] if prediction else []
     if run or replay or prediction:
         cards += [_step(prediction, run, replay), _idle(prediction, run, replay)]
-        cards += [_rate(prediction, run)]
-    cards += [_length(plan, prediction)] if prediction else []
+        cards += _rate(prediction, run)
+    cards += _length(plan, prediction) if prediction else []
     cards += [_loss(run, records)] if run else []
-    cards += [_accuracy(evaluation)] if evaluation and evaluation.kinds else []
-    return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
-
-
-def _card(title: str, value: str, note: str) -> str:
-    return (
-        f'<div class="card"><h3>{escape(title)}</h3><div class="value">{value}</div>'
-        f"<p>{escape(note)}</p></div>"
-    )
+    return cards
 
 
 def _beside(
     predicted: str | None, replayed: str | None, measured: str | None
-) -> tuple[str, list[str]]:
-    """Last value that is given, and notes of those before it; at least one is not None."""
+) -> tuple[str, str, list[str]]:
+    """Last value that is given, its source, and notes of those before it; one at least is given."""
     values = {"predicted": predicted, "replayed": replayed, "measured": measured}
     *others, (name, value) = [(k, v) for k, v in values.items() if v is not None]
     missing = ["no prediction"] * (predicted is None)
-    return f"{value} <small>{name}</small>", missing + [f"{k} {v}" for k, v in others]
+    return value, name, missing + [f"{k} {v}" for k, v in others]
 
 
 def _fit(
     plan: Plan, prediction: Prediction, run: RunSummary | None, replay: ReplaySummary | None
-) -> str:
+) -> Card:
     peaks = [stage.memory.peak_gib for stage in prediction.stages]
     cap, worst = memory_cap_gib(plan.cluster), max(peaks)
     verdict, css = ("fits", "good") if worst <= cap else ("does not fit", "bad")
@@ -67,16 +69,16 @@ def _fit(
         note += f"; {number(most)} GiB replayed where {number(expected)} were predicted"
     if run:
         note += f"; {number(max(run.peak_gib))} GiB measured"
-    return _card("Memory", f'<span class="{css}">{verdict}</span>', note)
+    return Card(title="Memory", value=Marked(verdict, css), note=note)
 
 
 def _step(
     prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
-) -> str:
+) -> Card:
     predicted = milliseconds(prediction.step_ms) if prediction else None
     if prediction and run:
         predicted = f"{predicted}, {deviation(prediction.step_ms, run.step_ms)}"
-    value, notes = _beside(
+    value, source, notes = _beside(
         predicted,
         milliseconds(replay.step_ms) if replay else None,
         milliseconds(run.step_ms) if run else None,
@@ -88,57 +90,44 @@ def _step(
     elif prediction and not run:
         ideal = milliseconds(prediction.ideal_step_ms)
         notes.append(f"at best {ideal}, without waiting or recomputing")
-    return _card("Time per step", value, "; ".join(notes))
+    return Card(title="Time per step", value=value, source=source, note="; ".join(notes))
 
 
 def _idle(
     prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
-) -> str:
-    value, notes = _beside(
+) -> Card:
+    value, source, notes = _beside(
         percent(prediction.bubble_fraction) if prediction else None,
         percent(replay.idle_fraction) if replay else None,
         percent(run.bubble_fraction) if run else None,
     )
-    return _card("Idle", value, "; ".join(notes) or "share of device time spent waiting")
+    note = "; ".join(notes) or "share of device time spent waiting"
+    return Card(title="Idle", value=value, source=source, note=note)
 
 
-def _rate(prediction: Prediction | None, run: RunSummary | None) -> str:
+def _rate(prediction: Prediction | None, run: RunSummary | None) -> list[Card]:
     rate = prediction.samples_per_second_per_gpu if prediction else None
     if rate is None and run is None:
-        return ""
+        return []
     predicted = None if rate is None else number(rate)
     measured = number(run.samples_per_second_per_gpu) if run else None
-    value, notes = _beside(predicted, None, measured)
-    return _card("Samples per second per device", value, "; ".join(notes))
+    value, source, notes = _beside(predicted, None, measured)
+    title = "Samples per second per device"
+    return [Card(title=title, value=value, source=source, note="; ".join(notes))]
 
 
-def _length(plan: Plan, prediction: Prediction) -> str:
+def _length(plan: Plan, prediction: Prediction) -> list[Card]:
     if plan.data is None or prediction.gpu_days is None:
-        return ""
+        return []
     value = duration(prediction.step_ms * plan.data.steps / 1000)
     epochs = f"{plan.data.epochs} epoch{'s' * (plan.data.epochs > 1)}"
-    return _card(
-        "Whole training",
-        f"{value} <small>predicted</small>",
-        f"{plan.data.steps:,} steps, {epochs}, {number(prediction.gpu_days)} device-days",
+    note = f"{plan.data.steps:,} steps, {epochs}, {number(prediction.gpu_days)} device-days"
+    return [Card(title="Whole training", value=value, source="predicted", note=note)]
+
+
+def _loss(run: RunSummary, records: Sequence[StepRecord]) -> Card:
+    return Card(
+        title="Loss",
+        value=f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}",
+        note=f"at step {records[0].step:,} and at step {records[-1].step:,}",
     )
-
-
-def _loss(run: RunSummary, records: Sequence[StepRecord]) -> str:
-    return _card(
-        "Loss",
-        f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}",
-        f"at step {records[0].step:,} and at step {records[-1].step:,}",
-    )
-
-
-def _accuracy(evaluation: Evaluation) -> str:
-    rows = "".join(
-        f"<dt>{escape(kind.kind)}</dt>"
-        f'<dd class="value">{percent(kind.accuracy)}</dd>'
-        f'<dd class="soft">chance {percent(kind.chance)}</dd>'
-        for kind in evaluation.kinds[:_KINDS_SHOWN]
-    )
-    more = len(evaluation.kinds) - _KINDS_SHOWN
-    note = f"<p>and {more} kinds more below</p>" if more > 0 else ""
-    return f'<div class="card double"><h3>Held-out accuracy</h3><dl>{rows}</dl>{note}</div>'

@@ -1,6 +1,7 @@
 """The report's figures of plan and run, as SVG; colours mean the same thing in all of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,36 +27,38 @@ from omnibal.report.svg import (
     stacked_row,
     text,
 )
-from omnibal.report.text import escape, milliseconds, number, percent, tick
+from omnibal.report.text import milliseconds, number, percent, tick
 from omnibal.runlog import StepRecord
 
 WIDE = 1080
 _LEAST_SHOWN_SHARE = 0.001
 TIME_PARTS = ("forward", "backward", "wait", "data", "update")
 """Classes of the parts of `StageTime`, in its order."""
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "transient")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "working")
 """Classes of the parts of `StageMemory`, in its order."""
 _BUCKETS = 400
 """Drawn points per curve are at most twice this, however long the run."""
 _CELLS = 64
 """Cells per axis of the pack density."""
+_METER = 150.0
 
 
-def figure(title: str, drawn: str, caption: str, legend: str = "", css: str = "") -> str:
-    """One figure with its heading above and its caption below; `drawn` is trusted."""
-    return (
-        f'<figure class="{css}"><h3>{escape(title)}</h3>{legend}<div class="scroll">{drawn}</div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One figure with its heading above and its caption below."""
 
-
-def legend(*entries: tuple[str, str]) -> str:
+    title: str
+    svg: str = ""
+    """What is drawn, whose text is escaped."""
+    shares: Sequence[tuple[str, float]] = ()
+    """In place of a drawing: (class, share) of the parts of one bar."""
+    caption: str
+    legend: Sequence[tuple[str, str]] = ()
     """Keys of (class, meaning)."""
-    keys = "".join(f'<span><i class="{css}"></i>{escape(label)}</span>' for css, label in entries)
-    return f'<p class="legend">{keys}</p>'
+    wide: bool = False
 
 
-def split_figure(plan: Plan) -> str:
+def split_figure(plan: Plan) -> Figure:
     """Every unit of the model as a block in the row of its stage."""
     rows = drawn_units(plan)
     pitch = min(34.0, (WIDE - 80) / max(len(row) for row in rows))
@@ -81,17 +84,17 @@ def split_figure(plan: Plan) -> str:
         + f" layers, {stage.recomputed_layers} recomputed"
         for index, stage in enumerate(plan.stages)
     )
-    return figure(
-        "Layers on each pipeline stage",
-        drawing(72 + pitch * max(map(len, rows)), 36 * len(rows) + 6, label, parts),
-        "Numbers count over the whole model. E: embedding, P: projector, H: output head.",
-        legend(
+    return Figure(
+        title="Layers on each pipeline stage",
+        svg=drawing(72 + pitch * max(map(len, rows)), 36 * len(rows) + 6, label, parts),
+        caption="Numbers count over the whole model. E: embedding, P: projector, H: output head.",
+        legend=(
             ("vision", "vision layer"),
             ("language", "language layer"),
             ("edge", "embedding, projector, head"),
             ("hatched", "recomputed in the backward pass"),
         ),
-        "wide",
+        wide=True,
     )
 
 
@@ -126,11 +129,13 @@ def memory_parts(memory: StageMemory) -> tuple[float, ...]:
     )
 
 
-def memory_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+def memory_figure(
+    plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
+) -> Figure | None:
     """Predicted memory of one device of each stage against what it may fill; replayed and
-    measured peaks."""
+    measured peaks. None without a prediction."""
     if plan.prediction is None:
-        return ""
+        return None
     memories = [stage.memory for stage in plan.prediction.stages]
     cap = memory_cap_gib(plan.cluster)
     marks = {
@@ -156,14 +161,14 @@ def memory_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | No
     keys = [(css, css) for css in MEMORY_PARTS] + [(name, f"{name} peak") for name in marks]
     caption = f"Predicted, at the peak of the step. Usable: {_usable(plan)}."
     if replay and not all(stage.with_working_memory for stage in replay.stages):
-        caption += " The replayed peak on a CPU is without transient memory."
+        caption += " The replayed peak on a CPU is without working memory."
     if run:
         caption += " The measured peak on a CPU is the whole process, its libraries included."
-    return figure(
-        "Memory of one device per stage",
-        drawing(520, bottom + 44, "memory by kind and stage against what is usable", parts),
-        caption,
-        legend(*keys),
+    return Figure(
+        title="Memory of one device per stage",
+        svg=drawing(520, bottom + 44, "memory by kind and stage against what is usable", parts),
+        caption=caption,
+        legend=keys,
     )
 
 
@@ -171,12 +176,12 @@ def _usable(plan: Plan) -> str:
     return f"{100 * USABLE_MEMORY_FRACTION:g} % of a device's {plan.cluster.memory_gib:g} GiB"
 
 
-def time_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+def time_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Figure | None:
     """Forward, backward, wait, data and update of every stage: predicted, below it replayed and
-    measured."""
+    measured. None without any of them."""
     series = stage_times_by_source(plan, run, replay)
     if not series:
-        return ""
+        return None
     longest = max(sum(time) for times in series.values() for time in times)
     x = Scale(0, 1.02 * longest or 1.0, 150 if len(series) > 1 else 72, 506)
     pitch = 18 * len(series) + 12
@@ -192,12 +197,12 @@ def time_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     label = f"time per stage and activity, {' and '.join(series)}"
     means = ["Replayed: mean over the replayed steps."] * bool(replay)
     means += ["Measured: median over the run's steps."] * bool(run)
-    return figure(
-        "Where a step's time goes",
-        drawing(520, bottom + 44, label, parts),
-        "Backward includes recomputation. Update: gradient reduction, clipping, weight update. "
-        + (" ".join(means) or "Predicted."),
-        legend(*((css, css) for css in TIME_PARTS)),
+    return Figure(
+        title="Where a step's time goes",
+        svg=drawing(520, bottom + 44, label, parts),
+        caption="Backward includes recomputation. Update: gradient reduction, clipping, weight "
+        "update. " + (" ".join(means) or "Predicted."),
+        legend=[(css, css) for css in TIME_PARTS],
     )
 
 
@@ -227,7 +232,7 @@ def curve_figure(
     held_out: Sequence[tuple[int, float]] = (),
     smooth: bool = True,
     from_zero: bool = False,
-) -> str:
+) -> Figure:
     """One value over the steps: raw points faint, moving mean bold, `predicted` dashed, and the
     same on held-out data, (last step before, value), as a line of its own.
 
@@ -242,7 +247,7 @@ def curve_figure(
         notes.append(f"Steps without a finite value: {int((~finite).sum()):,}.")
     steps, series = steps[finite], series[finite]
     if not len(series):
-        return figure(title, "", " ".join(notes))
+        return Figure(title=title, caption=" ".join(notes))
     validated = np.array([one for one in held_out if np.isfinite(one[1])]).reshape(-1, 2)
     others = [] if predicted is None else [predicted]
     low, high = padded(np.concatenate([series, others, validated[:, 1]]))
@@ -263,7 +268,8 @@ def curve_figure(
         parts += [polyline(xs, ys, "held-out"), dots(xs, ys, "dots held-out")]
         notes.append(f"Second line: held-out data, {number(validated[-1, 1])} at the end.")
     label = f"{title}: {number(series[0])} at the first step, {number(series[-1])} at the last"
-    return figure(title, drawing(plot.width, plot.height, label, parts), " ".join(notes))
+    drawn = drawing(plot.width, plot.height, label, parts)
+    return Figure(title=title, svg=drawn, caption=" ".join(notes))
 
 
 def _curves(plot: Plot, steps: np.ndarray, series: np.ndarray, smooth: bool) -> list[str]:
@@ -279,13 +285,15 @@ def _curves(plot: Plot, steps: np.ndarray, series: np.ndarray, smooth: bool) -> 
     return parts
 
 
-def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
+def packs_figure(packs: ScheduledPacks, caps: Caps) -> Figure:
     """Density of packs over tiles and tokens; good packs crowd near a cap."""
-    plot = Plot.over((-0.05 * caps.max_tiles, 1.06 * caps.max_tiles), (0, 1.08 * caps.max_tokens))
-    cell_x = max(1, -(-caps.max_tiles // _CELLS))
-    cell_y = max(1, -(-caps.max_tokens // (_CELLS // 2)))
+    plot = Plot.over((-0.05 * caps["tiles"], 1.06 * caps["tiles"]), (0, 1.08 * caps["tokens"]))
+    cell_x = max(1, -(-caps["tiles"] // _CELLS))
+    cell_y = max(1, -(-caps["tokens"] // (_CELLS // 2)))
     cells, counts = np.unique(
-        np.stack([packs.tiles // cell_x, packs.tokens // cell_y]), axis=1, return_counts=True
+        np.stack([packs.column("tiles") // cell_x, packs.tokens // cell_y]),
+        axis=1,
+        return_counts=True,
     )
     width = plot.x(cell_x) - plot.x(0)
     height = plot.y.start - plot.y(cell_y)
@@ -296,18 +304,18 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> str:
         side = min(max(width, 3.0), 14.0)
         x, y = plot.x(tile * cell_x) - side / 2, plot.y(token * cell_y) - height
         parts.append(rect(x, y, side, max(height, 3.0), f"pack shade{shade}"))
-    x, y = plot.x(caps.max_tiles), plot.y(caps.max_tokens)
+    x, y = plot.x(caps["tiles"]), plot.y(caps["tokens"])
     parts.append(line(x, plot.y.start, x, plot.y.end, "cap"))
     parts.append(line(plot.x.start, y, plot.x.end, y, "cap"))
-    return figure(
-        "Packs against their caps",
-        drawing(plot.width, plot.height, f"tiles and tokens of {len(packs):,} packs", parts),
-        f"{len(packs):,} packs; darker: more of them. Dashed: the caps, {caps.max_tiles:,} tiles "
-        f"and {caps.max_tokens:,} tokens.",
+    return Figure(
+        title="Packs against their caps",
+        svg=drawing(plot.width, plot.height, f"tiles and tokens of {len(packs):,} packs", parts),
+        caption=f"{len(packs):,} packs; darker: more of them. Dashed: the caps, "
+        f"{caps['tiles']:,} tiles and {caps['tokens']:,} tokens.",
     )
 
 
-def waste_figure(plan: Plan, replay: ReplaySummary | None) -> str:
+def waste_figures(plan: Plan, replay: ReplaySummary | None) -> list[Figure]:
     """The predicted step as ideal computation and what is lost to each cause; below it the
     replayed step."""
     figures = []
@@ -322,47 +330,32 @@ def waste_figure(plan: Plan, replay: ReplaySummary | None) -> str:
     if replay is not None:
         caption = "The same of the replayed steps, with the times that their stages took."
         figures.append(_lost_figure("replayed", replay.lost, replay.step_ms, caption))
-    return "".join(figures)
+    return [figure for figure in figures if figure.shares]
 
 
-def _lost_figure(source: str, lost: LostTime, step_ms: float, caption: str) -> str:
-    if step_ms <= 0:
-        return ""
-    shares = {
-        name: ms / step_ms
+def _lost_figure(source: str, lost: LostTime, step_ms: float, caption: str) -> Figure:
+    shown = [
+        (f"lost-{name.replace(' ', '-')}", name, ms)
         for name, ms in lost.named().items()
-        if ms >= _LEAST_SHOWN_SHARE * step_ms
-    }
-    keys = [
-        (_css(name), f"{name} {milliseconds(share * step_ms)} ({percent(share)})")
-        for name, share in shares.items()
+        if ms >= _LEAST_SHOWN_SHARE * step_ms > 0
     ]
-    stack = "".join(
-        f'<i class="{_css(name)}" style="width:{100 * share:.2f}%"></i>'
-        for name, share in shares.items()
-    )
-    label = escape("; ".join(meaning for _, meaning in keys))
-    return figure(
-        f"Where the {source} step's time goes",
-        f'<div class="stack" role="img" aria-label="{label}">{stack}</div>',
-        caption,
-        legend(*keys),
-        "wide",
+    return Figure(
+        title=f"Where the {source} step's time goes",
+        shares=[(css, ms / step_ms) for css, _, ms in shown],
+        caption=caption,
+        legend=[
+            (css, f"{name} {milliseconds(ms)} ({percent(ms / step_ms)})") for css, name, ms in shown
+        ],
+        wide=True,
     )
 
 
-def _css(name: str) -> str:
-    return "lost-" + name.replace(" ", "-")
-
-
-def bars(counts: np.ndarray, css: str, label: str) -> str:
-    """A histogram without axes, for a table cell."""
-    width, height = 180.0, 26.0
-    pitch, top = width / len(counts), max(1, int(counts.max()))
+def meter(share: float, mark: float) -> str:
+    """A bar filled to `share` of its width, with a mark on it, for a table cell."""
     parts = [
-        rect(i * pitch, height - tall, max(pitch - 1, 0.8), tall, css)
-        for i, count in enumerate(counts)
-        if count
-        for tall in [max(1.0, height * count / top)]
+        rect(0, 4, _METER, 10, "wait"),
+        rect(0, 4, _METER * share, 10, "right"),
+        rect(_METER * mark - 1, 0, 2, 18, "measured"),
     ]
-    return drawing(width, height, label, [*parts, line(0, height, width, height, "axis")], "spark")
+    label = f"{percent(share)}; the mark is at {percent(mark)}"
+    return drawing(_METER, 18, label, parts, "spark")

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.metrics import pad_ratio, rank_sums, straggler_factor
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import DataRequest
 from omnibal.files import atomic
 from omnibal.job import JobSpec
-from omnibal.pipeline.stage_cost import model_ms
 from omnibal.report.svg import Plot, Scale, document, line, polyline, rect, text
 from omnibal.report.text import milliseconds, number, percent, shorten, tick
 
@@ -99,10 +97,6 @@ class LoadSetting:
         """Micro-batches of one rank in a step."""
         return self.request.packs_per_step // self.dp
 
-    def load_ms(self, features: np.ndarray) -> np.ndarray:
-        """Predicted time of micro-batches with `features` [packs, 5]. [packs]"""
-        return model_ms(self.job.cost, self.job.model, features)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankLoads:
@@ -162,7 +156,7 @@ def common_practice(
     dp: int,
     micro_batches: int,
     seed: int,
-    load: Callable[[np.ndarray], np.ndarray],
+    load: Callable[[Packs, Lengths], np.ndarray],
 ) -> np.ndarray:
     """Load of every rank and step when nothing is balanced. [steps, dp]
 
@@ -178,7 +172,7 @@ def common_practice(
         dp: data-parallel ranks.
         micro_batches: of one rank in a step.
         seed: of the order.
-        load: gives the load of every micro-batch [packs] from its features [packs, 5].
+        load: gives the load of every micro-batch [packs] from packs of these lengths.
     """
     micro_batch = _random_micro_batches(lengths, samples_per_micro_batch, dp * micro_batches, seed)
     tokens = lengths.tokens.copy()
@@ -187,8 +181,7 @@ def common_practice(
         samples=micro_batch.ravel(),
         offsets=np.arange(0, micro_batch.size + 1, samples_per_micro_batch),
     )
-    features = pack_features(packs, replace(lengths, tokens=tokens))
-    return load(features).reshape(-1, dp, micro_batches).sum(axis=2)
+    return load(packs, replace(lengths, tokens=tokens)).reshape(-1, dp, micro_batches).sum(axis=2)
 
 
 def _random_micro_batches(
@@ -254,7 +247,7 @@ def _loads_before(setting: LoadSetting, lengths: Lengths, count: int) -> RankLoa
     """Common practice with `count` samples in a micro-batch; None if they make no step."""
     seed = setting.request.seed
     compute_ms = common_practice(
-        lengths, count, setting.dp, setting.micro_batches, seed, setting.load_ms
+        lengths, count, setting.dp, setting.micro_batches, seed, setting.job.load_ms
     )
     if not len(compute_ms):
         return None
@@ -268,7 +261,7 @@ def _loads_before(setting: LoadSetting, lengths: Lengths, count: int) -> RankLoa
 
 
 def _loads_after(setting: LoadSetting, scheduled: ScheduledPacks, lengths: Lengths) -> RankLoads:
-    load_ms = setting.load_ms(pack_features(scheduled.packs, lengths))
+    load_ms = setting.job.load_ms(scheduled.packs, lengths)
     return RankLoads(
         compute_ms=rank_sums(scheduled, load_ms, setting.dp),
         samples=len(scheduled.packs.samples),
@@ -296,7 +289,7 @@ def _document(setting: LoadSetting, contents: str, panels: list[_Panel], note: s
     model, cluster = (shorten(c.name, _NAME_LIMIT) for c in (job.model, job.cluster))
     caps, title = setting.request.caps, f"Predicted load of ranks: {model} on {cluster}"
     subtitle = (
-        f"{contents} of at most {caps.max_tiles:,} tiles and {caps.max_tokens:,} tokens; "
+        f"{contents} of at most {caps['tiles']:,} tiles and {caps['tokens']:,} tokens; "
         f"{setting.dp:,} data-parallel rank{_s(setting.dp)}, up to {setting.micro_batches:,} "
         f"pack{_s(setting.micro_batches)} each per step"
     )

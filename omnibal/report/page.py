@@ -4,8 +4,10 @@ Equal inputs give equal bytes: nothing on the page depends on when or where it w
 """
 
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
@@ -17,13 +19,15 @@ from omnibal.plan_files import PlanFiles
 from omnibal.replay import ReplaySummary, read_replay
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import (
+    Figure,
     curve_figure,
     memory_figure,
     packs_figure,
     split_figure,
     time_figure,
-    waste_figure,
+    waste_figures,
 )
+from omnibal.report.sources import sources_table
 from omnibal.report.summary import RunSummary, summarise_run
 from omnibal.report.tables import (
     accuracy_table,
@@ -31,10 +35,9 @@ from omnibal.report.tables import (
     memory_table,
     packing_facts,
     provenance_facts,
-    sources_table,
     stage_table,
 )
-from omnibal.report.text import TIMES, escape
+from omnibal.report.text import percent
 from omnibal.report.timeline import timeline_figure
 from omnibal.runlog import (
     RUN_FILE,
@@ -47,8 +50,7 @@ from omnibal.runlog import (
     read_validations,
 )
 
-# The page can neither load nor run anything, whatever text the data holds.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_SOURCES_SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,62 +148,49 @@ def _records_of(plan: Plan, run_directory: Path) -> list[StepRecord]:
 
 def render(report: ReportInput) -> str:
     """The whole page."""
-    name = escape(report.plan.model.name)
-    style = _style("report.css") + (_style("replay.css") if report.replay else "")
-    sections = (
-        _stages(report),
-        _memory(report),
-        _training(report),
-        _answers(report),
-        _data(report),
-        _section("Provenance", provenance_facts(report.plan, report.replay, report.records)),
+    pages = Environment(
+        loader=PackageLoader("omnibal", "report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}: OmniBal report</title>\n<style>\n{style}</style></head>\n<body>\n"
-        f"{_header(report)}\n<main>\n{''.join(sections)}</main>\n</body></html>\n"
+    pages.filters["percent"] = percent
+    return pages.get_template("page.html.jinja").render(
+        plan=report.plan, replay=report.replay, run=report.run, **_shown(report)
     )
 
 
-def _style(name: str) -> str:
-    return (resources.files("omnibal.report") / name).read_text()
-
-
-def _section(title: str, *parts: str) -> str:
-    """A section of the page; empty if there is nothing to show."""
-    body = "\n".join(part for part in parts if part)
-    return f"<section><h2>{escape(title)}</h2>\n{body}\n</section>\n" if body else ""
-
-
-def _grid(*figures: str) -> str:
-    shown = [drawn for drawn in figures if drawn]
-    return f'<div class="grid">{"".join(shown)}</div>' if shown else ""
-
-
-def _header(report: ReportInput) -> str:
-    plan = report.plan
-    sizes = plan.parallel
-    layout = (
-        f"{sizes.pipeline} pipeline {TIMES} {sizes.tensor} tensor {TIMES} {sizes.data} data = "
-        f"{sizes.world_size} devices ({escape(plan.cluster.device)}, {plan.precision})"
-    )
-    missing = ""
-    if plan.prediction is None:
-        missing += '<p class="note">This plan holds no prediction.</p>'
-    if report.replay is not None:
-        missing += f'<p class="note">{escape(_about(report.replay))}</p>'
-    elif report.run is None:
-        missing += (
-            '<p class="note">Predicted only: no run was given. With <code>--run DIRECTORY</code> '
-            "measured figures stand beside the predicted ones.</p>"
-        )
-    return (
-        f'<header><h1>{escape(plan.model.name)}</h1><p class="soft">{layout}</p>{missing}'
-        f"{headline_cards(plan, report.run, report.replay, report.records, report.evaluation)}"
-        "</header>"
-    )
+def _shown(report: ReportInput) -> dict[str, Any]:
+    """What the page's template shows, by its names for it; what is not given is empty."""
+    plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
+    shown = {
+        "about_replay": _about(replay) if replay else "",
+        "cards": headline_cards(plan, run, replay, report.records),
+        "kinds": evaluation.kinds if evaluation else (),
+        "split": split_figure(plan),
+        "stages": stage_table(plan, run, replay),
+        "waste": waste_figures(plan, replay),
+        "timeline": timeline_figure(plan.stages, report.cost, *report.data) if report.data else "",
+        "memory": memory_table(plan, run, replay),
+        "times": time_figure(plan, run, replay),
+        "memories": memory_figure(plan, run, replay),
+        "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
+        "curves": _curves(report) if run else (),
+        "accuracy": accuracy_table(evaluation) if evaluation else None,
+        "answers": answers_table(evaluation) if evaluation else None,
+        "packs": None,
+        "provenance": provenance_facts(plan, replay, report.records),
+    }
+    if plan.data is not None and report.data is not None:
+        packs, lengths = report.data
+        shown |= {
+            "packs": packs_figure(packs, plan.data.caps),
+            "packing": packing_facts(packs, lengths, plan.data, plan.parallel.data),
+            "sources": sources_table(lengths, most=_SOURCES_SHOWN),
+        }
+    return shown
 
 
 def _about(replay: ReplaySummary) -> str:
@@ -219,86 +208,38 @@ def _about(replay: ReplaySummary) -> str:
     )
 
 
-def _stages(report: ReportInput) -> str:
-    return _section(
-        "Stages",
-        split_figure(report.plan),
-        stage_table(report.plan, report.run, report.replay),
-        waste_figure(report.plan, report.replay),
-        timeline_figure(report.plan.stages, report.cost, *report.data) if report.data else "",
-    )
-
-
-def _memory(report: ReportInput) -> str:
-    shown = (report.plan, report.run, report.replay)
-    return _section(
-        "Time and memory",
-        memory_table(*shown),
-        _grid(time_figure(*shown), memory_figure(*shown)),
-    )
-
-
-def _training(report: ReportInput) -> str:
+def _curves(report: ReportInput) -> list[Figure]:
+    """Loss, step time, learning rate and gradient norm over the steps of the run."""
     records, prediction = report.records, report.plan.prediction
-    if report.run is None:
-        return ""
-    incidents = ", ".join(f"{name}: {count:,}" for name, count in report.run.incidents().items())
-    return _section(
-        "Training",
-        f'<p class="note">{escape(incidents)}.</p>' if incidents else "",
-        _grid(
-            curve_figure(
-                "Loss",
-                records,
-                [r.loss for r in records],
-                "loss per token",
-                held_out=[(one.step - 1, one.loss) for one in report.validations],
-            ),
-            curve_figure(
-                "Step time",
-                records,
-                [r.step_ms for r in records],
-                "ms",
-                predicted=prediction.step_ms if prediction else None,
-                from_zero=True,
-            ),
-            curve_figure(
-                "Learning rate",
-                records,
-                [r.learning_rate for r in records],
-                "rate",
-                smooth=False,
-                from_zero=True,
-            ),
-            curve_figure(
-                "Gradient norm",
-                records,
-                [r.grad_norm for r in records],
-                "norm before clipping",
-                from_zero=True,
-            ),
+    return [
+        curve_figure(
+            "Loss",
+            records,
+            [r.loss for r in records],
+            "loss per token",
+            held_out=[(one.step - 1, one.loss) for one in report.validations],
         ),
-    )
-
-
-def _answers(report: ReportInput) -> str:
-    if report.evaluation is None:
-        return ""
-    return _section(
-        "Held-out answers",
-        accuracy_table(report.evaluation),
-        answers_table(report.evaluation),
-    )
-
-
-def _data(report: ReportInput) -> str:
-    if report.plan.data is None or report.data is None:
-        return ""
-    packs, lengths = report.data
-    return _section(
-        "Data",
-        '<div class="grid">'
-        f"{packs_figure(packs, report.plan.data.caps)}"
-        f"{packing_facts(packs, lengths, report.plan)}</div>",
-        sources_table(lengths),
-    )
+        curve_figure(
+            "Step time",
+            records,
+            [r.step_ms for r in records],
+            "ms",
+            predicted=prediction.step_ms if prediction else None,
+            from_zero=True,
+        ),
+        curve_figure(
+            "Learning rate",
+            records,
+            [r.learning_rate for r in records],
+            "rate",
+            smooth=False,
+            from_zero=True,
+        ),
+        curve_figure(
+            "Gradient norm",
+            records,
+            [r.grad_norm for r in records],
+            "norm before clipping",
+            from_zero=True,
+        ),
+    ]

@@ -1,10 +1,8 @@
-"""The report's tables: exact numbers under the figures."""
+"""Tables of the page, and those that commands print too: exact numbers under the figures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice
-
-import numpy as np
+from dataclasses import replace
+from itertools import islice
 
 from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
@@ -12,9 +10,9 @@ from omnibal.data.metrics import measure_packs
 from omnibal.data.packs import ScheduledPacks
 from omnibal.limits import memory_cap_gib
 from omnibal.pipeline.prediction import StageMemory
-from omnibal.plan import Plan
+from omnibal.plan import DataPlan, Plan
 from omnibal.replay import ReplaySummary
-from omnibal.report.figures import MEMORY_PARTS, bars, memory_parts
+from omnibal.report.figures import MEMORY_PARTS, memory_parts, meter
 from omnibal.report.summary import (
     RunSummary,
     accuracy_interval,
@@ -24,62 +22,35 @@ from omnibal.report.summary import (
     stage_times_by_source,
     telling_examples,
 )
-from omnibal.report.text import EN_DASH, aligned, escape, number, percent, shorten
+from omnibal.report.table import Cell, Column, Drawing, Facts, Marked, Style, Table
+from omnibal.report.text import EN_DASH, aligned, number, percent, shorten
 from omnibal.runlog import Evaluation, StepRecord
 
-_SOURCES_SHOWN = 12
 _EXAMPLES_SHOWN = 12
 _TEXT_LIMIT = 160
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """One column; neighbours of the same non-empty group share a heading. Cells are trusted."""
-
-    group: str = ""
-    title: str
-    cells: Sequence[str]
-    css: str = ""
+def _column(
+    title: str, cells: Sequence[Cell], style: Style = "", group: str = ""
+) -> tuple[Column, Sequence[Cell]]:
+    return Column(title=title, style=style, group=group), cells
 
 
-def table(columns: Sequence[Column], caption: str) -> str:
-    """A table that scrolls sideways where it is too wide, what to know of it below."""
-    groups = [(name, len(list(members))) for name, members in groupby(c.group for c in columns)]
-    head = "".join(f'<th colspan="{span}">{escape(name)}</th>' for name, span in groups)
-    head = f"<tr>{head}</tr>" if any(name for name, _ in groups) else ""
-    titles = "".join(f'<th class="{c.css}">{escape(c.title)}</th>' for c in columns)
-    rows = "".join(
-        "<tr>" + "".join(f'<td class="{c.css}">{c.cells[i]}</td>' for c in columns) + "</tr>"
-        for i in range(len(columns[0].cells))
-    )
-    return (
-        f'<div class="scroll"><table><thead>{head}<tr>{titles}</tr></thead>'
-        f'<tbody>{rows}</tbody></table></div><p class="caption">{escape(caption)}</p>'
-    )
-
-
-def facts(title: str, entries: Sequence[tuple[str, str]]) -> str:
-    """Names and values; values are trusted."""
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in entries)
-    return f'<div>{title and f"<h3>{escape(title)}</h3>"}<dl class="provenance">{rows}</dl></div>'
-
-
-def _beside(group: str, series: Mapping[str, Sequence[float]]) -> list[Column]:
+def _beside(
+    group: str, series: Mapping[str, Sequence[float]]
+) -> list[tuple[Column, Sequence[Cell]]]:
     """A column of each named series, all with equal decimals; an empty one is left out."""
     cells = iter(aligned([value for values in series.values() for value in values]))
     return [
-        Column(
-            group=group,
-            title=name,
-            cells=list(islice(cells, len(values))),
-            css="bold" * (name != "predicted"),
+        _column(
+            name, list(islice(cells, len(values))), "" if name == "predicted" else "bold", group
         )
         for name, values in series.items()
         if values
     ]
 
 
-def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Table:
     """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
     stages, times = plan.stages, stage_times_by_source(plan, run, replay)
     counts = {
@@ -93,8 +64,8 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
         "measured": run.wait_fractions if run else (),
     }
     columns = [
-        Column(title="stage", cells=[str(i) for i in range(len(stages))], css="left"),
-        *(Column(group="layers", title=k, cells=[f"{n}" for n in v]) for k, v in counts.items()),
+        _column("stage", [str(i) for i in range(len(stages))], "left"),
+        *(_column(name, [f"{n}" for n in of], group="layers") for name, of in counts.items()),
         *_beside("forward, ms", {k: [time.forward_ms for time in v] for k, v in times.items()}),
         *_beside("backward, ms", {k: [time.backward_ms for time in v] for k, v in times.items()}),
         *_beside("waiting, %", {k: [100 * share for share in v] for k, v in waits.items()}),
@@ -102,20 +73,22 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     count = micro_batches_per_step(plan)
     per = f"Times of a step of {count:.4g} micro-batches; " if count else ""
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
-    return table(columns, f"{per}backward includes recomputation.{mean}")
+    return Table.of_columns("Stages", columns, f"{per}backward includes recomputation.{mean}")
 
 
-def memory_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> str:
+def memory_table(
+    plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
+) -> Table | None:
     """Predicted memory by kind, the sum against the device's, and the replayed and measured peak.
 
-    The replayed peak is shown beside its predicted value.
+    The replayed peak is shown beside its predicted value. None where there is nothing to show.
     """
-    columns = [Column(title="stage", cells=[str(i) for i in range(len(plan.stages))], css="left")]
+    cap_gib = memory_cap_gib(plan.cluster)
+    columns = [_column("stage", [str(i) for i in range(len(plan.stages))], "left")]
     if plan.prediction:
-        columns += _predicted_memory(
-            [stage.memory for stage in plan.prediction.stages], memory_cap_gib(plan.cluster)
-        )
-    caption = "Memory of one device of each stage at the peak of the step."
+        columns += _predicted_memory([stage.memory for stage in plan.prediction.stages], cap_gib)
+    caption = "Memory of one device of each stage at the peak of the step; usable are "
+    caption += f"{number(cap_gib)} GiB."
     if replay:
         peaks = {
             "predicted": replayed_peaks_as_predicted(plan, replay),
@@ -126,71 +99,64 @@ def memory_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | Non
             caption += " A replay on a CPU measures no working memory: predicted beside it is "
             caption += "the rest."
     if run:
-        cells = aligned(run.peak_gib)
-        columns.append(Column(group="measured, GiB", title="peak", cells=cells, css="bold"))
+        columns.append(_column("peak", aligned(run.peak_gib), "bold", "measured, GiB"))
     if len(columns) == 1:
-        return ""
-    return table(columns, caption)
+        return None
+    table = Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", columns, caption)
+    return replace(table, tight=True)
 
 
-def _predicted_memory(memories: Sequence[StageMemory], cap_gib: float) -> list[Column]:
+def _predicted_memory(
+    memories: Sequence[StageMemory], cap_gib: float
+) -> list[tuple[Column, Sequence[Cell]]]:
     # Aligned together and dealt out again, so that all columns get the same decimals.
     rows = [(*memory_parts(memory), memory.peak_gib) for memory in memories]
-    cells, titles = aligned([size for row in rows for size in row]), (*MEMORY_PARTS, "peak")
+    cells, group = aligned([size for row in rows for size in row], at_least=2), "predicted, GiB"
+    titles = (*MEMORY_PARTS, "peak")
     shares = [memory.peak_gib / cap_gib for memory in memories]
-    columns = {title: cells[i :: len(titles)] for i, title in enumerate(titles)}
-    columns[f"of {number(cap_gib)} usable"] = [
-        f'<span class="{"good" if share <= 1 else "bad"}">{percent(share)}</span>'
-        for share in shares
-    ]
+    verdicts = [Marked(percent(share), "good" if share <= 1 else "bad") for share in shares]
     return [
-        Column(group="predicted, GiB", title=title, cells=column, css="bold" * (title == "peak"))
-        for title, column in columns.items()
+        *(
+            _column(title, cells[i :: len(titles)], "bold" if title == "peak" else "", group)
+            for i, title in enumerate(titles)
+        ),
+        _column("of usable", verdicts, group=group),
     ]
 
 
-def accuracy_table(evaluation: Evaluation) -> str:
-    """Exact answers by kind with their 95 % interval, beside chance."""
+def accuracy_table(evaluation: Evaluation) -> Table | None:
+    """Exact answers by kind with their 95 % interval, beside chance; None without kinds."""
     kinds = evaluation.kinds
     if not kinds:
-        return ""
-    shares = [kind.accuracy for kind in kinds]
+        return None
     intervals = [accuracy_interval(kind) for kind in kinds]
-    meters = [
-        f'<span class="meter"><i style="width:{100 * share:.1f}%"></i>'
-        f'<b style="left:{100 * kind.chance:.1f}%"></b></span>'
-        for kind, share in zip(kinds, shares, strict=True)
-    ]
     columns = [
-        Column(title="kind of question", cells=[escape(k.kind) for k in kinds], css="left"),
-        Column(title="questions", cells=[f"{k.questions:,}" for k in kinds]),
-        Column(title="correct", cells=[f"{k.correct:,}" for k in kinds]),
-        Column(title="accuracy", cells=[percent(share) for share in shares], css="bold"),
-        Column(
-            title="95 % interval",
-            cells=[f"{100 * low:.1f} {EN_DASH} {100 * high:.1f} %" for low, high in intervals],
+        _column("kind of question", [kind.kind for kind in kinds], "left"),
+        _column("questions", [f"{kind.questions:,}" for kind in kinds]),
+        _column("correct", [f"{kind.correct:,}" for kind in kinds]),
+        _column("accuracy", [percent(kind.accuracy) for kind in kinds], "bold"),
+        _column(
+            "95 % interval",
+            [f"{100 * low:.1f} {EN_DASH} {100 * high:.1f} %" for low, high in intervals],
         ),
-        Column(title="chance", cells=[percent(k.chance) for k in kinds]),
-        Column(title="", cells=meters),
+        _column("chance", [percent(kind.chance) for kind in kinds]),
+        _column("", [Drawing(meter(kind.accuracy, kind.chance)) for kind in kinds], "drawing"),
     ]
-    return table(
+    return Table.of_columns(
+        "Held-out answers, exact",
         columns,
         f"Exact matches after step {evaluation.step:,}. Chance, the mark on the bar, is the best "
         "that one constant answer reaches.",
     )
 
 
-def answers_table(evaluation: Evaluation) -> str:
-    """A few questions of every kind, right and wrong ones."""
+def answers_table(evaluation: Evaluation) -> Table | None:
+    """A few questions of every kind, right and wrong ones; None without any."""
     examples = telling_examples(evaluation, _EXAMPLES_SHOWN)
     if not examples:
-        return ""
-    marks = [
-        '<span class="good" title="right">&#10003;</span>'
-        if is_right(example)
-        else '<span class="bad" title="wrong">&#10007;</span>'
-        for example in examples
-    ]
+        return None
+    right = Marked("\N{CHECK MARK}", "good", "right")
+    wrong = Marked("\N{BALLOT X}", "bad", "wrong")
     texts = {
         "kind": [e.kind for e in examples],
         "question": [e.question for e in examples],
@@ -198,21 +164,21 @@ def answers_table(evaluation: Evaluation) -> str:
         "answered": [e.answered for e in examples],
         "sample": [e.sample for e in examples],
     }
-    columns = [Column(title="", cells=marks, css="mark")]
-    columns += [
-        Column(title=name, cells=[escape(shorten(v, _TEXT_LIMIT)) for v in values], css="wrap")
-        for name, values in texts.items()
+    columns = [
+        _column("", [right if is_right(example) else wrong for example in examples], "mark"),
+        *(
+            _column(name, [shorten(value, _TEXT_LIMIT) for value in values], "wrap")
+            for name, values in texts.items()
+        ),
     ]
-    return table(columns, "Examples, right and wrong ones of every kind; not in proportion.")
+    caption = "Examples, right and wrong ones of every kind; not in proportion."
+    return Table.of_columns("Examples", columns, caption)
 
 
-def packing_facts(packs: ScheduledPacks, lengths: Lengths, plan: Plan) -> str:
-    """Facts about the micro-batches: fill and balance."""
-    if plan.data is None:
-        return ""
-    dp = plan.parallel.data
-    bound = naive_lower_bound(lengths, plan.data.caps)
-    m = measure_packs(packs, lengths, plan.data.caps, dp, packs.tokens, bound)
+def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, dp: int) -> Facts:
+    """Facts about the micro-batches of `dp` ranks: fill and balance."""
+    bound = naive_lower_bound(lengths, data.caps)
+    m = measure_packs(packs, lengths, data.caps, dp, packs.tokens, bound)
     entries = [
         ("Samples", f"{len(lengths):,}, {m.samples_per_pack:.3g} per pack"),
         ("Packs", f"{m.packs:,} (at least {m.packs_lower_bound:,} are needed)"),
@@ -224,77 +190,42 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, plan: Plan) -> str:
             ("Uneven tiles", f"{percent(m.dist_ratio_vision)} below the busiest of {dp} ranks"),
             ("Uneven tokens", f"{percent(m.dist_ratio_language)} below the busiest of {dp} ranks"),
         ]
-    count = plan.data.micro_batches_per_step
+    count = data.micro_batches_per_step
     entries += [
         ("Steps", f"{m.steps:,} of {count} micro-batches on each of {dp} ranks"),
-        ("Method", f"{escape(plan.data.method)}, seed {plan.data.seed}"),
+        ("Method", f"{data.method}, seed {data.seed}"),
     ]
-    return facts("Packing", entries)
-
-
-def sources_table(lengths: Lengths) -> str:
-    """Tiles and tokens of every source as small histograms on common axes."""
-    counts = np.bincount(lengths.source, minlength=len(lengths.source_names))
-    order = [int(i) for i in np.argsort(-counts, kind="stable")]
-    groups = [(lengths.source_names[i], [i]) for i in order[:_SOURCES_SHOWN]]
-    rest = order[_SOURCES_SHOWN:]
-    groups += [(f"{len(rest)} smaller sources", rest)] if rest else []
-    most_tiles, tokens = int(lengths.tiles.max()), lengths.tokens
-    tile_edges = np.linspace(-0.5, most_tiles + 0.5, min(most_tiles + 1, 40) + 1)
-    token_edges = np.geomspace(tokens.min(), max(tokens.max(), tokens.min() + 1), 31)
-    # Rounding may put the outermost samples a hair outside.
-    token_edges[[0, -1]] = tokens.min(), max(tokens.max(), tokens.min() + 1)
-    masks = [np.isin(lengths.source, members) for _, members in groups]
-
-    def drawn(values: np.ndarray, edges: np.ndarray, css: str, unit: str) -> list[str]:
-        return [
-            bars(np.histogram(values[mask], edges)[0], css, f"histogram of {unit}: {name}")
-            for mask, (name, _) in zip(masks, groups, strict=True)
-        ]
-
-    columns = [
-        Column(title="source", cells=[escape(name) for name, _ in groups], css="wrap"),
-        Column(title="samples", cells=[f"{int(mask.sum()):,}" for mask in masks]),
-        Column(title="mean tiles", cells=aligned([lengths.tiles[mask].mean() for mask in masks])),
-        Column(
-            title=f"tiles, 0 to {most_tiles}",
-            cells=drawn(lengths.tiles, tile_edges, "vision", "tiles"),
-        ),
-        Column(title="mean tokens", cells=aligned([tokens[mask].mean() for mask in masks])),
-        Column(
-            title=f"tokens, {tokens.min():,} to {tokens.max():,}, logarithmic",
-            cells=drawn(tokens, token_edges, "language", "tokens"),
-        ),
-    ]
-    return table(columns, "Samples by source; bar heights are relative to the row's highest.")
+    return Facts("Packing", entries)
 
 
 def provenance_facts(
     plan: Plan, replay: ReplaySummary | None, records: Sequence[StepRecord]
-) -> str:
+) -> Facts:
     """Facts about the page's inputs."""
-    entries = [("Plan schema", f"version {plan.schema_version}")]
-    entries += [
-        ("Cluster", f"{escape(plan.cluster.name)}, {plan.cluster.memory_gib:g} GiB a device")
+    entries: list[tuple[str, str | Marked]] = [
+        ("Plan schema", f"version {plan.schema_version}"),
+        ("Cluster", f"{plan.cluster.name}, {plan.cluster.memory_gib:g} GiB a device"),
     ]
     if plan.prediction:
-        entries += [("Costs from", escape(plan.prediction.cost_source))]
+        entries += [("Costs from", plan.prediction.cost_source)]
     if plan.data:
         entries += [
-            ("Packs made by", f"{escape(plan.data.method)}, seed {plan.data.seed}"),
-            ("Lengths", f"<code>sha256 {escape(plan.data.lengths_sha256)}</code>"),
-            ("Packs", f"<code>sha256 {escape(plan.data.packs_sha256)}</code>"),
+            ("Packs made by", f"{plan.data.method}, seed {plan.data.seed}"),
+            ("Lengths", _sha256(plan.data.lengths_sha256)),
+            ("Packs", _sha256(plan.data.packs_sha256)),
         ]
     if plan.data and plan.data.origin:
         origin = plan.data.origin
-        entries += [
-            ("Data", f"<code>sha256 {escape(origin.data_sha256)}</code>"),
-            ("Tokenizer", f"<code>sha256 {escape(origin.tokenizer_sha256)}</code>"),
-        ]
+        entries += [("Data", _sha256(origin.data_sha256))]
+        entries += [("Tokenizer", _sha256(origin.tokenizer_sha256))]
     if replay:
         steps = ", ".join(f"{step:,}" for step in replay.info.steps)
-        entries += [("Replayed steps", f"{steps}, on {escape(replay.info.device)}")]
+        entries += [("Replayed steps", f"{steps}, on {replay.info.device}")]
     if records:
         seen = f"{len(records):,} steps, {records[0].step:,} to {records[-1].step:,}"
         entries += [("Run log", seen)]
-    return facts("", entries)
+    return Facts("", entries)
+
+
+def _sha256(value: str) -> Marked:
+    return Marked(f"sha256 {value}", "code")

@@ -1,11 +1,10 @@
-"""Formatting of values as HTML text: escaping, and numbers with units."""
+"""Formatting of values as text: numbers with units, and escaping for SVG."""
 
 import html
 import math
 from collections.abc import Sequence
 
 EN_DASH = "\N{EN DASH}"
-TIMES = "\N{MULTIPLICATION SIGN}"
 ARROW = "\N{RIGHTWARDS ARROW}"
 
 
@@ -73,10 +72,10 @@ def deviation(predicted: float, measured: float) -> str:
     return f"{percent(abs(error))} {'too high' if error > 0 else 'too low'}"
 
 
-def aligned(values: Sequence[float]) -> list[str]:
-    """Cells of one table column, all with the same number of decimals."""
+def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
+    """Cells of one table column, all with the same number of decimals, `at_least` so many."""
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
-    decimals = min(decimals, 4) if largest < 100 else int(largest < 1000)
+    decimals = max(at_least, min(decimals, 4) if largest < 100 else int(largest < 1000))
     return [f"{value:,.{decimals}f}" for value in values]

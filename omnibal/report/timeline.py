@@ -10,7 +10,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.simulate import Timeline, simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.report.figures import WIDE, figure, legend
+from omnibal.report.figures import WIDE, Figure
 from omnibal.report.svg import Scale, drawing, line, rect, text
 from omnibal.report.text import milliseconds, tick
 
@@ -21,9 +21,9 @@ _LABEL_WIDTH = 15.0
 
 def timeline_figure(
     stages: Sequence[Stage], cost: CostModel, packs: ScheduledPacks, lengths: Lengths
-) -> str:
+) -> Figure:
     """The simulated schedule of one representative step of the first data-parallel rank."""
-    times = stage_times(cost, stages, pack_features(packs.packs, lengths))
+    times = stage_times(cost, stages, pack_features(packs.packs, lengths, cost.features))
     rows = representative_step(packs, (times.forward_ms + times.backward_ms).sum(axis=1))
     timeline = simulate_step(
         times.forward_ms[rows],
@@ -34,16 +34,17 @@ def timeline_figure(
     tips = [
         f"micro-batch {slot}: {tiles:,} tiles, {tokens:,} tokens"
         for slot, tiles, tokens in zip(
-            packs.slot[rows], packs.tiles[rows], packs.tokens[rows], strict=True
+            packs.slot[rows], packs.column("tiles")[rows], packs.tokens[rows], strict=True
         )
     ]
-    return figure(
-        f"Step {packs.step[rows[0]]:,} as simulated",
-        draw(timeline, tips),
-        f"The step of median load on the first data-parallel rank: {len(rows)} micro-batches under "
-        f"{timeline.schedule.name}. Rest the pointer on a block for its pack.",
-        legend(("forward", "forward"), ("backward", "backward"), ("wait", "waiting")),
-        "wide",
+    return Figure(
+        title=f"Step {packs.step[rows[0]]:,} as simulated",
+        svg=draw(timeline, tips),
+        caption="The step of median load on the first data-parallel rank: "
+        f"{len(rows)} micro-batches under {timeline.schedule.name}. Rest the pointer on a block "
+        "for its pack.",
+        legend=(("forward", "forward"), ("backward", "backward"), ("wait", "waiting")),
+        wide=True,
     )
 
 

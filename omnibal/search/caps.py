@@ -9,7 +9,7 @@ large ones until they are clearly worse or do not fit, then finer moves around t
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import count
 
@@ -71,10 +71,9 @@ class CapSearchRequest(Comparison):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Caps, and what is predicted under them; the names are keys of `omnibal caps --json`."""
+    """Caps, and what is predicted under them."""
 
-    max_tiles: int
-    max_tokens: int
+    caps: Caps
     samples_per_pack: float
     packs_per_step: int
     """Packs of all ranks: the multiple of the ranks nearest to the requested samples per step."""
@@ -90,10 +89,10 @@ class Candidate:
     """Predicted step time per sample, at exactly the requested samples per step."""
     samples_per_second: float
 
-    @property
-    def caps(self) -> Caps:
-        """The caps of this candidate."""
-        return Caps(max_tiles=self.max_tiles, max_tokens=self.max_tokens)
+    def as_dict(self) -> dict[str, float]:
+        """All fields by name, with each cap as `max_` and its feature."""
+        fields = asdict(self)
+        return {**fields.pop("caps").model_dump(), **fields}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +187,7 @@ def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
         return None
     return (
         f"ISF makes {counts[1]:,} packs of {len(lengths):,} samples in 10 iterations and "
-        f"{counts[0]:,} in 1: the caps of {caps.max_tiles} tiles and {caps.max_tokens} tokens do "
+        f"{counts[0]:,} in 1: the caps of {caps['tiles']} tiles and {caps['tokens']} tokens do "
         "not suit these sizes, so that its filtering does harm; use --packing balanced or other "
         "caps"
     )
@@ -213,11 +212,11 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
     """
     per_tile = _paper_tokens_per_tile(lengths)
     start_tiles = _PAPER_TOKENS // per_tile
-    first = max(least.max_tiles - start_tiles, -(-(least.max_tokens - _PAPER_TOKENS) // per_tile))
+    first = max(least["tiles"] - start_tiles, -(-(least["tokens"] - _PAPER_TOKENS) // per_tile))
     packed: dict[Caps, Packs] = {}
 
     def samples_per_pack(moves: int) -> float:
-        caps = Caps(max_tiles=start_tiles + moves, max_tokens=_PAPER_TOKENS + moves * per_tile)
+        caps = Caps.of(tiles=start_tiles + moves, tokens=_PAPER_TOKENS + moves * per_tile)
         packed[caps] = pack_isf(lengths, caps, seed)
         return len(lengths) / len(packed[caps])
 
@@ -238,12 +237,12 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
     nearest = min(map(distance, packed))
     found = [caps for caps in packed if distance(caps) == nearest]
     return sorted(
-        found, key=lambda caps: (_dist_ratios(packed[caps], lengths, seed), caps.max_tokens)
+        found, key=lambda caps: (_dist_ratios(packed[caps], lengths, seed), caps["tokens"])
     )
 
 
 def _paper_tokens_per_tile(lengths: Lengths) -> int:
-    mean_tiles = float(lengths.tiles.mean())
+    mean_tiles = float(lengths.column("tiles").mean())
     if not mean_tiles:
         raise UserError(
             "the paper's rule needs to know how many tokens go with an image tile, and none of "
@@ -259,16 +258,16 @@ def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
     ranks = min(_PAPER_RANKS, len(packs))
     shares = np.arange(len(packs) // ranks * ranks).reshape(ranks, -1)
     by_step = np.random.default_rng(seed).permuted(shares, axis=1).T
-    vision, language = packs.sums(lengths.tiles), packs.sums(lengths.tokens)
+    vision, language = packs.sums(lengths.column("tiles")), packs.sums(lengths.tokens)
     return dist_ratio(vision[by_step]) + dist_ratio(language[by_step])
 
 
 def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
     caps, reason = next(iter(infeasible.items()))
     return (
-        f"no caps can be used: at max_tiles {caps.max_tiles} and max_tokens {caps.max_tokens}, "
-        f"{reason}; every sample must fit, so for caps below {least.max_tiles} tiles and "
-        f"{least.max_tokens} tokens the largest must be split or dropped"
+        f"no caps can be used: at max_tiles {caps['tiles']} and max_tokens {caps['tokens']}, "
+        f"{reason}; every sample must fit, so for caps below {least['tiles']} tiles and "
+        f"{least['tokens']} tokens the largest must be split or dropped"
     )
 
 
@@ -302,8 +301,7 @@ class _Evaluation:
         assert timed.plan.prediction is not None
         prediction = timed.plan.prediction
         return Candidate(
-            max_tiles=caps.max_tiles,
-            max_tokens=caps.max_tokens,
+            caps=caps,
             samples_per_pack=len(lengths) / len(packs),
             packs_per_step=timed.micro_batches * ranks,
             micro_batches=timed.micro_batches,
@@ -354,7 +352,7 @@ class _CapTrials:
 
     def _known_reason(self, caps: Caps) -> str | None:
         for failed, reason in self.failed.items():
-            if caps.max_tiles >= failed.max_tiles and caps.max_tokens >= failed.max_tokens:
+            if (caps.values >= failed.values).all():
                 return reason
         return None
 
@@ -376,16 +374,18 @@ class CapSpace:
     def of(cls, lengths: Lengths) -> "CapSpace":
         """Caps that suit the samples of these lengths."""
         least = least_caps(lengths)
-        unit = 1 << max((least.max_tokens // _TOKEN_STEPS).bit_length() - 1, 0)
-        first = -(-least.max_tokens // unit) * unit
+        unit = 1 << max((least["tokens"] // _TOKEN_STEPS).bit_length() - 1, 0)
+        first = -(-least["tokens"] // unit) * unit
         tokens = np.arange(first, _LEVELS[-1] * first + 1, unit, dtype=np.int64)
-        held = np.bincount(lengths.tiles) * np.arange(int(lengths.tiles.max()) + 1)
+        held = np.bincount(lengths.column("tiles")) * np.arange(
+            int(lengths.column("tiles").max()) + 1
+        )
         tiles_per_token = float(held.sum() / lengths.tokens.sum(dtype=np.int64))
         common = np.flatnonzero(held >= max(_COMMON_SHARE * held.sum(), 1)).tolist()
-        most = max(_LEVELS[-1] * least.max_tiles, tiles_per_token * tokens[-1])
+        most = max(_LEVELS[-1] * least["tiles"], tiles_per_token * tokens[-1])
         sums = _sums(common or [1], math.ceil(most))
         return cls(
-            tiles=np.concatenate([[least.max_tiles], sums[sums > least.max_tiles]]),
+            tiles=np.concatenate([[least["tiles"]], sums[sums > least["tiles"]]]),
             tokens=tokens,
             tiles_per_token=tiles_per_token,
             main_tiles=max(int(held.argmax()), 1),
@@ -394,7 +394,7 @@ class CapSpace:
     @property
     def least(self) -> Caps:
         """The smallest caps of the space."""
-        return Caps(max_tiles=int(self.tiles[0]), max_tokens=int(self.tokens[0]))
+        return Caps.of(tiles=int(self.tiles[0]), tokens=int(self.tokens[0]))
 
     def level(self, factor: float) -> list[Caps]:
         """The grid's caps with `factor` times the least tokens."""
@@ -406,15 +406,15 @@ class CapSpace:
         if factor == _LEVELS[0]:
             wanted.append(self.tiles[0])
         tiles = sorted({_nearest(self.tiles, value) for value in wanted})
-        return [Caps(max_tiles=value, max_tokens=tokens) for value in tiles]
+        return [Caps.of(tiles=value, tokens=tokens) for value in tiles]
 
     def moves(self, caps: Caps, factor: float) -> list[Caps]:
         """Neighbours of `caps`: one or both caps smaller or larger by about the factor."""
         less, more = (
-            (_moved(self.tiles, caps.max_tiles, by), _moved(self.tokens, caps.max_tokens, by))
+            (_moved(self.tiles, caps["tiles"], by), _moved(self.tokens, caps["tokens"], by))
             for by in (1 / factor, factor)
         )
-        tiles, tokens = caps.max_tiles, caps.max_tokens
+        tiles, tokens = caps["tiles"], caps["tokens"]
         around = (
             less,
             (less[0], tokens),
@@ -423,7 +423,7 @@ class CapSpace:
             (tiles, more[1]),
             more,
         )
-        return [Caps(max_tiles=v, max_tokens=t) for v, t in around]
+        return [Caps.of(tiles=v, tokens=t) for v, t in around]
 
 
 def _sums(parts: Sequence[int], most: int) -> np.ndarray:
@@ -464,7 +464,7 @@ def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> Ca
     return CapSearch(
         candidates=tuple(candidates),
         infeasible=fine.failed,
-        is_largest=bool(candidates[0].max_tokens == space.tokens[-1]),
+        is_largest=bool(candidates[0].caps["tokens"] == space.tokens[-1]),
     )
 
 
@@ -484,7 +484,7 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
     """Candidates with the smallest of those that tie with the best moved to the front."""
 
     def size(candidate: Candidate) -> float:
-        return candidate.max_tiles / least.max_tiles + candidate.max_tokens / least.max_tokens
+        return sum(candidate.caps[name] / least[name] for name in least.names)
 
     ties = [each for each in ranked if each.ms_per_sample <= (1 + _TIE) * ranked[0].ms_per_sample]
     chosen = min(ties, key=size)

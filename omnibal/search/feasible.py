@@ -268,8 +268,8 @@ def _try_smaller_caps(changes: _Changes) -> None:
         middle = (low + high) // 2
         caps, old = candidates[middle], data.caps
         text = (
-            f"--max-tokens {caps.max_tokens} --max-tiles {caps.max_tiles} instead of "
-            f"{old.max_tokens} and {old.max_tiles}"
+            f"--max-tokens {caps['tokens']} --max-tiles {caps['tiles']} instead of "
+            f"{old['tokens']} and {old['tiles']}"
         )
         change = changes.change(text, partial(changes.request.capped, caps))
         if change is None:
@@ -281,14 +281,14 @@ def _try_smaller_caps(changes: _Changes) -> None:
 
 def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
     """List smaller caps in equal proportion and round numbers, down to the least."""
-    unit = min(_CAP_UNIT, 1 << max(caps.max_tokens // _CAP_STEPS, 1).bit_length() - 1)
-    first = -(-least.max_tokens // unit) * unit
+    unit = min(_CAP_UNIT, 1 << max(caps["tokens"] // _CAP_STEPS, 1).bit_length() - 1)
+    first = -(-least["tokens"] // unit) * unit
     # The largest round number below the cap itself.
-    last = (caps.max_tokens - 1) // unit * unit
+    last = (caps["tokens"] - 1) // unit * unit
     return [
-        Caps(
-            max_tiles=max(round(caps.max_tiles * tokens / caps.max_tokens), least.max_tiles),
-            max_tokens=tokens,
+        Caps.of(
+            tiles=max(round(caps["tiles"] * tokens / caps["tokens"]), least["tiles"]),
+            tokens=tokens,
         )
         for tokens in range(last, first - 1, -unit)
     ]

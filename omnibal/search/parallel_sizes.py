@@ -431,7 +431,7 @@ class _StrategyTrials:
 
 def _rank(strategy: Strategy) -> tuple:
     parallel, caps = strategy.parallel, strategy.caps
-    sizes = parallel.tensor, parallel.pipeline, caps.max_tokens, caps.max_tiles
+    sizes = parallel.tensor, parallel.pipeline, caps["tokens"], caps["tiles"]
     return strategy.ms_per_sample, *sizes
 
 
@@ -541,8 +541,8 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
     return DoesNotFit(
         f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
         f"{request.job.model.name} into memory: the nearest, --tp {parallel.tensor} --pp "
-        f"{parallel.pipeline} --dp {parallel.data} at {caps.max_tiles} tiles and "
-        f"{caps.max_tokens} tokens, needs {gib_text(nearest.need_gib)} GiB per device at best, "
+        f"{parallel.pipeline} --dp {parallel.data} at {caps['tiles']} tiles and "
+        f"{caps['tokens']} tokens, needs {gib_text(nearest.need_gib)} GiB per device at best, "
         f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage; use more "
         "GPUs, devices with more memory or smaller caps"
     )

@@ -35,8 +35,8 @@ def stage_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:
     """Forward times of the figure's pack. [stages]"""
     cluster = cluster.model_copy(update={"memory_efficiency": memory_efficiency})
     job = Predicted(ABLATION_JOB, cluster)
-    tokens = CAPS.max_tokens
-    features = np.array([[1, CAPS.max_tiles, tokens, tokens**2 / SAMPLES_PER_PACK, tokens]])
+    tokens = CAPS["tokens"]
+    features = np.array([[1, CAPS["tiles"], tokens, tokens**2 / SAMPLES_PER_PACK, tokens]])
     return stage_times(job.cost, stages_from_cuts(job.model, STAGE_CUTS), features).forward_ms[0]
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, Unit, pack_features
+from omnibal.cost.model import FEATURES, CostModel, Unit, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
@@ -37,7 +37,7 @@ from omnibal.pipeline.workload import Workload
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths
 
-CAPS = Caps(max_tiles=9, max_tokens=4096)
+CAPS = Caps.of(tiles=9, tokens=4096)
 SAMPLES_PER_EPOCH = 1_267_819
 SAMPLES_PER_BATCH = 4
 """Of a micro-batch that is not packed."""
@@ -179,7 +179,7 @@ class Data:
         features = np.stack(
             [
                 np.ones(len(batches)),
-                self.lengths.tiles[batches].sum(axis=1),
+                self.lengths.column("tiles")[batches].sum(axis=1),
                 SAMPLES_PER_BATCH * longest,
                 SAMPLES_PER_BATCH * longest**2,
                 SAMPLES_PER_BATCH * longest,
@@ -193,13 +193,14 @@ class Data:
         """Iterative sampling and filtering, packs in random order."""
         packs = pack_samples(self.lengths, CAPS, PackingMethod.ISF, self.seed)
         order = np.random.default_rng(self.seed).permutation(len(packs))
-        return Epoch(features=pack_features(packs, self.lengths)[order], samples=len(self.lengths))
+        features = pack_features(packs, self.lengths, FEATURES)[order]
+        return Epoch(features=features, samples=len(self.lengths))
 
     def balanced(self, cost: CostModel, model: ModelConfig, data_parallel: int) -> Epoch:
         """This project's packs, matched into steps by predicted time."""
 
         def load(packs):
-            return model_ms(cost, model, pack_features(packs, self.lengths))
+            return model_ms(cost, model, pack_features(packs, self.lengths, FEATURES))
 
         request = DataRequest(
             caps=CAPS,
@@ -211,7 +212,7 @@ class Data:
         )
         steps = draw_steps(self.lengths, request, load)
         packs = deal_steps(steps, self.lengths, load, data_parallel)
-        features = pack_features(packs.packs, self.lengths)
+        features = pack_features(packs.packs, self.lengths, FEATURES)
         # One step of the epoch, anywhere in it, takes what is over.
         full = np.bincount(packs.step)[packs.step] == MICRO_BATCHES_PER_STEP
         matched = Workload(

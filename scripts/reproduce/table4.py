@@ -34,8 +34,8 @@ MIB = 1024**2
 def main() -> None:
     given = arguments(__doc__)
     data, job = Data(given.samples, given.seed), Predicted(ABLATION_JOB, cluster_of(given))
-    tokens = CAPS.max_tokens
-    pack = np.array([1.0, CAPS.max_tiles, tokens, tokens**2, tokens])
+    tokens = CAPS["tokens"]
+    pack = np.array([1.0, CAPS["tiles"], tokens, tokens**2, tokens])
     rows, sent_of_layers, sent_of_parameters = [], 0.0, 0.0
     for method, (parameters, layers, forward_ms, sent, days) in TABLE_4.items():
         stages = job.stages(method, RecomputeRule.FULL, data.isf, capped=False)

@@ -5,6 +5,7 @@ import numpy as np
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.model import CostModel, Unit, UnitCost
 from omnibal.encoders import TilesEncoder
+from omnibal.units import feature_names, unit_kinds
 
 
 def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
@@ -56,7 +57,10 @@ def random_cost(rng: np.random.Generator) -> CostModel:
             trained_parameters=parameters,
         )
 
+    model = small_model(1, 1)
     return CostModel(
+        features=feature_names(model),
+        kinds=unit_kinds(model),
         units={kind: unit(int(rng.integers(1_000_000))) for kind in Unit},
         weight_bytes_per_parameter=2,
         gradient_bytes_per_parameter=4,

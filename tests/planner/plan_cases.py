@@ -38,7 +38,7 @@ def example_lengths(origin: LengthsOrigin | None = None, count: int = 300) -> Le
     tiles = rng.integers(0, 5, count).astype(np.int32)
     tokens = (tiles * MODEL.vision.tokens_per_item + rng.integers(10, 90, count)).astype(np.int32)
     return Lengths(
-        tiles=tiles,
+        items={"tiles": tiles},
         tokens=tokens,
         loss_tokens=(tokens // 4).astype(np.int32),
         source=(np.arange(count) % 2).astype(np.int32),
@@ -57,7 +57,7 @@ JOB = {
 }
 DATA = {
     "lengths": example_lengths(),
-    "caps": Caps(max_tiles=8, max_tokens=512),
+    "caps": Caps.of(tiles=8, tokens=512),
     "packing": PackingMethod.ISF,
     "packs_per_step": 8,
     "epochs": 2,

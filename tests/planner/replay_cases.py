@@ -45,7 +45,8 @@ def stage_replays(
     keeps `s + 1` GiB of activations."""
     packs, lengths = data
     rows = rows_of_steps(packs, steps)
-    silent = causes_of(cost, plan.stages, pack_features(packs.packs.take(rows), lengths)).silent
+    features = pack_features(packs.packs.take(rows), lengths, cost.features)
+    silent = causes_of(cost, plan.stages, features).silent
     _, update_ms = once_a_step_ms(cost, plan.stages)
     return [
         StageReplay(

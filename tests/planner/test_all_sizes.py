@@ -19,7 +19,7 @@ from omnibal.data.patterns import Grid, knapsack_table
 from omnibal.data.steps import DataRequest, pack_epochs
 from omnibal.limits import Caps
 
-CAPS = Caps(max_tiles=30, max_tokens=1000)
+CAPS = Caps.of(tiles=30, tokens=1000)
 COARSE, EXACT = 400, 1 << 17
 """Cells of a table for the caps: units of 80 tokens, and of one."""
 
@@ -31,7 +31,7 @@ def alone(samples: int) -> Packs:
 def all_patterns(tiles, tokens, counts) -> np.ndarray:
     """Every pack that fits the caps, [patterns, sizes]."""
     patterns = np.array(list(product(*(range(count + 1) for count in counts))))
-    fits = (patterns @ tiles <= CAPS.max_tiles) & (patterns @ tokens <= CAPS.max_tokens)
+    fits = (patterns @ tiles <= CAPS["tiles"]) & (patterns @ tokens <= CAPS["tokens"])
     return patterns[fits & (patterns.sum(axis=1) > 0)]
 
 
@@ -86,7 +86,7 @@ def test_search_that_is_cut_short_still_bounds(monkeypatch):
 
 def test_packs_of_what_the_grid_rounds_to_nothing():
     """Prevents a bound above the truth, or none, where tiny samples alone fill packs."""
-    caps = Caps(max_tiles=512, max_tokens=65_536)
+    caps = Caps.of(tiles=512, tokens=65_536)
     texts = np.array([63] * (5 * 994) + [62] * (5 * 47))
     tiles = np.zeros(len(texts), np.int64)
     best = BestPack(tiles[:2], np.array([62, 63]), caps, 1 << 18)
@@ -103,7 +103,7 @@ def test_packs_of_what_the_grid_rounds_to_nothing():
 def test_table_of_limited_copies_equals_all_choices():
     """Prevents a table that takes a sample more often than it is there."""
     rng = np.random.default_rng(4)
-    grid = Grid.of(CAPS.max_tiles, CAPS.max_tokens, 1 << 17)
+    grid = Grid.of(CAPS["tiles"], CAPS["tokens"], 1 << 17)
     for _ in range(40):
         tiles, tokens, counts = some_kinds(rng)
         values = rng.random(len(tiles))
@@ -165,8 +165,8 @@ def test_bound_equals_the_covering_by_all_patterns(cells):
 def near_thirds(samples: int, caps: Caps, seed: int = 0):
     """Sizes around a third of a pack, where which three go together decides."""
     rng = np.random.default_rng(seed)
-    tokens = caps.max_tokens * (1 / 3 + rng.normal(0, 1 / 60, samples))
-    tiles = caps.max_tiles * (1 / 3 + rng.normal(0, 1 / 30, samples))
+    tokens = caps["tokens"] * (1 / 3 + rng.normal(0, 1 / 60, samples))
+    tiles = caps["tiles"] * (1 / 3 + rng.normal(0, 1 / 30, samples))
     return make_lengths(
         list(zip(tiles.astype(int).tolist(), tokens.astype(int).tolist(), strict=True))
     )
@@ -175,12 +175,12 @@ def near_thirds(samples: int, caps: Caps, seed: int = 0):
 @pytest.mark.parametrize("seed", range(3))
 def test_threes_of_near_thirds_are_found(seed):
     """Prevents a tenth of packs too many where a pack holds three samples of no equal sizes."""
-    caps = Caps(max_tiles=512, max_tokens=131_072)
+    caps = Caps.of(tiles=512, tokens=131_072)
     lengths = near_thirds(150, caps, seed)
     packs = pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
     hasty = pack_samples(lengths, caps, PackingMethod.BALANCED, seed, thorough=False)
     assert sorted(packs.samples.tolist()) == list(range(150))
-    assert packs.sums(lengths.tiles).max() <= 512
+    assert packs.sums(lengths.column("tiles")).max() <= 512
     assert packs.sums(lengths.tokens).max() <= 131_072
     bound = packs_lower_bound(lengths, caps, found=len(packs))
     assert bound <= len(packs) <= bound + 1 < len(hasty)
@@ -195,7 +195,7 @@ def test_diving_finds_packs_cut_apart():
         tokens = np.diff(cuts, axis=1, prepend=0, append=4096).ravel()
         tiles = rng.integers(0, 9 // held + 1, len(tokens))
         keep = rng.permutation(np.flatnonzero(tokens > 0))
-        caps = Caps(max_tiles=9, max_tokens=4096)
+        caps = Caps.of(tiles=9, tokens=4096)
         found = pack_by_diving(tiles[keep], tokens[keep], caps, alone(len(keep)), 0)
         assert sorted(found.samples.tolist()) == list(range(len(keep)))
         assert found.sums(tokens[keep]).max() <= 4096 and found.sums(tiles[keep]).max() <= 9
@@ -214,7 +214,7 @@ def test_good_packs_are_kept():
 def test_many_epochs_are_not_searched(monkeypatch):
     """Prevents a plan of a hundred epochs from taking an hour for a few packs each."""
     monkeypatch.setattr("omnibal.data.steps._THOROUGH_WORK", 2 * 60**2)
-    caps = Caps(max_tiles=64, max_tokens=16_384)
+    caps = Caps.of(tiles=64, tokens=16_384)
     lengths = near_thirds(60, caps)
 
     def packs(epochs: int) -> int:
@@ -230,7 +230,7 @@ def test_many_epochs_are_not_searched(monkeypatch):
 def test_nothing_left_ends_the_dive():
     """Prevents an error where the packs that are made at once take all samples that are left."""
     for held in (2, 4):
-        sizes = np.full(20 * held, CAPS.max_tokens // held)
+        sizes = np.full(20 * held, CAPS["tokens"] // held)
         found = pack_by_diving(np.zeros(len(sizes), np.int64), sizes, CAPS, alone(len(sizes)), 0)
         assert sorted(found.samples.tolist()) == list(range(len(sizes)))
         assert len(found) == 20
@@ -239,7 +239,7 @@ def test_nothing_left_ends_the_dive():
 def test_lengths_in_common_units_need_no_more_than_their_sums():
     """Prevents room below a multiple, which no sample can use, from loosening the bound."""
     rng = np.random.default_rng(10)
-    caps = Caps(max_tiles=100, max_tokens=32_700)
+    caps = Caps.of(tiles=100, tokens=32_700)
     tokens = 256 * rng.integers(1, 60, 2000)
     lengths = make_lengths([(1, count) for count in tokens.tolist()])
     needed = -(-int(tokens.sum()) // (32_700 // 256 * 256))

@@ -1,7 +1,7 @@
 """Caps: the least predicted time that fits into memory, by the planner's own prediction."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -47,7 +47,7 @@ SAMPLES_PER_STEP = 50
 def lengths_of(sizes: list[tuple[int, int]]) -> Lengths:
     tiles, tokens = np.array(sizes, np.int32).T
     return Lengths(
-        tiles=tiles,
+        items={"tiles": tiles},
         tokens=tokens,
         loss_tokens=tokens // 2,
         source=np.zeros(len(sizes), np.int32),
@@ -126,7 +126,7 @@ def test_winner_is_the_best_of_the_planners_own_predictions(packing, compared):
     ties = [
         each for each, ms in zip(candidates, planned, strict=True) if ms <= 1.003 * min(planned)
     ]
-    smallest = min(ties, key=lambda each: each.max_tiles / 4 + each.max_tokens / 160)
+    smallest = min(ties, key=lambda each: each.caps["tiles"] / 4 + each.caps["tokens"] / 160)
     assert smallest.caps == found.best
     assert shown[1:] == sorted(shown[1:])
 
@@ -135,7 +135,7 @@ def test_ties_go_to_the_smaller_caps():
     """Prevents memory from being spent for a difference that the prediction cannot tell."""
     (known, *_) = search(profile=None).candidates
     fastest, tie, slower, least = (
-        replace(known, max_tokens=tokens, ms_per_sample=ms)
+        replace(known, caps=Caps.of(tiles=known.caps["tiles"], tokens=tokens), ms_per_sample=ms)
         for tokens, ms in ((960, 10.0), (480, 10.02), (320, 10.04), (160, 10.5))
     )
     ranked = [fastest, tie, slower, least]
@@ -149,8 +149,8 @@ def test_few_candidates_come_close_to_all(fixed_ms):
     found = search_caps(searched, lambda done: None)
     least = least_caps(searched.lengths)
     everywhere = [
-        planned_ms_per_sample(searched, Caps(max_tiles=tiles, max_tokens=tokens))
-        for tiles in range(least.max_tiles, 4 * least.max_tiles + 1, 3)
+        planned_ms_per_sample(searched, Caps.of(tiles=tiles, tokens=tokens))
+        for tiles in range(least["tiles"], 4 * least["tiles"] + 1, 3)
         for tokens in range(160, 641, 120)
     ]
     assert found.candidates[0].ms_per_sample <= 1.005 * min(everywhere)
@@ -160,7 +160,7 @@ def test_few_candidates_come_close_to_all(fixed_ms):
 def test_fixed_costs_ask_for_larger_packs():
     """Prevents a search that always ends where it starts, or never says that it was cut short."""
     cheap, dear = (search(profile=profile_with_fixed_costs(ms)) for ms in (0.0, 50.0))
-    assert cheap.best.max_tokens < dear.best.max_tokens == 640
+    assert cheap.best["tokens"] < dear.best["tokens"] == 640
     assert dear.is_largest
     assert not cheap.is_largest
 
@@ -174,7 +174,7 @@ def test_less_memory_excludes_large_caps():
     )
     tight = search(cluster=tight_cluster, **costs)
     assert not roomy.infeasible
-    assert tight.best.max_tokens < roomy.best.max_tokens
+    assert tight.best["tokens"] < roomy.best["tokens"]
     assert max(each.peak_gib for each in tight.candidates) <= memory_cap_gib(tight_cluster)
     assert tight.infeasible
     for caps, reason in tight.infeasible.items():
@@ -223,14 +223,14 @@ def test_what_is_wrong_with_any_caps_is_said_as_it_is(changes, words):
 def test_every_sample_fits(sizes, rule):
     """Prevents caps that `omnibal plan` then refuses, on data of any shape."""
     found = search(lengths=lengths_of(sizes), rule=rule, samples=30, samples_per_step=8)
-    assert found.best.max_tiles >= max(tiles for tiles, _ in sizes)
-    assert found.best.max_tokens >= max(tokens for _, tokens in sizes)
+    assert found.best["tiles"] >= max(tiles for tiles, _ in sizes)
+    assert found.best["tokens"] >= max(tokens for _, tokens in sizes)
 
 
 def test_text_alone_has_caps_by_time_only():
     """Prevents a division by the tiles that text does not have."""
     text = lengths_of([(0, 17), (0, 90)] * 20)
-    assert search(lengths=text).best.max_tiles == 1
+    assert search(lengths=text).best["tiles"] == 1
     with pytest.raises(UserError, match="none of 40 samples has a tile"):
         search(lengths=text, rule=CapRule.PAPER)
 
@@ -258,8 +258,9 @@ def test_draw_keeps_samples_whole():
     lengths = example_lengths(count=90)
     drawn = draw_samples(lengths, 40, seed=3)
     assert len(np.unique(drawn.sample)) == 40
-    for name in ("tiles", "tokens", "loss_tokens", "source"):
-        np.testing.assert_array_equal(getattr(drawn, name), getattr(lengths, name)[drawn.sample])
+    for name in ("tiles", "tokens", "loss_tokens"):
+        np.testing.assert_array_equal(drawn.column(name), lengths.column(name)[drawn.sample])
+    np.testing.assert_array_equal(drawn.source, lengths.source[drawn.sample])
     assert draw_samples(lengths, 90, seed=3) is lengths
 
 
@@ -285,11 +286,11 @@ def test_papers_rule_is_what_its_code_does(tokens_per_tile):
     """Prevents a rule that only bears the name: computed again, step by step, by plain loops."""
     lengths, seed = documents(tokens_per_tile), 5
     mean_tokens = np.mean([256 * np.ceil(tokens / 256) for tokens in lengths.tokens])
-    per_tile = int((mean_tokens // np.mean(lengths.tiles) + 1) // 16) * 16
+    per_tile = int((mean_tokens // np.mean(lengths.column("tiles")) + 1) // 16) * 16
     scores = {}
     for moves in range(1 - 4096 // per_tile, 30):
-        caps = Caps(max_tiles=4096 // per_tile + moves, max_tokens=4096 + moves * per_tile)
-        if caps.max_tiles < 5 or caps.max_tokens < lengths.tokens.max():
+        caps = Caps.of(tiles=4096 // per_tile + moves, tokens=4096 + moves * per_tile)
+        if caps["tiles"] < 5 or caps["tokens"] < lengths.tokens.max():
             continue
         packs = pack_isf(lengths, caps, seed)
         if not 4 <= len(lengths) / len(packs) <= 5:
@@ -299,7 +300,7 @@ def test_papers_rule_is_what_its_code_does(tokens_per_tile):
         by_step = np.random.default_rng(seed).permuted(order, axis=1).T
         scores[caps] = sum(
             plain_dist_ratio([[int(size[packs[pack]].sum()) for pack in step] for step in by_step])
-            for size in (lengths.tiles, lengths.tokens)
+            for size in (lengths.column("tiles"), lengths.tokens)
         )
     assert len(scores) > 1
     assert paper_caps(lengths, least_caps(lengths), seed) == sorted(scores, key=scores.get)
@@ -343,7 +344,7 @@ LUMPY = lengths_of([(5, 1400)] * 600 + [(3, 900)] * 400)
 
 def test_isf_is_warned_of_where_filtering_does_harm():
     """Prevents silence at caps of 9 for samples of 5 tiles, and a warning where all is well."""
-    lumpy = Caps(max_tiles=9, max_tokens=4096)
+    lumpy = Caps.of(tiles=9, tokens=4096)
     once, by_default = isf_worsens(LUMPY, lumpy, 0)
     assert once == len(pack_isf(LUMPY, lumpy, 0, iterations=1))
     assert by_default == len(pack_isf(LUMPY, lumpy, 0, iterations=10)) > once
@@ -351,7 +352,7 @@ def test_isf_is_warned_of_where_filtering_does_harm():
     assert f"{once:,}" in note
     assert f"{by_default:,}" in note
     assert "--packing balanced" in note
-    assert isf_note(documents(), Caps(max_tiles=20, max_tokens=8192), 0) is None
+    assert isf_note(documents(), Caps.of(tiles=20, tokens=8192), 0) is None
 
 
 CAPS = "caps --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --precision fp32"
@@ -380,8 +381,8 @@ def test_command_prints_one_json_object(capsys, tmp_path):
     found = search_caps(expected, lambda done: None)
     printed = json.loads(capsys.readouterr().out)
     assert list(printed) == ("max_tiles max_tokens rule candidates infeasible seconds".split())
-    assert Caps(max_tiles=printed["max_tiles"], max_tokens=printed["max_tokens"]) == found.best
-    assert printed["candidates"] == [asdict(candidate) for candidate in found.candidates]
+    assert Caps.of(tiles=printed["max_tiles"], tokens=printed["max_tokens"]) == found.best
+    assert printed["candidates"] == [candidate.as_dict() for candidate in found.candidates]
     assert len(printed["infeasible"]) == len(found.infeasible) > 0
 
 
@@ -404,7 +405,7 @@ def test_command_notes_what_to_beware_of(capsys, tmp_path, monkeypatch):
         run(tmp_path / "lengths.parquet", "--packing", "isf", "--samples-per-step", 8)
     assert "note: beware" in capsys.readouterr().err
     lumpy = search_request(lengths=LUMPY, packing=PackingMethod.ISF)
-    candidate = replace(search().candidates[0], max_tiles=9, max_tokens=4096)
+    candidate = replace(search().candidates[0], caps=Caps.of(tiles=9, tokens=4096))
     chosen = CapSearch(candidates=(candidate,), infeasible={}, is_largest=False)
-    assert isf_note(LUMPY, Caps(max_tiles=9, max_tokens=4096), 0) in notes(lumpy, chosen)
+    assert isf_note(LUMPY, Caps.of(tiles=9, tokens=4096), 0) in notes(lumpy, chosen)
     assert not notes(replace(lumpy, packing=PackingMethod.BALANCED), chosen)

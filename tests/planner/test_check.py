@@ -16,6 +16,7 @@ from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Stage, layer_spans
 from omnibal.plan import Plan, read_plan, write_plan
@@ -43,6 +44,10 @@ def rewrite_packs(directory: Path, change: Callable[[ScheduledPacks], ScheduledP
 
 def with_entry(name: str, row: int, value: int) -> Callable[[ScheduledPacks], ScheduledPacks]:
     def change(packs: ScheduledPacks) -> ScheduledPacks:
+        if name == "tiles":
+            tiles = packs.column(name).copy()
+            tiles[row] = value
+            return replace(packs, items={name: tiles})
         column = getattr(packs, name).copy()
         column[row] = value
         return replace(packs, **{name: column})
@@ -60,14 +65,14 @@ def with_sample(position: int, sample: int) -> Callable[[ScheduledPacks], Schedu
 
 
 def without_row(row: int) -> Callable[[ScheduledPacks], ScheduledPacks]:
-    return lambda packs: rows_of(packs, np.delete(np.arange(len(packs)), row))
+    return lambda packs: packs.take(np.delete(np.arange(len(packs)), row))
 
 
 def swapped(row: int, other: int) -> Callable[[ScheduledPacks], ScheduledPacks]:
     def change(packs: ScheduledPacks) -> ScheduledPacks:
         order = np.arange(len(packs))
         order[[row, other]] = order[[other, row]]
-        return rows_of(packs, order)
+        return packs.take(order)
 
     return change
 
@@ -78,13 +83,6 @@ def later_steps(packs: ScheduledPacks) -> ScheduledPacks:
 
 def backward_epochs(packs: ScheduledPacks) -> ScheduledPacks:
     return replace(packs, epoch=1 - packs.epoch)
-
-
-def rows_of(packs: ScheduledPacks, rows: np.ndarray) -> ScheduledPacks:
-    columns = ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
-    return ScheduledPacks(
-        packs=packs.packs.take(rows), **{name: getattr(packs, name)[rows] for name in columns}
-    )
 
 
 def test_a_good_plan_passes(directory):
@@ -191,7 +189,7 @@ def test_wrong_counts_are_refused(directory, field, value):
 def test_lower_caps_are_refused(directory):
     """Prevents packs that are larger than the plan promises."""
     plan = read_plan(directory)
-    caps = plan.data.caps.model_copy(update={"max_tokens": 300})
+    caps = Caps.of(tiles=plan.data.caps["tiles"], tokens=300)
     data = plan.data.model_copy(update={"caps": caps})
     write_plan(plan.model_copy(update={"data": data}), directory)
     with pytest.raises(UserError, match="exceeds a cap"):

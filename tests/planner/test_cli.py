@@ -124,7 +124,7 @@ def test_isf_at_caps_that_do_not_suit_it_is_said(capsys, tmp_path):
     tiles = np.repeat(np.array([5, 3], np.int32), [600, 400])
     lumpy = replace(
         example_lengths(count=1000),
-        tiles=tiles,
+        items={"tiles": tiles},
         tokens=tiles * 290,
         loss_tokens=tiles,
         source=tiles * 0,
@@ -142,7 +142,7 @@ def test_plan_searches_for_caps_that_are_not_given(capsys, tmp_path, lengths_fil
     options = f"plan --model internvl-digits --cluster laptop-cpu --lengths {lengths_file}"
     run(options, "-o", tmp_path / "plan")
     caps = read_plan(tmp_path / "plan").data.caps
-    noted = f"note: found --max-tiles {caps.max_tiles} --max-tokens {caps.max_tokens}"
+    noted = f"note: found --max-tiles {caps['tiles']} --max-tokens {caps['tokens']}"
     assert noted in capsys.readouterr().err
     message = failure(capsys, options, "--max-tiles", 8, "-o", tmp_path / "other")
     assert "give both --max-tiles and --max-tokens, or neither" in message
@@ -318,11 +318,11 @@ def test_lengths_scan(capsys, tmp_path, digits):
     printed = json.loads(capsys.readouterr().out)
     lengths = read_lengths([tmp_path / "all.parquet"])
     assert printed["samples"] == len(lengths) == sum(s["samples"] for s in printed["sources"])
-    assert max(s["tiles_max"] or 0 for s in printed["sources"]) == lengths.tiles.max() > 1
+    assert max(s["tiles_max"] or 0 for s in printed["sources"]) == lengths.column("tiles").max() > 1
     run(command, *arguments, "-o", tmp_path / "one.parquet", "--max-dynamic-patch", 1)
     one = read_lengths([tmp_path / "one.parquet"])
     assert one.origin.tiling.max_dynamic_patch == 1
-    assert one.tiles.sum() < lengths.tiles.sum()
+    assert one.column("tiles").sum() < lengths.column("tiles").sum()
     capsys.readouterr()
     run("lengths --model internvl-digits", *arguments, "-o", tmp_path / "all.parquet")
     table = capsys.readouterr().out

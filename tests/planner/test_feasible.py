@@ -29,7 +29,7 @@ from omnibal.search.feasible import (
 )
 
 CLUSTER = load_cluster("laptop-cpu")
-ANY = Caps(max_tiles=1, max_tokens=1)
+ANY = Caps.of(tiles=1, tokens=1)
 """Of which every sample is larger."""
 
 
@@ -126,21 +126,21 @@ def test_next_larger_caps_do_not_fit(share):
     assert fits(change.request)
     assert not fits(changed(planned, caps=tried[chosen - 1]))
     caps = change.request.data.caps
-    text = f"--max-tokens {caps.max_tokens} --max-tiles {caps.max_tiles} instead of 512 and 8"
+    text = f"--max-tokens {caps['tokens']} --max-tiles {caps['tiles']} instead of 512 and 8"
     assert change.text.startswith(text)
 
 
 def test_smaller_caps_are_round_and_hold_every_sample():
     """Prevents caps that `omnibal plan` then refuses, and tiles that tokens cannot fill."""
-    assert smaller_caps(Caps(max_tiles=9, max_tokens=4096), ANY)[:2] == [
-        Caps(max_tiles=8, max_tokens=3840),
-        Caps(max_tiles=8, max_tokens=3584),
+    assert smaller_caps(Caps.of(tiles=9, tokens=4096), ANY)[:2] == [
+        Caps.of(tiles=8, tokens=3840),
+        Caps.of(tiles=8, tokens=3584),
     ]
     lengths = example_lengths()
-    for caps in smaller_caps(Caps(max_tiles=8, max_tokens=512), least_caps(lengths)):
-        assert caps.max_tokens >= lengths.tokens.max()
-        assert caps.max_tiles >= lengths.tiles.max()
-    least = Caps(max_tiles=int(lengths.tiles.max()), max_tokens=int(lengths.tokens.max()))
+    for caps in smaller_caps(Caps.of(tiles=8, tokens=512), least_caps(lengths)):
+        assert caps["tokens"] >= lengths.tokens.max()
+        assert caps["tiles"] >= lengths.column("tiles").max()
+    least = Caps.of(tiles=int(lengths.column("tiles").max()), tokens=int(lengths.tokens.max()))
     assert smaller_caps(least, least_caps(lengths)) == []
     assert smaller_caps(ANY, ANY) == []
 
@@ -167,7 +167,7 @@ def test_device_with_more_memory():
         cluster=load_cluster("a100-80g"),
         parallel=Parallel(tensor=2, pipeline=2, data=1, sequence_parallel=True),
         precision="bf16",
-        caps=Caps(max_tiles=8, max_tokens=2560),
+        caps=Caps.of(tiles=8, tokens=2560),
         lengths=None,
         packs_per_step=8,
     )
@@ -301,4 +301,4 @@ def test_many_samples_are_drawn_from(monkeypatch):
 def test_other_mistakes_are_said_as_they_are():
     """Prevents a mistake that has nothing to do with memory from being answered with advice."""
     with pytest.raises(UserError, match="exceed the caps"):
-        find_changes(one_epoch(caps=Caps(max_tiles=1, max_tokens=64)))
+        find_changes(one_epoch(caps=Caps.of(tiles=1, tokens=64)))

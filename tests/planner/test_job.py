@@ -92,7 +92,7 @@ def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = counting(monkeypatch, "check_parallel", check_parallel)
     planned = request(epochs=1)
     make_plan(planned)
-    make_plan(planned.capped(Caps(max_tiles=8, max_tokens=400)))
+    make_plan(planned.capped(Caps.of(tiles=8, tokens=400)))
     search_caps(
         CapSearchRequest(
             job=planned.job,

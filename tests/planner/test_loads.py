@@ -12,9 +12,10 @@ from plan_cases import MODEL, example_lengths
 
 from omnibal import cli
 from omnibal.config import load_cluster
+from omnibal.cost.model import FEATURES, pack_features
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks, read_packs
+from omnibal.data.packs import Packs, ScheduledPacks, read_packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
@@ -58,7 +59,7 @@ def case(
         precision="fp32",
     )
     request = DataRequest(
-        caps=Caps(max_tiles=8, max_tokens=max_tokens),
+        caps=Caps.of(tiles=8, tokens=max_tokens),
         method=PackingMethod.ISF,
         seed=5,
         epochs=1,
@@ -79,7 +80,7 @@ def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
     tokens = [int(shown.lengths.tokens[sample]) for sample in samples]
     if padded:
         tokens = [max(tokens)] * len(tokens)
-    tiles = sum(int(shown.lengths.tiles[sample]) for sample in samples)
+    tiles = sum(int(shown.lengths.column("tiles")[sample]) for sample in samples)
     loss_tokens = sum(int(shown.lengths.loss_tokens[sample]) for sample in samples)
     features = [1, tiles, sum(tokens), sum(count * count for count in tokens), loss_tokens]
     total = 0.0
@@ -288,15 +289,19 @@ def test_common_practice_is_a_plain_loop() -> None:
                 members = order[at : at + 3]
                 at += 3
                 longest = int(max(lengths.tokens[i] for i in members))
-                tiles = int(sum(lengths.tiles[i] for i in members))
+                tiles = int(sum(lengths.column("tiles")[i] for i in members))
                 load += 3 + 5 * tiles + 0.25 * 3 * longest + 0.001 * 3 * longest**2
                 load += 0.5 * sum(int(lengths.loss_tokens[i]) for i in members)
             ranks.append(load)
         expected.append(ranks)
-    given = common_practice(lengths, 3, 4, 2, 11, lambda features: features @ weights)
+
+    def load(packs: Packs, padded: Lengths) -> np.ndarray:
+        return pack_features(packs, padded, FEATURES) @ weights
+
+    given = common_practice(lengths, 3, 4, 2, 11, load)
     assert given.shape == (4, 4)
     np.testing.assert_allclose(given, expected)
-    other = common_practice(lengths, 3, 4, 2, 12, lambda features: features @ weights)
+    other = common_practice(lengths, 3, 4, 2, 12, load)
     assert not np.allclose(given, other)
 
 
@@ -304,7 +309,9 @@ def test_common_practice_is_a_plain_loop() -> None:
 def test_common_practice_of_too_few_samples_is_empty(samples: int) -> None:
     """Prevents a failure, or an incomplete step that looks fast."""
     lengths = example_lengths(count=samples)
-    assert common_practice(lengths, 2, 2, 1, 0, lambda f: f.sum(axis=1)).shape == (0, 2)
+    assert common_practice(
+        lengths, 2, 2, 1, 0, lambda packs, _: packs.sums(lengths.tokens)
+    ).shape == (0, 2)
 
 
 def test_title_says_what_is_shown() -> None:
@@ -340,7 +347,7 @@ def parts(shown: Case) -> tuple[LoadSetting, ScheduledPacks, Lengths]:
 def without_tiles() -> Lengths:
     lengths = example_lengths(count=200)
     return Lengths(
-        tiles=np.zeros_like(lengths.tiles),
+        items={"tiles": np.zeros_like(lengths.column("tiles"))},
         tokens=lengths.tokens,
         loss_tokens=lengths.loss_tokens,
         source=lengths.source,

@@ -35,8 +35,8 @@ def test_straggler_factor_is_the_time_that_ranks_wait_for():
 def test_lower_bound_takes_the_tighter_dimension():
     """Prevents a bound that is rounded down or looks at tokens alone."""
     lengths = four_samples()
-    assert naive_lower_bound(lengths, Caps(max_tiles=3, max_tokens=10_000)) == 3  # 7 tiles
-    assert naive_lower_bound(lengths, Caps(max_tiles=100, max_tokens=30)) == 4  # 100 tokens
+    assert naive_lower_bound(lengths, Caps.of(tiles=3, tokens=10_000)) == 3  # 7 tiles
+    assert naive_lower_bound(lengths, Caps.of(tiles=100, tokens=30)) == 4  # 100 tokens
 
 
 def test_figures_of_a_small_schedule():
@@ -47,10 +47,10 @@ def test_figures_of_a_small_schedule():
         dp_rank=np.array([0, 1, 1], np.int32),
         slot=np.zeros(3, np.int32),
         epoch=np.zeros(3, np.int32),
-        tiles=np.array([3, 4, 0], np.int32),
+        items={"tiles": np.array([3, 4, 0], np.int32)},
         tokens=np.array([30, 30, 40], np.int32),
     )
-    caps, load = Caps(max_tiles=4, max_tokens=50), np.array([1.0, 3.0, 5.0])
+    caps, load = Caps.of(tiles=4, tokens=50), np.array([1.0, 3.0, 5.0])
     metrics = measure_packs(scheduled, four_samples(), caps, 2, load, lower_bound=2)
     assert (metrics.samples, metrics.packed, metrics.packs, metrics.steps) == (4, 4, 3, 2)
     assert metrics.packs_lower_bound == 2
@@ -69,7 +69,7 @@ def test_figures_of_a_small_schedule():
 
 def four_samples() -> Lengths:
     return Lengths(
-        tiles=np.array([1, 2, 4, 0], np.int32),
+        items={"tiles": np.array([1, 2, 4, 0], np.int32)},
         tokens=np.array([10, 20, 30, 40], np.int32),
         loss_tokens=np.zeros(4, np.int32),
         source=np.zeros(4, np.int32),

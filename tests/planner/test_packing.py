@@ -25,15 +25,15 @@ SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, 
 def assert_valid(packs, lengths: Lengths, caps: Caps) -> None:
     assert sorted(packs.samples.tolist()) == list(range(len(lengths)))
     assert (np.diff(packs.offsets) > 0).all()
-    assert packs.sums(lengths.tiles).max() <= caps.max_tiles
-    assert packs.sums(lengths.tokens).max() <= caps.max_tokens
+    assert packs.sums(lengths.column("tiles")).max() <= caps["tiles"]
+    assert packs.sums(lengths.tokens).max() <= caps["tokens"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 9), method=st.sampled_from(PackingMethod))
 def test_every_method_packs_every_sample_once(sizes, seed, method):
     """Prevents lost, doubled or overflowing samples, and a bound that a packing undercuts."""
-    lengths, caps = make_lengths(sizes), Caps(max_tiles=9, max_tokens=512)
+    lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
     packs = pack_samples(lengths, caps, method, seed)
     assert_valid(packs, lengths, caps)
     assert naive_lower_bound(lengths, caps) <= packs_lower_bound(lengths, caps) <= len(packs)
@@ -43,7 +43,7 @@ def test_every_method_packs_every_sample_once(sizes, seed, method):
 @given(sizes=SIZES, seed=st.integers(0, 9), iterations=st.integers(0, 12))
 def test_every_sample_once_within_the_caps(sizes, seed, iterations):
     """Prevents lost, doubled or overflowing samples, whatever the lengths and iterations."""
-    lengths, caps = make_lengths(sizes), Caps(max_tiles=9, max_tokens=512)
+    lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
     packs = pack_isf(lengths, caps, seed, iterations=iterations)
     assert_valid(packs, lengths, caps)
     assert len(packs) >= naive_lower_bound(lengths, caps)
@@ -70,7 +70,7 @@ def test_every_sample_once_within_the_caps(sizes, seed, iterations):
 )  # fmt: skip
 def test_adversarial_lengths(sizes, optimum, method):
     """Prevents off-by-one cuts where sums meet the caps exactly or one dimension is empty."""
-    lengths, caps = make_lengths(sizes), Caps(max_tiles=9, max_tokens=512)
+    lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
     packs = pack_samples(lengths, caps, method, 0)
     assert_valid(packs, lengths, caps)
     bound = packs_lower_bound(lengths, caps)
@@ -87,7 +87,7 @@ def fewest_packs(sizes: list[tuple[int, int]], caps: Caps) -> int:
     for subset in range(1 << count):
         held = [size for i, size in enumerate(sizes) if subset >> i & 1]
         tiles, tokens = sum(v for v, _ in held), sum(t for _, t in held)
-        fits.append(tiles <= caps.max_tiles and tokens <= caps.max_tokens)
+        fits.append(tiles <= caps["tiles"] and tokens <= caps["tokens"])
     fewest = [0] + [count] * ((1 << count) - 1)
     for subset in range(1, 1 << count):
         part = subset
@@ -103,9 +103,9 @@ def test_bound_and_packs_enclose_the_optimum():
     rng = np.random.default_rng(0)
     extra = 0
     for _ in range(150):
-        caps = Caps(max_tiles=int(rng.integers(3, 10)), max_tokens=int(rng.integers(50, 600)))
+        caps = Caps.of(tiles=int(rng.integers(3, 10)), tokens=int(rng.integers(50, 600)))
         sizes = [
-            (int(rng.integers(0, caps.max_tiles + 1)), int(rng.integers(1, caps.max_tokens + 1)))
+            (int(rng.integers(0, caps["tiles"] + 1)), int(rng.integers(1, caps["tokens"] + 1)))
             for _ in range(rng.integers(1, 9))
         ]
         lengths, optimum = make_lengths(sizes), fewest_packs(sizes, caps)
@@ -118,15 +118,15 @@ def test_bound_and_packs_enclose_the_optimum():
 def covering_relaxation(kinds: list[tuple[int, int]], counts: list[int], caps: Caps) -> float:
     """Fewest packs when fractions of packs are allowed, over all patterns of the kinds."""
     ranges = [
-        range(min(caps.max_tiles // v if v else 10**6, caps.max_tokens // t) + 1) for v, t in kinds
+        range(min(caps["tiles"] // v if v else 10**6, caps["tokens"] // t) + 1) for v, t in kinds
     ]
     patterns = np.array(
         [
             pattern
             for pattern in product(*ranges)
             if any(pattern)
-            and sum(n * v for n, (v, _) in zip(pattern, kinds, strict=True)) <= caps.max_tiles
-            and sum(n * t for n, (_, t) in zip(pattern, kinds, strict=True)) <= caps.max_tokens
+            and sum(n * v for n, (v, _) in zip(pattern, kinds, strict=True)) <= caps["tiles"]
+            and sum(n * t for n, (_, t) in zip(pattern, kinds, strict=True)) <= caps["tokens"]
         ]
     )
     return linprog(np.ones(len(patterns)), A_ub=-patterns.T, b_ub=-np.array(counts)).fun
@@ -135,7 +135,7 @@ def covering_relaxation(kinds: list[tuple[int, int]], counts: list[int], caps: C
 def test_bound_is_as_tight_as_all_patterns_allow():
     """Prevents a bound that is valid and useless: few kinds of samples leave nothing to round."""
     rng = np.random.default_rng(1)
-    caps = Caps(max_tiles=9, max_tokens=512)
+    caps = Caps.of(tiles=9, tokens=512)
     for _ in range(25):
         kinds = sorted({(int(rng.integers(0, 6)), int(rng.integers(60, 400))) for _ in range(4)})
         counts = [int(n) for n in rng.integers(50, 400, len(kinds))]
@@ -179,7 +179,7 @@ def family(name: str, count: int) -> Lengths:
 def test_balanced_is_near_the_bound(name):
     """Prevents a packing tuned to one data set."""
     lengths = family(name, 6000)
-    caps = Caps(max_tiles=FAMILIES[name][0], max_tokens=FAMILIES[name][1])
+    caps = Caps.of(tiles=FAMILIES[name][0], tokens=FAMILIES[name][1])
     packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
     assert_valid(packs, lengths, caps)
     assert len(packs) <= 1.006 * packs_lower_bound(lengths, caps) + 1
@@ -193,14 +193,14 @@ def test_packs_are_mixtures(name):
     The spread of samples per pack must be below that of ISF, whose packs are random.
     """
     lengths = family(name, 4000)
-    caps = Caps(max_tiles=FAMILIES[name][0], max_tokens=FAMILIES[name][1])
+    caps = Caps.of(tiles=FAMILIES[name][0], tokens=FAMILIES[name][1])
     sizes = [np.diff(pack_samples(lengths, caps, m, 0).offsets) for m in PackingMethod]
     assert sizes[0].std() < sizes[1].std()
 
 
 def test_seeds_put_other_samples_together():
     """Prevents epochs in which the same samples always share a pack."""
-    lengths, caps = family("ocr", 6000), Caps(max_tiles=15, max_tokens=4096)
+    lengths, caps = family("ocr", 6000), Caps.of(tiles=15, tokens=4096)
     pairs = []
     for seed in (0, 1):
         packs = pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
@@ -210,7 +210,7 @@ def test_seeds_put_other_samples_together():
 
 def test_balanced_bytes_follow_the_seed():
     """Prevents packs that cannot be made again, on however many threads numpy runs."""
-    lengths, caps = family("charts", 3000), Caps(max_tiles=15, max_tokens=4096)
+    lengths, caps = family("charts", 3000), Caps.of(tiles=15, tokens=4096)
     first, again, other = (
         pack_samples(lengths, caps, PackingMethod.BALANCED, seed).samples.tobytes()
         for seed in (5, 5, 6)
@@ -230,8 +230,8 @@ def paper_isf(lengths: Lengths, caps: Caps, seed: int, iterations: int, q_v: int
         for sample in left:
             group.append(sample)
             if (
-                sum(lengths.tiles[group]) > caps.max_tiles
-                or sum(lengths.tokens[group]) > caps.max_tokens
+                sum(lengths.column("tiles")[group]) > caps["tiles"]
+                or sum(lengths.tokens[group]) > caps["tokens"]
             ):
                 groups.append(group[:-1])
                 group = [sample]
@@ -240,7 +240,7 @@ def paper_isf(lengths: Lengths, caps: Caps, seed: int, iterations: int, q_v: int
             g
             for g in groups
             if round_number == iterations
-            or sum(lengths.tiles[g]) >= q_v
+            or sum(lengths.column("tiles")[g]) >= q_v
             or sum(lengths.tokens[g]) >= q_t
         ]
         kept += full
@@ -254,7 +254,7 @@ def test_isf_equals_the_paper_written_out(thresholds):
     """Prevents the vectorised cuts and filter from drifting away from Algorithm 1."""
     rng = np.random.default_rng(3)
     sizes = rng.integers((0, 1), (6, 300), (300, 2)).tolist()
-    lengths, caps = make_lengths(sizes), Caps(max_tiles=9, max_tokens=512)
+    lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
     packs = pack_isf(
         lengths, caps, 7, iterations=4, tile_threshold=thresholds[0], token_threshold=thresholds[1]
     )
@@ -267,7 +267,7 @@ def test_default_token_threshold(max_tokens, threshold):
     """Prevents a default Q't other than the paper's Qt - 128, or too low for a small cap."""
     rng = np.random.default_rng(0)
     sizes = [(0, int(n)) for n in rng.integers(1, max_tokens // 3, 200)]
-    lengths, caps = make_lengths(sizes), Caps(max_tiles=9, max_tokens=max_tokens)
+    lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=max_tokens)
     default = pack_isf(lengths, caps, 0)
     assert default.samples.tolist() == (
         pack_isf(lengths, caps, 0, token_threshold=threshold).samples.tolist()
@@ -281,7 +281,7 @@ def test_seed_decides_the_packs():
     """Prevents packs that change between runs, and a seed that is ignored."""
     lengths, caps = (
         make_lengths([(2, 100), (1, 60), (0, 30)] * 40),
-        Caps(max_tiles=9, max_tokens=512),
+        Caps.of(tiles=9, tokens=512),
     )
     first, again, other = (pack_isf(lengths, caps, seed) for seed in (5, 5, 6))
     assert first.samples.tolist() == again.samples.tolist()
@@ -293,13 +293,13 @@ def test_oversize_samples_are_refused_by_name():
     """Prevents the silent dropping of samples that fit no pack."""
     lengths = make_lengths([(1, 10)] + [(10, 20)] * 4 + [(1, 600)] * 3)
     with pytest.raises(UserError) as raised:
-        pack_isf(lengths, Caps(max_tiles=9, max_tokens=512), 0)
+        pack_isf(lengths, Caps.of(tiles=9, tokens=512), 0)
     message = str(raised.value)
     assert "7 of 8 samples" in message
     assert "sample 1 of docs has 10 tiles and 20 tokens" in message
     assert "and 2 more" in message
     assert "--max-tiles 10 --max-tokens 600" in message
-    check_samples_fit(lengths, Caps(max_tiles=10, max_tokens=600))
+    check_samples_fit(lengths, Caps.of(tiles=10, tokens=600))
 
 
 def test_real_lengths_need_no_more_packs_than_the_public_code():
@@ -307,7 +307,7 @@ def test_real_lengths_need_no_more_packs_than_the_public_code():
     files = sorted(REAL_LENGTHS.glob("*.json"))
     if not files:
         pytest.skip(f"the published length files are not at {REAL_LENGTHS}")
-    lengths, caps = read_lengths(files), Caps(max_tiles=9, max_tokens=4096)
+    lengths, caps = read_lengths(files), Caps.of(tiles=9, tokens=4096)
     packs = pack_isf(lengths, caps, 0)
     assert_valid(packs, lengths, caps)
     assert len(packs) <= 1.005 * 10_847
@@ -319,7 +319,7 @@ def test_balanced_packs_of_real_lengths_are_nearly_optimal(max_tiles):
     files = sorted(REAL_LENGTHS.glob("*.json"))
     if not files:
         pytest.skip(f"the published length files are not at {REAL_LENGTHS}")
-    lengths, caps = read_lengths(files), Caps(max_tiles=max_tiles, max_tokens=4096)
+    lengths, caps = read_lengths(files), Caps.of(tiles=max_tiles, tokens=4096)
     packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
     assert_valid(packs, lengths, caps)
     assert len(packs) <= 1.003 * packs_lower_bound(lengths, caps)

@@ -25,7 +25,7 @@ from omnibal.data.packs import Packs
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 
-CAPS = Caps(max_tiles=9, max_tokens=64)
+CAPS = Caps.of(tiles=9, tokens=64)
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 64)), min_size=1, max_size=60)
 SMALL_SIZES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=60)
 SEEDS = st.integers(0, 9)
@@ -47,8 +47,8 @@ def shuffled(lengths: Lengths, seed: int) -> list[int]:
 
 def fits(pack: list[int], lengths: Lengths) -> bool:
     return bool(
-        lengths.tiles[pack].sum() <= CAPS.max_tiles
-        and lengths.tokens[pack].sum() <= CAPS.max_tokens
+        lengths.column("tiles")[pack].sum() <= CAPS["tiles"]
+        and lengths.tokens[pack].sum() <= CAPS["tokens"]
     )
 
 
@@ -62,9 +62,9 @@ def test_every_sample_once_within_the_promised_caps(rival: Rival, sizes, seed):
     assert sorted(packs.samples.tolist()) == list(range(len(lengths)))
     assert (np.diff(packs.offsets) > 0).all()
     if rival.keeps_tile_cap:
-        assert packs.sums(lengths.tiles).max() <= CAPS.max_tiles
+        assert packs.sums(lengths.column("tiles")).max() <= CAPS["tiles"]
     if rival.keeps_token_cap:
-        assert packs.sums(lengths.tokens).max() <= CAPS.max_tokens
+        assert packs.sums(lengths.tokens).max() <= CAPS["tokens"]
 
 
 @every_rival
@@ -73,8 +73,8 @@ def test_caps_said_to_be_broken_are(rival: Rival):
     rng = np.random.default_rng(0)
     lengths = make_lengths(rng.integers((0, 1), (10, 65), (500, 2)).tolist())
     packs = rival.rule(lengths, CAPS, 0)
-    assert rival.keeps_tile_cap == (packs.sums(lengths.tiles).max() <= CAPS.max_tiles)
-    assert rival.keeps_token_cap == (packs.sums(lengths.tokens).max() <= CAPS.max_tokens)
+    assert rival.keeps_tile_cap == (packs.sums(lengths.column("tiles")).max() <= CAPS["tiles"])
+    assert rival.keeps_token_cap == (packs.sums(lengths.tokens).max() <= CAPS["tokens"])
 
 
 @every_rival
@@ -106,8 +106,8 @@ def test_fixed_count_is_fixed(sizes, seed):
     lengths = make_lengths(sizes)
     count = samples_per_micro_batch(lengths, CAPS)
     bound = max(
-        ceil(sum(tiles for tiles, _ in sizes) / CAPS.max_tiles),
-        ceil(sum(tokens for _, tokens in sizes) / CAPS.max_tokens),
+        ceil(sum(tiles for tiles, _ in sizes) / CAPS["tiles"]),
+        ceil(sum(tokens for _, tokens in sizes) / CAPS["tokens"]),
     )
     assert abs(count - len(sizes) / bound) <= 0.5
     order = shuffled(lengths, seed)
@@ -137,7 +137,7 @@ def test_first_fit_decreasing_equals_plain_text(sizes, seed):
     expected: list[list[int]] = []
     for size in sorted((tokens for _, tokens in sizes), reverse=True):
         for pack in expected:
-            if sum(pack) + size <= CAPS.max_tokens:
+            if sum(pack) + size <= CAPS["tokens"]:
                 pack.append(size)
                 break
         else:
@@ -185,12 +185,12 @@ def test_online_buffers_equals_plain_text(sizes, seed, buffers):
         # Filled or new, the pack takes the last place among those of as many tiles.
         opened = [pack for pack in opened if pack is not target]
         opened.append([*target, sample])
-        opened.sort(key=lambda pack: lengths.tiles[pack].sum(), reverse=True)
+        opened.sort(key=lambda pack: lengths.column("tiles")[pack].sum(), reverse=True)
         full = [
             pack
             for pack in opened
-            if lengths.tiles[pack].sum() == CAPS.max_tiles
-            or lengths.tokens[pack].sum() == CAPS.max_tokens
+            if lengths.column("tiles")[pack].sum() == CAPS["tiles"]
+            or lengths.tokens[pack].sum() == CAPS["tokens"]
         ]
         emitted += full
         opened = [pack for pack in opened if pack not in full]
@@ -206,7 +206,7 @@ def test_online_buffers_equals_plain_text(sizes, seed, buffers):
 def test_length_grouped_equals_plain_text(samples, per_mega_batch):
     """Prevents mega-batches of another size, unsorted ones, and a longest sample not first."""
     tokens = np.random.default_rng(samples).permutation(samples) + 1
-    lengths, caps = make_lengths([(1, n) for n in tokens]), Caps(max_tiles=4, max_tokens=10**6)
+    lengths, caps = make_lengths([(1, n) for n in tokens]), Caps.of(tiles=4, tokens=10**6)
     stream = shuffled(lengths, 3)
     groups = [
         sorted(stream[i : i + per_mega_batch], key=lambda sample: -tokens[sample])
@@ -227,10 +227,10 @@ def test_vision_sorted_equals_plain_text(sizes, seed):
     expected: list[list[int]] = []
     for size in sorted((tokens for _, tokens in sizes), reverse=True):
         emptiest = min(expected, key=sum, default=None)
-        if emptiest is not None and sum(emptiest) + size <= CAPS.max_tokens:
+        if emptiest is not None and sum(emptiest) + size <= CAPS["tokens"]:
             emptiest.append(size)
         else:
             expected.append([size])
     packs = vision_sorted(lengths, CAPS, seed)
     assert token_lists(packs, lengths) == sorted(expected)
-    assert (np.diff(packs.sums(lengths.tiles)) >= 0).all()
+    assert (np.diff(packs.sums(lengths.column("tiles"))) >= 0).all()

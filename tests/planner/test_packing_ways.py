@@ -30,8 +30,8 @@ def balanced(lengths, caps, seed=0):
 
 def mixture(samples: int, caps: Caps, multiple: int = 1):
     drawn = make_mixture("internvl", samples, seed=3)
-    tokens = np.minimum(-(-drawn.tokens // multiple) * multiple, caps.max_tokens)
-    tiles = np.minimum(drawn.tiles, caps.max_tiles)
+    tokens = np.minimum(-(-drawn.tokens // multiple) * multiple, caps["tokens"])
+    tiles = np.minimum(drawn.column("tiles"), caps["tiles"])
     return make_lengths(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
 
 
@@ -43,13 +43,13 @@ def test_exact_fits_are_found(size, max_tiles, a_pack):
     """Prevents room that is kept free where sizes fill a cap to the last token."""
     for samples in (8, 1000, 4001):
         lengths = make_lengths([size] * samples)
-        packs = balanced(lengths, Caps(max_tiles=max_tiles, max_tokens=4096))
+        packs = balanced(lengths, Caps.of(tiles=max_tiles, tokens=4096))
         assert len(packs) == -(-samples // a_pack)
 
 
 def test_rounded_lengths_fill_the_cap():
     """Prevents waste where all lengths are multiples of a number that also divides the cap."""
-    caps = Caps(max_tiles=9, max_tokens=4096)
+    caps = Caps.of(tiles=9, tokens=4096)
     lengths = mixture(3000, caps, multiple=256)
     assert len(balanced(lengths, caps)) <= 1.002 * packs_lower_bound(lengths, caps)
 
@@ -58,7 +58,7 @@ def test_rounded_lengths_fill_the_cap():
 @pytest.mark.parametrize(("max_tiles", "max_tokens"), [(128, 32_768), (512, 131_072)])
 def test_large_caps_need_what_the_sums_need(max_tiles, max_tokens, samples):
     """Prevents packings that fall apart where a pack holds a hundred samples."""
-    caps = Caps(max_tiles=max_tiles, max_tokens=max_tokens)
+    caps = Caps.of(tiles=max_tiles, tokens=max_tokens)
     lengths = mixture(samples, caps)
     packs = balanced(lengths, caps)
     assert len(packs) == naive_lower_bound(lengths, caps) <= len(pack_isf(lengths, caps, 0))
@@ -66,10 +66,10 @@ def test_large_caps_need_what_the_sums_need(max_tiles, max_tokens, samples):
 
 def test_level_packs_are_mixtures():
     """Prevents packs of many samples that are of one kind, though their sums are right."""
-    caps = Caps(max_tiles=128, max_tokens=32_768)
+    caps = Caps.of(tiles=128, tokens=32_768)
     lengths = mixture(5000, caps)
     packs = balanced(lengths, caps)
-    for part in (lengths.tiles, lengths.tokens):
+    for part in (lengths.column("tiles"), lengths.tokens):
         sums = packs.sums(part)
         assert sums.std() < 0.01 * sums.mean()
     assert np.diff(packs.offsets).std() < np.diff(pack_isf(lengths, caps, 0).offsets).std()
@@ -79,7 +79,7 @@ def test_one_giant_costs_one_pack():
     """Prevents a single sample at the caps from spoiling the packs of all others."""
     rng = np.random.default_rng(0)
     small = [(int(v), int(t)) for v, t in rng.integers((0, 1), (2, 60), (3000, 2))]
-    caps = Caps(max_tiles=40, max_tokens=4096)
+    caps = Caps.of(tiles=40, tokens=4096)
     without = len(balanced(make_lengths(small), caps))
     lengths = make_lengths([(40, 4096), *small])
     assert len(balanced(lengths, caps)) <= without + 1 == naive_lower_bound(lengths, caps)
@@ -92,7 +92,7 @@ def test_partners_of_one_size_are_found(samples):
     first = rng.integers((0, 1), (10, 4096), (samples // 2, 2))
     sizes = np.concatenate([first, (9, 4096) - first])
     lengths = make_lengths(rng.permutation(sizes).tolist())
-    assert len(balanced(lengths, Caps(max_tiles=9, max_tokens=4096))) == samples // 2
+    assert len(balanced(lengths, Caps.of(tiles=9, tokens=4096))) == samples // 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +102,7 @@ def test_partners_of_one_size_are_found(samples):
 )
 def test_never_more_packs_than_isf(sizes, seed):
     """Prevents a packing that a plainer rule beats."""
-    lengths, caps = make_lengths(sizes), Caps(max_tiles=40, max_tokens=900)
+    lengths, caps = make_lengths(sizes), Caps.of(tiles=40, tokens=900)
     packs = balanced(lengths, caps, seed)
     assert len(packs) <= len(pack_isf(lengths, caps, seed))
 
@@ -111,10 +111,10 @@ def test_a_handful_is_packed_optimally():
     """Prevents a lost pack where every set of samples can be looked at."""
     rng = np.random.default_rng(1)
     for _ in range(60):
-        caps = Caps(max_tiles=int(rng.integers(1, 12)), max_tokens=int(rng.integers(40, 500)))
+        caps = Caps.of(tiles=int(rng.integers(1, 12)), tokens=int(rng.integers(40, 500)))
         count = int(rng.integers(1, 10))
-        tiles = rng.integers(0, caps.max_tiles + 1, count)
-        tokens = rng.integers(1, caps.max_tokens + 1, count)
+        tiles = rng.integers(0, caps["tiles"] + 1, count)
+        tokens = rng.integers(1, caps["tokens"] + 1, count)
         sizes = list(zip(tiles.tolist(), tokens.tolist(), strict=True))
         packs = pack_exactly(tiles, tokens, caps)
         assert sorted(sample for pack in packs for sample in pack) == list(range(count))
@@ -128,7 +128,7 @@ def plain_best_fit(tiles, tokens, values, first, caps):
     while left:
         pack = [left.pop(0)]
         while True:
-            room = (caps.max_tiles - tiles[pack].sum(), caps.max_tokens - tokens[pack].sum())
+            room = (caps["tiles"] - tiles[pack].sum(), caps["tokens"] - tokens[pack].sum())
             fits = [i for i in left if tiles[i] <= room[0] and tokens[i] <= room[1]]
             # Of every tile count only the sample of most tokens is offered.
             offers = {v: max((tokens[i], values[i], i) for i in fits if tiles[i] == v)
@@ -145,7 +145,7 @@ def plain_best_fit(tiles, tokens, values, first, caps):
 def test_best_fit_equals_its_rule():
     """Prevents samples that bisection or the jumping over of gone samples misses."""
     rng = np.random.default_rng(2)
-    caps = Caps(max_tiles=9, max_tokens=500)
+    caps = Caps.of(tiles=9, tokens=500)
     for _ in range(40):
         count = int(rng.integers(1, 60))
         tiles, tokens = rng.integers(0, 10, count), rng.integers(1, 501, count)
@@ -157,7 +157,7 @@ def test_best_fit_equals_its_rule():
 def test_first_fit_equals_its_rule():
     """Prevents a pack with room that is passed over, and one that is filled beyond a cap."""
     rng = np.random.default_rng(7)
-    caps = Caps(max_tiles=9, max_tokens=500)
+    caps = Caps.of(tiles=9, tokens=500)
     for _ in range(20):
         count = int(rng.integers(1, 60))
         tiles, tokens = rng.integers(0, 10, count), rng.integers(1, 501, count)
@@ -165,7 +165,7 @@ def test_first_fit_equals_its_rule():
         for sample in sorted(range(count), key=lambda i: -first[i]):
             for pack in expected:
                 held = [*pack, sample]
-                if tiles[held].sum() <= caps.max_tiles and tokens[held].sum() <= caps.max_tokens:
+                if tiles[held].sum() <= caps["tiles"] and tokens[held].sum() <= caps["tokens"]:
                     pack.append(sample)
                     break
             else:
@@ -178,7 +178,7 @@ def test_samples_of_many_tiles_meet_samples_of_many_tokens():
     rng = np.random.default_rng(8)
     share = rng.random(600)
     sizes = np.stack([share * 512, np.maximum((1 - share) * 131_072, 1)], axis=1).astype(int)
-    lengths, caps = make_lengths(sizes.tolist()), Caps(max_tiles=512, max_tokens=131_072)
+    lengths, caps = make_lengths(sizes.tolist()), Caps.of(tiles=512, tokens=131_072)
     packs = pack_nearest(*sizes.T, caps)
     assert sorted(sample for pack in packs for sample in pack) == list(range(600))
     assert max(sizes[pack].sum(axis=0)[0] for pack in packs) <= 512
@@ -196,7 +196,7 @@ def test_thousands_of_small_samples_in_a_pack_take_seconds():
     start = time.process_time()
     balanced(
         make_lengths(np.stack([tiles, tokens], axis=1).tolist()),
-        Caps(max_tiles=9, max_tokens=65_536),
+        Caps.of(tiles=9, tokens=65_536),
     )
     assert time.process_time() - start < 20
 
@@ -205,18 +205,18 @@ def test_best_fit_with_many_tile_counts_keeps_the_caps():
     """Prevents shelves of several tile counts from offering what does not fit."""
     rng = np.random.default_rng(3)
     lengths = make_lengths(rng.integers((0, 1), (513, 9000), (800, 2)).tolist())
-    caps = Caps(max_tiles=512, max_tokens=10_000)
-    rest = Rest(lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64), caps)
+    caps = Caps.of(tiles=512, tokens=10_000)
+    rest = Rest(lengths.column("tiles").astype(np.int64), lengths.tokens.astype(np.int64), caps)
     packs = rest.best_fit(rng)
     assert sorted(np.concatenate(packs).tolist()) == list(range(800))
-    assert max(lengths.tiles[pack].sum() for pack in packs) <= 512
+    assert max(lengths.column("tiles")[pack].sum() for pack in packs) <= 512
     assert max(lengths.tokens[pack].sum() for pack in packs) <= 10_000
 
 
 def test_pairs_are_the_best_there_are():
     """Prevents a partner that is overlooked when two samples complete a pack."""
     rng = np.random.default_rng(4)
-    caps = Caps(max_tiles=20, max_tokens=1000)
+    caps = Caps.of(tiles=20, tokens=1000)
     for _ in range(30):
         tiles, tokens = rng.integers(3, 9, 25), rng.integers(200, 500, 25)
         values, first = rng.random(25), rng.random(25)
@@ -237,9 +237,9 @@ def test_pairs_are_the_best_there_are():
 @pytest.mark.parametrize("leading", Leading)
 def test_level_packs_hold_every_sample_once(leading):
     """Prevents samples lost or doubled when packs trade them, and packs far from level."""
-    caps = Caps(max_tiles=128, max_tokens=32_768)
+    caps = Caps.of(tiles=128, tokens=32_768)
     lengths = mixture(2000, caps)
-    sizes = (lengths.tiles.astype(np.int64), lengths.tokens.astype(np.int64))
+    sizes = (lengths.column("tiles").astype(np.int64), lengths.tokens.astype(np.int64))
     packs = deal_level(sizes, 60, caps, leading, np.random.default_rng(0))
     assert sorted(packs.samples.tolist()) == list(range(2000))
     tokens = packs.sums(lengths.tokens)

@@ -166,7 +166,7 @@ def test_ranks_are_balanced_in_predicted_time():
     packs, _ = make_plan(asked).data
     cost = analytic_cost(MODEL, asked.job.cluster, asked.job.parallel, "fp32")
     repeats = {Unit.VISION_LAYER: MODEL.vision.layers, Unit.LANGUAGE_LAYER: MODEL.language.layers}
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, cost.features)
     pack_ms = sum(
         features @ (cost.forward_ms + cost.backward_ms) * repeats.get(unit, 1)
         for unit, cost in cost.units.items()

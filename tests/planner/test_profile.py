@@ -112,12 +112,12 @@ def test_exact_measurements_give_back_the_true_costs():
     assert fitted.link_latency_ms == pytest.approx(0.03)
     assert fitted.link_ms_per_byte == pytest.approx(2e-6)
     assert fitted.source == "profile:test CPU, 2 processes"
-    assert all(residual.max_error < 1e-3 for residual in fit_residuals(measured()))
+    assert all(residual.max_error < 1e-3 for residual in fit_residuals(measured(), MODEL))
 
 
 def test_noise_stays_a_relative_error_of_its_own_size():
     """Prevents fits in which the largest micro-batch outweighs all small ones."""
-    residuals = fit_residuals(measured(noise=0.05))
+    residuals = fit_residuals(measured(noise=0.05), MODEL)
     times = [r for r in residuals if r.quantity != "activation_bytes"]
     assert len(times) == 3 * len(Unit)
     assert all(0 < r.median_error < 0.05 and r.max_error < 0.12 for r in times)
@@ -146,7 +146,7 @@ def test_what_was_not_measured_is_counted():
         )
     assert fitted.optimizer_ms_per_parameter == counted.optimizer_ms_per_parameter
     assert fitted.link_ms_per_byte == counted.link_ms_per_byte
-    assert {residual.quantity for residual in fit_residuals(profile)} == {
+    assert {residual.quantity for residual in fit_residuals(profile, MODEL)} == {
         "forward_ms",
         "backward_ms",
     }

@@ -51,7 +51,7 @@ class Job:
 
     @property
     def features(self) -> np.ndarray:
-        return pack_features(self.data[0].packs, self.data[1])
+        return pack_features(self.data[0].packs, self.data[1], self.cost.features)
 
     def predict(self) -> Prediction:
         plan = self.plan
@@ -233,7 +233,13 @@ def test_a_step_with_what_is_left_over_is_not_chosen(
     zeros = np.zeros(len(sizes), np.int32)
     step = np.repeat(np.arange(len(samples_of_packs)), list(map(len, samples_of_packs)))
     scheduled = ScheduledPacks(
-        packs=packs, step=step, dp_rank=zeros, slot=zeros, epoch=zeros, tiles=zeros, tokens=zeros
+        packs=packs,
+        step=step,
+        dp_rank=zeros,
+        slot=zeros,
+        epoch=zeros,
+        items={"tiles": zeros},
+        tokens=zeros,
     )
     others = [number for number in range(len(samples_of_packs)) if number != odd]
     assert chosen_steps(scheduled, 10) == tuple(others)

@@ -28,7 +28,7 @@ from omnibal.pipeline.stage_cost import stage_times
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, Shapes, read_plan, write_plan
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.replay import StageReplay, read_replay
-from omnibal.report import write_report
+from omnibal.report.page import write_report
 from omnibal.report.text import milliseconds
 from omnibal.report.timeline import representative_step
 from omnibal.runlog import (
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.quick
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=http://evil.example/x>&amp;"
 DP, MICRO_BATCHES, STEPS = 2, 4, 120
-CAPS = Caps(max_tiles=12, max_tokens=640)
+CAPS = Caps.of(tiles=12, tokens=640)
 
 
 def make_lengths(name: str) -> Lengths:
@@ -60,7 +60,7 @@ def make_lengths(name: str) -> Lengths:
     tiles = np.where(source == 2, 0, rng.integers(1, 5, count)).astype(np.int32)
     text = np.clip(rng.lognormal(4, 0.6, count), 8, 140).astype(np.int32)
     return Lengths(
-        tiles=tiles,
+        items={"tiles": tiles},
         tokens=(text + 16 * tiles).astype(np.int32),
         loss_tokens=(text // 2).astype(np.int32),
         source=source,
@@ -89,7 +89,7 @@ def make_packs(lengths: Lengths) -> ScheduledPacks:
         dp_rank=(index % per_step // MICRO_BATCHES).astype(np.int32),
         slot=(index % MICRO_BATCHES).astype(np.int32),
         epoch=np.zeros(count, np.int32),
-        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
         tokens=packs.sums(lengths.tokens).astype(np.int32),
     )
 
@@ -429,10 +429,16 @@ def test_pack_density_draws_every_cell(directories: tuple[Path, Path], page: str
     """Prevents packs that the density leaves out, and figures of fill that are not the packs'."""
     packs = make_packs(make_lengths("documents"))
     # 640 tokens over 32 cells: 20 tokens a cell, one tile a cell.
-    cells = {(tiles, tokens // 20) for tiles, tokens in zip(packs.tiles, packs.tokens, strict=True)}
+    cells = {
+        (tiles, tokens // 20)
+        for tiles, tokens in zip(packs.column("tiles"), packs.tokens, strict=True)
+    }
     assert page.count('class="pack shade') == len(cells)
     text = Page(page).text
-    assert f"Tiles filled {100 * packs.tiles.sum() / (12 * len(packs)):.1f} % of the cap" in text
+    assert (
+        f"Tiles filled {100 * packs.column('tiles').sum() / (12 * len(packs)):.1f} % of the cap"
+        in text
+    )
     assert f"Tokens filled {100 * packs.tokens.sum() / (640 * len(packs)):.1f} % of the cap" in text
 
 
@@ -469,7 +475,7 @@ def test_timeline_is_as_long_as_the_simulated_step(page: str) -> None:
     model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
     parallel = Parallel(pipeline=2, data=DP)
     cost = analytic_cost(model, cluster, parallel, "fp32")
-    times = stage_times(cost, STAGES, pack_features(packs.packs, lengths))
+    times = stage_times(cost, STAGES, pack_features(packs.packs, lengths, cost.features))
     found = re.search(r"Step (\d+) as simulated</h3>.*? stages in ([\d.]+) ms", page, re.S)
     number, length = found.groups()
     rows = (packs.step == int(number)) & (packs.dp_rank == 0)
@@ -507,12 +513,7 @@ def test_representative_step_is_full_and_of_median_load() -> None:
     packs = make_packs(make_lengths("documents"))
     rows = np.flatnonzero(packs.step < 6)[:-1]  # Five full steps and one that lacks a pack.
     rows = rows[~((packs.step[rows] == 5) & (packs.dp_rank[rows] == 0) & (packs.slot[rows] == 3))]
-    part = ScheduledPacks(
-        packs=packs.packs.take(rows),
-        **{name: getattr(packs, name)[rows] for name in ("step", "dp_rank", "slot", "epoch")},
-        tiles=packs.tiles[rows],
-        tokens=packs.tokens[rows],
-    )
+    part = packs.take(rows)
     load = np.array([[9, 1, 5, 2, 7, 4][step] for step in part.step], float)
     chosen = representative_step(part, load)
     assert part.step[chosen].tolist() == [2] * MICRO_BATCHES
@@ -721,7 +722,7 @@ def test_replay_has_its_own_step_bubble_and_memory(
     assert "A replay on a CPU measures no working memory" in text
     assert three_columns.count('class="replayed"><title>replayed: ') == len(STAGES)
     stacks = re.findall(
-        r"Where the (\w+) step&#x27;s time goes</h3>.*?ideal ([\d.]+) (\w+)", three_columns
+        r"Where the (\w+) step&#39;s time goes</h3>.*?ideal ([\d.]+) (\w+)", three_columns
     )
     ideal = milliseconds(replay.lost.ideal_ms).split()
     assert stacks == [("predicted", "141", "ms"), ("replayed", *ideal)]

@@ -120,7 +120,7 @@ def test_counts_equal_the_encoded_samples(digits, tokenizer):
             for image in sample.images
         ]
         encoded = encode_sample(sample, tiles, MODEL, tokenizer)
-        assert lengths.tiles[index] == sum(tiles)
+        assert lengths.column("tiles")[index] == sum(tiles)
         assert lengths.tokens[index] == len(encoded.token_ids)
         assert lengths.loss_tokens[index] == encoded.loss_mask.sum()
         assert lengths.source_names[lengths.source[index]] == sample.source
@@ -229,13 +229,13 @@ def test_appended_bytes_are_no_truncation(tmp_path, tokenizer, suffix):
     """Prevents refusing a whole image to which a camera appended its own data."""
     path = tmp_path / f"x.{suffix}"
     path.write_bytes(save_noise(path) + b"trailer " * 1000)
-    assert scan_one(tmp_path, path.name, tokenizer).tiles.tolist() == [3]
+    assert scan_one(tmp_path, path.name, tokenizer).column("tiles").tolist() == [3]
 
 
 def test_format_without_end_marker(tmp_path, tokenizer):
     """Prevents formats other than PNG and JPEG from being refused."""
     save_noise(tmp_path / "x.bmp")
-    assert scan_one(tmp_path, "x.bmp", tokenizer).tiles.tolist() == [3]
+    assert scan_one(tmp_path, "x.bmp", tokenizer).column("tiles").tolist() == [3]
 
 
 def test_bad_samples_are_named_together(tmp_path, tokenizer):
@@ -341,7 +341,7 @@ def test_training_never_touches_a_skipped_sample(broken, tokenizer, tmp_path):
         sample = annotations[place]
         assert sample.turns[0].question == questions[place]
         assert lengths.source_names[lengths.source[row]] == sample.source
-        tiles = int(lengths.tiles[row])
+        tiles = int(lengths.column("tiles")[row])
         per_image = [tiles, *[0] * (len(sample.images) - 1)] if sample.images else []
         encoded = encode_sample(sample, per_image, MODEL, tokenizer)
         assert lengths.tokens[row] == len(encoded.token_ids)

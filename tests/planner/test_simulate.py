@@ -230,7 +230,7 @@ def scheduled_packs() -> ScheduledPacks:
         dp_rank=rank,
         slot=slot,
         epoch=0 * step,
-        tiles=0 * step,
+        items={"tiles": 0 * step},
         tokens=0 * step,
     )
 

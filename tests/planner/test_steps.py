@@ -31,7 +31,7 @@ pytestmark = pytest.mark.quick
 def single_sample_packs(tokens: np.ndarray) -> tuple[Packs, Lengths]:
     count = len(tokens)
     lengths = Lengths(
-        tiles=np.arange(count, dtype=np.int32) % 4,
+        items={"tiles": np.arange(count, dtype=np.int32) % 4},
         tokens=tokens.astype(np.int32),
         loss_tokens=np.zeros(count, np.int32),
         source=np.arange(count, dtype=np.int32) % 3,
@@ -45,14 +45,14 @@ def schedule(tokens: np.ndarray, dp: int, micro_batches: int, seed: int = 0) -> 
     """Match and deal packs of one sample each, by their tokens."""
     packs, lengths = single_sample_packs(tokens)
     load = packs.sums(lengths.tokens).astype(float)
-    step = match_packs(packs.sums(lengths.tiles), load, dp * micro_batches, dp, seed)
+    step = match_packs(packs.sums(lengths.column("tiles")), load, dp * micro_batches, dp, seed)
     steps = Steps.of(packs, step, np.zeros(len(packs), np.int32))
     return deal_steps(steps, lengths, lambda packs: packs.sums(lengths.tokens).astype(float), dp)
 
 
 def draw(lengths: Lengths, dp: int = 2, micro_batches: int = 3, **changes) -> ScheduledPacks:
     settings = {
-        "caps": Caps(max_tiles=9, max_tokens=512),
+        "caps": Caps.of(tiles=9, tokens=512),
         "method": PackingMethod.BALANCED,
         "seed": 0,
         "epochs": 2,
@@ -98,7 +98,7 @@ def test_columns_are_the_packs_own_sums():
     _, lengths = single_sample_packs(np.arange(10, 47))
     first = scheduled.packs.samples
     assert scheduled.tokens.tolist() == lengths.tokens[first].tolist()
-    assert scheduled.tiles.tolist() == lengths.tiles[first].tolist()
+    assert scheduled.column("tiles").tolist() == lengths.column("tiles")[first].tolist()
 
 
 def test_dealing_is_near_the_best_possible():
@@ -128,7 +128,7 @@ def test_matching_removes_the_straggler(micro_batches, most):
 def test_ranks_of_a_step_hold_equal_tiles():
     """Prevents steps matched by time alone, whose vision stages still wait for each other."""
     scheduled = schedule(np.random.default_rng(2).integers(50, 500, 8 * 400), 8, 1)
-    tiles = rank_sums(scheduled, scheduled.tiles, 8)
+    tiles = rank_sums(scheduled, scheduled.column("tiles"), 8)
     # At the borders of the 4 tile counts, and in the step of the lightest packs.
     assert np.count_nonzero(np.ptp(tiles, axis=1)) <= 4
 
@@ -190,16 +190,16 @@ def test_sources_are_spread_evenly_over_the_epoch():
     # Each source has its own lengths, so that steps are of one source more than of others.
     tokens = rng.integers(40, 120, 6000) + 90 * source
     lengths = Lengths(
-        tiles=source.astype(np.int32),
+        items={"tiles": source.astype(np.int32)},
         tokens=tokens.astype(np.int32),
         loss_tokens=np.zeros(6000, np.int32),
         source=source.astype(np.int32),
         source_names=("a", "b", "c"),
         origin=None,
     )
-    packs = pack_samples(lengths, Caps(max_tiles=9, max_tokens=512), PackingMethod.BALANCED, 0)
+    packs = pack_samples(lengths, Caps.of(tiles=9, tokens=512), PackingMethod.BALANCED, 0)
     of_pack = np.stack([packs.sums(source == code) for code in range(3)], axis=1)
-    tiles, load = packs.sums(lengths.tiles), size_load(packs, lengths)
+    tiles, load = packs.sums(lengths.column("tiles")), size_load(packs, lengths)
     ratios = []
     for seed in range(40):
         step = match_packs(tiles, load, 12, 4, seed)
@@ -261,7 +261,7 @@ def test_packs_that_are_there_are_as_good_as_new():
     """Prevents a job that is tried on kept packs from getting other steps than its plan."""
     _, lengths = single_sample_packs(np.random.default_rng(6).integers(50, 300, 100))
     request = DataRequest(
-        caps=Caps(max_tiles=9, max_tokens=512),
+        caps=Caps.of(tiles=9, tokens=512),
         method=PackingMethod.ISF,
         seed=3,
         epochs=2,

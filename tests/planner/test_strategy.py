@@ -42,7 +42,7 @@ from omnibal.search.parallel_sizes import (
 )
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
-CAPS = Caps(max_tiles=8, max_tokens=320)
+CAPS = Caps.of(tiles=8, tokens=320)
 
 
 def strategy_request(**changes) -> StrategyRequest:
@@ -253,8 +253,8 @@ def test_caps_are_chosen_for_each_strategy():
     free = search(caps=None, **few)
     lengths = example_lengths()
     for each in free.ranking:
-        assert each.caps.max_tiles >= lengths.tiles.max()
-        assert each.caps.max_tokens >= lengths.tokens.max()
+        assert each.caps["tiles"] >= lengths.column("tiles").max()
+        assert each.caps["tokens"] >= lengths.tokens.max()
     for each in free.ranking:
         fixed = search(caps=each.caps, **few)
         (same,) = (other for other in fixed.ranking if other.parallel == each.parallel)
@@ -494,7 +494,7 @@ def internvl_lengths() -> Lengths:
     tiles = rng.integers(1, 6, 1200).astype(np.int32)
     tokens = (256 * tiles + rng.integers(40, 400, 1200)).astype(np.int32)
     return Lengths(
-        tiles=tiles,
+        items={"tiles": tiles},
         tokens=tokens,
         loss_tokens=(tokens // 8).astype(np.int32),
         source=np.zeros(1200, np.int32),
@@ -513,7 +513,7 @@ def test_paper_sized_job_is_shared_as_in_the_paper():
         lengths=internvl_lengths(),
         samples_per_step=144,
         samples=600,
-        caps=Caps(max_tiles=8, max_tokens=2560),
+        caps=Caps.of(tiles=8, tokens=2560),
         tensor=2,
     )
     assert found.best.parallel.pipeline in (4, 8)

@@ -79,7 +79,7 @@ def test_tile_counts_run_from_none_to_seven(dataset):
     for split in SPLITS:
         annotations = Annotations.open(dataset / split / "meta.json")
         lengths = scan_lengths(annotations, MODEL, tokenizer, lambda _: None).lengths
-        assert np.bincount(lengths.tiles, minlength=8).min() > 0
+        assert np.bincount(lengths.column("tiles"), minlength=8).min() > 0
         assert lengths.tokens.max() > 6 * lengths.tokens.min()
         assert lengths.source_names == tuple(SHARES)
 

@@ -61,7 +61,7 @@ def real_file(tmp_path: Path) -> Path:
 def of_source(lengths: Lengths, name: str) -> dict[str, np.ndarray]:
     rows = lengths.source == lengths.source_names.index(name)
     return {
-        "tiles": lengths.tiles[rows],
+        "tiles": lengths.column("tiles")[rows],
         "tokens": lengths.tokens[rows],
         "loss_tokens": lengths.loss_tokens[rows],
     }
@@ -99,8 +99,8 @@ def test_counts_scale_and_sum_up(samples):
 
 def test_limits_of_internvl(internvl):
     """Prevents samples that the tiling cannot give or that no pack can hold."""
-    text = internvl.tokens - 256 * internvl.tiles
-    assert set(np.unique(internvl.tiles)) == {0, 1, 3, 4, 5}
+    text = internvl.tokens - 256 * internvl.column("tiles")
+    assert set(np.unique(internvl.column("tiles"))) == {0, 1, 3, 4, 5}
     assert internvl.tokens.max() <= 4096
     assert text.min() >= 30
     assert internvl.loss_tokens.min() >= 1
@@ -143,10 +143,10 @@ def test_known_means_come_out(name, tiles, tokens):
 
 def test_tiles_say_nothing_about_tokens(uncorrelated):
     """Prevents a stress mixture that one cap alone would describe."""
-    assert set(np.unique(uncorrelated.tiles)) == {0, 1, *range(4, 41)}
+    assert set(np.unique(uncorrelated.column("tiles"))) == {0, 1, *range(4, 41)}
     assert uncorrelated.tokens.min() >= 30
     assert 12_000 < uncorrelated.tokens.max() <= 16_000
-    assert abs(np.corrcoef(uncorrelated.tiles, uncorrelated.tokens)[0, 1]) < 0.05
+    assert abs(np.corrcoef(uncorrelated.column("tiles"), uncorrelated.tokens)[0, 1]) < 0.05
     text = of_source(uncorrelated, "text")["tokens"]
     assert text.max() == 4000
     assert text.mean() > 1.2 * np.median(text)
@@ -203,7 +203,7 @@ def test_real_samples_keep_what_their_file_says(real_file, tmp_path):
     ):
         assert 1 <= loss_tokens <= text[tiles]
     scanned = Lengths(
-        tiles=np.array([1, 3], np.int32),
+        items={"tiles": np.array([1, 3], np.int32)},
         tokens=np.array([400, 900], np.int32),
         loss_tokens=np.array([0, 77], np.int32),
         source=np.zeros(2, np.int32),
@@ -272,7 +272,7 @@ def isf_by_hand(samples: list[tuple[int, int]], rng: random.Random) -> list[tupl
 def test_random_ratios_are_those_of_the_equations(internvl):
     """Prevents a comparison with other quantities than the paper's."""
     rows = np.random.default_rng(0).permutation(len(internvl))[:1003]
-    tiles, tokens = internvl.tiles[rows], internvl.tokens[rows]
+    tiles, tokens = internvl.column("tiles")[rows], internvl.tokens[rows]
     expected = random_by_hand(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
     assert random_ratios(tiles, tokens) == pytest.approx(expected, rel=1e-12)
 
@@ -280,7 +280,7 @@ def test_random_ratios_are_those_of_the_equations(internvl):
 def test_measure_agrees_with_a_packing_by_hand(internvl):
     """Prevents a comparison that orders, packs or counts dummy tiles otherwise than documented."""
     rng = random.Random(0)
-    tiles = np.maximum(internvl.tiles, 1).tolist()
+    tiles = np.maximum(internvl.column("tiles"), 1).tolist()
     samples = list(zip(tiles, internvl.tokens.tolist(), strict=True))
     rng.shuffle(samples)
     pad, vision, language = random_by_hand(samples)

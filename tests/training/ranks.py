@@ -1,11 +1,13 @@
 """Run a function on every rank of a forked world and collect what each returns."""
 
+import logging
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,21 @@ def run_ranks(
             torch.load(Path(folder) / f"{rank}.result", weights_only=False)
             for rank in range(parallel.world_size)
         ]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that the trainer logs meanwhile in this process, on whatever rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("megatron.vlm")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 def run_alone(work: Callable[..., None], arguments: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import build_trainer
 from omnibal.check import check_plan
 from omnibal.config import ModelConfig, load_cluster, load_model
-from omnibal.cost.model import pack_features
+from omnibal.cost.model import FEATURES, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.errors import DoesNotFit, UserError
@@ -62,7 +62,7 @@ def random_lengths(model: ModelConfig, samples: int) -> Lengths:
     tiles = rng.integers(0, 5, samples)
     text = rng.integers(3, 60, samples)
     return Lengths(
-        tiles=tiles.astype(np.int32),
+        items={"tiles": tiles.astype(np.int32)},
         tokens=(tiles * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=(text // 3).astype(np.int32),
         source=np.zeros(samples, np.int32),
@@ -77,7 +77,7 @@ def job_of(model: ModelConfig, samples: int = 300, memory_gib: float = 4.0, **si
         model=model,
         parallel=Parallel(**({"pipeline": 3, "data": 2} | sizes)),
         cluster=load_cluster("laptop-cpu").model_copy(update=node),
-        caps=Caps(max_tiles=8, max_tokens=300),
+        caps=Caps.of(tiles=8, tokens=300),
         samples_per_step=SAMPLES_PER_STEP,
         lengths=random_lengths(model, samples),
         profile=None,
@@ -133,7 +133,7 @@ def test_packs_are_balanced_at_about_the_same_step(job, results):
 def test_common_features_are_those_of_padded_micro_batches(job, results):
     """Prevents: padding that costs nothing, or that is counted as tiles or loss."""
     packs, padded = results[Variant.COMMON].data
-    features = pack_features(packs.packs, padded)
+    features = pack_features(packs.packs, padded, FEATURES)
     lengths = job.lengths
     for row in range(len(packs)):
         samples = packs.packs[row].tolist()
@@ -141,7 +141,7 @@ def test_common_features_are_those_of_padded_micro_batches(job, results):
         longest = max(int(lengths.tokens[sample]) for sample in samples)
         by_hand = [
             1,
-            sum(int(lengths.tiles[sample]) for sample in samples),
+            sum(int(lengths.column("tiles")[sample]) for sample in samples),
             len(samples) * longest,
             len(samples) * longest**2,
             sum(int(lengths.loss_tokens[sample]) for sample in samples),
@@ -167,9 +167,9 @@ def test_first_fit_takes_the_first_pack_with_room():
     lengths = replace(
         random_lengths(load_model("internvl-digits"), 6),
         tokens=np.array([6, 5, 4, 5, 1, 9], np.int32),
-        tiles=np.full(6, 9, np.int32),
+        items={"tiles": np.full(6, 9, np.int32)},
     )
-    packs = first_fit(np.array([1, 0, 2, 3, 5, 4]), lengths, Caps(max_tiles=1, max_tokens=10))
+    packs = first_fit(np.array([1, 0, 2, 3, 5, 4]), lengths, Caps.of(tiles=1, tokens=10))
     assert [pack.tolist() for pack in packs] == [[1, 2, 4], [0], [3], [5]]
 
 
@@ -188,7 +188,8 @@ def test_searched_split_is_the_best_of_all():
     job = job_of(model, samples=180)
     result = make_variant(job, Variant.MODEL)
     packs, lengths = result.data
-    workload = Workload.of(packs, pack_features(packs.packs, lengths), job.parallel.data)
+    features = pack_features(packs.packs, lengths, FEATURES)
+    workload = Workload.of(packs, features, job.parallel.data)
     step_ms = {}
     units = unit_sequence(model)
     for cuts in combinations(range(1, len(units)), job.parallel.pipeline - 1):
@@ -207,7 +208,7 @@ def test_searched_split_is_the_best_of_all():
 def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
     """Prevents: a search that knows other times or memory than the plan it is for."""
     packs, lengths = results[Variant.DATA].data
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, FEATURES)
     again = results[Variant.DATA].plan.stages
     kept = [stage.model_copy(update={"recompute": ()}) for stage in again]
     assumed = recomputing_cost(job.cost)
@@ -226,7 +227,7 @@ def test_searched_split_fits_as_recomputed():
     model = load_model("internvl-digits")
     roomy = make_variant(job_of(model, pipeline=2), Variant.MODEL)
     packs, lengths = roomy.data
-    features = pack_features(packs.packs, lengths)
+    features = pack_features(packs.packs, lengths, FEATURES)
     cost = job_of(model, pipeline=2).cost
     peak_gib = max(
         m.peak_gib for m in stage_memories(cost, roomy.plan.stages, packs.slot, features)
@@ -240,7 +241,7 @@ def test_searched_split_fits_as_recomputed():
 
 def test_samples_over_the_caps_are_refused_by_every_variant(job):
     """Prevents: plain rows of samples that the balanced ones cannot have."""
-    tight = replace(job, caps=Caps(max_tiles=2, max_tokens=300))
+    tight = replace(job, caps=Caps.of(tiles=2, tokens=300))
     for variant in Variant:
         with pytest.raises(UserError, match="exceed the caps"):
             make_variant(tight, variant)
@@ -256,7 +257,8 @@ def test_rows_are_of_full_steps(job, results):
         packs, lengths = results[variant].data
         steps = full_steps(results[variant], variant)
         assert len(steps) >= packs.steps - 1
-        workload = Workload.of(packs, pack_features(packs.packs, lengths), job.parallel.data)
+        features = pack_features(packs.packs, lengths, FEATURES)
+        workload = Workload.of(packs, features, job.parallel.data)
         all_ms = simulate_run(job.cost, row.stages, workload).step_ms
         assert row.prediction.step_ms == pytest.approx(all_ms[steps].mean())
         rate = row.samples_per_step / row.prediction.step_ms
@@ -274,12 +276,12 @@ def test_real_lengths_are_scaled(tmp_path, capsys):
     lengths = real_lengths(tmp_path, model)
     # 41 tokens of text are 3, and 4 are 2, the least.
     assert lengths.tokens.tolist() == [3 * 16 + 3, 16 + 2] * 2
-    assert lengths.tiles.tolist() == [3, 1] * 2
+    assert lengths.column("tiles").tolist() == [3, 1] * 2
     assert lengths.loss_tokens.tolist() == [1, 1] * 2
     assert not capsys.readouterr().out
     synthetic = real_lengths(tmp_path / "none", model)
     assert "synthetic" in capsys.readouterr().out
-    assert (synthetic.tokens >= 16 * synthetic.tiles + 2).all()
+    assert (synthetic.tokens >= 16 * synthetic.column("tiles") + 2).all()
 
 
 def test_padded_lengths_follow_their_packs():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import logged, run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
@@ -74,11 +74,13 @@ def save_through_failure(links, plan, directory, asynchronous, fail):
     losses, lines = [], []
     for step in (1, 2, 3):
         losses.append(step_loss(trainer, step))
-        if step == 2:
-            fail(writer)
-        else:
-            writer.save(step, {})
-        lines.append(writer.finish())
+        with logged() as told:
+            if step == 2:
+                fail(writer)
+            else:
+                writer.save(step, {})
+            writer.finish()
+        lines.append(told)
         if step == 2:
             limit_file_size(resource.RLIM_INFINITY)
             kept = names(directory) if dist.get_rank() == 0 else None
@@ -194,7 +196,7 @@ def save_steps(links, plan, directory, asynchronous, keep_last, steps):
     _, _, writer = start(links, plan, directory, asynchronous, keep_last)
     for step in steps:
         writer.save(step, {})
-    return writer.finish()
+    writer.finish()
 
 
 @MODES
@@ -296,8 +298,10 @@ def train_until_killed(rank, plan, directory, asynchronous, store):
             loss = step_loss(trainer, step)
             print("loss", step, loss.hex(), file=record)
             step += 1
-            writer.save(step, {})
-            for line in writer.poll():
+            with logged() as lines:
+                writer.save(step, {})
+                writer.poll()
+            for line in lines:
                 print(line, file=record)
 
 

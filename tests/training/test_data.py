@@ -70,7 +70,7 @@ class Data:
             dp_rank=np.zeros(len(rows), np.int32),
             slot=np.zeros(len(rows), np.int32),
             epoch=np.full(len(rows), epoch, np.int32),
-            tiles=packs.sums(self.lengths.tiles).astype(np.int32),
+            items={"tiles": packs.sums(self.lengths.column("tiles")).astype(np.int32)},
             tokens=packs.sums(self.lengths.tokens).astype(np.int32),
         )
         return PackDataset(self.reader, scheduled, self.lengths, rows, stage, options)
@@ -144,7 +144,7 @@ def test_loss_fields_token_by_token(data, weighting, weigh):
         for index in pack:
             sample = data.reader.annotations[int(index)]
             turns.add(len(sample.turns))
-            one = data.reader.encode(sample, int(data.lengths.tiles[index]))
+            one = data.reader.encode(sample, int(data.lengths.column("tiles")[index]))
             n = sum(bool(learned) for learned in one.loss_mask)
             for token, learned in zip(one.token_ids, one.loss_mask, strict=True):
                 if learned:
@@ -256,7 +256,7 @@ def test_drop_path_keys_follow_the_tiles(data):
             assert batch.drop_path_keys_T.dtype == torch.int64
             assert batch.drop_path_keys_T.equal(other.drop_path_keys_T)
             assert len(batch.drop_path_keys_T) == batch.tiles == len(other.pixels_TCPP)
-            tiles = data.lengths.tiles[pack].tolist()
+            tiles = data.lengths.column("tiles")[pack].tolist()
             for index, keys in zip(pack, batch.drop_path_keys_T.split(tiles), strict=True):
                 assert of_sample.setdefault(int(index), keys).equal(keys)
     assert data.dataset(packs, MIDDLE)[0].drop_path_keys_T is None
@@ -309,7 +309,7 @@ def test_unreadable_samples_are_replaced(pictures, damage):
             before.tiles, before.tokens, before.segment_tokens,
         )  # fmt: skip
     assert whole.pixels_TCPP.equal(first.pixels_TCPP)
-    tiles = pictures.lengths.tiles[PACK].tolist()
+    tiles = pictures.lengths.column("tiles")[PACK].tolist()
     parts = zip(first.pixels_TCPP.split(tiles), before.pixels_TCPP.split(tiles), strict=True)
     for index, (pixels, good) in zip(PACK, parts, strict=True):
         assert pixels.equal(torch.zeros_like(good) if index in BAD else good)
@@ -460,7 +460,7 @@ def test_failing_program_ends(data):
     assert ended.stderr.count("Traceback") == 1
 
 
-CAPS = Caps(max_tiles=6, max_tokens=160)
+CAPS = Caps.of(tiles=6, tokens=160)
 RANKS = 3
 
 
@@ -475,7 +475,7 @@ def test_validation_packs_hold_every_sample_once(data):
         shapes = packs.shapes(rank)
         assert len(shapes) == len(dataset) > 1
         for batch, shape in zip(dataset, shapes, strict=True):
-            assert shape.tiles <= CAPS.max_tiles and shape.tokens <= CAPS.max_tokens
+            assert shape.tiles <= CAPS["tiles"] and shape.tokens <= CAPS["tokens"]
             assert len(batch.pixels_TCPP) == batch.tiles == shape.tiles
             assert len(batch.token_ids_S) == batch.tokens == shape.tokens
             assert batch.drop_path_keys_T is None
@@ -483,7 +483,7 @@ def test_validation_packs_hold_every_sample_once(data):
         for row in dataset.rows:
             seen.update(packs.scheduled.packs[row].tolist())
     lengths = data.lengths
-    fits = (lengths.tiles <= CAPS.max_tiles) & (lengths.tokens <= CAPS.max_tokens)
+    fits = (lengths.column("tiles") <= CAPS["tiles"]) & (lengths.tokens <= CAPS["tokens"])
     expected = np.flatnonzero(fits[:samples])
     assert not fits[: expected[-1]].all(), "a sample behind one left out must be told from it"
     assert 0 < packs.left_out == samples - len(expected)
@@ -492,7 +492,7 @@ def test_validation_packs_hold_every_sample_once(data):
     expected_labels = Counter()
     for index in expected:
         sample = data.reader.annotations[int(index)]
-        one = data.reader.encode(sample, int(lengths.tiles[index]))
+        one = data.reader.encode(sample, int(lengths.column("tiles")[index]))
         expected_labels.update(one.token_ids[one.loss_mask].tolist())
     assert labels == expected_labels
 
@@ -500,7 +500,7 @@ def test_validation_packs_hold_every_sample_once(data):
 def test_validation_is_as_strict_as_planning(digits, data, tokenizer, tmp_path):
     """Prevents: a validation loss over other samples than were asked for, without a word."""
     with pytest.raises(UserError, match="all 20 held-out samples exceed"):
-        pack_validation(data.reader, 20, Caps(max_tiles=1, max_tokens=2), RANKS)
+        pack_validation(data.reader, 20, Caps.of(tiles=1, tokens=2), RANKS)
     shutil.copytree(digits / "heldout", tmp_path / "heldout")
     annotations = Annotations.open(tmp_path / "heldout" / "meta.json")
     annotations[0].images[0].path.unlink()

@@ -23,7 +23,7 @@ from omnibal.limits import Caps
 
 MAX_NEW_TOKENS = 4
 SAMPLES = 6
-CAPS = Caps(max_tiles=8, max_tokens=400)
+CAPS = Caps.of(tiles=8, tokens=400)
 
 
 def reader_of(folder: Path) -> SampleReader:

@@ -1,5 +1,7 @@
 """The training loop on toy packs: what it saves, reports and survives."""
 
+import contextlib
+import io
 import math
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,10 +18,10 @@ from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.run import loop
 from megatron.vlm.run.health import RunHealth
+from megatron.vlm.run.log import show_log
 from megatron.vlm.run.loop import (
     RunData,
     RunOptions,
-    RunOutputs,
     TrainingLoop,
     gather_stage_records,
 )
@@ -42,7 +44,7 @@ def scheduled_packs(batches):
         dp_rank=np.zeros(len(batches), np.int32),
         slot=(numbers % PACKS_PER_STEP).astype(np.int32),
         epoch=np.zeros(len(batches), np.int32),
-        tiles=np.array([batch.tiles for batch in batches], np.int32),
+        items={"tiles": np.array([batch.tiles for batch in batches], np.int32)},
         tokens=np.array([batch.tokens for batch in batches], np.int32),
     )
 
@@ -65,7 +67,7 @@ def run_loop(
     links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_skipped=3,
     unwritable=range(0), **options,
 ):  # fmt: skip
-    """(outcome, lines told, error) of a run whose poisoned steps have pixels that are no number.
+    """(outcome, lines printed, error) of a run whose poisoned steps have pixels that are no number.
 
     In `unwritable` steps, counted from 1, rank 1 finds a full disk.
     """
@@ -78,7 +80,7 @@ def run_loop(
         batches[step * PACKS_PER_STEP] = replace(
             batch, pixels_TCPP=batch.pixels_TCPP * float("nan")
         )
-    lines, done = [], []
+    done, printed = [], io.StringIO()
     writer = CheckpointWriter(
         folder, plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS),
         keep_last=None, asynchronous=not unwritable,
@@ -97,15 +99,17 @@ def run_loop(
         peak_flops_per_s=1e9,
     )
     options = RunOptions(save=folder, save_interval=2, last_step=STEPS, **options)
-    outputs = RunOutputs(on_line=lines.append, sinks=sinks if links.rank == 0 else ())
     training = TrainingLoop(
-        trainer, data, options, writer, RunHealth(max_skipped), outputs, stop_requested
-    )
-    try:
-        outcome, error = training.run(0), None
-    except UserError as failure:
-        outcome, error = None, str(failure)
-    return outcome, lines, error
+        trainer, data, options, writer, RunHealth(max_skipped), sinks if links.rank == 0 else (),
+        stop_requested,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(printed):
+        show_log(links.rank)
+        try:
+            outcome, error = training.run(0), None
+        except UserError as failure:
+            outcome, error = None, str(failure)
+    return outcome, printed.getvalue().splitlines(), error
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def one_sample_packs(lengths) -> ScheduledPacks:
         dp_rank=np.zeros(len(rows), np.int32),
         slot=np.zeros(len(rows), np.int32),
         epoch=np.zeros(len(rows), np.int32),
-        tiles=lengths.tiles,
+        items={"tiles": lengths.column("tiles")},
         tokens=lengths.tokens,
     )
 
@@ -48,6 +48,6 @@ def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
     for row, index in enumerate(good):
         sample = annotations[index]
         loaded = dataset[row]
-        expected = reader.encode(sample, int(lengths.tiles[row])).token_ids
+        expected = reader.encode(sample, int(lengths.column("tiles")[row])).token_ids
         assert loaded.token_ids_S.tolist() == expected.tolist()
         assert loaded.pixels_TCPP.equal(reader.pixels([sample]))

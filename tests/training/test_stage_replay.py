@@ -163,7 +163,7 @@ def planned(tmp_path):
     tiles = rng.integers(0, 5, 60).astype(np.int32)
     text = rng.integers(4, 30, 60).astype(np.int32)
     lengths = Lengths(
-        tiles=tiles,
+        items={"tiles": tiles},
         tokens=tiles * MODEL.vision.tokens_per_item + text,
         loss_tokens=text // 2,
         source=np.zeros(60, np.int32),
@@ -179,7 +179,7 @@ def planned(tmp_path):
     )
     data = SampleData(
         lengths=lengths,
-        caps=Caps(max_tiles=8, max_tokens=120),
+        caps=Caps.of(tiles=8, tokens=120),
         packing=PackingMethod.BALANCED,
         packs_per_step=6,
         epochs=1,
@@ -249,7 +249,10 @@ def test_random_content_has_the_packs_sizes(planned):
     job = load_replay(planned, None, None)
     load = random_rows(job.plan, 1, job.packs, job.lengths)
     for row, batch in enumerate(load(np.arange(len(job.packs)))):
-        assert (batch.tiles, batch.tokens) == (job.packs.tiles[row], job.packs.tokens[row])
+        assert (batch.tiles, batch.tokens) == (
+            job.packs.column("tiles")[row],
+            job.packs.tokens[row],
+        )
         assert sum(batch.segment_tokens) == batch.tokens
         assert batch.pixels_TCPP is None
         samples = job.packs.packs[row]

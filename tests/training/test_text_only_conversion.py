@@ -20,6 +20,7 @@ from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.conversion.exporting import plan_export_as, write_export
 from megatron.vlm.conversion.importing import open_released
+from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
@@ -210,6 +211,41 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, cuts, si
     for key, gradient in gradients.items():
         # Without RoPE, keys that all move by the same change nothing but by rounding errors.
         assert_near(ours[key], gradient, key, least=1.0 if key.endswith("k_proj.bias") else 0.0)
+
+
+# Of meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct, what describes the model.
+PUBLISHED = {
+    "llama3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+        "eos_token_id": [128001, 128008, 128009], "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "vocab_size": 128256,
+    },
+    "qwen2.5-32b": {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 5120,
+        "intermediate_size": 27648, "max_position_embeddings": 32768, "max_window_layers": 70,
+        "model_type": "qwen2", "num_attention_heads": 40, "num_hidden_layers": 64,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_what_the_published_configurations_say(tmp_path, name):
+    """Prevents: a preset, or an import, that trains another RoPE, norm or bias than the release."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    model, _ = read_config(folder, {"lm_head.weight"})
+    assert model == load_model(name)
 
 
 def edited(folder: Path, **changes: object) -> Path:

@@ -8,6 +8,7 @@ save and says what is in each file, and threads of the rank write the files.
 
 import io
 import json
+import logging
 import os
 import shutil
 import time
@@ -64,6 +65,7 @@ from omnibal.errors import UserError
 from omnibal.plan import Plan
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _GIB = 2**30
 # Optimizer state is stored per parameter, so that any split can load it, and is brought together
 # on the host of one data-parallel rank, not on every device.
@@ -81,8 +83,8 @@ class CheckpointWriter:
     """Saves one run's state in its directory, one save at a time.
 
     Every method is collective over all ranks. A save that fails is reported and counted, and not
-    raised: existing checkpoints stay, and the next save tries again. The lines that methods return
-    are for rank 0 to print.
+    raised: existing checkpoints stay, and the next save tries again. What comes of it is logged, on
+    all ranks alike.
 
     Args:
         directory: of the run; all ranks must see the same.
@@ -119,7 +121,6 @@ class CheckpointWriter:
         self._pending: _PendingSave | None = None
         self._removal: Future[None] | None = None
         self._is_validated = False
-        self._untold: list[str] = []
         self.newest_step: int | None = self._find_newest_step()
         """Step of the newest whole checkpoint of the directory."""
         self.failures: list[str] = []
@@ -144,20 +145,14 @@ class CheckpointWriter:
         if not self._asynchronous:
             self._wait()
 
-    def poll(self) -> list[str]:
-        """Complete the pending save if all ranks have written their files; for after every step.
-
-        Returns what has not been told yet of saves that are complete or failed.
-        """
+    def poll(self) -> None:
+        """Complete the pending save if all ranks have written their files; for after every step."""
         if self._pending is not None and self._is_written(self._pending):
             self._complete(self._pending)
-        lines, self._untold = self._untold, []
-        return lines
 
-    def finish(self) -> list[str]:
-        """Wait for the pending save, and for the removal of old checkpoints; returns as `poll`."""
+    def finish(self) -> None:
+        """Wait for the pending save, and for the removal of old checkpoints."""
         self._wait()
-        return self.poll()
 
     def _wait(self) -> None:
         if self._pending is not None:
@@ -169,7 +164,7 @@ class CheckpointWriter:
         if self._removal is not None:
             error, self._removal = self._removal.exception(), None
             if error is not None:
-                self._untold.append(f"old checkpoints are not removed: {reason(error)}")
+                _log.info(f"old checkpoints are not removed: {reason(error)}")
 
     def _find_newest_step(self) -> int | None:
         try:
@@ -264,7 +259,7 @@ class CheckpointWriter:
             self._removal = self._threads.submit(
                 prune_checkpoints, self._directory, self._keep_last
             )
-        self._untold.append(f"saved {checkpoint_path(self._directory, save.step)}")
+        _log.info(f"saved {checkpoint_path(self._directory, save.step)}")
 
     def _publish(self, save: "_PendingSave", written: list[list[WriteResult]]) -> None:
         path = part_path(self._directory, save.step)
@@ -285,7 +280,7 @@ class CheckpointWriter:
         except (OSError, UserError) as rest:
             line += f"; what was written stays: {reason(rest)}"
         self.failures.append(line)
-        self._untold.append(line)
+        _log.info(line)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

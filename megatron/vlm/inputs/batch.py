@@ -25,7 +25,7 @@ class MicroBatchShape:
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
         """Shapes that the plan gives to some rows of its packs."""
-        sizes = zip(packs.tiles[rows].tolist(), packs.tokens[rows].tolist(), strict=True)
+        sizes = zip(packs.column("tiles")[rows].tolist(), packs.tokens[rows].tolist(), strict=True)
         return [cls(tiles=tiles, tokens=tokens) for tiles, tokens in sizes]
 
 

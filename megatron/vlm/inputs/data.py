@@ -293,7 +293,7 @@ class PackDataset(torch.utils.data.Dataset):
         if stage.holds("language embed") or stage.holds("head"):
             fields |= self._text_fields(drafts)
         return MicroBatch(
-            tiles=int(self.scheduled.tiles[row]),
+            tiles=int(self.scheduled.column("tiles")[row]),
             tokens=int(self.scheduled.tokens[row]),
             segment_tokens=tuple(self.lengths.tokens[indices].tolist()),
             unreadable=tuple(draft.unreadable for draft in drafts if draft.unreadable is not None),
@@ -306,7 +306,7 @@ class PackDataset(torch.utils.data.Dataset):
             tile_keys(Purpose.DROP_PATH, seed, epoch, place, tiles)
             for place, tiles in zip(
                 self.lengths.annotation_indices(indices).tolist(),
-                self.lengths.tiles[indices].tolist(),
+                self.lengths.column("tiles")[indices].tolist(),
                 strict=True,
             )
         ]
@@ -316,7 +316,7 @@ class PackDataset(torch.utils.data.Dataset):
         """Read one sample of the annotations; its images too, where pixels or a verdict are due."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
-        tiles = int(self.lengths.tiles[index])
+        tiles = int(self.lengths.column("tiles")[index])
         found: list[np.ndarray] = []
         unreadable = None
         try:

@@ -8,7 +8,7 @@ from megatron.vlm.inputs.batch import MicroBatchShape
 from megatron.vlm.inputs.data import DataOptions, PackDataset, SampleReader
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.data.scan import scan_lengths
 from omnibal.errors import UserError
 from omnibal.limits import Caps
@@ -71,8 +71,8 @@ def pack_validation(
     lengths = _within(scan.lengths, caps)
     if not len(lengths):
         raise UserError(
-            f"all {len(taken)} held-out samples exceed the plan's caps of {caps.max_tiles} tiles "
-            f"and {caps.max_tokens} tokens; validate on samples like those trained on"
+            f"all {len(taken)} held-out samples exceed the plan's caps of {caps}; "
+            "validate on samples like those trained on"
         )
     packs = pack_isf(lengths, caps, _SEED)
     return ValidationPacks(
@@ -84,15 +84,8 @@ def pack_validation(
 
 def _within(lengths: Lengths, caps: Caps) -> Lengths:
     """The rows of samples that a pack can hold."""
-    fits = (lengths.tiles <= caps.max_tiles) & (lengths.tokens <= caps.max_tokens)
-    return replace(
-        lengths,
-        tiles=lengths.tiles[fits],
-        tokens=lengths.tokens[fits],
-        loss_tokens=lengths.loss_tokens[fits],
-        source=lengths.source[fits],
-        sample=np.flatnonzero(fits),
-    )
+    fits = (lengths.sizes(caps.names) <= caps.values[:, None]).all(axis=0)
+    return lengths.take(np.flatnonzero(fits))
 
 
 def _dealt(packs: Packs, lengths: Lengths, data_parallel: int) -> ScheduledPacks:
@@ -106,6 +99,6 @@ def _dealt(packs: Packs, lengths: Lengths, data_parallel: int) -> ScheduledPacks
         dp_rank=(numbers[order] % data_parallel).astype(np.int32),
         slot=(numbers[order] // data_parallel).astype(np.int32),
         epoch=np.zeros(len(packs), np.int32),
-        tiles=packs.sums(lengths.tiles).astype(np.int32),
+        items=item_sums(packs, lengths),
         tokens=packs.sums(lengths.tokens).astype(np.int32),
     )

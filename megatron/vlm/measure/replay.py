@@ -142,7 +142,7 @@ def predicted_waits(
     plan: Plan, stage: int, cost: CostModel, packs: Packs, lengths: Lengths
 ) -> Waits:
     """Predicted waits of a stage in a step of one rank's `packs`."""
-    times = stage_times(cost, plan.stages, pack_features(packs, lengths))
+    times = stage_times(cost, plan.stages, pack_features(packs, lengths, cost.features))
     timeline = simulate_step(
         times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
     )
@@ -281,7 +281,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
         return [
             random_batch(
                 plan.model,
-                int(packs.tiles[row]),
+                int(packs.column("tiles")[row]),
                 tuple(lengths.tokens[packs.packs[row]].tolist()),
                 max(int(loss_tokens[row]), 1),
                 plan.stages[stage],

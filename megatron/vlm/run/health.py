@@ -1,8 +1,8 @@
 """Health of a run while it trains: skipped steps and spikes of the loss."""
 
+import logging
 import math
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,16 +12,7 @@ _WINDOW = 100
 _ENOUGH = 20
 _DEVIATIONS = 6.0
 _BORNE_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class StepHealth:
-    """The verdict on one step."""
-
-    spike: bool
-    """Whether the loss is more than 6 standard deviations above the mean of the last 100 steps."""
-    message: str | None
-    """Message for the user, if any."""
+_log = logging.getLogger(__name__)
 
 
 class RunHealth:
@@ -46,8 +37,10 @@ class RunHealth:
 
     def judge(
         self, step: int, loss: float, skipped: bool = False, replaced_share: float = 0.0
-    ) -> StepHealth:
-        """Record a step and judge it.
+    ) -> bool:
+        """Record a step, log what is wrong with it, and say whether its loss is a spike.
+
+        A spike is more than 6 standard deviations above the mean of the last 100 steps.
 
         Args:
             replaced_share: of the step's samples, those whose images cannot be read.
@@ -63,15 +56,15 @@ class RunHealth:
                 "the last checkpoint"
             )
         if skipped:
-            return StepHealth(spike=False, message=self._count_skipped(step, loss))
+            self._count_skipped(step, loss)
+            return False
         self._in_a_row = 0
         typical, spread = self._typical()
         spike = loss > typical + _DEVIATIONS * spread
         self._recent.append(loss)
-        message = None
         if spike:
-            message = f"step {step}: the loss jumped to {loss:.4f} from about {typical:.4f}"
-        return StepHealth(spike=spike, message=message)
+            _log.info(f"step {step}: the loss jumped to {loss:.4f} from about {typical:.4f}")
+        return spike
 
     def _typical(self) -> tuple[float, float]:
         """Mean and standard deviation of recent losses; infinite while there are too few."""
@@ -79,7 +72,7 @@ class RunHealth:
             return math.inf, 0.0
         return float(np.mean(self._recent)), float(np.std(self._recent))
 
-    def _count_skipped(self, step: int, loss: float) -> str:
+    def _count_skipped(self, step: int, loss: float) -> None:
         self._in_a_row += 1
         self.skipped_steps += 1
         culprit = f"the loss is {loss}" if not math.isfinite(loss) else "a gradient is not finite"
@@ -89,7 +82,7 @@ class RunHealth:
                 f"of which there may be {self._max_skipped} (--max-skipped-steps); start from the "
                 "weights of the last checkpoint with --finetune, another --save and a lower --lr"
             )
-        return (
+        _log.info(
             f"step {step}: {culprit}: skipped, the weights stay as they were "
             f"({self._in_a_row} in a row, {self.skipped_steps} in all)"
         )

@@ -1,11 +1,12 @@
 """The training loop: trains the plan's packs; writes checkpoints, `run.jsonl` and traces."""
 
+import logging
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from omnibal.runlog import (
 
 _GIB = 2**30
 TRACE_FOLDER = "traces"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +70,6 @@ class RunData:
     validation: Validation | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOutputs:
-    """Outputs of the run on the writing rank; empty on others."""
-
-    on_line: Callable[[str], None]
-    sinks: Sequence[MetricsSink] = field(default_factory=tuple)
-
-
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     """Outcome of a run."""
@@ -98,18 +92,18 @@ class TrainingLoop:
 
     Args:
         health: told of every step.
+        sinks: reported to on the writing rank; empty on others.
         stop_requested: asked after every step whether this rank was told to stop.
     """
 
     def __init__(
         self, trainer: Trainer, data: RunData, options: RunOptions, writer: CheckpointWriter,
-        health: RunHealth, outputs: RunOutputs, stop_requested: Callable[[], bool],
+        health: RunHealth, sinks: Sequence[MetricsSink], stop_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._trainer, self._data, self._options = trainer, data, options
-        self._writer, self._health, self._outputs = writer, health, outputs
+        self._writer, self._health, self._sinks = writer, health, list(sinks)
         self._stop_requested = stop_requested
         self._is_writer = dist.get_rank() == 0
-        self._sinks = list(outputs.sinks)
         self._step_start = np.searchsorted(data.scheduled.step, np.arange(data.scheduled.steps + 1))
 
     def run(self, first_step: int) -> RunOutcome:
@@ -158,19 +152,15 @@ class TrainingLoop:
         self, step: int, result: StepResult, step_ms: float, between_ms: float
     ) -> StepRecord:
         stages = gather_stage_records(self._trainer.links, result.phases_ms)
-        for message in result.unreadable:
-            print(f"passed over: {message}", file=sys.stderr, flush=True)
         scheduled, rows = self._data.scheduled, self._rows(step)
         offsets = scheduled.packs.offsets
         samples = int(offsets[rows[-1] + 1] - offsets[rows[0]])
         replaced_share = result.replaced_samples / samples
         try:
-            health = self._health.judge(step, result.loss, result.skipped, replaced_share)
+            spike = self._health.judge(step, result.loss, result.skipped, replaced_share)
         except UserError:
-            self._say(self._writer.finish())  # all ranks come here: the verdict is the same
+            self._writer.finish()  # all ranks come here: the verdict is the same
             raise
-        if health.message is not None:
-            self._say([health.message])
         flops = float(self._data.pack_flops[rows].sum())
         return StepRecord(
             step=step,
@@ -178,13 +168,13 @@ class TrainingLoop:
             loss=result.loss,
             loss_tokens=result.loss_tokens,
             samples=samples,
-            tiles=int(scheduled.tiles[rows].sum()),
+            tiles=int(scheduled.column("tiles")[rows].sum()),
             tokens=int(scheduled.tokens[rows].sum()),
             step_ms=step_ms,
             between_ms=between_ms,
             mfu=flops / (step_ms / 1e3 * self._data.peak_flops_per_s),
             skipped=result.skipped,
-            spike=health.spike,
+            spike=spike,
             replaced_samples=result.replaced_samples,
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
@@ -200,7 +190,10 @@ class TrainingLoop:
         is_due = options.eval_interval is not None and step % options.eval_interval == 0
         validation = self._data.validation if is_due else None
         # Complete a pending save first: validation may take long or fail.
-        self._say(self._writer.finish() if last or validation is not None else self._writer.poll())
+        if last or validation is not None:
+            self._writer.finish()
+        else:
+            self._writer.poll()
         self._check_saves(last)
         if validation is not None and not stopped:
             record = validate(self._trainer, validation, step)
@@ -237,7 +230,7 @@ class TrainingLoop:
         try:
             append_record(record, path)
         except OSError as error:
-            self._outputs.on_line(
+            _log.info(
                 f"{path}: {error.strerror}; step {record.step} is not logged, training goes on"
             )
         for sink in list(self._sinks):
@@ -245,15 +238,8 @@ class TrainingLoop:
                 sink.write(record.step, values)
             except Exception as error:  # of a library that only reports
                 self._sinks.remove(sink)
-                self._outputs.on_line(
-                    f"{type(sink).__name__} gets nothing from step {record.step} on: {error}"
-                )
-        self._outputs.on_line(line)
-
-    def _say(self, lines: Sequence[str]) -> None:
-        if self._is_writer:
-            for line in lines:
-                self._outputs.on_line(line)
+                _log.info(f"{type(sink).__name__} gets nothing from step {record.step} on: {error}")
+        _log.info(line)
 
 
 class _Tracer:

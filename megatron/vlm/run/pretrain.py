@@ -1,5 +1,6 @@
 """A run of pretrain_vlm.py after its command line is parsed: checks its inputs, then trains."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -25,7 +26,6 @@ from megatron.vlm.run.loop import (
     RunData,
     RunOptions,
     RunOutcome,
-    RunOutputs,
     TrainingLoop,
     own_rows,
 )
@@ -54,6 +54,8 @@ from omnibal.runlog import (
     write_evaluation,
     write_run_info,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,11 +96,6 @@ class Run:
         """Read samples of a dataset as this run's model takes them."""
         assert annotations is not None
         return SampleReader(annotations, self.tokenizer, self.plan.model)
-
-    def say(self, line: str) -> None:
-        """Print a line once for all ranks."""
-        if self.launch.rank == 0:
-            print(line, flush=True)
 
 
 def open_trainable(directory: Path) -> PlanFiles:
@@ -176,7 +173,7 @@ def execute(run: Run, store: dist.Store) -> None:
         else:
             outcome = train_plan(run, trainer)
         if outcome.stopped:
-            run.say(
+            _log.info(
                 f"stopped as asked after step {outcome.steps}; to go on, give the same command "
                 f"with --load {arguments.save}"
             )
@@ -197,7 +194,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
     first_step, skipped_steps = _load(run, trainer, options)
     last_step = min(arguments.train_iters or run.packs.steps, run.packs.steps)
     if first_step >= last_step:
-        run.say(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
+        _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return RunOutcome(first_step, False)
     _check_traced_steps(arguments.reports.profile_steps, last_step)
     validation = _validation(run, trainer)
@@ -236,7 +233,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
             ),
             writer,
             RunHealth(arguments.max_skipped_steps, skipped_steps),
-            RunOutputs(on_line=run.say, sinks=sinks),
+            sinks,
             lambda: stop.requested,
         )
         return loop.run(first_step)
@@ -250,12 +247,12 @@ def _load(run: Run, trainer: Trainer, options: dict[str, Any]) -> tuple[int, int
     if arguments.finetune:
         steps = load_weights(arguments.load, run.plan, trainer.stage)
         trainer.optimizer.reload_model_params()
-        run.say(f"starting from the weights of {arguments.load} after step {steps}")
+        _log.info(f"starting from the weights of {arguments.load} after step {steps}")
         return 0, 0
     loaded = load_checkpoint(
         arguments.load, run.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options
     )
-    run.say(f"resuming {arguments.load} after step {loaded.step}")
+    _log.info(f"resuming {arguments.load} after step {loaded.step}")
     return loaded.step, loaded.training_state["skipped_steps"]
 
 
@@ -303,7 +300,7 @@ def _make_directory(path: Path) -> None:
 def _pack_flops(run: Run) -> np.ndarray:
     job = run.planned.job
     flops = model_flops(job.model, job.cluster, job.frozen)
-    return pack_features(run.packs.packs, run.lengths) @ flops
+    return pack_features(run.packs.packs, run.lengths, job.cost.features) @ flops
 
 
 def _peak_flops_per_s(job: JobSpec) -> float:
@@ -318,7 +315,7 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     caps, sizes = run.data.caps, run.plan.parallel
     packs = pack_validation(reader, evaluation.eval_samples, caps, sizes.data)
     if packs.left_out:
-        run.say(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
+        _log.info(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
     stage, rank = run.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
     dataset = packs.dataset(reader, stage, rank, arguments.samples)
     shapes, workers = packs.shapes(rank), arguments.num_workers
@@ -348,4 +345,4 @@ def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
         )
     if run.launch.rank == 0:
         _make_directory(run.arguments.save)
-        run.say(f"wrote {write_evaluation(evaluation, run.arguments.save)}")
+        _log.info(f"wrote {write_evaluation(evaluation, run.arguments.save)}")

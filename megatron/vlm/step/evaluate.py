@@ -107,7 +107,7 @@ def _waves(
     tiles = tokens = 0
     for question in questions:
         needed = question.tokens + room
-        fits = tiles + question.tiles <= caps.max_tiles and tokens + needed <= caps.max_tokens
+        fits = tiles + question.tiles <= caps["tiles"] and tokens + needed <= caps["tokens"]
         if not groups or not fits:
             groups.append([])
             tiles = tokens = 0

@@ -1,5 +1,6 @@
 """One rank's share of the model and its optimizer, and one step of training them."""
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from megatron.vlm.step.schedule import PipelineLinks, all_pipelines, run_forward
 from omnibal.plan import Plan
 
 _SMALLEST_WEIGHT = 1e-12
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +172,7 @@ def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Result of a step, the same on every rank but for `unreadable` and `intervals`."""
+    """Result of a step, the same on every rank but for `intervals`."""
 
     loss: float
     """Loss, the weighted mean over the global batch."""
@@ -182,8 +184,6 @@ class StepResult:
     """Whether the loss or a gradient was not finite, and the weights are those before the step."""
     replaced_samples: int
     """Samples of the global batch whose images cannot be read."""
-    unreadable: tuple[str, ...]
-    """Errors of unreadable samples of this rank; empty on all but one rank that reads them."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
     intervals: tuple[Interval, ...]
@@ -221,6 +221,8 @@ def train_step(
     clock.switch(Phase.WAIT)
     sums = global_sums(trainer.links, losses, seen, stop_requested)
     clock.switch(Phase.OPTIMIZER)
+    for error in seen.told(trainer.links):
+        _log.warning(f"passed over: {error}")
     # The schedule moves first: its rate at 0 steps is 0, and would waste the first batch. For the
     # same reason it decays over one step more than there are. It counts the plan's steps, skipped
     # ones too, so that the rate at a sample does not depend on what happened before.
@@ -236,7 +238,6 @@ def train_step(
         learning_rate=learning_rate,
         skipped=grad_norm is None,
         replaced_samples=int(sums.replaced_samples),
-        unreadable=seen.told(trainer.links),
         stop_requested=sums.stop_requests > 0,
         intervals=clock.stop(),
     )

@@ -1,0 +1,84 @@
+"""Types of counting: a device's rates, and what one unit's forward pass counts on it.
+
+Vectors have one entry per feature of a micro-batch (`omnibal.units.feature_names`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.config import Precision
+
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
+FP32_BYTES = 4
+GRADIENT_BYTES = 4
+"""Megatron accumulates gradients in fp32 in either precision."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """Names of the features that counts are linear in."""
+
+    names: tuple[str, ...]
+
+    def one(self, name: str) -> np.ndarray:
+        """Vector of one of a feature and none of the others, [features]."""
+        vector = np.zeros(len(self.names))
+        vector[self.names.index(name)] = 1.0
+        return vector
+
+    @property
+    def none(self) -> np.ndarray:
+        """Vector of zeros, [features]."""
+        return np.zeros(len(self.names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """Rates of one device, and how its tensor-parallel group divides a unit."""
+
+    flops_per_ms: float
+    bytes_per_ms: float
+    """Bytes that element-wise kernels read and write per millisecond."""
+    streamed_bytes_per_ms: float
+    """Bytes per millisecond of contiguous reads and writes of weights and gradients."""
+    collective_bytes_per_ms: float
+    kernel_ms: float
+    tensor: int
+    sequence_parallel: bool
+    """Whether the language model runs under Megatron's sequence parallelism."""
+    element_bytes: int
+
+    @property
+    def whole(self) -> float:
+        """Share of the language model's tensors between parallel blocks that a rank holds."""
+        return 1 / self.tensor if self.sequence_parallel else 1.0
+
+    @property
+    def sent(self) -> float:
+        """Share of a tensor that a rank sends in an all-gather or a reduce-scatter (a ring)."""
+        return (self.tensor - 1) / self.tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
+
+    matmul_flops: np.ndarray
+    attention_flops: np.ndarray
+    moved_bytes: np.ndarray
+    collective_bytes: np.ndarray
+    """Bytes that the rank sends in collectives of forward; the next two are of backward."""
+    back_collective_bytes: np.ndarray
+    gathered_again_bytes: np.ndarray
+    """Bytes sent in backward on top, where the weights are trained."""
+    kernels: int
+    kept_bytes: np.ndarray
+    kept_frozen_bytes: np.ndarray | None = None
+    """Bytes kept where only the input's gradient is needed; None if nothing before is trainable."""
+    boundary_bytes: np.ndarray
+    output_bytes: np.ndarray
+    transient_bytes: np.ndarray
+    parameters: int
+    begins_with_weights: bool = False
+    """Whether the unit needs no input gradient unless an earlier unit is trained."""

@@ -1,0 +1,118 @@
+"""Tables and panels of facts, each made once for the terminal and the page.
+
+On a terminal `rich` asks them for what it prints; the page's template writes them as HTML.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from rich import box
+from rich.table import Table as TerminalTable
+
+Style = Literal["", "bold", "left", "wrap", "mark", "drawing"]
+"""Kind of a column's cells: numbers, the numbers that matter most, names, text that may take
+several lines, signs, or drawings, which only the page shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Text with a class of report.css, and what a pointer resting on it shows."""
+
+    text: str
+    css: str
+    tip: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """An SVG element, whose text is escaped."""
+
+    svg: str
+
+
+Cell = str | Marked | Drawing
+Row = Sequence[Cell]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """Heading and style of a column; neighbours of one non-empty group share a heading above."""
+
+    title: str
+    group: str = ""
+    style: Style = ""
+    least_width: int = 0
+    """Least characters on a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of cells in sections, with a title for a terminal and a caption for the page."""
+
+    title: str
+    columns: Sequence[Column]
+    sections: Sequence[Sequence[Row]]
+    """Rows between rules, of which empty sections have none."""
+    caption: str = ""
+    tight: bool = False
+    """Whether a terminal shows no space at the edges, so that 80 characters hold the table."""
+
+    @classmethod
+    def of_columns(
+        cls, title: str, columns: Iterable[tuple[Column, Sequence[Cell]]], caption: str = ""
+    ) -> "Table":
+        """A table of one section, by its columns and their cells."""
+        heads, cells = zip(*columns, strict=True)
+        rows = list(zip(*cells, strict=True))
+        return cls(title=title, columns=heads, sections=[rows], caption=caption)
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Headings above the columns' own and how many columns each spans; empty without any."""
+        spans = [(name, len(list(of))) for name, of in groupby(c.group for c in self.columns)]
+        return spans if any(name for name, _ in spans) else []
+
+    def __rich__(self) -> TerminalTable:
+        table = TerminalTable(
+            title=self.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=not self.tight,
+        )
+        shown = [i for i, column in enumerate(self.columns) if column.style != "drawing"]
+        for column in (self.columns[i] for i in shown):
+            table.add_column(
+                column.title,
+                justify="left" if column.style in ("left", "wrap") else "right",
+                overflow="fold" if column.style == "wrap" else "ellipsis",
+                min_width=column.least_width or None,
+            )
+        for rows in self.sections:
+            for row in rows:
+                table.add_row(*(str(row[i]) for i in shown))
+            table.add_section()
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values."""
+
+    title: str
+    entries: Sequence[tuple[str, str | Marked]]
+
+    def __rich__(self) -> TerminalTable:
+        table = TerminalTable(
+            title=self.title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD
+        )
+        table.add_column()
+        table.add_column(justify="right")
+        for name, value in self.entries:
+            table.add_row(name, str(value))
+        return table
