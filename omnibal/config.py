@@ -255,9 +255,14 @@ class ModelConfig(Frozen):
         return tower
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model has `vision`, an encoder of image tiles."""
+        return isinstance(self.encoders.get("vision"), TilesEncoder)
+
+    @property
     def tiling(self) -> TilingConfig | None:
         """How images are cut into tiles; None where the model takes no images."""
-        return self.vision.tiling if self.encoders else None
+        return self.vision.tiling if self.takes_images else None
 
     @property
     def towers(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def models_table(models: Sequence[ModelConfig]) -> Table:
     rows = []
     for model in models:
         vision, sizes = "-", ("-", "-")
-        if model.encoders:
+        if model.takes_images:
             vision = f"{model.vision.layers} x {model.vision.hidden_size}"
             sizes = str(model.vision.image_size), str(model.vision.tokens_per_item)
         language = f"{model.language.layers} x {model.language.hidden_size}"

@@ -157,7 +157,7 @@ def as_written(text: str, model: ModelConfig) -> str:
 
 def _pieces(model: ModelConfig) -> tuple[str, ...]:
     """Pieces that only the model's template may write, those of images included if it takes any."""
-    images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.encoders else ()
+    images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.takes_images else ()
     return (*images, *_TEMPLATES[model.chat_template].pieces)
 
 
@@ -182,7 +182,7 @@ def encode_sample(
     if template.never_learned is not None:
         unlearned = tokenizer.id_of(template.never_learned)
         loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
-    if model.encoders:
+    if model.takes_images:
         before, context = _image_tokens(token_ids, tiles_per_image, model, tokenizer, sample)
         token_ids = np.insert(token_ids, before, context)
         loss_mask = np.insert(loss_mask, before, False)
@@ -216,7 +216,7 @@ def encode_prompt(
     if not template.message_by_message:
         texts = ["".join(texts)]
     token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
-    if model.encoders:
+    if model.takes_images:
         tiles = tiles_per_image[: sample.images_until(turn)]
         before, context = _image_tokens(token_ids, tiles, model, tokenizer, sample)
         token_ids = np.insert(token_ids, before, context)

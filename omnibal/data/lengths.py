@@ -59,6 +59,13 @@ class LengthsOrigin(Frozen):
     system_message: str | None
 
 
+def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
+    """Pixels and tokens of a tile; None where the model takes no images."""
+    if not model.takes_images:
+        return None, None
+    return model.vision.image_size, model.vision.tokens_per_item
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
     """One entry per sample, in the order of the meta file; arrays are int32 of one length."""

@@ -20,7 +20,7 @@ from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_sample
 from omnibal.data.image_files import ImageFile, why_unreadable
-from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions
+from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, tile_sizes
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
 from omnibal.data.scan_pool import map_unordered
@@ -223,7 +223,7 @@ def _lengths(
 ) -> Lengths:
     indices = np.ascontiguousarray(rows["index"])
     return Lengths(
-        items={"tiles": np.ascontiguousarray(rows["tiles"])},
+        items={"tiles": np.ascontiguousarray(rows["tiles"])} if model.takes_images else {},
         tokens=np.ascontiguousarray(rows["tokens"]),
         loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
         source=annotations.source[indices],
@@ -234,11 +234,12 @@ def _lengths(
 
 
 def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
+    image_size, tokens_per_tile = tile_sizes(model)
     return LengthsOrigin(
         data_sha256=annotations.sha256,
         tokenizer_sha256=tokenizer.sha256,
-        image_size=model.vision.image_size if model.encoders else None,
-        tokens_per_tile=model.vision.tokens_per_item if model.encoders else None,
+        image_size=image_size,
+        tokens_per_tile=tokens_per_tile,
         tiling=model.tiling,
         chat_template=model.chat_template,
         system_message=model.system_message,

@@ -218,7 +218,7 @@ _LLAMA_REST: _Names = {
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield every parameter once, in the order of the forward pass."""
-    if model.encoders:
+    if model.takes_images:
         yield from _image_parameters(model)
     language, width = model.language, model.language.hidden_size
     yield Parameter(key="embedding.word_embeddings.weight", shape=(language.vocab_size, width))

@@ -103,7 +103,7 @@ class SampleReader:
 
     def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
         """Places of image tokens in a pack, int64 [M]; None where the model takes no images."""
-        if self.model.tiling is None:
+        if not self.model.takes_images:
             return None
         return (token_ids_S == self.tokenizer.image_context).nonzero().squeeze(1)
 

@@ -124,14 +124,15 @@ def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Con
 
 
 def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
-    for tower in model.encoders.values():
-        smallest = math.ceil(tower.tokens_per_item / _SMALLEST_SHARE)
-        if options.max_tokens < smallest:
-            raise UserError(
-                f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured "
-                f"too, and must hold one tile of {model.name} ({tower.tokens_per_item} tokens); "
-                f"give at least {smallest}"
-            )
+    if not model.takes_images:
+        return
+    smallest = math.ceil(model.vision.tokens_per_item / _SMALLEST_SHARE)
+    if options.max_tokens < smallest:
+        raise UserError(
+            f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured too, "
+            f"and must hold one tile of {model.name} ({model.vision.tokens_per_item} tokens); "
+            f"give at least {smallest}"
+        )
 
 
 Round = dict[Hashable, list[float]]
@@ -261,9 +262,9 @@ def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[Mi
     for tile_share, token_share, loss_share, even in _PACK_SHARES:
         tokens = max(round(options.max_tokens * token_share), 1)
         tiles = 0
-        for tower in model.encoders.values():
+        if model.takes_images:
             most = max(round(options.max_tiles * tile_share), 1)
-            tiles = min(most, tokens // tower.tokens_per_item)
+            tiles = min(most, tokens // model.vision.tokens_per_item)
         samples = max(round(tokens / options.tokens_per_sample), 1)
         batch = random_batch(
             model,
@@ -296,14 +297,13 @@ def random_batch(
     tokens = sum(segment_tokens)
     generator = torch.Generator().manual_seed(tiles * 7919 + tokens)
     fields: dict[str, torch.Tensor] = {}
-    takes_images = model.tiling is not None
-    if takes_images and (stage is None or stage.holds("vision embed")):
+    if model.takes_images and (stage is None or stage.holds("vision embed")):
         shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
         fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if stage is None or stage.holds("language embed"):
         fields["token_ids_S"] = ids
-        if takes_images:
+        if model.takes_images:
             fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
     if stage is None or stage.holds("head"):
         positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values

@@ -340,7 +340,7 @@ def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> 
     stage = VLMStage(
         plan.model,
         plan.stages[pipeline_rank],
-        vision_transformer_config(*arguments) if plan.model.encoders else None,
+        vision_transformer_config(*arguments) if plan.model.takes_images else None,
         language_transformer_config(*arguments),
         drop_path_rate,
     )
