@@ -34,14 +34,9 @@ from omnibal.pipeline.recompute import useful_recomputes
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, memory_tables, model_ms
-from omnibal.pipeline.units import (
-    LANGUAGE_LAYER,
-    UNITS,
-    VISION_LAYER,
-    stages_from_cuts,
-    unit_sequence,
-)
+from omnibal.pipeline.units import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
+from omnibal.units import unit_names
 
 DATA_PARALLEL = 2
 MICRO_BATCHES = 32
@@ -105,23 +100,23 @@ def steady_state_stages(
 
     Shortest paths, each under a lower limit on its longest stage than the one before.
     """
-    sequence, mean = unit_sequence(model), packs.features.mean(axis=0)
-    kinds = np.array([[unit == kind for kind in UNITS] for unit in sequence], np.int64)
-    before = np.concatenate([np.zeros((1, len(UNITS)), np.int64), kinds.cumsum(axis=0)])
+    sequence, mean = unit_names(model), packs.features.mean(axis=0)
+    kinds = np.array([[unit == kind for kind in cost.units] for unit in sequence], np.int64)
+    before = np.concatenate([np.zeros((1, len(cost.units)), np.int64), kinds.cumsum(axis=0)])
     counts = before - before[:, None]
-    start, end = np.nonzero((counts[..., VISION_LAYER] + counts[..., LANGUAGE_LAYER]) > 0)
-    forward = np.array([cost.units[unit].forward_ms @ mean for unit in UNITS])
-    backward = np.array([cost.units[unit].backward_ms @ mean for unit in UNITS])
-    layers_ms = forward[[VISION_LAYER, LANGUAGE_LAYER]]
+    layers = layer_kinds(cost.kinds)
+    start, end = np.nonzero(counts[..., layers].sum(axis=-1) > 0)
+    forward = np.array([unit.forward_ms @ mean for unit in cost.units.values()])
+    backward = np.array([unit.backward_ms @ mean for unit in cost.units.values()])
+    layers_ms = forward[layers]
     run_ms = np.full((stages, len(before), len(before)), np.inf)
-    recomputed = np.zeros((*run_ms.shape, 2), np.int64)
+    recomputed = np.zeros((*run_ms.shape, len(layers)), np.int64)
     for stage, table in enumerate(memory_tables(cost, packs.features, packs.slot, stages)):
         sets = useful_recomputes(
             table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes
         )
         place = stage, start[sets.stage], end[sets.stage]
-        again = np.stack([sets.vision, sets.language], axis=1)
-        recomputed[place] = again
+        again = recomputed[place] = sets.layers
         run_ms[place] = counts[place[1:]] @ (forward + backward) + again @ layers_ms
     best_ms, best, limit = np.inf, [0], np.inf
     while (edges := shortest_path(np.where(run_ms < limit, run_ms, np.inf))) is not None:
@@ -131,7 +126,7 @@ def steady_state_stages(
             best_ms, best = total_ms, edges
         limit = times.max()
     chosen = [recomputed[stage, a, b] for stage, (a, b) in enumerate(pairwise(best))]
-    return stages_from_cuts(model, best[1:-1], [(int(v), int(n)) for v, n in chosen])
+    return stages_from_cuts(model, best[1:-1], [again.tolist() for again in chosen])
 
 
 def shortest_path(run_ms: np.ndarray) -> list[int] | None:

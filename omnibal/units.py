@@ -30,6 +30,20 @@ class UnitKind:
     """Whether it is a transformer layer, which can be recomputed."""
     layer: LayerKind | None = None
     """Attention and feed-forward of a language layer; None for all other kinds."""
+    period: int = 1
+    """Number of layers after which the kinds of layer of the tower repeat."""
+    places: tuple[int, ...] = (0,)
+    """Layers of the first period that are of this kind."""
+
+    @property
+    def words(self) -> str:
+        """Name of a unit that is not a layer, in words: "vision embed", "projector", "head"."""
+        first, _, last = self.name.rpartition("_")
+        return f"{first} {last}".strip()
+
+    def has_layer(self, number: int) -> bool:
+        """Whether the layer of this number within the tower is of this kind."""
+        return self.is_layer and number % self.period in self.places
 
 
 def unit_kinds(model: ModelConfig) -> tuple[UnitKind, ...]:
@@ -42,15 +56,32 @@ def unit_kinds(model: ModelConfig) -> tuple[UnitKind, ...]:
             UnitKind(name=f"{name}_layer", tower=name, part=name, is_layer=True),
             UnitKind(name=part, tower=name, part=part, is_layer=False),
         ]
-    kinds.append(_language_kind(LANGUAGE_EMBED, is_layer=False))
-    for kind in dict.fromkeys(model.language.kinds):
-        kinds.append(_language_kind(kind.name, is_layer=True, layer=kind))
-    kinds.append(_language_kind(HEAD, is_layer=False))
+    kinds.append(_language_kind(LANGUAGE_EMBED))
+    layers = model.language.kinds
+    period = sum(run.layers for run in model.language.runs) or 1
+    for layer in dict.fromkeys(layers):
+        places = tuple(n for n, kind in enumerate(layers[:period]) if kind == layer)
+        kinds.append(_language_kind(layer.name, layer=layer, period=period, places=places))
+    kinds.append(_language_kind(HEAD))
     return tuple(kinds)
 
 
-def _language_kind(name: str, *, is_layer: bool, layer: LayerKind | None = None) -> UnitKind:
-    return UnitKind(name=name, tower=LANGUAGE, part=LANGUAGE, is_layer=is_layer, layer=layer)
+def _language_kind(
+    name: str,
+    *,
+    layer: LayerKind | None = None,
+    period: int = 1,
+    places: tuple[int, ...] = (0,),
+) -> UnitKind:
+    return UnitKind(
+        name=name,
+        tower=LANGUAGE,
+        part=LANGUAGE,
+        is_layer=layer is not None,
+        layer=layer,
+        period=period,
+        places=places,
+    )
 
 
 def unit_names(model: ModelConfig) -> tuple[str, ...]:

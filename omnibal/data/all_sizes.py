@@ -17,9 +17,9 @@ import numpy as np
 from scipy import sparse
 
 from omnibal.data.best_pack import BestPack
+from omnibal.data.fit import size_keys
 from omnibal.data.master import Cover, Master
 from omnibal.data.packs import Packs
-from omnibal.limits import Caps
 
 _MAX_EXCHANGES = 6
 """Larger sizes that each size is traded with, at most."""
@@ -40,23 +40,23 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sizes:
-    """Distinct sizes of samples, sorted by (tiles, tokens)."""
+    """Distinct sizes of samples, sorted by the first feature, then by the next."""
 
-    tiles: np.ndarray
-    """Tiles of every size, int64 [sizes]."""
-    tokens: np.ndarray
-    """Tokens of every size, int64 [sizes]."""
+    amounts: np.ndarray
+    """Amount of every feature in every size, int64 [features, sizes]."""
     of_sample: np.ndarray
     """Index of every sample's size, int64 [samples]."""
 
     def __len__(self) -> int:
-        return len(self.tiles)
+        return self.amounts.shape[1]
 
     @classmethod
-    def of(cls, tiles: np.ndarray, tokens: np.ndarray) -> "Sizes":
-        """Sizes of samples with these tiles and tokens, int64 [samples]."""
-        keys, of_sample = np.unique(tiles << 32 | tokens, return_inverse=True)
-        return cls(tiles=keys >> 32, tokens=keys & 0xFFFFFFFF, of_sample=of_sample)
+    def of(cls, sizes: np.ndarray) -> "Sizes":
+        """Distinct sizes of samples, int64 [features, samples]."""
+        keys, of_sample = np.unique(size_keys(sizes), return_inverse=True)
+        amounts = np.empty((len(sizes), len(keys)), np.int64)
+        amounts[:, of_sample] = sizes
+        return cls(amounts=amounts, of_sample=of_sample)
 
     @property
     def counts(self) -> np.ndarray:
@@ -70,41 +70,40 @@ class Sizes:
         return sparse.csr_array(held, shape=(len(packs), len(self)))
 
     def exchanges(self) -> np.ndarray:
-        """Pairs of sizes of which the second is no smaller in both, int64 [pairs, 2].
+        """Pairs of sizes of which the second is no smaller in any feature, int64 [pairs, 2].
 
         Of all such pairs only some next ones; a chain of them leads on.
         """
         pairs = []
+        tokens = self.amounts[-1]
         for size in range(len(self) - 1):
-            larger = size + 1 + np.flatnonzero(self.tokens[size + 1 :] >= self.tokens[size])
-            tokens = self.tokens[larger]
-            # Tiles ascend, so the next larger sizes are those with fewer tokens than all before
-            # them.
-            is_next = tokens < np.minimum.accumulate(np.concatenate([[1 << 40], tokens[:-1]]))
-            pairs += [(size, int(other)) for other in larger[is_next][:_MAX_EXCHANGES]]
+            # The first feature ascends. The next larger sizes are those with fewer tokens than all
+            # before them.
+            is_larger = (self.amounts[1:, size + 1 :] >= self.amounts[1:, [size]]).all(axis=0)
+            larger = size + 1 + np.flatnonzero(is_larger)
+            fewest = np.minimum.accumulate(np.concatenate([[1 << 40], tokens[larger[:-1]]]))
+            next_ones = larger[tokens[larger] < fewest][:_MAX_EXCHANGES]
+            pairs += [(size, other) for other in next_ones.tolist()]
         return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 class SizeMix:
     """Patterns that together cover a demand of sizes, of which more are made as they are needed."""
 
-    def __init__(self, sizes: Sizes, caps: Caps, packs: Packs, max_cells: int):
+    def __init__(self, sizes: Sizes, caps: np.ndarray, packs: Packs, max_cells: int):
         """Start from some packs.
 
         Args:
             sizes: of all samples, each of which fits a pack.
-            caps: of every pack.
+            caps: of every pack, int64 [features].
             packs: of all samples.
             max_cells: of the knapsack's table.
         """
         self.sizes, self.caps = sizes, caps
         self.exchanges = sizes.exchanges()
         self.columns = sizes.columns(packs)
-        used = Caps.of(
-            tiles=max(1, min(caps["tiles"], int(sizes.counts @ sizes.tiles))),
-            tokens=min(caps["tokens"], int(sizes.counts @ sizes.tokens)),
-        )
-        self._best = BestPack(sizes.tiles, sizes.tokens, used, max_cells)
+        used = np.clip(sizes.amounts @ sizes.counts, 1, caps)
+        self._best = BestPack(sizes.amounts, used, max_cells)
         self._max_columns = max(_MAX_CELLS_OF_MASTER / len(sizes), _MIN_COLUMNS * len(sizes))
         self._master = Master(sizes.counts, self.exchanges)
         self._master.add(self.columns)

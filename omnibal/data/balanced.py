@@ -3,8 +3,8 @@
 How few packs are possible depends on the data in three ways, and so does what is done:
 
 1. A handful of samples: all sets are looked at (`omnibal.data.few_samples`).
-2. Packs of many samples: the sums of tiles and tokens decide, and samples are dealt level to that
-   many packs (`omnibal.data.level`).
+2. Packs of many samples: the sums of sizes decide, and samples are dealt level to that many packs
+   (`omnibal.data.level`).
 3. All else: the patterns of sizes that need the fewest packs, by column generation
    (`omnibal.data.patterns`).
    - Samples are grouped into types of similar size. The cost depends on the number of types alone.
@@ -12,7 +12,7 @@ How few packs are possible depends on the data in three ways, and so does what i
      are then mixtures, alike in length, and no step is of one kind of sample.
    - Every pattern is used a whole number of times, with samples drawn at random from its types.
    - A pattern fits on average, a single pack perhaps not, until packs have traded samples of equal
-     tiles (`level.even_out`). They then differ by a few tokens, which makes them easy to match into
+     items (`level.even_out`). They then differ by a few tokens, which makes them easy to match into
      steps.
    - What is left over, about half a pack a type, is packed on exact sizes (`omnibal.data.rest`).
 
@@ -23,12 +23,11 @@ their packs are no mixtures.
 """
 
 import numpy as np
-from scipy import sparse
 
 from omnibal.data.bound import packs_of_sums
 from omnibal.data.dive import pack_by_diving
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
-from omnibal.data.fit import Seed, check_samples_fit, in_common_units
+from omnibal.data.fit import Seed, check_samples_fit, in_common_units, size_keys
 from omnibal.data.isf import cut_groups, pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.level import Leading, deal_level, even_out
@@ -41,8 +40,10 @@ from omnibal.data.patterns import (
     first_guesses,
     generate_mix,
     group_sizes,
+    item_levels,
     mixed_alike,
     most_copies,
+    no_more_items,
 )
 from omnibal.data.rest import Rest
 from omnibal.limits import Caps
@@ -56,7 +57,6 @@ _MAX_TRIED = 50_000
 """Most samples that other methods are tried on before they are run on all samples."""
 _ISF_CLOSE = 0.005
 """Share of packs by which ISF may need more on some samples, and be tried on all of them."""
-_MAX_TILE_LEVELS = 40
 _MAX_TYPES = 176
 _MIN_SAMPLES_PER_TYPE = 12
 """Least mean number of samples per type; with fewer, every epoch would get the same packs."""
@@ -85,25 +85,25 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = 
     """
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)
-    tiles, tokens, units = in_common_units(lengths, caps)
+    sizes, units = in_common_units(lengths, caps)
     if len(lengths) <= MAX_SAMPLES:
         order = rng.permutation(len(lengths))
-        chosen = pack_exactly(tiles[order], tokens[order], units)
+        chosen = pack_exactly(sizes[:, order], units)
         return Packs.from_lists([order[pack] for pack in chosen])
-    least = packs_of_sums(tiles, tokens, units)
+    least = packs_of_sums(sizes, units)
     if len(lengths) >= _MANY_SAMPLES_PER_PACK * least:
-        level = _pack_level((tiles, tokens), units, least, rng)
+        level = _pack_level(sizes, units, least, rng)
         if level is not None:
             return level
-    packs = _pack_by_patterns(tiles, tokens, units, rng)
+    packs = _pack_by_patterns(sizes, units, rng)
     if len(packs) - least > _UNMIXED_SAVING * len(packs):
-        packs = _best_fit_where_fewer(packs, tiles, tokens, units, rng)
+        packs = _best_fit_where_fewer(packs, sizes, units, rng)
     if len(packs) > least and _may_need_fewer(lengths, caps, len(packs), rng):
         rival = pack_isf(lengths, caps, seed)
         packs = rival if len(rival) < len(packs) else packs
     enough = max(int(_GOOD_ENOUGH * len(packs)), int(len(packs) >= _ONE_IS_GOOD_ENOUGH))
     if thorough and len(packs) > least + enough and len(lengths) <= _MAX_DIVED:
-        packs = pack_by_diving(tiles, tokens, units, packs, enough)
+        packs = pack_by_diving(sizes, units, packs, enough)
     return packs
 
 
@@ -117,56 +117,46 @@ def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Gen
 
 
 def _pack_level(
-    sizes: tuple[np.ndarray, np.ndarray], caps: Caps, least: int, rng: np.random.Generator
+    sizes: np.ndarray, caps: np.ndarray, least: int, rng: np.random.Generator
 ) -> Packs | None:
     """Level packs, as many as the sums of sizes need or hardly more; None where some overflow."""
     for count in (least, int(np.ceil(least * (1 + _LEVEL_EXTRA)))):
         for leading in Leading:
             packs = deal_level(sizes, count, caps, leading, rng)
-            most_tiles, most_tokens = (packs.sums(size).max() for size in sizes)
-            if most_tiles <= caps["tiles"] and most_tokens <= caps["tokens"]:
+            if all(packs.sums(row).max() <= cap for row, cap in zip(sizes, caps, strict=True)):
                 return packs
     return None
 
 
 def _best_fit_where_fewer(
-    packs: Packs, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
+    packs: Packs, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator
 ) -> Packs:
     """Packs by best fit if they are enough fewer, tried first on at most `_MAX_TRIED` samples."""
     needed = (1 - _UNMIXED_SAVING) * len(packs)
-    rest = Rest(tiles, tokens, caps)
-    if len(tiles) > _MAX_TRIED:
-        some = rng.permutation(len(tiles))[:_MAX_TRIED]
-        if len(rest.take(some).best_fit(rng)) / len(some) >= needed / len(tiles):
+    rest, samples = Rest(sizes, caps), sizes.shape[1]
+    if samples > _MAX_TRIED:
+        some = rng.permutation(samples)[:_MAX_TRIED]
+        if len(rest.take(some).best_fit(rng)) / len(some) >= needed / samples:
             return packs
     fitted = rest.best_fit(rng)
     return Packs.from_lists(fitted) if len(fitted) < needed else packs
 
 
-def _pack_by_patterns(
-    tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
-) -> Packs:
+def _pack_by_patterns(sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator) -> Packs:
     """Pack samples by patterns, and what the patterns leave over by `omnibal.data.rest`."""
-    level = _tile_levels(tiles)
-    types = group_sizes(level, tokens, min(_MAX_TYPES, len(tiles) // _MIN_SAMPLES_PER_TYPE))
-    spare_tokens = caps["tokens"] // _SPARE_SHARE if _differ_inside(types, tokens) else 0
-    reduced = Caps.of(tiles=caps["tiles"], tokens=caps["tokens"] - spare_tokens)
-    mix = _mix_types(types, (level, tokens), reduced, rng)
+    tokens, max_tokens = sizes[-1], int(caps[-1])
+    leveled = np.vstack([item_levels(sizes[:-1]), tokens])
+    types = group_sizes(leveled, min(_MAX_TYPES, len(tokens) // _MIN_SAMPLES_PER_TYPE))
+    reduced = caps.copy()
+    if _differ_inside(types, tokens):
+        reduced[-1] -= max_tokens // _SPARE_SHARE
+    mix = _mix_types(types, leveled, reduced, rng)
     dealt, left = _deal(types, mix, rng)
-    even = even_out(dealt, level, tokens, caps["tokens"], rng)
-    kept, taken_out = _take_out_excess(even, tokens, caps["tokens"])
+    even = even_out(dealt, size_keys(leveled[:-1]), tokens, max_tokens, rng)
+    kept, taken_out = _take_out_excess(even, tokens, max_tokens)
     left = np.concatenate([left, taken_out])
-    rest = Rest(tiles[left], tokens[left], caps).pack(_sample_values(types, mix)[left], rng)
+    rest = Rest(sizes.take(left, axis=1), caps).pack(_sample_values(types, mix)[left], rng)
     return Packs.join([kept, Packs.from_lists([left[pack] for pack in rest])])
-
-
-def _tile_levels(tiles: np.ndarray) -> np.ndarray:
-    """Tiles, rounded up to one of a limited number of levels. [samples]"""
-    counts = np.unique(tiles)
-    if len(counts) <= _MAX_TILE_LEVELS:
-        return tiles
-    levels = np.unique(np.quantile(tiles, np.linspace(0, 1, _MAX_TILE_LEVELS), method="higher"))
-    return levels[np.searchsorted(levels, tiles)]
 
 
 def _differ_inside(types: SizeTypes, tokens: np.ndarray) -> bool:
@@ -176,50 +166,42 @@ def _differ_inside(types: SizeTypes, tokens: np.ndarray) -> bool:
 
 
 def _mix_types(
-    types: SizeTypes, sizes: tuple[np.ndarray, np.ndarray], caps: Caps, rng: np.random.Generator
+    types: SizeTypes, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator
 ) -> Mix:
     """Patterns for types taken at their mean sizes.
 
     A pattern's mean tokens stay within the token cap, so the packs made from it do on average.
     """
-    grid = Grid.of(min(caps["tiles"], int(types.tiles @ types.counts)), caps["tokens"])
-    tiles = -(-types.tiles // grid.tile_unit)
-    tokens = np.rint(types.mean_tokens / grid.token_unit).astype(np.int64)
-    items = Items(
-        grid=grid,
-        tiles=np.minimum(tiles, grid.tiles),
-        tokens=np.clip(tokens, 1, grid.tokens),
-        cover=sparse.eye_array(len(types), format="csr"),
-        row=np.arange(len(types)),
-    )
+    grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)))
+    items = Items.with_own_rows(grid, types.items, types.mean_tokens)
 
     def trim(patterns: np.ndarray) -> np.ndarray:
-        return _without_excess(patterns, types.mean_tokens, caps["tokens"])
+        return _without_excess(patterns, types.mean_tokens, int(caps[-1]))
 
     mix = generate_mix(
         items,
         types.counts.astype(np.float64),
-        trim(np.diag(most_copies(items))).astype(np.float64),
-        first_guesses(types.tiles, types.mean_tokens, caps),
+        trim(np.diag(most_copies(items.sizes, grid))).astype(np.float64),
+        first_guesses(np.vstack([types.items, types.mean_tokens]), caps),
         trim,
         max_rounds=_MAX_ROUNDS,
         max_new_columns=len(types),
         tolerance=_TOLERANCE,
     )
-    _, kind = np.unique(types.tiles, return_inverse=True)
-    random = trim(_random_patterns(types, *sizes, caps, rng)).astype(np.float64)
+    _, kind = np.unique(size_keys(types.items), return_inverse=True)
+    random = trim(_random_patterns(types, sizes, caps, rng)).astype(np.float64)
     return mixed_alike(mix, types.counts.astype(np.float64), random, kind)
 
 
 def _random_patterns(
-    types: SizeTypes, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, rng: np.random.Generator
+    types: SizeTypes, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
     """Types of samples that fill packs in random order, int64 [packs, types]."""
-    type_of = np.empty(len(tiles), np.int64)
+    type_of = np.empty(len(types.members), np.int64)
     type_of[types.members] = np.repeat(np.arange(len(types)), types.counts)
-    drawn = rng.permutation(len(tiles))[:_RANDOM_SAMPLES]
+    drawn = rng.permutation(len(type_of))[:_RANDOM_SAMPLES]
     # A sample may exceed the reduced token cap, and is then alone.
-    bounds = cut_groups(tiles[drawn], np.minimum(tokens[drawn], caps["tokens"]), caps)
+    bounds = cut_groups(np.minimum(sizes.take(drawn, axis=1), caps[:, None]), caps)
     pack = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     cells = np.bincount(pack * len(types) + type_of[drawn], minlength=(pack[-1] + 1) * len(types))
     return cells.reshape(-1, len(types))

@@ -3,10 +3,10 @@
 Used for what patterns leave over, and for data whose packs hold two or three samples, where a
 sample's partner must have the one size that is missing and types of similar sizes are too coarse.
 
-Samples are kept in shelves by tiles, each sorted by tokens. The most tokens that still fit are
-found by bisection, and samples that are gone are jumped over by a union-find structure
-(predecessors under deletions), so a placement costs a few microseconds however many samples there
-are.
+Samples are kept in shelves by items, each sorted by tokens, the last feature. The most tokens that
+still fit are found by bisection, and samples that are gone are jumped over by a union-find
+structure (predecessors under deletions), so a placement costs a few microseconds however many
+samples there are. Item counts are compared all at once, as fields of one number (`_Fields`).
 """
 
 from bisect import bisect_right
@@ -14,75 +14,99 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.limits import Caps
+from omnibal.data.fit import size_keys
 
 _MAX_SHELVES = 32
 _TRIES = 12
-"""Most samples tried for one that fits by tiles, on a shelf of several tile counts."""
+"""Most samples tried for one that fits by items, on a shelf of several item counts."""
 
 
 def pack_best_fit(
-    tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray, first: np.ndarray, caps: Caps
+    sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> list[list[int]]:
     """Packs as lists of indices into the arguments; every sample fits alone.
 
     Args:
-        tiles, tokens: int64 [samples].
+        sizes: int64 [features, samples].
         values: float64 [samples], positive; of what fits, the most valuable is taken. Within a
             shelf more tokens come before more value.
         first: float64 [samples]; the sample with the highest opens the next pack.
-        caps: of every pack.
+        caps: of every pack, int64 [features].
     """
-    if not len(tiles):
+    samples = sizes.shape[1]
+    if not samples:
         return []
-    shelves = _shelves(tiles, tokens, values)
-    place = np.empty((2, len(tiles)), np.int64)
+    fields = _Fields(caps[:-1])
+    items, tokens = fields.numbers(sizes[:-1]), sizes[-1].tolist()
+    shelves = _shelves(sizes, values, fields)
+    place = np.empty((2, samples), np.int64)
     for number, shelf in enumerate(shelves):
         place[0, shelf.samples], place[1, shelf.samples] = number, np.arange(1, len(shelf) + 1)
     shelf_of, rank_of = place.tolist()
-    sample_tiles, sample_tokens = tiles.tolist(), tokens.tolist()
+    whole = fields.numbers(caps[:-1, None])[0] + fields.spare
     packs: list[list[int]] = []
     for sample in np.argsort(-first, kind="stable").tolist():
         shelf = shelves[shelf_of[sample]]
         if shelf.below[rank_of[sample]] != rank_of[sample]:
             continue  # it is in a pack already
         pack: list[int] = []
-        tiles_left, tokens_left = caps["tiles"], caps["tokens"]
+        items_left, tokens_left = whole, int(caps[-1])
         chosen: int | None = sample
         while chosen is not None:
             shelves[shelf_of[chosen]].remove(rank_of[chosen])
             pack.append(chosen)
-            tiles_left -= sample_tiles[chosen]
-            tokens_left -= sample_tokens[chosen]
-            chosen = _most_valuable(shelves, tiles_left, tokens_left)
+            items_left -= items[chosen]
+            tokens_left -= tokens[chosen]
+            chosen = _most_valuable(shelves, items_left, tokens_left, fields.spare)
         packs.append(pack)
     return packs
 
 
-def pack_first_fit(
-    tiles: np.ndarray, tokens: np.ndarray, first: np.ndarray, caps: Caps
-) -> list[list[int]]:
+class _Fields:
+    """Item counts of several features as one number: a field for each, and a spare bit above it.
+
+    The spare bits are set in what is left of the caps. It holds a sample if none of them is
+    borrowed from when the sample's number is subtracted.
+    """
+
+    def __init__(self, caps: np.ndarray):
+        """Lay out fields for counts up to the caps, int64 [features]."""
+        self._widths = [int(cap).bit_length() + 1 for cap in caps]
+        self.spare = sum(1 << sum(self._widths[i:]) - 1 for i in range(len(self._widths)))
+        """A number of the spare bits alone."""
+
+    def numbers(self, counts: np.ndarray) -> list[int]:
+        """Numbers of counts, int64 [features, samples], each at most its cap."""
+        wide = sum(self._widths) >= 63
+        numbers = np.zeros(counts.shape[1], object if wide else np.int64)
+        for row, width in zip(counts, self._widths, strict=True):
+            numbers = numbers << width | row.astype(numbers.dtype)
+        return numbers.tolist()
+
+
+def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> list[list[int]]:
     """First fit decreasing: each sample goes into the first pack that has room, or opens one.
 
     Args:
-        tiles, tokens: int64 [samples]; every sample fits alone.
+        sizes: int64 [features, samples]; every sample fits alone.
         first: float64 [samples]; samples are placed from the highest to the lowest.
-        caps: of every pack.
+        caps: of every pack, int64 [features].
     """
     packs: list[list[int]] = []
-    room = np.zeros((2, len(tiles)), np.int64)
+    room = np.zeros_like(sizes)
     for sample in np.argsort(-first, kind="stable").tolist():
-        fits = (room[0, : len(packs)] >= tiles[sample]) & (room[1, : len(packs)] >= tokens[sample])
+        size = sizes[:, sample]
+        fits = (room[:, : len(packs)] >= size[:, None]).all(axis=0)
         pack = int(fits.argmax()) if fits.any() else len(packs)
         if pack == len(packs):
             packs.append([])
-            room[:, pack] = caps["tiles"], caps["tokens"]
+            room[:, pack] = caps
         packs[pack].append(sample)
-        room[:, pack] -= tiles[sample], tokens[sample]
+        room[:, pack] -= size
     return packs
 
 
-def pack_nearest(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list[int]]:
+def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
     """Packs filled one by one, each time with the sample whose size is nearest to the room left.
 
     Distances are squares of shares of the caps, weighed by what the samples take of each cap in
@@ -90,27 +114,23 @@ def pack_nearest(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list
     2011). Samples of many tiles so meet samples of many tokens.
 
     Args:
-        tiles, tokens: int64 [samples]; every sample fits alone.
-        caps: of every pack.
+        sizes: int64 [features, samples]; every sample fits alone.
+        caps: of every pack, int64 [features].
     """
-    shares = np.stack([tiles / caps["tiles"], tokens / caps["tokens"]])
+    shares = sizes / caps[:, None]
     weights = shares.sum(axis=1, keepdims=True)
-    left = np.arange(len(tiles))
+    left = np.arange(sizes.shape[1])
     packs: list[list[int]] = []
     while len(left):
         pack: list[int] = []
-        tiles_left, tokens_left = caps["tiles"], caps["tokens"]
+        room = caps.copy()
         fits = left
         while len(fits):
-            room = np.array([[tiles_left / caps["tiles"]], [tokens_left / caps["tokens"]]])
-            distance = (weights * (room - shares[:, fits]) ** 2).sum(axis=0)
-            chosen = int(fits[distance.argmin()])
+            missing = (room / caps)[:, None] - shares.take(fits, axis=1)
+            chosen = int(fits[(weights * missing**2).sum(axis=0).argmin()])
             pack.append(chosen)
-            tiles_left -= int(tiles[chosen])
-            tokens_left -= int(tokens[chosen])
-            fits = fits[
-                (fits != chosen) & (tiles[fits] <= tiles_left) & (tokens[fits] <= tokens_left)
-            ]
+            room -= sizes[:, chosen]
+            fits = fits[(fits != chosen) & (sizes.take(fits, axis=1) <= room[:, None]).all(axis=0)]
         packs.append(pack)
         left = np.setdiff1d(left, pack, assume_unique=True)
     return packs
@@ -118,12 +138,14 @@ def pack_nearest(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shelf:
-    """Samples of one tile count, or of a few neighbouring ones, sorted by tokens."""
+    """Samples of equal items, or of a few neighbouring counts, sorted by tokens."""
 
-    fewest_tiles: int
-    most_tiles: int
+    first: int
+    """Number of the sample that comes first in the order of items, and the spare bits."""
+    most: int
+    """Number of the most items of every feature."""
     samples: list[int]
-    tiles: list[int]
+    items: list[int]
     tokens: list[int]
     values: list[float]
     below: list[int]
@@ -147,45 +169,50 @@ class _Shelf:
             below[rank], rank = root, below[rank]
         return root
 
-    def best(self, tiles_left: int, tokens_left: int) -> int:
+    def best(self, items_left: int, tokens_left: int, spare: int) -> int:
         """Rank of the sample with the most tokens that fits; 0 where none was found."""
         rank = self.last_of(bisect_right(self.tokens, tokens_left))
-        if tiles_left >= self.most_tiles:
+        if (items_left - self.most) & spare == spare:
             return rank
         for _ in range(_TRIES):
-            if rank == 0 or self.tiles[rank - 1] <= tiles_left:
+            if rank == 0 or (items_left - self.items[rank - 1]) & spare == spare:
                 return rank
             rank = self.last_of(rank - 1)
         return 0
 
 
-def _most_valuable(shelves: list[_Shelf], tiles_left: int, tokens_left: int) -> int | None:
+def _most_valuable(
+    shelves: list[_Shelf], items_left: int, tokens_left: int, spare: int
+) -> int | None:
     """Most valuable of the samples that the shelves offer; None where nothing fits."""
     most, chosen = 0.0, None
     for shelf in shelves:
-        if shelf.fewest_tiles > tiles_left:
-            break
-        rank = shelf.best(tiles_left, tokens_left)
+        if shelf.first > items_left:
+            break  # All that follow have more items of some feature than are left.
+        rank = shelf.best(items_left, tokens_left, spare)
         if rank and shelf.values[rank - 1] > most:
             most, chosen = shelf.values[rank - 1], shelf.samples[rank - 1]
     return chosen
 
 
-def _shelves(tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> list[_Shelf]:
-    """Make shelves by tiles, ascending: one per tile count, up to a limit."""
-    counts = np.unique(tiles)
-    groups = np.array_split(counts, min(len(counts), _MAX_SHELVES))
+def _shelves(sizes: np.ndarray, values: np.ndarray, fields: _Fields) -> list[_Shelf]:
+    """Make shelves in the order of items: one for equal items, up to a limit."""
+    keys, tokens = size_keys(sizes[:-1]), sizes[-1]
+    distinct = np.unique(keys)
+    groups = np.array_split(distinct, min(len(distinct), _MAX_SHELVES))
     shelf_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    by_sample = shelf_of[np.searchsorted(counts, tiles)]
+    by_sample = shelf_of[np.searchsorted(distinct, keys)]
     order = np.lexsort((values, tokens, by_sample))
     shelves = []
     for members in np.split(order, np.flatnonzero(np.diff(by_sample[order])) + 1):
+        items = sizes[:-1].take(members, axis=1)
+        numbers = fields.numbers(items)
         shelves.append(
             _Shelf(
-                fewest_tiles=int(tiles[members].min()),
-                most_tiles=int(tiles[members].max()),
+                first=min(numbers) + fields.spare,
+                most=fields.numbers(items.max(axis=1, keepdims=True))[0],
                 samples=members.tolist(),
-                tiles=tiles[members].tolist(),
+                items=numbers,
                 tokens=tokens[members].tolist(),
                 values=values[members].tolist(),
                 below=list(range(len(members) + 1)),

@@ -6,7 +6,7 @@ they are the dual solution. Two things keep it fast and tight with thousands of 
 
 - Values are piecewise linear in tokens, so the master problem has a row per knot and not per size.
   A straight line is what tokens are worth where the token cap alone decides; pieces, and jumps
-  between them, are for the rest.
+  between them, are for the rest. Of several features beside tokens, similar counts share a piece.
 - Values are fitted to the knots alone, then to all sizes in a coarse grid, then in a fine one.
 
 What makes the bound valid is only this: the most valuable pack under the fitted values is found
@@ -23,7 +23,7 @@ import numpy as np
 from scipy import sparse
 
 from omnibal.data.all_sizes import SizeMix, Sizes
-from omnibal.data.fit import check_samples_fit, in_common_units
+from omnibal.data.fit import check_samples_fit, in_common_units, size_keys
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.data.patterns import (
@@ -33,6 +33,7 @@ from omnibal.data.patterns import (
     first_guesses,
     generate_mix,
     group_sizes,
+    item_levels,
     most_copies,
 )
 from omnibal.data.rest import Rest
@@ -76,16 +77,16 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
-    tiles, tokens, units = in_common_units(lengths, caps)
-    naive = packs_of_sums(tiles, tokens, units)
+    sizes, units = in_common_units(lengths, caps)
+    naive = packs_of_sums(sizes, units)
     if found is not None and found <= naive:
         return naive
-    sizes = Sizes.of(tiles, tokens)
-    if len(sizes) <= _FEW_SIZES:
-        return max(naive, _whole(_exact_bound(sizes, tiles, tokens, units, found)))
-    bound = max(naive, _whole(_fractional_bound(tiles, tokens, units)))
-    if found is not None and found > bound + max(1, _GAP * bound) and len(sizes) <= _MANY_SIZES:
-        bound = max(bound, _whole(_exact_bound(sizes, tiles, tokens, units, found)))
+    distinct = Sizes.of(sizes)
+    if len(distinct) <= _FEW_SIZES:
+        return max(naive, _whole(_exact_bound(distinct, sizes, units, found)))
+    bound = max(naive, _whole(_fractional_bound(distinct, sizes, units)))
+    if found is not None and found > bound + max(1, _GAP * bound) and len(distinct) <= _MANY_SIZES:
+        bound = max(bound, _whole(_exact_bound(distinct, sizes, units, found)))
     return bound
 
 
@@ -93,47 +94,46 @@ def _whole(packs: float) -> int:
     return int(np.ceil(packs * (1 - _ROUNDING)))
 
 
-def _exact_bound(
-    sizes: Sizes, tiles: np.ndarray, tokens: np.ndarray, caps: Caps, found: int | None
-) -> float:
-    packs = Packs.from_lists(Rest(tiles, tokens, caps).best_fit(np.random.default_rng(0)))
-    naive = packs_of_sums(tiles, tokens, caps)
+def _exact_bound(distinct: Sizes, sizes: np.ndarray, caps: np.ndarray, found: int | None) -> float:
+    packs = Packs.from_lists(Rest(sizes, caps).best_fit(np.random.default_rng(0)))
+    naive = packs_of_sums(sizes, caps)
     if len(packs) <= naive:
         return naive
-    cells = min(max(_EXACT_WORK / len(sizes), _EXACT_WORK**0.5), _MAX_CELLS)
-    mix = SizeMix(sizes, caps, packs, int(cells))
-    rounds = max(_SIZES_TIMES_ROUNDS // len(sizes), _MIN_EXACT_ROUNDS)
+    cells = min(max(_EXACT_WORK / len(distinct), _EXACT_WORK**0.5), _MAX_CELLS)
+    mix = SizeMix(distinct, caps, packs, int(cells))
+    rounds = max(_SIZES_TIMES_ROUNDS // len(distinct), _MIN_EXACT_ROUNDS)
     rounds = min(rounds, _MAX_EXACT_ROUNDS)
     return mix.bound(max_rounds=rounds, wanted=min(found or len(packs), len(packs)))
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
-    """Lower bound on the packs needed, from the total tiles and the total tokens."""
+    """Lower bound on the packs needed, from the total of every limited feature."""
     return packs_of_sums(*in_common_units(lengths, caps))
 
 
-def packs_of_sums(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> int:
-    """Lower bound on the packs of samples with these tiles and tokens [samples], by their sums."""
-    total_tiles, total_tokens = tiles.sum(dtype=np.int64), tokens.sum(dtype=np.int64)
-    return int(max(-(-total_tiles // caps["tiles"]), -(-total_tokens // caps["tokens"])))
+def packs_of_sums(sizes: np.ndarray, caps: np.ndarray) -> int:
+    """Lower bound on the packs of samples of these sizes [features, samples], by their sums."""
+    return int((-(-sizes.sum(axis=1) // caps)).max())
 
 
-def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> float:
-    sizes, counts = np.unique(tiles << 32 | tokens, return_counts=True)
-    size_tiles, size_tokens = sizes >> 32, sizes & 0xFFFFFFFF
-    knots = _Knots.of(group_sizes(tiles, tokens, _TYPES), tokens)
-    cover = knots.weights(size_tiles, size_tokens)
-    max_tiles = min(caps["tiles"], int(tiles.sum()))
-    max_tokens = min(caps["tokens"], int(tokens.sum()))
+def _fractional_bound(distinct: Sizes, sizes: np.ndarray, caps: np.ndarray) -> float:
+    leveled, leveled_sizes = distinct.amounts, sizes
+    if len(caps) > 2:
+        leveled_sizes = np.vstack([item_levels(sizes[:-1]), sizes[-1]])
+        leveled = np.empty_like(distinct.amounts)
+        leveled[:, distinct.of_sample] = leveled_sizes
+    knots = _Knots.of(group_sizes(leveled_sizes, _TYPES), leveled_sizes)
+    cover = knots.weights(leveled)
+    used = np.minimum(caps, sizes.sum(axis=1))
     # One pack for a knot's worth is more than enough, so the master always has a solution.
     alone = np.eye(len(knots))
-    guesses = first_guesses(knots.tiles, knots.tokens, caps)
-    few = _knot_items(knots, max_tiles, max_tokens)
+    # The knots as if they were all sizes: good enough to fit values, and no proof.
+    few = Items.with_own_rows(Grid.of(used), knots.points[:-1], knots.points[-1])
     fitted = generate_mix(
         few,
-        counts @ cover,
-        np.diag(most_copies(few)).astype(np.float64),
-        guesses,
+        distinct.counts @ cover,
+        np.diag(most_copies(few.sizes, few.grid)).astype(np.float64),
+        first_guesses(knots.points, caps),
         _as_it_is,
         max_rounds=_KNOT_ROUNDS,
         max_new_columns=len(knots),
@@ -142,7 +142,7 @@ def _fractional_bound(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> floa
     bound, values = 0.0, fitted.values
     for work, rounds in ((_COARSE_WORK, _COARSE_ROUNDS), (_FINE_WORK, _FINE_ROUNDS)):
         proven = generate_mix(
-            *_all_items(size_tiles, size_tokens, counts, cover, max_tiles, max_tokens, work),
+            *_all_items(distinct, cover, used, work),
             np.concatenate([alone, fitted.columns]),
             values[None],
             _as_it_is,
@@ -162,85 +162,65 @@ def _as_it_is(patterns: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Knots:
-    """Points between which values are interpolated, sorted by (tiles, tokens)."""
+    """Points between which values are interpolated, sorted by the first feature, then the next."""
 
-    tiles: np.ndarray
-    """Tiles of every knot, int64 [knots]."""
-    tokens: np.ndarray
-    """Tokens of every knot, int64 [knots]."""
+    points: np.ndarray
+    """Size of every knot, int64 [features, knots]."""
 
     def __len__(self) -> int:
-        return len(self.tiles)
+        return self.points.shape[1]
 
     @classmethod
-    def of(cls, types: SizeTypes, tokens: np.ndarray) -> "_Knots":
-        """Knots at the fewest and the most tokens of every type; `tokens` are of all samples.
+    def of(cls, types: SizeTypes, sizes: np.ndarray) -> "_Knots":
+        """Knots at the fewest and the most tokens of every type; sizes are [features, samples].
 
         Neighbouring types have knots at neighbouring sizes, so values may jump in between.
         """
         ends = types.members[np.concatenate([types.bounds[:-1], types.bounds[1:] - 1])]
-        points = np.unique(np.stack([np.tile(types.tiles, 2), tokens[ends]], axis=1), axis=0)
-        return cls(tiles=points[:, 0], tokens=points[:, 1])
+        return cls(points=np.unique(sizes[:, ends], axis=1))
 
-    def weights(self, tiles: np.ndarray, tokens: np.ndarray) -> sparse.csr_array:
-        """Interpolation weights of sizes, float64 [sizes, knots]; rows sum to 1, over two knots."""
-        # The largest size of every tile count is a knot.
-        upper = np.searchsorted(self.tiles << 32 | self.tokens, tiles << 32 | tokens)
+    def weights(self, sizes: np.ndarray) -> sparse.csr_array:
+        """Interpolation weights, float64 [sizes, knots]; rows sum to 1, over two knots.
+
+        Args:
+            sizes: int64 [features, sizes], whose items are those of some knots.
+        """
+        # The largest size of all with equal items is a knot.
+        keys = size_keys(np.concatenate([self.points, sizes], axis=1))
+        upper = np.searchsorted(keys[: len(self)], keys[len(self) :])
         lower = np.maximum(upper - 1, 0)
-        lower = np.where(self.tiles[lower] == tiles, lower, upper)
-        width = self.tokens[upper] - self.tokens[lower]
-        share = np.divide(
-            tokens - self.tokens[lower], width, out=np.ones(len(tiles)), where=width > 0
-        )
-        index = np.arange(len(tiles))
+        is_alike = (self.points[:-1, lower] == sizes[:-1]).all(axis=0)
+        lower = np.where(is_alike, lower, upper)
+        first, tokens = self.points[-1, lower], sizes[-1]
+        width = self.points[-1, upper] - first
+        share = np.divide(tokens - first, width, out=np.ones(len(tokens)), where=width > 0)
+        index = np.arange(len(tokens))
         return sparse.csr_array(
             (
                 np.concatenate([share, 1 - share]),
                 (np.concatenate([index, index]), np.concatenate([upper, lower])),
             ),
-            shape=(len(tiles), len(self)),
+            shape=(len(tokens), len(self)),
         )
 
 
-def _knot_items(knots: _Knots, max_tiles: int, max_tokens: int) -> Items:
-    """The knots as if they were all sizes; good enough to fit values, and no proof."""
-    grid = Grid.of(max_tiles, max_tokens)
-    tokens = np.rint(knots.tokens / grid.token_unit).astype(np.int64)
-    return Items(
-        grid=grid,
-        tiles=np.minimum(-(-knots.tiles // grid.tile_unit), grid.tiles),
-        tokens=np.clip(tokens, 1, grid.tokens),
-        cover=sparse.eye_array(len(knots), format="csr"),
-        row=np.arange(len(knots)),
-    )
-
-
 def _all_items(
-    tiles: np.ndarray,
-    tokens: np.ndarray,
-    counts: np.ndarray,
-    cover: sparse.csr_array,
-    max_tiles: int,
-    max_tokens: int,
-    work: float,
+    distinct: Sizes, cover: sparse.csr_array, caps: np.ndarray, work: float
 ) -> tuple[Items, np.ndarray]:
     """All sizes, rounded down to a grid, and their demand [rows].
 
     Sizes that become the same are worth their mean, and what rounds down to nothing is left out.
     """
-    cells = min(max(work / len(tiles), work**0.5), _MAX_CELLS)
-    grid = Grid.of(max_tiles, max_tokens, int(cells))
-    units, item = np.unique(
-        tiles // grid.tile_unit << 32 | tokens // grid.token_unit, return_inverse=True
-    )
-    of_item = sparse.csr_array((counts, (item, np.arange(len(tiles)))))
-    something = units > 0
-    units, of_item = units[something], of_item[something]
+    cells = min(max(work / len(distinct), work**0.5), _MAX_CELLS)
+    grid = Grid.of(caps, int(cells))
+    rounded = Sizes.of(distinct.amounts // grid.units[:, None])
+    of_item = sparse.csr_array((distinct.counts, (rounded.of_sample, np.arange(len(distinct)))))
+    something = rounded.amounts.any(axis=0)
+    of_item = of_item[something]
     total_cover = of_item @ cover
     items = Items(
         grid=grid,
-        tiles=units >> 32,
-        tokens=units & 0xFFFFFFFF,
+        sizes=rounded.amounts[:, something],
         cover=sparse.csr_array(sparse.diags_array(1 / of_item.sum(axis=1)) @ total_cover),
         row=total_cover.argmax(axis=1),
     )

@@ -13,7 +13,6 @@ from omnibal.data.all_sizes import SizeMix, Sizes
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.master import Cover
 from omnibal.data.packs import Packs
-from omnibal.limits import Caps
 
 _MAX_CELLS = 1 << 16
 _MAX_ROUNDS = 60
@@ -28,24 +27,22 @@ _SIZE_VALUE = 1e-6
 _USED = 1e-7
 
 
-def pack_by_diving(
-    tiles: np.ndarray, tokens: np.ndarray, caps: Caps, packs: Packs, enough: int
-) -> Packs:
+def pack_by_diving(sizes: np.ndarray, caps: np.ndarray, packs: Packs, enough: int) -> Packs:
     """Reduce the number of packs, if the fractional cover shows that it is worth the time.
 
     Args:
-        tiles, tokens: int64 [samples].
-        caps: of every pack.
+        sizes: int64 [features, samples].
+        caps: of every pack, int64 [features].
         packs: of all samples, to start from.
         enough: packs above the fractional cover, rounded up, at which `packs` are good enough.
     """
-    sizes = Sizes.of(tiles, tokens)
-    mix = SizeMix(sizes, caps, packs, _MAX_CELLS)
-    cover = mix.cover(sizes.counts, max_rounds=_MAX_ROUNDS)
+    distinct = Sizes.of(sizes)
+    mix = SizeMix(distinct, caps, packs, _MAX_CELLS)
+    cover = mix.cover(distinct.counts, max_rounds=_MAX_ROUNDS)
     if cover is None or len(packs) <= np.ceil(cover.packs - _USED) + enough:
         return packs
     made = _dive(mix, cover)
-    return packs if made is None or len(made) >= len(packs) else _with_samples(made, sizes)
+    return packs if made is None or len(made) >= len(packs) else _with_samples(made, distinct)
 
 
 def _dive(mix: SizeMix, cover: Cover) -> np.ndarray | None:
@@ -80,7 +77,7 @@ def _exactly(mix: SizeMix, left: np.ndarray) -> list[np.ndarray]:
     size = np.repeat(np.arange(len(left)), left)
     if not len(size):
         return []
-    packs = pack_exactly(mix.sizes.tiles[size], mix.sizes.tokens[size], mix.caps)
+    packs = pack_exactly(mix.sizes.amounts[:, size], mix.caps)
     return [np.bincount(size[pack], minlength=len(left)) for pack in packs]
 
 
@@ -89,7 +86,7 @@ class _Trades:
 
     def __init__(self, mix: SizeMix, cover: Cover):
         self._sizes, self._caps, self._columns = mix.sizes, mix.caps, mix.columns
-        shares = mix.sizes.tiles / mix.caps["tiles"] + mix.sizes.tokens / mix.caps["tokens"]
+        shares = (mix.sizes.amounts / mix.caps[:, None]).sum(axis=0)
         self._worth = cover.values + _SIZE_VALUE * shares
         self._traded: defaultdict[int, list[int]] = defaultdict(list)
         for smaller, larger in mix.exchanges[cover.traded > _USED].tolist():
@@ -126,11 +123,10 @@ class _Trades:
         return None
 
     def _filled_up(self, taken: np.ndarray, left: np.ndarray) -> np.ndarray:
-        sizes = self._sizes
+        amounts = self._sizes.amounts
         while True:
-            room_tiles = self._caps["tiles"] - taken @ sizes.tiles
-            room_tokens = self._caps["tokens"] - taken @ sizes.tokens
-            fits = (sizes.tiles <= room_tiles) & (sizes.tokens <= room_tokens) & (left > taken)
+            room = self._caps - amounts @ taken
+            fits = (amounts <= room[:, None]).all(axis=0) & (left > taken)
             if not fits.any():
                 return taken
             taken[np.where(fits, self._worth, -1.0).argmax()] += 1

@@ -2,25 +2,24 @@
 
 import numpy as np
 
-from omnibal.limits import Caps
-
 MAX_SAMPLES = 12
 
 
-def pack_exactly(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> list[list[int]]:
-    """Fewest packs of at most `MAX_SAMPLES` samples, as lists of indices into the arguments.
+def pack_exactly(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
+    """Fewest packs of at most `MAX_SAMPLES` samples, as lists of their indices.
 
     A breadth-first search: after k packs, all sets of samples that k packs can leave over. The next
     pack always takes the first sample that is left, so that no set of packs is seen in two orders.
 
     Args:
-        tiles, tokens: int64 [samples]; each sample fits alone.
-        caps: of every pack.
+        sizes: int64 [features, samples]; each sample fits alone.
+        caps: of every pack, int64 [features].
     """
-    sets = np.arange(1 << len(tiles))
-    held = (sets[:, None] >> np.arange(len(tiles)) & 1).astype(np.int64)
-    fits = (held @ tiles <= caps["tiles"]) & (held @ tokens <= caps["tokens"])
-    packable = [sets[fits & (sets & -sets == 1 << sample)] for sample in range(len(tiles))]
+    samples = np.arange(sizes.shape[1])
+    sets = np.arange(1 << len(samples))
+    held = (sets[:, None] >> samples & 1).astype(np.int64)
+    fits = (held @ sizes.T <= caps).all(axis=1)
+    packable = [sets[fits & (sets & -sets == 1 << sample)] for sample in samples.tolist()]
     came_by = {int(sets[-1]): 0}
     left_over = [int(sets[-1])]
     while 0 not in came_by:

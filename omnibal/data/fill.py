@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from omnibal.data.patterns import Grid
-from omnibal.limits import Caps
+from omnibal.data.fit import size_keys
+from omnibal.data.patterns import Grid, no_more_items
 
 _MAX_CELLS = 1 << 14
 _MAX_PAIRED = 160
@@ -17,25 +17,23 @@ _MAX_PAIRED = 160
 
 
 def fill_one_by_one(
-    tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray, first: np.ndarray | None, caps: Caps
+    sizes: np.ndarray, values: np.ndarray, first: np.ndarray | None, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Packs [samples] of indices into the arguments, each as valuable as what is left allows.
 
     Args:
-        tiles, tokens: int64 [samples].
+        sizes: int64 [features, samples].
         values: float64 [samples], positive.
         first: float64 [samples]; the sample with the highest opens the next pack (Gupta and Ho,
             Production Planning & Control 10, 1999, as modified by Fleszar and Hindi, Computers &
             Operations Research 29, 2002). Where it is None, no sample must be in a pack.
-        caps: of every pack.
+        caps: of every pack, int64 [features].
     """
-    grid = Grid.of(min(caps["tiles"], int(tiles.sum())), caps["tokens"], _MAX_CELLS)
-    tile_units = np.minimum(-(-tiles // grid.tile_unit), grid.tiles)
-    token_units = np.minimum(-(-tokens // grid.token_unit), grid.tokens)
+    grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)), _MAX_CELLS)
+    units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
     # Samples of equal units and about equal value are copies of one item.
-    order = np.lexsort((-values, token_units, tile_units))
-    units = tile_units[order] << 32 | token_units[order]
-    starts = np.flatnonzero(np.diff(units, prepend=-1))
+    order = np.lexsort((-values, *units[::-1]))
+    starts = np.flatnonzero(np.diff(size_keys(units)[order], prepend=-1))
     queues = np.split(order, starts[1:]) if len(order) else []
     while queues:
         opened = np.zeros(0, np.int64)
@@ -48,10 +46,8 @@ def fill_one_by_one(
         head = np.array([queue[0] if len(queue) else -1 for queue in queues])[item]
         taken = _best_bundles(
             copies * values[head],
-            copies * tile_units[head],
-            copies * token_units[head],
-            grid.tiles - int(tile_units[opened].sum()),
-            grid.tokens - int(token_units[opened].sum()),
+            copies * units[:, head],
+            grid.cells - units[:, opened].sum(axis=1),
         )
         counts = np.bincount(item[taken], weights=copies[taken], minlength=len(queues)).astype(int)
         chosen = [queue[:n] for queue, n in zip(queues, counts, strict=True)]
@@ -60,51 +56,45 @@ def fill_one_by_one(
 
 
 def fill_by_pairs(
-    tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray, first: np.ndarray, caps: Caps
+    sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Packs [samples] of indices, each opened by one sample and filled by the best pairs.
 
     Where packs hold two or three samples, this is the best that can go with the first.
 
     Args:
-        tiles, tokens: int64 [samples].
+        sizes: int64 [features, samples].
         values: float64 [samples], positive.
         first: float64 [samples]; the sample with the highest opens the next pack.
-        caps: of every pack.
+        caps: of every pack, int64 [features].
     """
     left = np.argsort(-first, kind="stable")
     while len(left):
         pack, left = [left[:1]], left[1:]
-        tiles_left = caps["tiles"] - tiles[pack[0][0]]
-        tokens_left = caps["tokens"] - tokens[pack[0][0]]
+        room = caps - sizes[:, pack[0][0]]
         while True:
-            fits = left[(tiles[left] <= tiles_left) & (tokens[left] <= tokens_left)]
+            fits = left[(sizes.take(left, axis=1) <= room[:, None]).all(axis=0)]
             if not len(fits):
                 break
             if len(fits) > _MAX_PAIRED:
                 fits = np.concatenate([fits[: _MAX_PAIRED // 2], fits[-_MAX_PAIRED // 2 :]])
-            chosen = fits[
-                _best_pair(tiles[fits], tokens[fits], values[fits], tiles_left, tokens_left)
-            ]
+            chosen = fits[_best_pair(sizes.take(fits, axis=1), values[fits], room)]
             pack.append(chosen)
-            tiles_left -= tiles[chosen].sum()
-            tokens_left -= tokens[chosen].sum()
+            room -= sizes[:, chosen].sum(axis=1)
             left = left[~np.isin(left, chosen)]
         yield np.concatenate(pack)
 
 
-def _best_pair(
-    tiles: np.ndarray, tokens: np.ndarray, values: np.ndarray, max_tiles: int, max_tokens: int
-) -> list[int]:
+def _best_pair(sizes: np.ndarray, values: np.ndarray, room: np.ndarray) -> list[int]:
     """The most valuable one or two samples that fit together; each fits alone."""
-    alone = np.eye(len(tiles), dtype=bool)
+    alone = np.eye(len(values), dtype=bool)
 
     def pairs(sizes: np.ndarray) -> np.ndarray:
         return np.where(alone, sizes, sizes[:, None] + sizes)
 
-    fits = (pairs(tiles) <= max_tiles) & (pairs(tokens) <= max_tokens)
+    fits = np.all([pairs(row) <= most for row, most in zip(sizes, room, strict=True)], axis=0)
     best = int(np.where(fits, pairs(values), -1.0).argmax())
-    return sorted(set(divmod(best, len(tiles))))
+    return sorted(set(divmod(best, len(values))))
 
 
 def _doubling(count: int) -> list[int]:
@@ -121,24 +111,27 @@ def _doubling(count: int) -> list[int]:
     return bundles
 
 
-def _best_bundles(
-    values: np.ndarray, tiles: np.ndarray, tokens: np.ndarray, max_tiles: int, max_tokens: int
-) -> list[int]:
-    """The most valuable set of bundles within both maxima, as indices; each is taken once."""
-    table = np.zeros((max_tiles + 1, max_tokens + 1), np.float32)
-    fits = np.flatnonzero((tiles <= max_tiles) & (tokens <= max_tokens))
+def _best_bundles(values: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> list[int]:
+    """The most valuable set of bundles within the room, as indices; each is taken once.
+
+    Args:
+        values: float64 [bundles].
+        sizes: int64 [features, bundles].
+        room: int64 [features].
+    """
+    table = np.zeros(room + 1, np.float32)
+    fits = np.flatnonzero((sizes <= room[:, None]).all(axis=0))
     taken = np.zeros((len(fits), *table.shape), bool)
     for row, bundle in enumerate(fits):
-        v, t = tiles[bundle], tokens[bundle]
-        below = table[v:, t:]
-        with_it = table[: len(below), : below.shape[1]] + np.float32(values[bundle])
-        np.greater(with_it, below, out=taken[row, v:, t:])
+        held = tuple(slice(size, None) for size in sizes[:, bundle].tolist())
+        below = table[held]
+        with_it = table[tuple(map(slice, below.shape))] + np.float32(values[bundle])
+        np.greater(with_it, below, out=taken[row][held])
         np.maximum(below, with_it, out=below)
     chosen = []
-    tiles_left, tokens_left = max_tiles, max_tokens
+    left = room.copy()
     for row in range(len(fits) - 1, -1, -1):
-        if taken[row, tiles_left, tokens_left]:
+        if taken[row][tuple(left)]:
             chosen.append(int(fits[row]))
-            tiles_left -= tiles[fits[row]]
-            tokens_left -= tokens[fits[row]]
+            left -= sizes[:, fits[row]]
     return chosen

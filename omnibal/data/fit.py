@@ -1,4 +1,4 @@
-"""Input checks that every packing rule shares."""
+"""What every packing rule does with its input: check it, and make plain sizes of it."""
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from omnibal.limits import Caps, words
 Seed = int | np.random.SeedSequence
 
 _LISTED_SAMPLES = 5
+_MAX_KEY = 1 << 62
 
 
 def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
@@ -35,15 +36,28 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
     )
 
 
-def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray, Caps]:
-    """Tiles and tokens [samples] in their greatest common divisors, as int64, and the caps in them.
+def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes of all samples and caps, each feature in its greatest common divisor.
 
     Lengths rounded to multiples of 256 are small numbers then, and what of a cap is no multiple is
-    no room.
+    no room. Both are int64, [features, samples] and [features], in the order of the caps: what is
+    packed comes without names, and the last feature, `tokens`, is the finest.
     """
-    tile_unit, token_unit = (
-        max(int(np.gcd.reduce(sizes)), 1) for sizes in (lengths.column("tiles"), lengths.tokens)
-    )
-    units = Caps.of(tiles=max(caps["tiles"] // tile_unit, 1), tokens=caps["tokens"] // token_unit)
-    tiles, tokens = lengths.column("tiles").astype(np.int64), lengths.tokens.astype(np.int64)
-    return tiles // tile_unit, tokens // token_unit, units
+    sizes = lengths.sizes(caps.names)
+    units = np.maximum(np.gcd.reduce(sizes, axis=1), 1)
+    return sizes // units[:, None], np.maximum(caps.values // units, 1)
+
+
+def size_keys(sizes: np.ndarray) -> np.ndarray:
+    """Numbers that are equal and ordered as sizes are, the first feature first. int64 [samples]
+
+    Args:
+        sizes: int64 [features, samples], not negative; there may be no feature.
+    """
+    keys = np.zeros(sizes.shape[1], np.int64)
+    for row in sizes:
+        span = int(row.max(initial=0)) + 1
+        if (int(keys.max(initial=0)) + 1) * span > _MAX_KEY:
+            _, keys = np.unique(keys, return_inverse=True)
+        keys = keys * span + row
+    return keys

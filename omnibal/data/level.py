@@ -8,88 +8,87 @@ All packs are then mixtures of the same lengths.
 
 import heapq
 from enum import StrEnum
+from operator import add, itemgetter
 
 import numpy as np
 
+from omnibal.data.fit import size_keys
 from omnibal.data.packs import Packs
-from omnibal.limits import Caps
 
 _MIN_ROUNDS = 5
 _MAX_ROUNDS = 15
 
-_Load = tuple[float, float, float, float, int]
-"""Sort key of a pack: its load, the sum of both shares, share of tiles, share of tokens, pack."""
+_Load = tuple[float, float, tuple[float, ...], int]
+"""Sort key of a pack: its load, the sum of its shares of all caps, these shares, pack."""
 
 
 class Leading(StrEnum):
     """Quantity that samples are dealt by; exchanges then level the tokens."""
 
-    TILES = "tiles"
-    """Tiles come out level to the last one. Best where both caps are nearly reached."""
+    ITEMS = "items"
+    """Items come out level to the last one. Best where all caps are nearly reached."""
     LARGER = "larger"
-    """Tiles or tokens, whichever is the larger part of its cap. Best with a few giants."""
+    """Items or tokens, whichever is the larger part of its cap. Best with a few giants."""
 
 
 def deal_level(
-    sizes: tuple[np.ndarray, np.ndarray],
-    packs: int,
-    caps: Caps,
-    leading: Leading,
-    rng: np.random.Generator,
+    sizes: np.ndarray, packs: int, caps: np.ndarray, leading: Leading, rng: np.random.Generator
 ) -> Packs:
-    """Deal all samples to a number of packs, level in tiles and tokens; a few may exceed a cap.
+    """Deal all samples to a number of packs, level in all features; a few may exceed a cap.
 
     Args:
-        sizes: tiles and tokens, int64 [samples] each.
+        sizes: int64 [features, samples].
         packs: at most as many as there are samples.
-        caps: of every pack.
+        caps: of every pack, int64 [features].
         leading: what the samples are dealt by.
         rng: decides between equals, and which samples are exchanged.
     """
-    tiles, tokens = sizes
-    shares = np.stack([tiles / caps["tiles"], tokens / caps["tokens"]])
-    shuffled = rng.permutation(len(tiles))
-    if leading is Leading.TILES:
-        # Texts take no tiles, and are dealt by their tokens after all others.
-        seen = tiles[shuffled] > 0
-        parts = [(shuffled[seen], (1.0, 0.0)), (shuffled[~seen], (0.0, 1.0))]
+    samples = sizes.shape[1]
+    shares = sizes / caps[:, None]
+    shuffled = rng.permutation(samples)
+    *items, tokens = range(len(caps))
+    if leading is Leading.ITEMS:
+        # Texts take no items, and are dealt by their tokens after all others.
+        has_items = np.any(sizes[:-1] > 0, axis=0)[shuffled]
+        parts = [(shuffled[has_items], items), (shuffled[~has_items], [tokens])]
     else:
-        parts = [(shuffled, (1.0, 1.0))]
-    pack_of = np.empty(len(tiles), np.int64)
-    heap: list[_Load] = [(0.0, 0.0, 0.0, 0.0, pack) for pack in range(packs)]
-    for samples, weights in parts:
-        heap = _deal_longest_first(samples, shares, weights, heap, pack_of)
+        parts = [(shuffled, [*items, tokens])]
+    pack_of = np.empty(samples, np.int64)
+    heap: list[_Load] = [(0.0, 0.0, (0.0,) * len(caps), pack) for pack in range(packs)]
+    for part, features in parts:
+        if len(part):
+            heap = _deal_longest_first(part, shares, features, heap, pack_of)
     by_pack = np.argsort(pack_of, kind="stable")
-    held = np.bincount(pack_of, minlength=packs)
-    dealt = Packs(samples=by_pack, offsets=np.concatenate([[0], np.cumsum(held[held > 0])]))
-    # Only samples of equal tiles trade places, so tiles stay as they were dealt.
-    return even_out(dealt, tiles, tokens, caps["tokens"], rng)
+    counts = np.bincount(pack_of, minlength=packs)
+    dealt = Packs(samples=by_pack, offsets=np.concatenate([[0], np.cumsum(counts[counts > 0])]))
+    # Only samples of equal items trade places, so items stay as they were dealt.
+    return even_out(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
 
 
 def _deal_longest_first(
     samples: np.ndarray,
     shares: np.ndarray,
-    weights: tuple[float, float],
+    features: list[int],
     heap: list[_Load],
     pack_of: np.ndarray,
 ) -> list[_Load]:
-    """Give each sample to the least loaded pack, in `pack_of`; returns the packs' new loads."""
-    tile_weight, token_weight = weights
-    weighted = np.maximum(tile_weight * shares[0, samples], token_weight * shares[1, samples])
-    order = samples[np.lexsort((-shares[:, samples].sum(axis=0), -weighted))]
-    heap = [
-        (max(tile_weight * tiles, token_weight * tokens), tiles + tokens, tiles, tokens, pack)
-        for _, _, tiles, tokens, pack in heap
-    ]
+    """Give each sample to the least loaded pack, in `pack_of`; returns the packs' new loads.
+
+    A load is the largest share among the features.
+    """
+    dealt = shares.take(samples, axis=1)
+    longest_first = np.lexsort((-dealt.sum(axis=0), -dealt[features].max(axis=0)))
+    picked = itemgetter(*features)
+    load = picked if len(features) == 1 else lambda held: max(picked(held))
+    heap = [(load(held), total, held, pack) for _, total, held, pack in heap]
     heapq.heapify(heap)
     taken_by = []
-    for sample_tiles, sample_tokens in shares[:, order].T.tolist():
-        _, _, tiles, tokens, pack = heap[0]
-        tiles, tokens = tiles + sample_tiles, tokens + sample_tokens
-        load = max(tile_weight * tiles, token_weight * tokens)
-        heapq.heapreplace(heap, (load, tiles + tokens, tiles, tokens, pack))
+    for size in dealt[:, longest_first].T.tolist():
+        _, _, held, pack = heap[0]
+        held = tuple(map(add, held, size))
+        heapq.heapreplace(heap, (load(held), sum(held), held, pack))
         taken_by.append(pack)
-    pack_of[order] = taken_by
+    pack_of[samples[longest_first]] = taken_by
     return heap
 
 

@@ -3,12 +3,13 @@
 Shared by the `balanced` packing and by the proven lower bound. A pattern says how many samples of
 each size a pack holds; the master problem chooses how often each pattern is used so that all
 samples are covered by the fewest packs, and the knapsack finds patterns that would help it (Gilmore
-and Gomory, Operations Research 9, 1961, and 11, 1963; here with two capacities). Any values of the
-rows prove a bound (Farley, Operations Research 38, 1990). The cost depends on the number of sizes
-and not of samples.
+and Gomory, Operations Research 9, 1961, and 11, 1963; here with several capacities). Any values of
+the rows prove a bound (Farley, Operations Research 38, 1990). The cost depends on the number of
+sizes and not of samples.
 
 Items are the sizes that patterns are made of, rows are what the master covers; an item may count
-for several rows in parts. A knapsack's table is [tile units + 1, token units + 1].
+for several rows in parts. Sizes and caps have features: items, which are coarse, like tiles, and
+last the tokens, which are fine. A knapsack's table has an axis a feature, of its cells + 1.
 """
 
 import heapq
@@ -20,60 +21,73 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from omnibal.limits import Caps
+from omnibal.data.fit import size_keys
 
 _MAX_CELLS = 1 << 17
 """Most cells of a knapsack table: in float64 it fits into a core's second-level cache."""
-_MAX_TILE_UNITS = 512
+_MAX_ITEM_CELLS = 512
+"""Most units of all items together."""
+_MAX_ITEM_LEVELS = 40
 _MIN_IMPROVEMENT = 1e-7
 _EMPTY = 1e-12
+_UNLIMITED = np.iinfo(np.int64).max
 _MORE_PACKS = 2e-4
 """Share of packs that being mixed may cost."""
 _MAX_RANDOM = 1200
-_BLENDS = (0.1, 0.5, 0.9)
-"""Shares of the tiles in the first guesses of what samples are worth."""
+_FOLLOWING = 0.1
+"""Share of all features but one in most first guesses of what samples are worth."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Grid:
     """Capacities of the knapsack in whole units, so that its table stays small."""
 
-    tile_unit: int
-    token_unit: int
-    tiles: int
-    """Tile capacity in units."""
-    tokens: int
-    """Token capacity in units."""
+    units: np.ndarray
+    """Amount of each feature that is one unit, int64 [features]."""
+    cells: np.ndarray
+    """Capacity for each feature in units, int64 [features]."""
 
     @classmethod
-    def of(cls, max_tiles: int, max_tokens: int, max_cells: int = _MAX_CELLS) -> "Grid":
-        """The finest grid of at most about `max_cells` cells."""
-        tile_unit = -(-max_tiles // _MAX_TILE_UNITS) if max_tiles else 1
-        tiles = max_tiles // tile_unit
-        token_unit = max(1, -(-max_tokens * (tiles + 1) // max_cells))
-        return cls(
-            tile_unit=tile_unit,
-            token_unit=token_unit,
-            tiles=tiles,
-            tokens=max_tokens // token_unit,
-        )
+    def of(cls, caps: np.ndarray, max_cells: int = _MAX_CELLS) -> "Grid":
+        """The finest grid of at most about `max_cells` cells, for caps [features]."""
+        units = np.ones_like(caps)
+        coarse_cells = 1
+        smallest_first = np.argsort(caps[:-1], kind="stable").tolist()
+        for rank, feature in enumerate(smallest_first):
+            share = (_MAX_ITEM_CELLS / coarse_cells) ** (1 / (len(smallest_first) - rank))
+            units[feature] = max(-(-int(caps[feature]) // max(int(share), 1)), 1)
+            coarse_cells *= int(caps[feature] // units[feature]) + 1
+        units[-1] = max(1, -(-int(caps[-1]) * coarse_cells // max_cells))
+        return cls(units=units, cells=caps // units)
+
+    def places(self, amounts: np.ndarray) -> np.ndarray:
+        """Indices into a flattened table, of amounts in units, int64 [features, ...]."""
+        index = amounts[0]
+        for cells, amount in zip(self.cells[1:].tolist(), amounts[1:], strict=True):
+            index = index * (cells + 1) + amount
+        return index
+
+
+def no_more_items(caps: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Caps [features], those of items at most the totals [features] of all samples."""
+    return np.append(np.minimum(caps, totals)[:-1], caps[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SizeTypes:
-    """Samples grouped by size: equal tiles and similar tokens, sorted by (tiles, tokens)."""
+    """Samples grouped by size: equal items and similar tokens, sorted by size."""
 
     members: np.ndarray
     """Sample indices, type by type, int64 [samples]."""
     bounds: np.ndarray
     """Bounds of the types, int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]."""
-    tiles: np.ndarray
-    """Tiles of every type, int64 [types]."""
+    items: np.ndarray
+    """Size of every type in all features but tokens, int64 [features - 1, types]."""
     mean_tokens: np.ndarray
     """Mean tokens of every type, float64 [types]."""
 
     def __len__(self) -> int:
-        return len(self.tiles)
+        return len(self.mean_tokens)
 
     @property
     def counts(self) -> np.ndarray:
@@ -81,15 +95,19 @@ class SizeTypes:
         return np.diff(self.bounds)
 
 
-def group_sizes(tiles: np.ndarray, tokens: np.ndarray, max_types: int) -> SizeTypes:
-    """Group samples into at most `max_types` types (or as many as there are tile counts).
+def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
+    """Group samples into at most `max_types` types (or as many as there are counts of items).
 
-    Starting from one type per tile count, the type whose tokens spread most is split at their mean,
-    again and again. The spread is the count times the standard deviation to the power 1.5, which is
-    between what matters for many samples (1) and for a few long ones (2).
+    Starting from one type for equal items, the type whose tokens spread most is split at their
+    mean, again and again. The spread is the count times the standard deviation to the power 1.5,
+    which is between what matters for many samples (1) and for a few long ones (2).
+
+    Args:
+        sizes: int64 [features, samples].
+        max_types: at which no type is split any more.
     """
-    order = np.argsort(tiles.astype(np.int64) << 32 | tokens, kind="stable")
-    sorted_tiles, sorted_tokens = tiles[order], tokens[order].astype(np.int64)
+    order = np.argsort(size_keys(sizes), kind="stable")
+    *items, sorted_tokens = sizes.take(order, axis=1)
     sums = np.concatenate([[0], np.cumsum(sorted_tokens)])
     # Floats, as squares of a million tokens overflow int64 with some millions of samples.
     squares = np.concatenate([[0], np.cumsum(sorted_tokens.astype(np.float64) ** 2)])
@@ -101,7 +119,8 @@ def group_sizes(tiles: np.ndarray, tokens: np.ndarray, max_types: int) -> SizeTy
         variance = max((squares[last] - squares[first]) / count - mean**2, 0.0)
         return -count * variance**0.75, first, last, middle
 
-    edges = np.flatnonzero(np.diff(sorted_tiles, prepend=-1, append=-1)).tolist()
+    changes = [np.flatnonzero(np.diff(row)) + 1 for row in items]
+    edges = np.unique(np.concatenate([[0], *changes, [len(order)]])).astype(int).tolist()
     heap = [candidate(first, last) for first, last in pairwise(edges)]
     heapq.heapify(heap)
     while len(heap) < max_types and sorted_tokens[heap[0][1]] < sorted_tokens[heap[0][2] - 1]:
@@ -112,47 +131,65 @@ def group_sizes(tiles: np.ndarray, tokens: np.ndarray, max_types: int) -> SizeTy
     return SizeTypes(
         members=order,
         bounds=bounds,
-        tiles=sorted_tiles[bounds[:-1]].astype(np.int64),
+        items=sizes[:-1].take(order[bounds[:-1]], axis=1),
         mean_tokens=np.diff(sums[bounds]) / np.diff(bounds),
     )
 
 
+def item_levels(items: np.ndarray) -> np.ndarray:
+    """Counts of items, rounded up to a limited number of levels. int64 [features - 1, samples]
+
+    Of several features, so many levels that few combinations of them are left.
+    """
+    most = _MAX_ITEM_LEVELS
+    leveled = _rounded_up(items, most)
+    while len(items) > 1 and len(np.unique(size_keys(leveled))) > 2 * _MAX_ITEM_LEVELS:
+        most -= most // 4
+        leveled = _rounded_up(items, most)
+    return leveled
+
+
+def _rounded_up(items: np.ndarray, most: int) -> np.ndarray:
+    rounded = items.copy()
+    for row in rounded:
+        if len(np.unique(row)) > most:
+            levels = np.unique(np.quantile(row, np.linspace(0, 1, most), method="higher"))
+            row[:] = levels[np.searchsorted(levels, row)]
+    return rounded
+
+
 def knapsack_table(
-    values: np.ndarray,
-    tiles: np.ndarray,
-    tokens: np.ndarray,
-    grid: Grid,
-    counts: np.ndarray | None = None,
+    values: np.ndarray, sizes: np.ndarray, grid: Grid, counts: np.ndarray | None = None
 ) -> np.ndarray:
-    """Highest value that fits within every pair of capacities.
+    """Highest value that fits within every combination of capacities.
 
     Args:
         values: float64 [items]; items of no value are never taken.
-        tiles, tokens: int64 [items], sizes in units of the grid; no item may be of size (0, 0).
+        sizes: int64 [features, items], in units of the grid; no item may be of no size at all.
         counts: int64 [items], copies that there are of each item; without it, any number.
 
     Returns:
-        float64 [grid.tiles + 1, grid.tokens + 1].
+        float64, an axis a feature, of the grid's cells + 1.
     """
-    table = np.zeros((grid.tiles + 1, grid.tokens + 1))
-    most = np.full(len(values), np.iinfo(np.int64).max) if counts is None else counts
-    for value, item_tiles, item_tokens, left in zip(
-        values.tolist(), tiles.tolist(), tokens.tolist(), most.tolist(), strict=True
-    ):
+    table = np.zeros(grid.cells + 1)
+    available = np.full(len(values), _UNLIMITED) if counts is None else counts
+    columns = (values, sizes.T, available, most_copies(sizes, grid))
+    for value, size, left, fitting in zip(*(column.tolist() for column in columns), strict=True):
         copies = 1
         # Doubling: after trying 1, 2, 4, ... copies and the last few, any number was tried.
-        while (
-            value > 0
-            and left > 0
-            and copies * item_tiles <= grid.tiles
-            and copies * item_tokens <= grid.tokens
-        ):
-            below = table[copies * item_tiles :, copies * item_tokens :]
-            kept = table[: len(below), : below.shape[1]] + copies * value
+        while value > 0 and left > 0 and copies <= fitting:
+            below = table[tuple(slice(copies * amount, None) for amount in size)]
+            kept = table[tuple(map(slice, below.shape))] + copies * value
             np.maximum(below, kept, out=below)
             left -= copies
             copies = min(2 * copies, left)
     return table
+
+
+def most_copies(sizes: np.ndarray, grid: Grid) -> np.ndarray:
+    """Number of copies of every size [features, sizes], in grid units, that fit a pack [sizes]."""
+    by_feature = grid.cells[:, None] // np.maximum(sizes, 1)
+    return np.where(sizes > 0, by_feature, _UNLIMITED).min(axis=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -160,15 +197,28 @@ class Items:
     """Sizes that patterns are made of, in units of a grid, and what they count for."""
 
     grid: Grid
-    tiles: np.ndarray
-    """Tiles of every item in grid units, int64 [items]."""
-    tokens: np.ndarray
-    """Tokens of every item in grid units, int64 [items]; none is of size (0, 0), each fits
-    alone."""
+    sizes: np.ndarray
+    """Size of every item in grid units, int64 [features, items]; none is 0 in all features, each
+    fits alone."""
     cover: sparse.csr_array
     """Amount that one sample of each item covers of every row, float64 [items, rows]."""
     row: np.ndarray
     """Row that each item mainly covers, int64 [items]."""
+
+    @classmethod
+    def with_own_rows(cls, grid: Grid, items: np.ndarray, tokens: np.ndarray) -> "Items":
+        """Items that cover a row each, of sizes that others are like.
+
+        Args:
+            grid: of their units.
+            items: int64 [features - 1, items], rounded up to units.
+            tokens: float64 or int64 [items], rounded to the nearest unit.
+        """
+        coarse = -(-items // grid.units[:-1, None])
+        fine = np.rint(tokens / grid.units[-1]).astype(np.int64)
+        sizes = np.minimum(np.vstack([coarse, np.maximum(fine, 1)]), grid.cells[:, None])
+        row = np.arange(len(tokens))
+        return cls(grid=grid, sizes=sizes, cover=sparse.eye_array(len(row), format="csr"), row=row)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -289,14 +339,14 @@ def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, 
         The worth, and int64 [patterns, items].
     """
     item_values = items.cover @ values
-    table = knapsack_table(item_values, items.tiles, items.tokens, items.grid)
-    tiles_left, tokens_left = items.grid.tiles - items.tiles, items.grid.tokens - items.tokens
-    worth = item_values + table[tiles_left, tokens_left]
+    table = knapsack_table(item_values, items.sizes, items.grid)
+    left = items.grid.cells[:, None] - items.sizes
+    worth = item_values + table.ravel()[items.grid.places(left)]
     by_row = np.lexsort((-worth, items.row))
     best_of_row = by_row[np.diff(items.row[by_row], prepend=-1) > 0]
     most_first = np.argsort(-worth[best_of_row], kind="stable")[:max_patterns]
     forced = best_of_row[most_first]
-    return float(table[-1, -1]), best_patterns(table, item_values, items, forced)
+    return float(table.flat[-1]), best_patterns(table, item_values, items, forced)
 
 
 def best_patterns(
@@ -311,47 +361,51 @@ def best_patterns(
     """
     counts = np.zeros((len(forced), len(values)), np.int64)
     counts[np.arange(len(forced)), forced] = 1
-    tiles_left = items.grid.tiles - items.tiles[forced]
-    tokens_left = items.grid.tokens - items.tokens[forced]
+    left = items.grid.cells[:, None] - items.sizes[:, forced]
     useful = np.flatnonzero(values > 0)
-    rows = np.flatnonzero(table[tiles_left, tokens_left] > _EMPTY)
+    best = table.ravel()
+    sizes, places = items.sizes[:, useful], items.grid.places(items.sizes[:, useful])
+    rows = np.flatnonzero(best[items.grid.places(left)] > _EMPTY)
     while len(rows):
-        tiles_after = tiles_left[rows][:, None] - items.tiles[useful]
-        tokens_after = tokens_left[rows][:, None] - items.tokens[useful]
-        fits = (tiles_after >= 0) & (tokens_after >= 0)
-        rest = table[np.maximum(tiles_after, 0), np.maximum(tokens_after, 0)]
-        item = useful[np.where(fits, rest + values[useful], -1.0).argmax(axis=1)]
-        copies = _copies(table, values, items, item, tiles_left[rows], tokens_left[rows])
+        room = left.take(rows, axis=1)
+        fits = np.ones((len(rows), len(useful)), bool)
+        for has, needed in zip(room, sizes, strict=True):
+            fits &= has[:, None] >= needed
+        after = np.where(fits, items.grid.places(room)[:, None] - places, 0)
+        worth = np.where(fits, best[after] + values[useful], -1.0)
+        item = useful[worth.argmax(axis=1)]
+        copies = _copies(best, values, items, item, room)
         counts[rows, item] += copies
-        tiles_left[rows] -= copies * items.tiles[item]
-        tokens_left[rows] -= copies * items.tokens[item]
-        rows = rows[table[tiles_left[rows], tokens_left[rows]] > _EMPTY]
+        left[:, rows] -= copies * items.sizes[:, item]
+        rows = rows[best[items.grid.places(left.take(rows, axis=1))] > _EMPTY]
     return counts
 
 
 def _copies(
-    table: np.ndarray,
-    values: np.ndarray,
-    items: Items,
-    item: np.ndarray,
-    tiles_left: np.ndarray,
-    tokens_left: np.ndarray,
+    best: np.ndarray, values: np.ndarray, items: Items, item: np.ndarray, room: np.ndarray
 ) -> np.ndarray:
     """Number of copies of item[i] to take at once, a power of two: int64 [rows].
 
     One is known to be in a best pattern. As many are taken as lose no value, since a pack of
     thousands of small samples would take as many rounds of one.
+
+    Args:
+        best: the table, flattened.
+        values: float64 [items].
+        items: of the table.
+        item: int64 [rows].
+        room: int64 [features, rows], in units.
     """
-    best = table[tiles_left, tokens_left]
+    all_of_it = best[items.grid.places(room)]
+    size = items.sizes[:, item]
     copies = np.ones(len(item), np.int64)
     grows = np.ones(len(item), bool)
     while grows.any():
         tried = 2 * copies
-        tiles_after = tiles_left - tried * items.tiles[item]
-        tokens_after = tokens_left - tried * items.tokens[item]
-        grows &= (tiles_after >= 0) & (tokens_after >= 0)
-        rest = table[np.maximum(tiles_after, 0), np.maximum(tokens_after, 0)]
-        grows &= tried * values[item] + rest >= best - _EMPTY
+        after = room - tried * size
+        grows &= (after >= 0).all(axis=0)
+        rest = best[items.grid.places(np.maximum(after, 0))]
+        grows &= tried * values[item] + rest >= all_of_it - _EMPTY
         copies[grows] = tried[grows]
     return copies
 
@@ -382,15 +436,15 @@ def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
     )
 
 
-def first_guesses(tiles: np.ndarray, tokens: np.ndarray, caps: Caps) -> np.ndarray:
-    """Values [guesses, sizes] that blend what part of each cap a size [sizes] takes."""
-    tile_share, token_share = tiles / caps["tiles"], tokens / caps["tokens"]
-    return np.array([blend * tile_share + (1 - blend) * token_share for blend in _BLENDS])
+def first_guesses(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
+    """Values [guesses, sizes] that blend what part of each cap a size [features, sizes] takes.
 
-
-def most_copies(items: Items) -> np.ndarray:
-    """Number of copies of every item that fit into one pack [items]."""
-    by_tiles = items.grid.tiles // np.maximum(items.tiles, 1)
-    by_tokens = items.grid.tokens // np.maximum(items.tokens, 1)
-    most = np.where(items.tiles > 0, by_tiles, by_tokens)
-    return np.where(items.tokens > 0, np.minimum(most, by_tokens), most)
+    Tokens lead in the first guess, all parts are equal in the next, and then each of the other
+    features leads.
+    """
+    features = len(caps)
+    weights = np.full((features + 1, features), _FOLLOWING / max(features - 1, 1))
+    weights[1] = 1 / features
+    np.fill_diagonal(weights[2:], 1 - _FOLLOWING)
+    weights[:, -1] = 1 - weights[:, :-1].sum(axis=1)
+    return (weights[:, :, None] * (sizes / caps[:, None])).sum(axis=1)

@@ -3,7 +3,7 @@
 There are two parts, so that a run can resume with another number of ranks: which packs form a step
 is settled independently of ranks, and where they run is dealt out anew for any number of ranks.
 
-A step is made of rows. The packs of a row have equal tiles and similar predicted time, so
+A step is made of rows. The packs of a row have equal items and similar predicted time, so
 that ranks which take one each do not wait for each other. Which rows share a step is random: a step
 of packs of one kind of sample alone trains worse.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.data.fit import Seed
+from omnibal.data.fit import Seed, size_keys
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
@@ -99,11 +99,11 @@ def draw_steps(
     step: list[np.ndarray] = []
     first_step = 0
     for epoch, packs in enumerate(parts):
-        tiles = packs.sums(lengths.column("tiles"))
+        items = _item_keys(packs, lengths, request.caps.names[:-1])
         order_seed = _seeds(request, epoch)[1]
         step.append(
             match_packs(
-                tiles, load(packs), request.packs_per_step, request.packs_per_row, order_seed
+                items, load(packs), request.packs_per_step, request.packs_per_row, order_seed
             )
         )
         step[-1] += first_step
@@ -118,7 +118,7 @@ def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
 
 
 def match_packs(
-    tiles: np.ndarray, load: np.ndarray, packs_per_step: int, packs_per_row: int, seed: Seed
+    items: np.ndarray, load: np.ndarray, packs_per_step: int, packs_per_row: int, seed: Seed
 ) -> np.ndarray:
     """The step of every pack of an epoch, int64 [packs], counted from 0.
 
@@ -127,10 +127,10 @@ def match_packs(
     packing could not fill.
 
     Args:
-        tiles: int64 [packs].
+        items: int64 [packs], equal where packs have equally many items, and close where similar.
         load: float64 [packs], what packs of a row should have equally much of.
         packs_per_step: of all ranks together, a multiple of `packs_per_row`.
-        packs_per_row: packs of equal tiles and similar load.
+        packs_per_row: packs of equal items and similar load.
         seed: of windows and order.
     """
     rng = np.random.default_rng(seed)
@@ -147,15 +147,21 @@ def match_packs(
     for window in np.array_split(np.arange(rows), windows):
         if len(window):
             inside = shuffled[window[0] * packs_per_row : (window[-1] + 1) * packs_per_row]
-            sorted_ = inside[_by_tiles_then_load(tiles[inside], load[inside])]
+            sorted_ = inside[_by_items_then_load(items[inside], load[inside])]
             step[sorted_] = np.repeat(step_of_row[window], packs_per_row)
     return step
 
 
-def _by_tiles_then_load(tiles: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """Order by tiles; load rises and falls by turns, so that it does not jump at the borders."""
-    _, turn = np.unique(tiles, return_inverse=True)
-    return np.lexsort((np.where(turn % 2, -load, load), tiles))
+def _by_items_then_load(items: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """Order by items; load rises and falls by turns, so that it does not jump at the borders."""
+    _, turn = np.unique(items, return_inverse=True)
+    return np.lexsort((np.where(turn % 2, -load, load), items))
+
+
+def _item_keys(packs: Packs, lengths: Lengths, names: Sequence[str]) -> np.ndarray:
+    """Numbers that are ordered as these features' sums in every pack are. int64 [packs]"""
+    sums = [packs.sums(lengths.column(name)) for name in names]
+    return size_keys(np.array(sums, np.int64).reshape(len(names), len(packs)))
 
 
 def deal_steps(
@@ -163,7 +169,7 @@ def deal_steps(
 ) -> ScheduledPacks:
     """Deal the packs of every step out to `dp` data-parallel ranks.
 
-    Packs are dealt in rounds of one per rank, of most tiles and load first, each round's heaviest
+    Packs are dealt in rounds of one per rank, of most items and load first, each round's heaviest
     pack to the rank with the least load so far: longest processing time first, with equal counts.
     Where the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs
     first and last, since all stages but one idle while the pipeline fills and drains on them.
@@ -177,14 +183,14 @@ def deal_steps(
             f"an epoch has {fewest} packs for {dp} data-parallel ranks; every rank must have one "
             "to train: use fewer ranks, lower the caps, or add data"
         )
-    weight, tiles = load(steps.packs), steps.packs.sums(lengths.column("tiles"))
+    weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
     sizes = np.bincount(steps.step)
     first = np.concatenate([[0], np.cumsum(sizes)])
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
     # Steps of equal size at once: nearly all of them.
     for size in np.unique(sizes):
         rows = first[:-1][sizes == size][:, None] + np.arange(size)
-        by_rank = _deal(rows, tiles, weight, dp)
+        by_rank = _deal(rows, items, weight, dp)
         _, rank, position = np.nonzero(by_rank >= 0)
         dp_rank[by_rank[by_rank >= 0]] = rank
         slot[by_rank[by_rank >= 0]] = position
@@ -206,11 +212,11 @@ def steps_of(scheduled: ScheduledPacks) -> Steps:
     return Steps.of(scheduled.packs, scheduled.step, scheduled.epoch)
 
 
-def _deal(rows: np.ndarray, tiles: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
+def _deal(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
     """Packs of steps [steps, packs] to ranks, [steps, dp, slots]; -1 behind a rank's last pack."""
     steps, size = rows.shape
     slots = -(-size // dp)
-    most_first = np.lexsort((-load[rows], -tiles[rows]), axis=1)
+    most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
     rounds = np.full((steps, slots * dp), -1)
     rounds[:, :size] = np.take_along_axis(rows, most_first, axis=1)
     by_rank = np.empty((steps, slots, dp), np.int64)
@@ -244,6 +250,6 @@ def _lightest_at_the_ends(count: int) -> np.ndarray:
 
 
 def size_load(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Load of packs when no model is known: tiles and tokens count the same over all packs."""
-    tiles, tokens = packs.sums(lengths.column("tiles")), packs.sums(lengths.tokens)
-    return tiles / max(tiles.sum(), 1) + tokens / tokens.sum()
+    """Load of packs when no model is known: every feature counts the same over all packs."""
+    sums = [packs.sums(lengths.column(name)) for name in (*lengths.item_names, "tokens")]
+    return np.sum([per_pack / max(per_pack.sum(), 1) for per_pack in sums], axis=0)

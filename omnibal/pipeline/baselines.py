@@ -1,6 +1,6 @@
 """Baseline methods of partition and recomputation, to measure the gain of the joint search.
 
-Splits: contiguous, at least one vision or language layer per stage, and the largest stage as small
+Splits: contiguous, at least one layer per stage, and the largest stage as small
 as can be, counted in parameters (`parameter`), in layers (`layer`) or in forward time of the mean
 micro-batch (`profile`, as PipeDream, Narayanan et al. 2019, SOSP). Among equals the stages' sum of
 squares decides, then the leftmost cuts; so where layers leave a remainder, it is the last stages
@@ -19,7 +19,7 @@ the first 15 are run and the fastest is kept. Three choices here:
   anchor. A split that does not fit the memory is passed over, as its run would fail.
 
 Recompute (section on adaptive re-computation): `front` counts a stage's recomputed layers from its
-front, so vision before language, and takes the fewest that fit.
+front, so encoders before language, and takes the fewest that fit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,15 +35,9 @@ from omnibal.errors import DoesNotFit, UserError
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
-from omnibal.pipeline.units import (
-    LANGUAGE_LAYER,
-    UNITS,
-    VISION_LAYER,
-    stages_from_cuts,
-    unit_counts,
-    unit_sequence,
-)
+from omnibal.pipeline.units import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
+from omnibal.units import UnitKind, unit_kinds, unit_names
 
 BMP_RADIUS = 3
 BMP_RUNS = 15
@@ -102,7 +96,7 @@ def baseline_stages(
     features = workload.features
     tables = memory_tables(cost, features, workload.slot, pipeline_size)
     mean = features.mean(axis=0)
-    has_backward = np.array([cost.units[unit].backward_ms.any() for unit in UNITS])
+    has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
     splits = [
         _recomputed_split(rule, model, cuts, tables, has_backward, memory_cap_bytes)
         for cuts in _method_cuts(method, cost, model, mean, pipeline_size)
@@ -125,7 +119,7 @@ def unit_weights(
 
     A matrix that is both language embed and head counts in both, as in a split between them.
     """
-    units = [cost.units[unit] for unit in unit_sequence(model)]
+    units = [cost.units[unit] for unit in unit_names(model)]
     match method:
         case PartitionMethod.PARAMETER:
             return np.array([unit.parameters for unit in units], np.float64)
@@ -200,11 +194,11 @@ def bmp_candidates(
 def cut_bytes(
     cost: CostModel, model: ModelConfig, cuts: Iterable[int], features: np.ndarray
 ) -> np.ndarray:
-    """Activation bytes that a micro-batch with `features` [5] sends over every cut. [cuts]
+    """Activation bytes that a micro-batch with `features` [features] sends over every cut. [cuts]
 
     The sum is the communication volume of OmniBal, Eq. 5 and Table 4, in bytes.
     """
-    sequence = unit_sequence(model)
+    sequence = unit_names(model)
     return np.array([cost.units[sequence[cut - 1]].output_bytes @ features for cut in cuts])
 
 
@@ -234,8 +228,8 @@ def _method_cuts(
 
 def _is_layer(model: ModelConfig) -> np.ndarray:
     """Whether each unit is a layer. [units]"""
-    layers = UNITS[VISION_LAYER], UNITS[LANGUAGE_LAYER]
-    return np.array([unit in layers for unit in unit_sequence(model)])
+    is_layer = {kind.name: kind.is_layer for kind in unit_kinds(model)}
+    return np.array([is_layer[name] for name in unit_names(model)])
 
 
 def _run_weights(weights: np.ndarray, is_layer: np.ndarray) -> np.ndarray:
@@ -257,36 +251,33 @@ def _recomputed_split(
     """Stages of the cuts, each with the fewest recomputed layers of the rule that fit."""
     recomputed, peaks = [], []
     for stage, table in zip(stages_from_cuts(model, cuts), tables, strict=True):
-        counts = unit_counts(stage)
-        options = _recompute_options(rule, counts, has_backward)
+        counts = unit_counts(table.kinds, stage)
+        options = _recompute_options(rule, table.kinds, stage, has_backward)
         option_peaks = table.peak_bytes(counts, options)
         fits = fits_cap(option_peaks, memory_cap_bytes)
         chosen = int(fits.argmax() if fits.any() else option_peaks.argmin())
-        vision, language = options[chosen, [VISION_LAYER, LANGUAGE_LAYER]]
-        recomputed.append((int(vision), int(language)))
+        recomputed.append(options[chosen, layer_kinds(table.kinds)].tolist())
         peaks.append(option_peaks[chosen])
     return _Split(stages=stages_from_cuts(model, cuts, recomputed), peak_bytes=np.array(peaks))
 
 
 def _recompute_options(
-    rule: RecomputeRule, counts: np.ndarray, has_backward: np.ndarray
+    rule: RecomputeRule, kinds: Sequence[UnitKind], stage: Stage, has_backward: np.ndarray
 ) -> np.ndarray:
     """Numbers of layers that the rule lets a stage recompute, fewest first. [options, kinds]
 
     Args:
-        counts: [kinds] units of the stage.
         has_backward: [kinds]; layers without one keep nothing that could be computed again.
     """
-    vision, language = (counts * has_backward)[[VISION_LAYER, LANGUAGE_LAYER]].tolist()
-    layers = {
-        RecomputeRule.NONE: np.array([0]),
-        RecomputeRule.FULL: np.array([vision + language]),
-        RecomputeRule.FRONT: np.arange(vision + language + 1),
+    can = {kind.name: kind.is_layer and has for kind, has in zip(kinds, has_backward, strict=True)}
+    layers = [name for name in stage_units(kinds, stage) if can[name]]
+    first = [[layers[:number].count(kind.name) for kind in kinds] for number in range(len(layers))]
+    every = [layers.count(kind.name) for kind in kinds]
+    return {
+        RecomputeRule.NONE: np.zeros((1, len(kinds)), np.int64),
+        RecomputeRule.FULL: np.array([every]),
+        RecomputeRule.FRONT: np.array([*first, every]),
     }[rule]
-    options = np.zeros((len(layers), len(UNITS)), np.int64)
-    options[:, VISION_LAYER] = np.minimum(layers, vision)
-    options[:, LANGUAGE_LAYER] = np.maximum(layers - vision, 0)
-    return options
 
 
 def _does_not_fit(

@@ -18,32 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import FEATURES, CostModel, Unit
-from omnibal.pipeline.critical_path import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER,
-    RECEIVE,
-    REDUCTION,
-    SEND,
-    TERMS,
-    SampledSteps,
-)
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.critical_path import SampledSteps, TermLayout
 from omnibal.pipeline.operation_graph import StageOrder, planned_graph, require_shortens
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.units import (
-    LANGUAGE_LAYER,
-    UNITS,
-    VISION_LAYER,
-    holds_both_ends,
-    holds_one_end,
-    unit_sequence,
-)
+from omnibal.pipeline.units import holds_both_ends, holds_one_end, layer_kinds
 from omnibal.pipeline.workload import Workload
+from omnibal.units import unit_names
 
-_LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
-_COMPUTE = slice(FORWARD.start, BACKWARD.stop)
-_LINKS = slice(SEND.start, RECEIVE.stop)
 Edges = Sequence[tuple[np.ndarray, np.ndarray]]
 """Start and end positions of every stage's options."""
 
@@ -59,11 +41,11 @@ class Runs:
     counts: np.ndarray
     """Number of units of each kind, [runs, kinds]."""
     terms: np.ndarray
-    """Cost terms without recomputation, [runs, TERMS]."""
+    """Cost terms without recomputation, [runs, terms]."""
     prefix: np.ndarray
-    """Summed terms of all units before each position, [units + 1, TERMS]."""
+    """Summed terms of all units before each position, [units + 1, terms]."""
     cut: np.ndarray
-    """Terms of a cut at each position, [units + 1, TERMS]."""
+    """Terms of a cut at each position, [units + 1, terms]."""
 
     @property
     def units(self) -> int:
@@ -75,22 +57,25 @@ class Runs:
 class Structure:
     """Bounds that hold for every split of a model, computed before any split is tried."""
 
+    layout: TermLayout
     recompute_ms: np.ndarray
-    """Time that recomputing a vision and a language layer adds to a backward, [2, 5]."""
+    """Time that recomputing a layer of each kind adds to a backward, [layer kinds, features]."""
     runs: Runs
     weights: np.ndarray
-    """Weights of the structural paths, averaged over the steps. [p, paths, p, TERMS]"""
+    """Weights of the structural paths, averaged over the steps. [p, paths, p, terms]"""
 
     @classmethod
     def of(
         cls, cost: CostModel, model: ModelConfig, steps: SampledSteps, stages: int
     ) -> "Structure":
         """Compute the bounds for pipelines of `stages` stages on these steps."""
-        unit_terms = _unit_terms(cost)
+        layers = layer_kinds(cost.kinds)
+        recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
         return cls(
-            recompute_ms=np.stack([cost.units[unit].recompute_ms for unit in _LAYERS]),
+            layout=steps.layout,
+            recompute_ms=recompute_ms[layers],
             runs=possible_runs(cost, model),
-            weights=_structural_paths(steps, unit_terms, stages),
+            weights=_structural_paths(steps, _unit_terms(cost)[layers], stages),
         )
 
     @property
@@ -106,18 +91,20 @@ class Structure:
         Infinite where the position does not allow it. Links are counted at the stage's own ends
         only.
         """
-        weights, runs = self.weights[stage], self.runs
+        weights, runs, layout = self.weights[stage], self.runs, self.layout
+        compute = slice(layout.forward.start, layout.backward.stop)
+        links = slice(layout.send.start, layout.receive.stop)
         at_start = (start == 0) == (stage == 0)
         at_end = (end == runs.units) == (stage == self.stages - 1)
         length = terms @ weights[:, stage].T
         if stage > 0:
             earlier = weights[:, stage - 1]
-            before = runs.prefix[:, _COMPUTE] @ earlier[:, _COMPUTE].T
-            before += runs.cut[:, _LINKS] @ earlier[:, _LINKS].T
+            before = runs.prefix[:, compute] @ earlier[:, compute].T
+            before += runs.cut[:, links] @ earlier[:, links].T
             length += before[start]
         if stage < self.stages - 1:
-            later = weights[:, stage + 1, _COMPUTE]
-            length += ((runs.prefix[-1] - runs.prefix)[:, _COMPUTE] @ later.T)[end]
+            later = weights[:, stage + 1, compute]
+            length += ((runs.prefix[-1] - runs.prefix)[:, compute] @ later.T)[end]
         return np.where(at_start & at_end, length.max(axis=1), np.inf)
 
 
@@ -179,56 +166,60 @@ def least_sums(
 
 def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
     """All runs of units that hold a layer."""
-    sequence = unit_sequence(model)
-    kinds = np.array([[unit == kind for kind in UNITS] for unit in sequence], np.int64)
-    before = np.concatenate([np.zeros((1, len(UNITS)), np.int64), np.cumsum(kinds, axis=0)])
+    kinds, layout, unit_terms = cost.kinds, TermLayout(len(cost.features)), _unit_terms(cost)
+    indices = {kind.name: index for index, kind in enumerate(kinds)}
+    sequence = np.array([indices[name] for name in unit_names(model)])
+    before = np.zeros((len(sequence) + 1, len(kinds)), np.int64)
+    np.cumsum(sequence[:, None] == np.arange(len(kinds)), axis=0, out=before[1:])
     start, end = np.triu_indices(len(sequence) + 1, k=1)
     counts = before[end] - before[start]
-    has_layer = counts[:, VISION_LAYER] + counts[:, LANGUAGE_LAYER] > 0
+    has_layer = counts[:, layer_kinds(kinds)].any(axis=1)
     start, end, counts = start[has_layer], end[has_layer], counts[has_layer]
-    unit_terms = _unit_terms(cost)
     terms = counts @ unit_terms
-    last = np.array([UNITS.index(unit) for unit in sequence])[end - 1]
-    for link in (SEND, RECEIVE):
-        terms[:, link] = np.where((end < len(sequence))[:, None], unit_terms[last, link], 0.0)
-    terms[:, OPTIMIZER] += cost.optimizer_ms_fixed
-    once = cost.tied_trained_parameters * holds_both_ends(counts)
-    terms[:, REDUCTION] -= cost.gradient_reduction_ms_per_parameter * once
-    terms[:, REDUCTION] += cost.tied_exchange_ms * holds_one_end(counts)
-    terms[:, OPTIMIZER] -= cost.optimizer_ms_per_parameter * once
+    for link in (layout.send, layout.receive):
+        sent = unit_terms[sequence[end - 1], link]
+        terms[:, link] = np.where((end < len(sequence))[:, None], sent, 0.0)
+    terms[:, layout.optimizer] += cost.optimizer_ms_fixed
+    once = cost.tied_trained_parameters * holds_both_ends(kinds, counts)
+    terms[:, layout.reduction] -= cost.gradient_reduction_ms_per_parameter * once
+    terms[:, layout.reduction] += cost.tied_exchange_ms * holds_one_end(kinds, counts)
+    terms[:, layout.optimizer] -= cost.optimizer_ms_per_parameter * once
     prefix = before @ unit_terms
     cut = np.zeros_like(prefix)
-    cut[1:-1] = unit_terms[[UNITS.index(unit) for unit in sequence[:-1]]]
+    cut[1:-1] = unit_terms[sequence[:-1]]
     return Runs(start=start, end=end, counts=counts, terms=terms, prefix=prefix, cut=cut)
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
-    """Terms that a unit of each kind, and a cut right after it, add to a stage. [kinds, TERMS]"""
-    fixed = np.zeros(len(FEATURES))
+    """Terms that a unit of each kind, and a cut right after it, add to a stage. [kinds, terms]"""
+    layout = TermLayout(len(cost.features))
+    fixed = np.zeros(layout.features)
     fixed[0] = cost.link_latency_ms
-    terms = np.zeros((len(UNITS), TERMS))
-    for kind, unit in enumerate(UNITS):
-        unit_cost = cost.units[unit]
+    terms = np.zeros((len(cost.units), len(layout)))
+    for kind, unit_cost in enumerate(cost.units.values()):
         returns = unit_cost.output_gradient_bytes.any()
-        terms[kind, FORWARD] = unit_cost.forward_ms
-        terms[kind, BACKWARD] = unit_cost.backward_ms
-        terms[kind, SEND] = fixed + cost.link_ms_per_byte * unit_cost.output_bytes
-        terms[kind, RECEIVE] = (
+        terms[kind, layout.forward] = unit_cost.forward_ms
+        terms[kind, layout.backward] = unit_cost.backward_ms
+        terms[kind, layout.send] = fixed + cost.link_ms_per_byte * unit_cost.output_bytes
+        terms[kind, layout.receive] = (
             fixed * returns + cost.link_ms_per_byte * unit_cost.output_gradient_bytes
         )
         trained = unit_cost.trained_parameters
-        terms[kind, REDUCTION] = cost.gradient_reduction_ms_per_parameter * trained
-        terms[kind, OPTIMIZER] = cost.optimizer_ms_per_parameter * trained
+        terms[kind, layout.reduction] = cost.gradient_reduction_ms_per_parameter * trained
+        terms[kind, layout.optimizer] = cost.optimizer_ms_per_parameter * trained
     return terms
 
 
-def _structural_paths(steps: SampledSteps, unit_terms: np.ndarray, stages: int) -> np.ndarray:
-    """Weights of paths through each stage, averaged over the steps. [p, paths, p, TERMS]
+def _structural_paths(steps: SampledSteps, layer_terms: np.ndarray, stages: int) -> np.ndarray:
+    """Weights of paths through each stage, averaged over the steps. [p, paths, p, terms]
 
-    Each is taken on the ranks that are slowest in vision, in language and in both layers.
+    Each is taken on the ranks that are slowest in each kind of layer, and in all.
+
+    Args:
+        layer_terms: [layer kinds, terms].
     """
-    layer_ms = unit_terms[[VISION_LAYER, LANGUAGE_LAYER]]
-    layer_ms = layer_ms[:, FORWARD] + layer_ms[:, BACKWARD]
+    layout = steps.layout
+    layer_ms = layer_terms[:, layout.forward] + layer_terms[:, layout.backward]
     load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
     slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
     rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
@@ -240,7 +231,7 @@ def _structural_paths(steps: SampledSteps, unit_terms: np.ndarray, stages: int) 
 
 
 def _paths_on(steps: SampledSteps, row: np.ndarray, orders: Sequence[StageOrder]) -> np.ndarray:
-    """The structural paths on one row of every step. [p, 8, p, TERMS]"""
+    """The structural paths on one row of every step. [p, 8, p, terms]"""
     features = steps.features[row]
     total = np.concatenate([np.zeros_like(features[:, :1]), features.cumsum(axis=1)], axis=1)
     paths = [
@@ -258,13 +249,13 @@ def _paths_through(
     stage: int,
     stages: int,
 ) -> np.ndarray:
-    """The structural paths through a stage. [8, p, TERMS]
+    """The structural paths through a stage. [8, p, terms]
 
     Four ways through, each followed by the stage's reduction or by the last backwards before it.
 
     Args:
         weight: [steps].
-        total: [steps, m + 1, 5]; features of the micro-batches before each one and of all.
+        total: [steps, m + 1, features]; features of the micro-batches before each one and of all.
         count: [steps] micro-batches.
         order: of the stage.
     """
@@ -286,15 +277,17 @@ def _paths_through(
         (everything, backwards, closing),
         (forwards, np.where(both, backwards, everything), opening + np.where(both, closing, 0.0)),
     )
-    weights = np.zeros((2, len(ways), stages, TERMS))
+    layout = TermLayout(total.shape[2])
+    weights = np.zeros((2, len(ways), stages, len(layout)))
+    pairs = (layout.forward, layout.backward), (layout.send, layout.receive)
     for i, (own_forward, own_backward, later) in enumerate(ways):
         way = weights[:, i]
-        for forward, backward in ((FORWARD, BACKWARD), (SEND, RECEIVE)):
+        for forward, backward in pairs:
             way[:, :stage, forward] = weight @ opening
             way[0, :stage, backward] = weight @ closing
             way[:, stage:, forward] = way[:, stage:, backward] = weight @ later
-        way[:, stage, FORWARD] = weight @ own_forward
-        way[:, stage, BACKWARD] = weight @ own_backward
-    weights[0, :, 0, REDUCTION] = weights[1, :, stage, REDUCTION] = 1
-    weights[:, :, stage, OPTIMIZER] = 1
-    return weights.reshape(-1, stages, TERMS)
+        way[:, stage, layout.forward] = weight @ own_forward
+        way[:, stage, layout.backward] = weight @ own_backward
+    weights[0, :, 0, layout.reduction] = weights[1, :, stage, layout.reduction] = 1
+    weights[:, :, stage, layout.optimizer] = 1
+    return weights.reshape(-1, stages, len(layout))

@@ -5,9 +5,9 @@ durations, is a lower bound of it; with the durations that made the path critica
 A path's length is a sum over stages of terms that are linear in what the stage costs, so one found
 for one candidate bounds every other at the price of a dot product.
 
-What a stage costs is a vector of `TERMS`: coefficients [5] over the features of a micro-batch, of
-its forward, of its backward, of the activation it sends on and of the gradient it receives for
-that, then gradient reduction and optimizer in ms. A path's weights have the same layout.
+What a stage costs is a vector of terms, as `TermLayout` has them: coefficients over the features of
+a micro-batch, of its forward, of its backward, of the activation it sends on and of the gradient it
+receives for that, then gradient reduction and optimizer in ms. A path's weights are laid out alike.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from omnibal.cost.model import FEATURES
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     planned_graph,
@@ -25,14 +24,59 @@ from omnibal.pipeline.operation_graph import (
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
 
-_F = len(FEATURES)
-FORWARD, BACKWARD, SEND, RECEIVE = (slice(i * _F, (i + 1) * _F) for i in range(4))
-REDUCTION, OPTIMIZER = 4 * _F, 4 * _F + 1
-TERMS = 4 * _F + 2
 _CHUNK_ENTRIES = 1_000_000
 """Entries of [operations, candidates, rows] computed at a time: bounds memory."""
 _NEVER_MS = -1e30
 """Arrival at a micro-batch that does not exist, which waits for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermLayout:
+    """Places of the terms of what a stage costs."""
+
+    features: int
+    """Number of features of a micro-batch."""
+
+    def __len__(self) -> int:
+        return 4 * self.features + 2
+
+    def _block(self, index: int) -> slice:
+        return slice(index * self.features, (index + 1) * self.features)
+
+    @property
+    def forward(self) -> slice:
+        """Time of a forward; this and the next three are by feature."""
+        return self._block(0)
+
+    @property
+    def backward(self) -> slice:
+        """Time of a backward."""
+        return self._block(1)
+
+    @property
+    def send(self) -> slice:
+        """Time of the link to the next stage."""
+        return self._block(2)
+
+    @property
+    def receive(self) -> slice:
+        """Time of the link back from it."""
+        return self._block(3)
+
+    @property
+    def by_feature(self) -> slice:
+        """All of these together."""
+        return slice(0, 4 * self.features)
+
+    @property
+    def reduction(self) -> int:
+        """Time of the gradient reduction."""
+        return 4 * self.features
+
+    @property
+    def optimizer(self) -> int:
+        """Time of the weight update."""
+        return 4 * self.features + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,7 +84,7 @@ class SampledSteps:
     """Steps to simulate. A row is what one data-parallel rank runs; equal rows are kept once."""
 
     features: np.ndarray
-    """Features of every micro-batch, [rows, m, 5]; 0 where a row has no such micro-batch."""
+    """Features of every micro-batch, [rows, m, features]; 0 where a row has no such micro-batch."""
     counts: np.ndarray
     """Number of micro-batches, [rows]."""
     rows: np.ndarray
@@ -53,7 +97,8 @@ class SampledSteps:
         """All steps of the workload."""
         _, step_index = np.unique(workload.step, return_inverse=True)
         ranks = workload.data_parallel_size
-        shape = int(step_index[-1]) + 1, ranks, int(workload.slot.max()) + 1, _F
+        micro_batches, features = int(workload.slot.max()) + 1, workload.features.shape[1]
+        shape = int(step_index[-1]) + 1, ranks, micro_batches, features
         table = np.zeros(shape)
         table[step_index, workload.dp_rank, workload.slot] = workload.features
         counts = np.bincount(step_index * ranks + workload.dp_rank, minlength=shape[0] * ranks)
@@ -71,6 +116,11 @@ class SampledSteps:
             weight=times / times.sum(),
         )
 
+    @property
+    def layout(self) -> TermLayout:
+        """Layout of the terms of what a stage costs on these steps."""
+        return TermLayout(self.features.shape[2])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PipelineSimulator:
@@ -80,7 +130,7 @@ class PipelineSimulator:
     graph: OperationGraph
     """Operations sorted by depth: none needs another of the same depth."""
     features: np.ndarray
-    """Features of the operation's micro-batch, [operations, 5, rows]."""
+    """Features of the operation's micro-batch, [operations, features, rows]."""
     delay_ms: np.ndarray
     """Delay besides the link, [operations, 1, rows]: 0, or `_NEVER_MS` where a row lacks it."""
     last: np.ndarray
@@ -118,13 +168,13 @@ class PipelineSimulator:
         return (self.graph.kind == Pass.BACKWARD).astype(np.int64)
 
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
-        """Mean step time of candidates [n, p, TERMS]. [n]"""
+        """Mean step time of candidates [n, p, terms]. [n]"""
         return np.concatenate([self._step_ms(chunk) for chunk in self._chunks(terms)])
 
     def critical_paths(self, terms: np.ndarray) -> np.ndarray:
-        """Weights of a longest path of every step, mean over the steps. [n, p, TERMS]
+        """Weights of a longest path of every step, mean over the steps. [n, p, terms]
 
-        Their product with the candidate's own terms [n, p, TERMS] is its mean step time; with any
+        Their product with the candidate's own terms [n, p, terms] is its mean step time; with any
         other's it is at most that one's.
         """
         return np.concatenate([self._critical_paths(chunk) for chunk in self._chunks(terms)])
@@ -136,21 +186,21 @@ class PipelineSimulator:
     def _step_ms(self, terms: np.ndarray) -> np.ndarray:
         end, _ = self._run(terms)
         finish_ms = self._finish_ms(end, terms).max(axis=(2, 3))
-        return finish_ms @ self.steps.weight + terms[:, :, OPTIMIZER].max(axis=1)
+        return finish_ms @ self.steps.weight + terms[:, :, self.steps.layout.optimizer].max(axis=1)
 
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
         """Weights of a longest path of every step, followed back from its end."""
         end, link = self._run(terms)
-        finish_ms = self._finish_ms(end, terms)
+        layout, finish_ms = self.steps.layout, self._finish_ms(end, terms)
         n, steps = finish_ms.shape[:2]
         last = finish_ms.reshape(n, -1, self.stages * finish_ms.shape[2]).argmax(axis=2)
         candidate, step = (axis.ravel() for axis in np.indices((n, steps)))
         rank, stage = np.divmod(last.ravel(), self.stages)
-        weights = np.zeros((n, steps, self.stages, TERMS))
-        weights[candidate, step, stage, REDUCTION] = 1
-        slowest_update = terms[:, :, OPTIMIZER].argmax(axis=1)
-        weights[np.arange(n), :, slowest_update, OPTIMIZER] = 1
-        of_kind = weights[..., :REDUCTION].reshape(n, steps, self.stages, 4, _F)
+        weights = np.zeros((n, steps, self.stages, len(layout)))
+        weights[candidate, step, stage, layout.reduction] = 1
+        slowest_update = terms[:, :, layout.optimizer].argmax(axis=1)
+        weights[np.arange(n), :, slowest_update, layout.optimizer] = 1
+        of_kind = weights[..., layout.by_feature].reshape(n, steps, self.stages, 4, -1)
         row, operation = self.steps.rows[step, rank], self.last[stage]
         graph, backwards = self.graph, self._backwards
         while len(operation):
@@ -168,14 +218,15 @@ class PipelineSimulator:
             operation, candidate, step, row = (
                 values[going] for values in (operation, candidate, step, row)
             )
-        weights[..., :REDUCTION] = of_kind.reshape(n, steps, self.stages, -1)
+        weights[..., layout.by_feature] = of_kind.reshape(n, steps, self.stages, -1)
         return np.einsum("s,nspt->npt", self.steps.weight, weights)
 
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """End of operations [operations + 1, n, rows], the last entry 0, and their links' times."""
         n, rows = len(terms), len(self.steps.counts)
         graph, backwards = self.graph, self._backwards
-        of_kind = terms[:, :, :REDUCTION].reshape(n, self.stages, 4, _F).transpose(1, 2, 0, 3)
+        of_kind = terms[:, :, self.steps.layout.by_feature]
+        of_kind = of_kind.reshape(n, self.stages, 4, -1).transpose(1, 2, 0, 3)
         duration = np.matmul(of_kind[graph.stage, backwards], self.features)
         cut = np.where(backwards, graph.stage, graph.stage - 1)
         sent = of_kind[cut, 2 + backwards]
@@ -196,4 +247,4 @@ class PipelineSimulator:
     def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
         """End of every stage's reduction, did it wait for this rank alone. [n, steps, ranks, p]"""
         finish = end[self.last][:, :, self.steps.rows].transpose(1, 2, 3, 0)
-        return finish + terms[:, None, None, :, REDUCTION]
+        return finish + terms[:, None, None, :, self.steps.layout.reduction]

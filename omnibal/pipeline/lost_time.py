@@ -42,7 +42,7 @@ class CauseTimes:
 
 
 def causes_of(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> CauseTimes:
-    """Times of packs with `features` [packs, 5] by the cost model, with one cause less each."""
+    """Times of packs with `features` [packs, features] by the costs, with one cause less each."""
     silent, needed = (_without_collectives(cost, padding=padding) for padding in (True, False))
     return CauseTimes(
         all=stage_times(cost, stages, features),

@@ -26,13 +26,7 @@ from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
 from omnibal.pipeline.bounds import Runs, Structure, least_largest, least_sums, possible_runs
-from omnibal.pipeline.critical_path import (
-    BACKWARD,
-    FORWARD,
-    TERMS,
-    PipelineSimulator,
-    SampledSteps,
-)
+from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
 from omnibal.pipeline.stage import Stage
@@ -107,13 +101,12 @@ class _Options:
     """Options of one stage, sorted by start: a run with a recomputed set that fits."""
 
     start: np.ndarray
-    """Position of the first unit; all arrays but `terms` are [options]."""
+    """Position of the first unit; this and the next are [options]."""
     end: np.ndarray
-    vision: np.ndarray
-    """Recomputed vision layers, as `language` the language layers."""
-    language: np.ndarray
+    recomputed: np.ndarray
+    """Recomputed layers of each kind, [options, layer kinds]."""
     terms: np.ndarray
-    """Cost terms with recomputation, [options, TERMS]."""
+    """Cost terms with recomputation, [options, terms]."""
     bound_ms: np.ndarray
     """Longest structural path, [options]."""
 
@@ -123,8 +116,7 @@ class _Options:
     def place(self, others: "_Options", chosen: int) -> int:
         """Index here of one of the other options."""
         same = (self.start == others.start[chosen]) & (self.end == others.end[chosen])
-        same &= self.vision == others.vision[chosen]
-        same &= self.language == others.language[chosen]
+        same &= (self.recomputed == others.recomputed[chosen]).all(axis=1)
         return int(same.argmax())
 
     def take(self, kept: np.ndarray) -> "_Options":
@@ -132,8 +124,7 @@ class _Options:
         return _Options(
             start=self.start[kept],
             end=self.end[kept],
-            vision=self.vision[kept],
-            language=self.language[kept],
+            recomputed=self.recomputed[kept],
             terms=self.terms[kept],
             bound_ms=self.bound_ms[kept],
         )
@@ -147,7 +138,7 @@ class _Problem:
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray
-    """Times to recompute layers, [2, 2]; see `useful_recomputes`."""
+    """Times to recompute layers, [extremes, layer kinds]; see `useful_recomputes`."""
 
     @property
     def stages(self) -> int:
@@ -181,7 +172,7 @@ def search_stages(
         stages=stages_from_cuts(
             model,
             [int(option.end[0]) for option in best[:-1]],
-            [(int(option.vision[0]), int(option.language[0])) for option in best],
+            [option.recomputed[0].tolist() for option in best],
         ),
         step_ms=search.best_ms,
         lower_bound_ms=lower_bound_ms,
@@ -252,7 +243,8 @@ def _even_ms(problem: _Problem) -> float:
     counts, row = np.unique(steps.counts, return_inverse=True)
     chain = np.array([planned_graph(stages, count).depths for count in counts.tolist()])[row]
     whole = problem.structure.runs.prefix[-1]
-    work_ms = steps.features.sum(axis=1) @ (whole[FORWARD] + whole[BACKWARD])
+    layout = steps.layout
+    work_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
     row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
 
@@ -285,15 +277,12 @@ def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Opti
     run = np.repeat(chosen, number)
     place = np.arange(len(run)) - np.repeat(np.cumsum(number) - number, number)
     which = np.repeat(first[kind], number) + place
-    vision, language = sets.vision[which], sets.language[which]
-    terms = runs.terms[run].copy()
-    terms[:, BACKWARD] += np.stack([vision, language], axis=1) @ structure.recompute_ms
+    recomputed, terms = sets.layers[which], runs.terms[run].copy()
+    terms[:, structure.layout.backward] += recomputed @ structure.recompute_ms
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)
-    options = _Options(
-        start=start, end=end, vision=vision, language=language, terms=terms, bound_ms=bound_ms
-    )
-    return options.take(np.lexsort((vision, bound_ms, end, start)))
+    options = _Options(start=start, end=end, recomputed=recomputed, terms=terms, bound_ms=bound_ms)
+    return options.take(np.lexsort((*recomputed.T[::-1], bound_ms, end, start)))
 
 
 def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
@@ -313,18 +302,27 @@ def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> lis
 
 
 def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray) -> np.ndarray:
-    """Time to recompute a vision and a language layer, where they differ most either way. [2, 2]
+    """Times to recompute a layer of each kind that span those on every micro-batch.
+
+    Of a micro-batch's time for a layer of every kind, each kind takes at least the least share that
+    it has on any. An extreme gives all kinds but one that share, so that one takes the rest: every
+    micro-batch is a mean of these. With two kinds they are the two micro-batches that differ most.
 
     Args:
-        recompute_ms: [2, 5]; of the two.
+        recompute_ms: [layer kinds, features].
+
+    Returns:
+        [extremes, layer kinds].
     """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ recompute_ms.T
-    # Micro-batches without recomputation time are left out, as they would make all sets equal.
+    # Micro-batches without recomputation time are left out, as any sets are equal on them.
     total_ms = layers_ms.sum(axis=1)
-    layers_ms = layers_ms[total_ms > 0] if total_ms.any() else layers_ms
-    share = layers_ms[:, 0] / np.maximum(layers_ms.sum(axis=1), np.finfo(float).tiny)
-    return layers_ms[[share.argmin(), share.argmax()]]
+    if not total_ms.any():
+        return np.zeros((1, len(recompute_ms)))
+    shares = layers_ms[total_ms > 0] / total_ms[total_ms > 0, None]
+    least = shares.min(axis=0)
+    return least + (1 - least.sum()) * np.eye(len(least))
 
 
 def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:
@@ -400,7 +398,7 @@ class _Search:
         """Work done, in path lengths."""
         self.best_ms = np.inf
         self.best = np.zeros(problem.stages, np.int64)
-        self.cuts = np.zeros((0, problem.stages, TERMS))
+        self.cuts = np.zeros((0, problem.stages, len(problem.structure.layout)))
         self.seen: set[bytes] = set()
 
     def descend(self) -> bool:
@@ -481,7 +479,7 @@ class _Search:
         return self.best_ms * (1 - _TOLERANCE)
 
     def _terms(self, splits: np.ndarray) -> np.ndarray:
-        """Cost terms of splits [n, p]. [n, p, TERMS]"""
+        """Cost terms of splits [n, p]. [n, p, terms]"""
         return np.stack([o.terms[splits[:, stage]] for stage, o in enumerate(self.options)], axis=1)
 
     def _simulate(self, splits: np.ndarray) -> None:
@@ -501,7 +499,7 @@ class _Search:
 
     @staticmethod
     def _path_ms(terms: np.ndarray, paths: np.ndarray) -> np.ndarray:
-        """Lengths of paths [k, p, TERMS] in splits [n, p, TERMS]. [n, k]"""
+        """Lengths of paths [k, p, terms] in splits [n, p, terms]. [n, k]"""
         return np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
 
     def _learn(self, splits: np.ndarray) -> None:

@@ -31,7 +31,7 @@ def predict(
     """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
 
     Args:
-        features: [packs, 5] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
+        features: [packs, features] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
 
     Raises:
         UserError: the stages are not the model cut into runs.

@@ -1,19 +1,20 @@
 """Sets of layers that a stage may recompute so that it fits: every set that can be the best one.
 
-Layers of one tower cost the same, so a set is two counts, vision and language. For every number of
-recomputed vision layers the fewest language layers that fit is found by bisection: recomputing one
-more layer never needs more memory, once the first has brought its working memory. Of those pairs,
-one that takes at least as long as another on every micro-batch cannot be better. (OmniBal, section
-on adaptive re-computation, recomputes from the front of the stage, vision first. Within a tower the
-earliest layers are taken, for determinism.)
+Layers of one kind cost the same, so a set is a count of each kind. For every choice of the others
+the fewest layers of the stage's last kind that fit are found by bisection: recomputing one more
+layer never needs more memory, once the first has brought its working memory. Of those sets, one
+that takes at least as long as another on every micro-batch cannot be better. (OmniBal, section on
+adaptive re-computation, recomputes from the front of the stage. Of each kind the earliest layers
+are taken, for determinism.)
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from omnibal.pipeline.stage_cost import MemoryTable, fits_cap
-from omnibal.pipeline.units import LANGUAGE_LAYER, VISION_LAYER
+from omnibal.pipeline.units import layer_kinds
 
 _CHUNK_ENTRIES = 4_000_000
 """Entries of [stages, sets of micro-batches] at a time: bounds memory to some 100 MB."""
@@ -21,14 +22,12 @@ _CHUNK_ENTRIES = 4_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recomputes:
-    """Sets of recomputed layers; each array has one entry a set, sorted by stage, then vision."""
+    """Sets of recomputed layers, sorted by stage, then by their counts."""
 
     stage: np.ndarray
-    """Index of the stage among those given."""
-    vision: np.ndarray
-    """Recomputed vision layers."""
-    language: np.ndarray
-    """Recomputed language layers."""
+    """Index of the stage among those given, [sets]."""
+    layers: np.ndarray
+    """Recomputed layers of each kind, [sets, layer kinds]."""
 
 
 def useful_recomputes(
@@ -38,33 +37,30 @@ def useful_recomputes(
 
     Args:
         counts: [stages, kinds] units of each stage.
-        extreme_ms: [2, 2]; time to recompute a vision and a language layer, on the micro-batches
-            where the first is largest and smallest beside the second, of those where either takes
-            any time.
+        extreme_ms: [extremes, layer kinds]; times to recompute a layer of each kind, such that
+            those on any micro-batch are a sum of these, each times a number that is not negative.
     """
+    kinds = layer_kinds(table.kinds)
     nothing = fits_cap(_peak_bytes(table, counts, np.zeros_like(counts)), memory_cap_bytes)
     without = np.flatnonzero(nothing)
-    stage, vision = _with_vision(counts, np.flatnonzero(~nothing))
-    language, fits = _fewest_language(table, counts[stage], vision, memory_cap_bytes)
-    stage, vision, language = stage[fits], vision[fits], language[fits]
-    stage = np.concatenate([without, stage])
-    vision = np.concatenate([np.zeros_like(without), vision])
-    language = np.concatenate([np.zeros_like(without), language])
-    added_ms = np.stack([vision, language], axis=1) @ extreme_ms.T
-    kept = _undominated(stage, added_ms)
-    kept = kept[np.lexsort((vision[kept], stage[kept]))]
-    return Recomputes(stage=stage[kept], vision=vision[kept], language=language[kept])
+    stage, layers = _with_all_but_last(counts[:, kinds], np.flatnonzero(~nothing))
+    layers, fits = _fewest_of_last(table, counts[stage], layers, memory_cap_bytes)
+    stage = np.concatenate([without, stage[fits]])
+    layers = np.concatenate([np.zeros((len(without), len(kinds)), np.int64), layers[fits]])
+    kept = _undominated(stage, layers @ extreme_ms.T)
+    kept = kept[np.lexsort((*layers[kept].T[::-1], stage[kept]))]
+    return Recomputes(stage=stage[kept], layers=layers[kept])
 
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     """Smallest peak that recomputing can reach in each of many possible stages. [stages]
 
-    All layers of a tower or none: a tower's layers share one working memory.
+    All layers of a kind or none: a kind's layers share one working memory.
     """
-    peaks = []
-    for kinds in ([], [VISION_LAYER], [LANGUAGE_LAYER], [VISION_LAYER, LANGUAGE_LAYER]):
+    kinds, peaks = layer_kinds(table.kinds), []
+    for chosen in product((0, 1), repeat=len(kinds)):
         recomputed = np.zeros_like(counts)
-        recomputed[:, kinds] = counts[:, kinds]
+        recomputed[:, kinds] = counts[:, kinds] * chosen
         peaks.append(_peak_bytes(table, counts, recomputed))
     return np.minimum.reduce(peaks)
 
@@ -79,34 +75,62 @@ def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) 
     return peaks
 
 
-def _with_vision(counts: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of each stage and each number of vision layers that it could recompute."""
-    choices = counts[stages, VISION_LAYER] + 1
-    first = np.cumsum(choices) - choices
-    return np.repeat(stages, choices), np.arange(choices.sum()) - np.repeat(first, choices)
+def _last_held(layers: np.ndarray) -> np.ndarray:
+    """Index of the last kind of layer that each stage [stages, layer kinds] holds. [stages]"""
+    return layers.shape[1] - 1 - (layers[:, ::-1] > 0).argmax(axis=1)
 
 
-def _fewest_language(
-    table: MemoryTable, counts: np.ndarray, vision: np.ndarray, memory_cap_bytes: float
+def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stages with each choice of recomputed layers of all kinds but the last that it holds.
+
+    Args:
+        layers: [all stages, layer kinds] that each holds.
+        stages: [stages] to choose for.
+
+    Returns:
+        Stage [choices] and recomputed layers [choices, layer kinds], of the last kind none.
+    """
+    held, kinds = layers[stages], layers.shape[1]
+    numbers = np.where(np.arange(kinds) < _last_held(held)[:, None], held + 1, 1)
+    choices = numbers.prod(axis=1)
+    row = np.repeat(np.arange(len(stages)), choices)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(choices) - choices, choices)
+    recomputed = np.empty((len(row), kinds), np.int64)
+    for kind in reversed(range(kinds)):
+        place, recomputed[:, kind] = np.divmod(place, numbers[row, kind])
+    return stages[row], recomputed
+
+
+def _fewest_of_last(
+    table: MemoryTable, counts: np.ndarray, layers: np.ndarray, memory_cap_bytes: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fewest recomputed language layers that fit beside `vision`, and whether any do. [stages] each
+    """Add the fewest recomputed layers of each stage's last kind that fit, and whether any do.
 
     Without any is tried first, since only from one layer on does memory fall with the number.
-    """
-    recomputed = np.zeros_like(counts)
-    recomputed[:, VISION_LAYER] = vision
 
-    def fits(rows: np.ndarray, language: np.ndarray) -> np.ndarray:
-        recomputed[rows, LANGUAGE_LAYER] = language
+    Args:
+        counts: [stages, kinds].
+        layers: [stages, layer kinds] that are recomputed besides.
+
+    Returns:
+        [stages, layer kinds] and [stages].
+    """
+    kinds = np.array(layer_kinds(table.kinds))
+    recomputed = np.zeros_like(counts)
+    recomputed[:, kinds] = layers
+    last = kinds[_last_held(counts[:, kinds])]
+
+    def fits(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
+        recomputed[rows, last[rows]] = number
         return fits_cap(_peak_bytes(table, counts[rows], recomputed[rows]), memory_cap_bytes)
 
-    layers = counts[:, LANGUAGE_LAYER]
     everyone = np.arange(len(counts))
-    fitting = fits(everyone, np.zeros_like(layers))
-    rows = everyone[~fitting & (layers > 0)]
-    rows = rows[fits(rows, layers[rows])]
+    held = counts[everyone, last]
+    fitting = fits(everyone, np.zeros_like(held))
+    rows = everyone[~fitting & (held > 0)]
+    rows = rows[fits(rows, held[rows])]
     fitting[rows] = True
-    low, high = np.ones_like(layers)[rows], layers[rows]
+    low, high = np.ones_like(held)[rows], held[rows]
     while (low < high).any():
         middle = (low + high) // 2
         enough = fits(rows, middle)
@@ -114,18 +138,21 @@ def _fewest_language(
             np.where(enough, low, np.minimum(middle + 1, high)),
             np.where(enough, middle, high),
         )
-    recomputed[rows, LANGUAGE_LAYER] = high
-    return recomputed[:, LANGUAGE_LAYER], fitting
+    recomputed[rows, last[rows]] = high
+    return recomputed[:, kinds], fitting
 
 
 def _undominated(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Entries of which no other entry of their group is as small in both costs [entries, 2].
+    """Entries of which no other entry of their group is as small in every cost [entries, costs].
 
     Of equal entries the first stays.
     """
-    order = np.lexsort((costs[:, 1], costs[:, 0], group))
-    _, rank = np.unique(costs[order, 1], return_inverse=True)
-    # Shifted so that every group lies below the one before it, the running minimum starts anew.
-    running = np.minimum.accumulate(rank - group[order] * (len(order) + 1))
-    falls = np.append(True, running[1:] < running[:-1])[: len(order)]
-    return order[falls]
+    order = np.lexsort((*costs.T[::-1], group))
+    found = []
+    while len(order):
+        # A group's first entry is dominated by none that is left.
+        first = np.unique(group[order], return_index=True)[1]
+        leader = np.repeat(order[first], np.diff(np.append(first, len(order))))
+        found.append(order[first])
+        order = order[(costs[order] < costs[leader]).any(axis=1)]
+    return np.concatenate(found) if found else order

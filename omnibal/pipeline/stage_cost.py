@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import FEATURES, CostModel
+from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import (
     in_flight,
     planned_graph,
@@ -23,14 +23,13 @@ from omnibal.pipeline.operation_graph import (
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import (
-    UNITS,
     holds_both_ends,
     holds_one_end,
+    last_unit,
     recomputed_counts,
-    stage_units,
     unit_counts,
-    unit_sequence,
 )
+from omnibal.units import UnitKind, unit_names
 
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12
@@ -56,18 +55,17 @@ class StageTimes:
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
-    """Times of packs with `features` [packs, 5] on the given stages."""
-    held = np.stack([unit_counts(stage) for stage in stages])
-    again = np.stack([recomputed_counts(stage) for stage in stages])
-    forward = np.stack([cost.units[unit].forward_ms for unit in UNITS])
-    backward = np.stack([cost.units[unit].backward_ms for unit in UNITS])
-    last = [cost.units[stage_units(stage)[-1]] for stage in stages[:-1]]
-    forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(-1, len(FEATURES))
-    backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(
-        -1, len(FEATURES)
-    )
+    """Times of packs with `features` [packs, features] on the given stages."""
+    kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
+    held = np.stack([unit_counts(kinds, stage) for stage in stages])
+    again = np.stack([recomputed_counts(kinds, stage) for stage in stages])
+    forward = np.stack([unit.forward_ms for unit in units])
+    backward = np.stack([unit.backward_ms for unit in units])
+    last = [cost.units[last_unit(kinds, stage)] for stage in stages[:-1]]
+    forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
+    backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)
-    recompute = np.stack([cost.units[unit].recompute_ms for unit in UNITS])
+    recompute = np.stack([unit.recompute_ms for unit in units])
     recompute_ms = features @ (again @ recompute).T
     return StageTimes(
         forward_ms=features @ (held @ forward).T,
@@ -80,24 +78,24 @@ def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) 
 
 
 def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.ndarray:
-    """Forward and backward of the whole model for packs with `features` [packs, 5]. [packs]"""
-    units = [cost.units[unit] for unit in unit_sequence(model)]
+    """Forward and backward ms of the whole model for `features` [packs, features]. [packs]"""
+    units = [cost.units[name] for name in unit_names(model)]
     return features @ np.sum([unit.forward_ms + unit.backward_ms for unit in units], axis=0)
 
 
 def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
     """Parameters of one device of every stage that are updated. [stages]"""
-    per_unit = np.array([cost.units[unit].trained_parameters for unit in UNITS], np.float64)
-    counts = np.stack([unit_counts(stage) for stage in stages])
-    return counts @ per_unit - cost.tied_trained_parameters * holds_both_ends(counts)
+    per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
+    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
+    return counts @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, counts)
 
 
 def once_a_step_ms(cost: CostModel, stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:
     """Gradient reduction and weight update of every stage. Both [stages]"""
     parameters = trained_parameters(cost, stages)
     reduction_ms = cost.gradient_reduction_ms_per_parameter * parameters
-    counts = np.stack([unit_counts(stage) for stage in stages])
-    reduction_ms += cost.tied_exchange_ms * holds_one_end(counts)
+    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
+    reduction_ms += cost.tied_exchange_ms * holds_one_end(cost.kinds, counts)
     return reduction_ms, cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters
 
 
@@ -109,10 +107,10 @@ def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
 def in_flight_features(
     features: np.ndarray, slot: np.ndarray, pipeline_size: int, stage: int
 ) -> np.ndarray:
-    """Summed features of the micro-batches that a stage holds after every forward. [packs, 5]
+    """Summed features of what a stage holds after every forward. [packs, features]
 
-    Held are those whose forward has run and whose backward has not ended. Packs are sorted by step,
-    rank and slot, and slots count from 0 without gaps; row i is after the forward of pack i.
+    Held are micro-batches whose forward has run and whose backward has not ended. Packs are sorted
+    by step, rank and slot, and slots count from 0 without gaps; row i is after pack i's forward.
     """
     others = _held_besides(pipeline_size, int(slot.max()) + 1)[stage]
     return _in_flight_sums(_running_sums(features), slot, others).T
@@ -130,14 +128,14 @@ def _held_besides(pipeline_size: int, micro_batches: int) -> tuple[np.ndarray, .
 
 
 def _running_sums(features: np.ndarray) -> np.ndarray:
-    """Sum of each feature over the packs before each one and over all. [5, packs + 1]"""
+    """Sum of each feature over the packs before each one and over all. [features, packs + 1]"""
     total = np.zeros((features.shape[1], len(features) + 1))
     np.cumsum(features.T, axis=1, out=total[:, 1:])
     return total
 
 
 def _in_flight_sums(total: np.ndarray, slot: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Compute `in_flight_features` from running sums. [5, packs]"""
+    """Compute `in_flight_features` from running sums. [features, packs]"""
     first = np.arange(len(slot)) - others[slot]
     return total[:, 1:] - total[:, first]
 
@@ -149,7 +147,7 @@ def stage_memories(
 
     Args:
         slot: [packs]; packs are sorted by step, rank and slot.
-        features: [packs, 5].
+        features: [packs, features].
     """
     tables = memory_tables(cost, features, slot, len(stages))
     return [_memory(cost, *each) for each in zip(stages, tables, strict=True)]
@@ -161,19 +159,21 @@ def stage_memory(
     """Peak memory of one device of the stage.
 
     Args:
-        held_features: [sets, 5], each row the summed features of micro-batches that the stage
-            holds at the same time.
-        features: [packs, 5] of single micro-batches.
+        held_features: [sets, features], each row the summed features of micro-batches that the
+            stage holds at the same time.
+        features: [packs, features] of single micro-batches.
     """
     return _memory(cost, stage, memory_table(cost, held_features, features))
 
 
 def _memory(cost: CostModel, stage: Stage, table: "MemoryTable") -> StageMemory:
-    counts, recomputed = unit_counts(stage), recomputed_counts(stage)
+    kinds = cost.kinds
+    counts, recomputed = unit_counts(kinds, stage), recomputed_counts(kinds, stage)
     parameters = sum(
-        int(n) * cost.units[unit].parameters for unit, n in zip(UNITS, counts, strict=True)
+        number * unit.parameters
+        for unit, number in zip(cost.units.values(), counts.tolist(), strict=True)
     )
-    parameters -= cost.tied_parameters * int(holds_both_ends(counts))
+    parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
@@ -188,6 +188,7 @@ def _memory(cost: CostModel, stage: Stage, table: "MemoryTable") -> StageMemory:
 class MemoryTable:
     """Bytes by kind of unit. `counts` and `recomputed` of the methods are [..., kinds]."""
 
+    kinds: tuple[UnitKind, ...]
     state_bytes: np.ndarray
     """Bytes of weights, gradients and optimizer state, [kinds]."""
     tied_bytes: float
@@ -213,7 +214,7 @@ class MemoryTable:
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak memory of a stage, all kinds of memory together. [...]"""
-        state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(counts)
+        state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
         activations = self.activation_bytes(counts, recomputed)
         return state + activations + self.transient_bytes(counts, recomputed)
 
@@ -224,7 +225,12 @@ def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
 
 
 def memory_table(cost: CostModel, held_features: np.ndarray, features: np.ndarray) -> MemoryTable:
-    """Memory by kind of unit for sets of micro-batches [sets, 5] and single ones [packs, 5]."""
+    """Memory by kind of unit.
+
+    Args:
+        held_features: [sets, features] of micro-batches that are held at the same time.
+        features: [packs, features] of single ones.
+    """
     return _tables(cost, features, [held_features.T[_kept_features(cost)]])[0]
 
 
@@ -234,7 +240,7 @@ def memory_tables(
     """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
 
     Args:
-        features: [packs, 5]; packs are sorted by step, rank and slot.
+        features: [packs, features]; packs are sorted by step, rank and slot.
         slot: [packs].
     """
     others = _held_besides(pipeline_size, int(slot.max()) + 1)
@@ -254,11 +260,10 @@ def _kept_features(cost: CostModel) -> np.ndarray:
 
 def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -> list[MemoryTable]:
     """Memory tables for sets of micro-batches, by `_kept_features` [kept, sets] each."""
-    activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
-    boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
-    working = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
-    kept = _kept_features(cost)
-    units = [cost.units[unit] for unit in UNITS]
+    units, kept = cost.units.values(), _kept_features(cost)
+    activation = np.stack([unit.activation_bytes for unit in units])
+    boundary = np.stack([unit.boundary_bytes for unit in units])
+    working = np.stack([unit.transient_bytes for unit in units])
     state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     working_bytes = (features @ working.T).max(axis=0)
     recompute_working_bytes = (features @ (working + activation - boundary).T).max(axis=0)
@@ -266,6 +271,7 @@ def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -
     largest = (undominated(sets.T) for sets in held)
     return [
         MemoryTable(
+            kinds=cost.kinds,
             state_bytes=np.array(state_bytes),
             tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
             kept_bytes=rows @ activation[:, kept].T,
@@ -278,11 +284,15 @@ def _tables(cost: CostModel, features: np.ndarray, held: Iterable[np.ndarray]) -
 
 
 def bytes_by_feature(cost: CostModel, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that a stage keeps per micro-batch, [5], and its kinds' working memory, [kinds, 5]."""
-    activation = np.stack([cost.units[unit].activation_bytes for unit in UNITS])
-    boundary = np.stack([cost.units[unit].boundary_bytes for unit in UNITS])
-    transient = np.stack([cost.units[unit].transient_bytes for unit in UNITS])
-    counts, recomputed = unit_counts(stage), recomputed_counts(stage)
+    """Bytes that a stage keeps per micro-batch, [features], and its kinds' working memory.
+
+    The second is [kinds, features].
+    """
+    kinds, units = cost.kinds, cost.units.values()
+    activation = np.stack([unit.activation_bytes for unit in units])
+    boundary = np.stack([unit.boundary_bytes for unit in units])
+    transient = np.stack([unit.transient_bytes for unit in units])
+    counts, recomputed = unit_counts(kinds, stage), recomputed_counts(kinds, stage)
     again = (recomputed > 0)[:, None] * (activation - boundary)
     kept = (counts - recomputed) @ activation + recomputed @ boundary
     return kept, (counts > 0)[:, None] * (transient + again)

@@ -1,83 +1,92 @@
 """The model as one ordered list of units, and pipeline stages as cuts in that list.
 
-    vision_embed, vision_layer * Lv, projector, language_embed, language_layer * Ll, head
-
-A cut at position c lies between units c - 1 and c. Counts are int64 vectors [kinds], in the order
-of `UNITS`.
+A cut at position c lies between units c - 1 and c. Counts are int64 vectors [kinds], over the kinds
+of unit of a model in the order of `omnibal.units.unit_kinds`.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import Unit
 from omnibal.errors import UserError
 from omnibal.pipeline.stage import Span, Stage, joined
-from omnibal.units import HEAD as HEAD_NAME
-from omnibal.units import LANGUAGE, projector_name, unit_kinds, unit_names
-
-UNITS = tuple(Unit)
-VISION_LAYER = UNITS.index(Unit.VISION_LAYER)
-LANGUAGE_EMBED = UNITS.index(Unit.LANGUAGE_EMBED)
-LANGUAGE_LAYER = UNITS.index(Unit.LANGUAGE_LAYER)
-HEAD = UNITS.index(Unit.HEAD)
+from omnibal.units import HEAD, LANGUAGE_EMBED, UnitKind, unit_kinds, unit_names
 
 
-def unit_sequence(model: ModelConfig) -> tuple[Unit, ...]:
-    """List every unit of the model, in order."""
-    counts = (1, model.vision.layers, 1, 1, model.language.layers, 1)
-    return tuple(unit for unit, count in zip(UNITS, counts, strict=True) for _ in range(count))
+def layer_kinds(kinds: Sequence[UnitKind]) -> list[int]:
+    """Indices of the kinds that are layers."""
+    return [index for index, kind in enumerate(kinds) if kind.is_layer]
 
 
-def unit_counts(stage: Stage) -> np.ndarray:
+def unit_words(model: ModelConfig) -> tuple[Span, ...]:
+    """List every unit of the model as stages name it, in model order."""
+    kinds = {kind.name: kind for kind in unit_kinds(model)}
+    numbers: defaultdict[str, count[int]] = defaultdict(count)
+    words = []
+    for name in unit_names(model):
+        kind = kinds[name]
+        if kind.is_layer:
+            layer = next(numbers[kind.tower])
+            words.append(Span(kind.tower, range(layer, layer + 1)))
+        else:
+            words.append(Span(kind.words))
+    return tuple(words)
+
+
+def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
     """Number of units of each kind that the stage holds. [kinds]"""
     return np.array(
         [
-            stage.holds("vision embed"),
-            len(stage.layers("vision")),
-            stage.holds("projector"),
-            stage.holds("language embed"),
-            len(stage.layers("language")),
-            stage.holds("head"),
+            sum(map(kind.has_layer, stage.layers(kind.tower)))
+            if kind.is_layer
+            else stage.holds(kind.words)
+            for kind in kinds
         ],
         np.int64,
     )
 
 
-def holds_both_ends(counts: np.ndarray) -> np.ndarray:
-    """Whether stages of unit counts [..., kinds] hold both language embed and head. [...]"""
-    return (counts[..., LANGUAGE_EMBED] > 0) & (counts[..., HEAD] > 0)
-
-
-def holds_one_end(counts: np.ndarray) -> np.ndarray:
-    """Whether stages of unit counts [..., kinds] hold one of language embed and head. [...]"""
-    return (counts[..., LANGUAGE_EMBED] > 0) != (counts[..., HEAD] > 0)
-
-
-def recomputed_counts(stage: Stage) -> np.ndarray:
+def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
     """Number of units of each kind that the stage recomputes. [kinds]"""
-    counts = np.zeros(len(UNITS), np.int64)
-    counts[VISION_LAYER] = len(stage.recomputed("vision"))
-    counts[LANGUAGE_LAYER] = len(stage.recomputed("language"))
-    return counts
+    layers = (sum(map(kind.has_layer, stage.recomputed(kind.tower))) for kind in kinds)
+    return np.array([*layers], np.int64)
 
 
-def stage_units(stage: Stage) -> tuple[Unit, ...]:
-    """The stage's units, in model order."""
-    counts = unit_counts(stage)
-    return tuple(unit for unit, count in zip(UNITS, counts, strict=True) for _ in range(count))
+def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:
+    """Name of every unit's kind, in model order."""
+    return tuple(_kind_of(kinds, unit).name for span in stage.units for unit in span.units)
 
 
-def unit_words(model: ModelConfig) -> tuple[Span, ...]:
-    """Every unit of the model as stages name it, in model order."""
-    words: list[Span] = []
-    for name, tower in model.encoders.items():
-        projector = projector_name(model, name).replace("_projector", " projector")
-        words += [Span(f"{name} embed"), *Span(name, range(tower.layers)).units, Span(projector)]
-    language = Span(LANGUAGE, range(model.language.layers)).units
-    return (*words, Span(f"{LANGUAGE} embed"), *language, Span(HEAD_NAME))
+def last_unit(kinds: Sequence[UnitKind], stage: Stage) -> str:
+    """Name of the kind of the stage's last unit."""
+    return _kind_of(kinds, stage.units[-1].units[-1]).name
+
+
+def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
+    if unit.layers is None:
+        return next(kind for kind in kinds if kind.words == unit.name)
+    (layer,) = unit.layers
+    return next(kind for kind in kinds if kind.tower == unit.name and kind.has_layer(layer))
+
+
+def holds_both_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
+    """Whether stages of unit counts [..., kinds] hold both language embed and head. [...]"""
+    embed, head = _ends(kinds, counts)
+    return embed & head
+
+
+def holds_one_end(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
+    """Whether stages of unit counts [..., kinds] hold one of language embed and head. [...]"""
+    embed, head = _ends(kinds, counts)
+    return embed != head
+
+
+def _ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    names = [kind.name for kind in kinds]
+    return counts[..., names.index(LANGUAGE_EMBED)] > 0, counts[..., names.index(HEAD)] > 0
 
 
 def stages_from_cuts(
@@ -91,12 +100,12 @@ def stages_from_cuts(
     they are the earliest of the stage, so that equal searches give equal plans.
     """
     words, names = unit_words(model), unit_names(model)
-    layer_kinds = [kind.name for kind in unit_kinds(model) if kind.is_layer]
+    layers = [kind.name for kind in unit_kinds(model) if kind.is_layer]
     edges = (0, *cuts, len(words))
-    recomputed = recomputed or [[0] * len(layer_kinds)] * (len(edges) - 1)
+    recomputed = recomputed or [[0] * len(layers)] * (len(edges) - 1)
     stages = []
     for (start, end), counts in zip(pairwise(edges), recomputed, strict=True):
-        left = dict(zip(layer_kinds, counts, strict=True))
+        left = dict(zip(layers, counts, strict=True))
         again = []
         for word, name in zip(words[start:end], names[start:end], strict=True):
             if left.get(name, 0) > 0:

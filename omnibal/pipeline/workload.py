@@ -13,7 +13,7 @@ class Workload:
     """Micro-batches of a run, sorted by step, data-parallel rank and slot."""
 
     features: np.ndarray
-    """Features of every pack, [packs, 5], as `omnibal.cost.model.pack_features` gives them."""
+    """Features of every pack, [packs, features], as `cost.model.pack_features` gives them."""
     step: np.ndarray
     """Step of every pack; this and the next two are [packs]. A rank may have fewer micro-batches
     than others, or none."""
@@ -23,7 +23,7 @@ class Workload:
 
     @classmethod
     def of(cls, packs: ScheduledPacks, features: np.ndarray, data_parallel_size: int) -> "Workload":
-        """Build the workload of a schedule, with the features [packs, 5] of its packs."""
+        """Build the workload of a schedule, with the features [packs, features] of its packs."""
         return cls(
             features=features,
             step=packs.step,

@@ -31,8 +31,9 @@ from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, model_ms
-from omnibal.pipeline.units import stages_from_cuts, unit_sequence
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
+from omnibal.units import unit_names
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths
@@ -243,7 +244,7 @@ class Predicted:
 
     def _paper_cuts(self) -> list[int]:
         """Before the first layer of every stage but the first."""
-        sequence = unit_sequence(self.model)
+        sequence = unit_names(self.model)
         layers = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
         positions = [at for at, unit in enumerate(sequence) if unit in layers]
         return [positions[n] for n in np.cumsum(self.job.stage_layers[:-1])]

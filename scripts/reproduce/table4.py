@@ -26,7 +26,7 @@ from paper import (
 
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.stage_cost import stage_times, trained_parameters
-from omnibal.pipeline.units import stage_units
+from omnibal.pipeline.units import last_unit
 
 MIB = 1024**2
 
@@ -39,7 +39,7 @@ def main() -> None:
     rows, sent_of_layers, sent_of_parameters = [], 0.0, 0.0
     for method, (parameters, layers, forward_ms, sent, days) in TABLE_4.items():
         stages = job.stages(method, RecomputeRule.FULL, data.isf, capped=False)
-        last = [job.cost.units[stage_units(stage)[-1]] for stage in stages[:-1]]
+        last = [job.cost.units[last_unit(job.cost.kinds, stage)] for stage in stages[:-1]]
         # Divided over tensor ranks under sequence parallelism; the paper counts whole tensors.
         whole = [
             job.job.parallel.tensor

@@ -3,7 +3,7 @@
 import numpy as np
 
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.cost.model import CostModel, Unit, UnitCost
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.encoders import TilesEncoder
 from omnibal.units import feature_names, unit_kinds
 
@@ -35,33 +35,37 @@ def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
     )
 
 
-def random_cost(rng: np.random.Generator) -> CostModel:
-    """Costs of comparable units; what a unit keeps always includes its input."""
+def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> CostModel:
+    """Costs of comparable units; what a unit keeps always includes its input.
+
+    They are good for a model of any number of layers of the same kinds; the default is InternVL's.
+    """
+    model = model or small_model(1, 1)
+    features = feature_names(model)
 
     def unit(parameters: int) -> UnitCost:
-        boundary_bytes = rng.uniform(0, 1e6, 5)
-        output_bytes = rng.uniform(0, 1e6, 5)
-        forward_ms, backward_ms = rng.uniform(0, 1, 5), rng.uniform(0, 2, 5)
+        boundary_bytes = rng.uniform(0, 1e6, len(features))
+        output_bytes = rng.uniform(0, 1e6, len(features))
+        forward_ms, backward_ms = rng.uniform(0, 1, len(features)), rng.uniform(0, 2, len(features))
         return UnitCost(
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             recompute_ms=0.7 * forward_ms + 0.1 * forward_ms[::-1],
             collective_ms=0.1 * np.stack([forward_ms, backward_ms]),
-            padding_ms=np.zeros((2, 5)),
-            activation_bytes=boundary_bytes + rng.uniform(0, 8e6, 5),
+            padding_ms=np.zeros((2, len(features))),
+            activation_bytes=boundary_bytes + rng.uniform(0, 8e6, len(features)),
             boundary_bytes=boundary_bytes,
             output_bytes=output_bytes,
             output_gradient_bytes=output_bytes,
-            transient_bytes=rng.uniform(0, 3e6, 5),
+            transient_bytes=rng.uniform(0, 3e6, len(features)),
             parameters=parameters,
             trained_parameters=parameters,
         )
 
-    model = small_model(1, 1)
     return CostModel(
-        features=feature_names(model),
+        features=features,
         kinds=unit_kinds(model),
-        units={kind: unit(int(rng.integers(1_000_000))) for kind in Unit},
+        units={kind.name: unit(int(rng.integers(1_000_000))) for kind in unit_kinds(model)},
         weight_bytes_per_parameter=2,
         gradient_bytes_per_parameter=4,
         optimizer_bytes_per_parameter=12,
@@ -74,8 +78,8 @@ def random_cost(rng: np.random.Generator) -> CostModel:
     )
 
 
-def random_features(rng: np.random.Generator, packs: int) -> np.ndarray:
-    """[packs, 5] with no pack that is the largest in everything."""
-    features = rng.uniform(0, 4, (packs, 5))
+def random_features(rng: np.random.Generator, packs: int, count: int = 5) -> np.ndarray:
+    """[packs, count] with no pack that is the largest in everything."""
+    features = rng.uniform(0, 4, (packs, count))
     features[:, 0] = 1
     return features

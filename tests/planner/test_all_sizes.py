@@ -52,7 +52,7 @@ def test_best_packs_equal_all_packs(cells):
     for _ in range(150):
         tiles, tokens, counts = some_kinds(rng)
         values = rng.random(len(tiles)) * (0.2 + tokens / 1000) * (rng.random(len(tiles)) < 0.9)
-        best = BestPack(tiles, tokens, CAPS, cells)
+        best = BestPack(np.stack([tiles, tokens]), CAPS.values, cells)
         priced = best.price(values, counts)
         fitting = all_patterns(tiles, tokens, counts)
         truth = (fitting @ values).max()
@@ -79,7 +79,7 @@ def test_search_that_is_cut_short_still_bounds(monkeypatch):
     for _ in range(60):
         tiles, tokens, counts = some_kinds(rng)
         values = rng.random(len(tiles))
-        best = BestPack(tiles, tokens, CAPS, COARSE)
+        best = BestPack(np.stack([tiles, tokens]), CAPS.values, COARSE)
         truth = (all_patterns(tiles, tokens, counts) @ values).max()
         assert best.most(best.price(values, counts), 0.5 * truth)[0] >= truth - 1e-9
 
@@ -89,7 +89,7 @@ def test_packs_of_what_the_grid_rounds_to_nothing():
     caps = Caps.of(tiles=512, tokens=65_536)
     texts = np.array([63] * (5 * 994) + [62] * (5 * 47))
     tiles = np.zeros(len(texts), np.int64)
-    best = BestPack(tiles[:2], np.array([62, 63]), caps, 1 << 18)
+    best = BestPack(np.array([[0, 0], [62, 63]]), caps.values, 1 << 18)
     priced = best.price(np.array([62, 63]) / 65_536, np.array([235, 4970]))
     assert best.most(priced, 0.5)[0] == pytest.approx(1)
     tiles[0] = 512
@@ -103,11 +103,11 @@ def test_packs_of_what_the_grid_rounds_to_nothing():
 def test_table_of_limited_copies_equals_all_choices():
     """Prevents a table that takes a sample more often than it is there."""
     rng = np.random.default_rng(4)
-    grid = Grid.of(CAPS["tiles"], CAPS["tokens"], 1 << 17)
+    grid = Grid.of(CAPS.values, 1 << 17)
     for _ in range(40):
         tiles, tokens, counts = some_kinds(rng)
         values = rng.random(len(tiles))
-        table = knapsack_table(values, tiles, tokens, grid, counts)
+        table = knapsack_table(values, np.stack([tiles, tokens]), grid, counts)
         fitting = all_patterns(tiles, tokens, counts)
         for room in rng.integers((0, 0), (31, 1001), (5, 2)):
             fits = (fitting @ tiles <= room[0]) & (fitting @ tokens <= room[1])
@@ -152,10 +152,10 @@ def test_bound_equals_the_covering_by_all_patterns(cells):
     for _ in range(60):
         tiles, tokens, counts = some_kinds(rng)
         of_sample = rng.permutation(np.repeat(np.arange(len(tiles)), counts))
-        sizes = Sizes.of(tiles[of_sample], tokens[of_sample])
+        sizes = Sizes.of(np.stack([tiles, tokens])[:, of_sample])
         patterns = all_patterns(tiles, tokens, counts)
         truth = linprog(np.ones(len(patterns)), A_ub=-patterns.T, b_ub=-counts).fun
-        mix = SizeMix(sizes, CAPS, alone(len(of_sample)), cells)
+        mix = SizeMix(sizes, CAPS.values, alone(len(of_sample)), cells)
         bound = mix.bound(max_rounds=50, wanted=len(of_sample))
         assert bound <= truth + 1e-6
         as_tight += np.ceil(bound - 1e-6) == np.ceil(truth - 1e-6)
@@ -196,7 +196,7 @@ def test_diving_finds_packs_cut_apart():
         tiles = rng.integers(0, 9 // held + 1, len(tokens))
         keep = rng.permutation(np.flatnonzero(tokens > 0))
         caps = Caps.of(tiles=9, tokens=4096)
-        found = pack_by_diving(tiles[keep], tokens[keep], caps, alone(len(keep)), 0)
+        found = pack_by_diving(np.stack([tiles, tokens])[:, keep], caps.values, alone(len(keep)), 0)
         assert sorted(found.samples.tolist()) == list(range(len(keep)))
         assert found.sums(tokens[keep]).max() <= 4096 and found.sums(tiles[keep]).max() <= 9
         assert packs <= len(found) <= packs + 1
@@ -206,9 +206,9 @@ def test_good_packs_are_kept():
     """Prevents half a minute spent, or mixtures given up, for nothing."""
     tokens = np.array([600, 400] * 20)
     packs = Packs(samples=np.arange(40), offsets=np.arange(0, 41, 2))
-    assert pack_by_diving(np.zeros(40, np.int64), tokens, CAPS, packs, 0) is packs
+    assert pack_by_diving(np.stack([0 * tokens, tokens]), CAPS.values, packs, 0) is packs
     loose = alone(40)
-    assert pack_by_diving(np.zeros(40, np.int64), tokens, CAPS, loose, 20) is loose
+    assert pack_by_diving(np.stack([0 * tokens, tokens]), CAPS.values, loose, 20) is loose
 
 
 def test_many_epochs_are_not_searched(monkeypatch):
@@ -231,7 +231,7 @@ def test_nothing_left_ends_the_dive():
     """Prevents an error where the packs that are made at once take all samples that are left."""
     for held in (2, 4):
         sizes = np.full(20 * held, CAPS["tokens"] // held)
-        found = pack_by_diving(np.zeros(len(sizes), np.int64), sizes, CAPS, alone(len(sizes)), 0)
+        found = pack_by_diving(np.stack([0 * sizes, sizes]), CAPS.values, alone(len(sizes)), 0)
         assert sorted(found.samples.tolist()) == list(range(len(sizes)))
         assert len(found) == 20
 
@@ -253,6 +253,6 @@ def test_a_master_that_takes_too_long_gives_up(monkeypatch):
     tokens = rng.integers(200, 600, 120)
     tiles = rng.integers(0, 16, 120)
     packs = alone(120)
-    assert pack_by_diving(tiles, tokens, CAPS, packs, 0) is packs
+    assert pack_by_diving(np.stack([tiles, tokens]), CAPS.values, packs, 0) is packs
     lengths = make_lengths(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
     assert packs_lower_bound(lengths, CAPS) >= naive_lower_bound(lengths, CAPS)

@@ -26,7 +26,8 @@ from omnibal.pipeline.baselines import (
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage, joined, layer_spans
 from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
-from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts, unit_sequence
+from omnibal.pipeline.units import check_stages, stage_units, stages_from_cuts
+from omnibal.units import unit_names
 
 MODEL = load_model("internvl-chat-1.5-6b-20b")
 PACK = np.array([1.0, 9, 4096, 4096**2, 4096])
@@ -69,7 +70,7 @@ def all_cuts(model: ModelConfig, p: int) -> list[tuple[int, ...]]:
     """Of all splits with a layer in every stage."""
     return [
         cuts
-        for cuts in combinations(range(1, len(unit_sequence(model))), p - 1)
+        for cuts in combinations(range(1, len(unit_names(model))), p - 1)
         if all(stage.layer_count for stage in stages_from_cuts(model, cuts))
     ]
 
@@ -116,7 +117,9 @@ def test_splits_are_the_most_even_of_all(method: str):
         ranked = []
         for cuts in all_cuts(model, p):
             stages = stages_from_cuts(model, cuts)
-            loads = [sum(sizes[unit] for unit in stage_units(stage)) for stage in stages]
+            loads = [
+                sum(sizes[unit] for unit in stage_units(cost.kinds, stage)) for stage in stages
+            ]
             squares = sum(load**2 for load in loads)
             ranked.append((round(max(loads), 6), round(squares, 6), cuts))
         ranked.sort()

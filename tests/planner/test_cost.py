@@ -14,7 +14,8 @@ from omnibal.pipeline.stage_cost import (
     stage_memories,
     trained_parameters,
 )
-from omnibal.pipeline.units import stage_units, stages_from_cuts, unit_sequence
+from omnibal.pipeline.units import stage_units, stages_from_cuts
+from omnibal.units import unit_kinds, unit_names
 
 pytestmark = pytest.mark.quick
 
@@ -211,7 +212,7 @@ def test_activations_follow_korthikanti_without_dropout():
 def test_cut_volumes_are_those_of_omnibal_table_4(cuts: tuple[int, ...], mib: float):
     """Prevents charging a cut for the wrong tensor."""
     cost = cost_of()
-    crossing = [stage_units(stage)[-1] for stage in stages_from_cuts(MODEL, cuts)[:-1]]
+    crossing = [stage_units(cost.kinds, stage)[-1] for stage in stages_from_cuts(MODEL, cuts)[:-1]]
     volume = sum(PACK @ cost.units[unit].output_bytes for unit in crossing)
     assert volume / 2**20 == pytest.approx(mib, abs=0.1)
 
@@ -336,7 +337,7 @@ def test_uncut_model_is_one_stage():
     assert stage == Stage.of(
         *("vision embed", "vision 0..44", "projector", "language embed", "language 0..47", "head")
     )
-    assert stage_units(stage) == unit_sequence(MODEL)
+    assert stage_units(unit_kinds(MODEL), stage) == unit_names(MODEL)
 
 
 def test_model_operations_are_six_per_parameter_and_token():

@@ -256,7 +256,11 @@ def test_isf_equals_the_paper_written_out(thresholds):
     sizes = rng.integers((0, 1), (6, 300), (300, 2)).tolist()
     lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
     packs = pack_isf(
-        lengths, caps, 7, iterations=4, tile_threshold=thresholds[0], token_threshold=thresholds[1]
+        lengths,
+        caps,
+        7,
+        iterations=4,
+        thresholds=Caps.of(tiles=thresholds[0], tokens=thresholds[1]),
     )
     expected = paper_isf(lengths, caps, 7, 4, *thresholds)
     assert [pack.tolist() for pack in (packs[i] for i in range(len(packs)))] == expected
@@ -270,10 +274,10 @@ def test_default_token_threshold(max_tokens, threshold):
     lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=max_tokens)
     default = pack_isf(lengths, caps, 0)
     assert default.samples.tolist() == (
-        pack_isf(lengths, caps, 0, token_threshold=threshold).samples.tolist()
+        pack_isf(lengths, caps, 0, thresholds=Caps.of(tiles=9, tokens=threshold)).samples.tolist()
     )
     assert default.samples.tolist() != (
-        pack_isf(lengths, caps, 0, token_threshold=max_tokens).samples.tolist()
+        pack_isf(lengths, caps, 0, thresholds=Caps.of(tiles=9, tokens=max_tokens)).samples.tolist()
     )
 
 

@@ -116,10 +116,10 @@ def test_a_handful_is_packed_optimally():
         tiles = rng.integers(0, caps["tiles"] + 1, count)
         tokens = rng.integers(1, caps["tokens"] + 1, count)
         sizes = list(zip(tiles.tolist(), tokens.tolist(), strict=True))
-        packs = pack_exactly(tiles, tokens, caps)
+        packs = pack_exactly(np.stack([tiles, tokens]), caps.values)
         assert sorted(sample for pack in packs for sample in pack) == list(range(count))
         assert len(packs) == fewest_packs(sizes, caps)
-    assert len(pack_exactly(np.ones(MAX_SAMPLES), np.ones(MAX_SAMPLES), caps)) >= 1
+    assert len(pack_exactly(np.ones((2, MAX_SAMPLES)), caps.values)) >= 1
 
 
 def plain_best_fit(tiles, tokens, values, first, caps):
@@ -151,7 +151,7 @@ def test_best_fit_equals_its_rule():
         tiles, tokens = rng.integers(0, 10, count), rng.integers(1, 501, count)
         values, first = rng.random(count), rng.random(count)
         expected = plain_best_fit(tiles, tokens, values, first, caps)
-        assert pack_best_fit(tiles, tokens, values, first, caps) == expected
+        assert pack_best_fit(np.stack([tiles, tokens]), values, first, caps.values) == expected
 
 
 def test_first_fit_equals_its_rule():
@@ -170,7 +170,7 @@ def test_first_fit_equals_its_rule():
                     break
             else:
                 expected.append([sample])
-        assert pack_first_fit(tiles, tokens, first, caps) == expected
+        assert pack_first_fit(np.stack([tiles, tokens]), first, caps.values) == expected
 
 
 def test_samples_of_many_tiles_meet_samples_of_many_tokens():
@@ -179,12 +179,12 @@ def test_samples_of_many_tiles_meet_samples_of_many_tokens():
     share = rng.random(600)
     sizes = np.stack([share * 512, np.maximum((1 - share) * 131_072, 1)], axis=1).astype(int)
     lengths, caps = make_lengths(sizes.tolist()), Caps.of(tiles=512, tokens=131_072)
-    packs = pack_nearest(*sizes.T, caps)
+    packs = pack_nearest(sizes.T, caps.values)
     assert sorted(sample for pack in packs for sample in pack) == list(range(600))
     assert max(sizes[pack].sum(axis=0)[0] for pack in packs) <= 512
     assert max(sizes[pack].sum(axis=0)[1] for pack in packs) <= 131_072
     larger = np.maximum(*(sizes / (512, 131_072)).T)
-    plain = pack_first_fit(*sizes.T, larger, caps)
+    plain = pack_first_fit(sizes.T, larger, caps.values)
     assert len(balanced(lengths, caps)) <= min(len(packs), len(plain)) + 1
 
 
@@ -206,7 +206,7 @@ def test_best_fit_with_many_tile_counts_keeps_the_caps():
     rng = np.random.default_rng(3)
     lengths = make_lengths(rng.integers((0, 1), (513, 9000), (800, 2)).tolist())
     caps = Caps.of(tiles=512, tokens=10_000)
-    rest = Rest(lengths.column("tiles").astype(np.int64), lengths.tokens.astype(np.int64), caps)
+    rest = Rest(lengths.sizes(caps.names), caps.values)
     packs = rest.best_fit(rng)
     assert sorted(np.concatenate(packs).tolist()) == list(range(800))
     assert max(lengths.column("tiles")[pack].sum() for pack in packs) <= 512
@@ -229,7 +229,7 @@ def test_pairs_are_the_best_there_are():
             for s in sets
             if tiles[list(s)].sum() <= room[0] and tokens[list(s)].sum() <= room[1]
         )
-        pack = next(fill_by_pairs(tiles, tokens, values, first, caps))
+        pack = next(fill_by_pairs(np.stack([tiles, tokens]), values, first, caps.values))
         assert pack[0] == opened
         assert values[pack[1:]].sum() == pytest.approx(best)
 
@@ -239,8 +239,8 @@ def test_level_packs_hold_every_sample_once(leading):
     """Prevents samples lost or doubled when packs trade them, and packs far from level."""
     caps = Caps.of(tiles=128, tokens=32_768)
     lengths = mixture(2000, caps)
-    sizes = (lengths.column("tiles").astype(np.int64), lengths.tokens.astype(np.int64))
-    packs = deal_level(sizes, 60, caps, leading, np.random.default_rng(0))
+    sizes = lengths.sizes(caps.names)
+    packs = deal_level(sizes, 60, caps.values, leading, np.random.default_rng(0))
     assert sorted(packs.samples.tolist()) == list(range(2000))
     tokens = packs.sums(lengths.tokens)
     assert tokens.max() - tokens.min() < 0.01 * tokens.mean()

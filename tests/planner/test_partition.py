@@ -22,8 +22,9 @@ from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import GIB, stage_memories
-from omnibal.pipeline.units import check_stages, stages_from_cuts, unit_sequence
+from omnibal.pipeline.units import check_stages, stages_from_cuts
 from omnibal.pipeline.workload import Workload
+from omnibal.units import unit_names
 
 LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
 
@@ -170,7 +171,7 @@ def brute_force(
     cost: CostModel, model: ModelConfig, packs: Workload, p: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Step time in ms and largest peak in bytes of all splits and recomputed sets."""
-    sequence = unit_sequence(model)
+    sequence = unit_names(model)
     options = {
         (a, b): run_options(cost, sequence[a:b], packs.features)
         for a, b in combinations(range(len(sequence) + 1), 2)
@@ -559,7 +560,7 @@ def test_recomputed_layers_are_the_earliest_of_their_stage():
 def test_cuts_and_stages_are_each_others_inverse():
     """Prevents an off-by-one between the unit list and stages, for every possible split."""
     model = small_model(2, 3)
-    for cuts in combinations(range(1, len(unit_sequence(model))), 3):
+    for cuts in combinations(range(1, len(unit_names(model))), 3):
         stages = stages_from_cuts(model, cuts)
         check_stages(model, stages)
         sizes = [stage.size for stage in stages]

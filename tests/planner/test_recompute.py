@@ -49,7 +49,7 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones():
             peaks = [table.peak_bytes(counts[stage], np.array([0, v, 0, 0, n, 0])) for v, n in sets]
             feasible = [pair for pair, peak in zip(sets, peaks, strict=True) if peak <= cap]
             mine = useful.stage == stage
-            chosen = list(zip(useful.vision[mine], useful.language[mine], strict=True))
+            chosen = list(map(tuple, useful.layers[mine].tolist()))
             assert set(chosen) <= set(feasible)
             assert bool(chosen) == bool(feasible)
             np.testing.assert_allclose(low[stage], min(peaks))

@@ -19,6 +19,7 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     GIB,
     memory_table,
@@ -27,7 +28,7 @@ from omnibal.pipeline.stage_cost import (
     stage_memories,
     stage_times,
 )
-from omnibal.pipeline.units import UNITS, recomputed_counts, stages_from_cuts, unit_counts
+from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts
 from omnibal.plan import Plan
 from omnibal.planner import make_plan
 from omnibal.replay import (
@@ -270,13 +271,15 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         kept = {"boundary_bytes": inputs, "activation_bytes": inputs + inner}
         cost = replace(cost, units={kind: replace(u, **kept) for kind, u in cost.units.items()})
     memories = stage_memories(cost, stages, packs.slot, features)
+
+    def units_of(stage: Stage) -> tuple[np.ndarray, np.ndarray]:
+        return unit_counts(cost.kinds, stage), recomputed_counts(cost.kinds, stage)
+
     for index, stage in enumerate(stages):
         kept = sum(
             (held - again) * cost.units[unit].activation_bytes
             + again * cost.units[unit].boundary_bytes
-            for unit, held, again in zip(
-                UNITS, unit_counts(stage), recomputed_counts(stage), strict=True
-            )
+            for unit, held, again in zip(cost.units, *units_of(stage), strict=True)
         )
         peaks = {}
         for step in range(packs.steps):
@@ -294,7 +297,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         for rows in chosen:
             own = features[list(rows)]
             alone = memory_table(cost, own, own)
-            working.append(alone.transient_bytes(unit_counts(stage), recomputed_counts(stage)))
-        most = table.transient_bytes(unit_counts(stage), recomputed_counts(stage))
+            working.append(alone.transient_bytes(*units_of(stage)))
+        most = table.transient_bytes(*units_of(stage))
         assert max(working) == pytest.approx(most)
         assert len(set(chosen)) == len(chosen) <= 2

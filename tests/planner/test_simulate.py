@@ -256,7 +256,7 @@ def test_a_prediction_adds_up():
     needed_ms -= sum(
         features.sum(axis=0) @ cost.units[unit].collective_ms.sum(axis=0)
         for stage in stages
-        for unit in stage_units(stage)
+        for unit in stage_units(cost.kinds, stage)
     )
     assert prediction.ideal_step_ms == pytest.approx(needed_ms / (3 * 6))
     assert prediction.ideal_step_ms < prediction.step_ms

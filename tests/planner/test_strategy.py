@@ -22,7 +22,7 @@ from omnibal.limits import Caps, memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.units import stages_from_cuts, unit_sequence
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import read_plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
@@ -40,6 +40,7 @@ from omnibal.search.parallel_sizes import (
     strategy_samples_per_step,
     without_best,
 )
+from omnibal.units import unit_names
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
 CAPS = Caps.of(tiles=8, tokens=320)
@@ -442,7 +443,7 @@ def test_no_split_is_faster_than_its_bound(seed):
     rng = np.random.default_rng(seed)
     model, cost = small_model(2, 3), random_cost(rng)
     workload = random_workload(rng, 1 + seed % 3)
-    units = len(unit_sequence(model))
+    units = len(unit_names(model))
     for stages in (1, 2, 3):
         times = []
         for cuts in combinations(range(1, units), stages - 1):
@@ -461,7 +462,7 @@ def test_bound_is_the_time_where_nothing_is_lost():
     any_unit = next(iter(cost.units.values()))
     layer = replace(any_unit, trained_parameters=0, collective_ms=np.zeros((2, 5)))
     nothing = replace(layer, forward_ms=np.zeros(5), backward_ms=np.zeros(5))
-    units = {kind: layer if kind.name.endswith("LAYER") else nothing for kind in cost.units}
+    units = {kind: layer if kind.endswith("layer") else nothing for kind in cost.units}
     free = replace(cost, units=units, link_latency_ms=0.0, link_ms_per_byte=0.0)
     features = np.tile(rng.uniform(1, 2, 5), (12, 1))
     workload = Workload(

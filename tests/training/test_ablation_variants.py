@@ -25,16 +25,11 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage_cost import stage_memories, stage_times
-from omnibal.pipeline.units import (
-    LANGUAGE_LAYER,
-    UNITS,
-    VISION_LAYER,
-    stages_from_cuts,
-    unit_sequence,
-)
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanResult
+from omnibal.units import unit_names
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ablation_padding import padded_to_longest
@@ -191,10 +186,10 @@ def test_searched_split_is_the_best_of_all():
     features = pack_features(packs.packs, lengths, FEATURES)
     workload = Workload.of(packs, features, job.parallel.data)
     step_ms = {}
-    units = unit_sequence(model)
+    units = unit_names(model)
     for cuts in combinations(range(1, len(units)), job.parallel.pipeline - 1):
         runs = [units[i:j] for i, j in zip((0, *cuts), (*cuts, len(units)), strict=True)]
-        kinds = UNITS[VISION_LAYER], UNITS[LANGUAGE_LAYER]
+        kinds = "vision_layer", "language_layer"
         again = [tuple(run.count(kind) for kind in kinds) for run in runs]
         if all(map(any, again)):
             stages = stages_from_cuts(model, cuts, again)

@@ -23,7 +23,7 @@ from omnibal.cost.profile import fitted_cost
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import GIB, stage_memories
-from omnibal.pipeline.units import unit_sequence
+from omnibal.units import unit_names
 
 pytestmark = pytest.mark.quick
 
@@ -93,7 +93,7 @@ def test_units_add_up_to_what_a_whole_stage_keeps():
     plan = toy_plan(model, stages_of(model))
     for by_unit, whole in run_ranks(Parallel(pipeline=1), units_and_stage, plan)[0]:
         assert set(by_unit) == set(Unit)
-        assert sum(by_unit[unit] for unit in unit_sequence(model)) == pytest.approx(whole, abs=9)
+        assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
 
 
 def profile_and_step(links, plan):

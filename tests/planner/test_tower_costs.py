@@ -1,0 +1,197 @@
+"""Costs of models that are not one encoder and a dense language model, against published sizes,
+counting by hand, and costs of the parts alone."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from omnibal.config import (
+    ExpertsConfig,
+    LanguageConfig,
+    LayerRun,
+    ModelConfig,
+    load_cluster,
+    load_model,
+)
+from omnibal.cost.analytic import analytic_cost, model_flops
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs
+from omnibal.encoders import ClipsEncoder
+from omnibal.parallel import Parallel
+from omnibal.units import feature_names, model_parts, unit_kinds, unit_names
+
+pytestmark = pytest.mark.quick
+
+CLUSTER = load_cluster("h100-80g")
+VISION = load_model("internvl2-8b")
+WHISPER = ClipsEncoder(
+    layers=32,
+    hidden_size=1280,
+    heads=20,
+    ffn_hidden_size=5120,
+    normalization="LayerNorm",
+    qkv_bias=True,
+    qk_norm=False,
+)
+MIXTRAL = LanguageConfig(
+    layers=32,
+    hidden_size=4096,
+    heads=32,
+    kv_heads=8,
+    ffn_hidden_size=14336,
+    vocab_size=32000,
+    runs=(
+        LayerRun(
+            layers=1,
+            experts=ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=14336),
+        ),
+    ),
+)
+THREE = VISION.model_copy(update={"encoders": VISION.encoders | {"audio": WHISPER}})
+
+
+def cost_of(model: ModelConfig, frozen: tuple[str, ...] = (), tensor: int = 1) -> CostModel:
+    return analytic_cost(model, CLUSTER, Parallel(pipeline=2, tensor=tensor), "bf16", frozen)
+
+
+def parameters(model: ModelConfig) -> int:
+    units = cost_of(model).units
+    return sum(units[name].parameters for name in unit_names(model))
+
+
+def vector(model: ModelConfig, **features: float) -> np.ndarray:
+    return np.array([{"fixed": 1.0, **features}.get(name, 0.0) for name in feature_names(model)])
+
+
+def test_whisper_has_its_published_parameters():
+    """Prevents forgotten convolutions or layers (large-v3's encoder: 637 million with its fixed
+    positions of 1,500 x 1,280)."""
+    alone = (
+        sum(cost_of(THREE).units[name].parameters for name in unit_names(THREE) if "audio_" in name)
+        - cost_of(THREE).units["audio_projector"].parameters
+    )
+    assert alone + 1500 * 1280 == pytest.approx(637e6, rel=2e-3)
+
+
+def test_experts_have_their_published_parameters_and_are_used_in_part():
+    """Prevents memory of one expert, or operations of all (Mixtral 8x7B: 46.7 billion parameters,
+    12.9 billion used by a token)."""
+    model = ModelConfig(name="mixtral", language=MIXTRAL)
+    assert parameters(model) == pytest.approx(46.70e9, rel=1e-3)
+    flops = model_flops(model, CLUSTER, ()) @ vector(model, tokens=1, loss_tokens=1)
+    embedding = MIXTRAL.vocab_size * MIXTRAL.hidden_size
+    assert flops / 6 + embedding == pytest.approx(12.88e9, rel=2e-3)
+
+
+def test_a_window_costs_the_pairs_within_it():
+    """Prevents attention that is paid for beyond its window, or not at all."""
+    window, tokens = 5, (1, 4, 5, 6, 19)
+    dense = LanguageConfig(
+        layers=3, hidden_size=64, heads=4, kv_heads=2, ffn_hidden_size=96, vocab_size=50
+    )
+    model = ModelConfig(
+        name="windowed",
+        language=dense.model_copy(update={"runs": (LayerRun(layers=1, window=window),)}),
+    )
+    lengths = Lengths(
+        items={},
+        tokens=np.array(tokens, np.int32),
+        loss_tokens=np.array(tokens, np.int32),
+        source=np.zeros(len(tokens), np.int32),
+        source_names=("s",),
+        origin=None,
+    )
+    packs = Packs.from_lists([[0, 4], [1, 2, 3]])
+    names = feature_names(model)
+    found = pack_features(packs, lengths, names)
+    for pack, row in zip(([1, 19], [4, 5, 6]), found, strict=True):
+        # Query q sees keys q - window + 1 to q; t^2 stands for t (t + 1) / 2 pairs, so the
+        # window's share is t^2 minus the square of what lies beyond it.
+        beyond = sum(sum(q >= window and k <= q - window for k in range(t) for q in range(t))
+                     for t in pack)  # fmt: skip
+        pairs = sum(t * (t + 1) // 2 for t in pack) - beyond
+        feature = row[names.index("squared_tokens_window5")]
+        assert feature == sum(t * t for t in pack) - sum(max(t - window, 0) ** 2 for t in pack)
+        assert abs(feature / 2 - pairs) <= sum(t / 2 for t in pack)
+    full = cost_of(ModelConfig(name="full", language=dense)).units["language_layer"]
+    windowed = cost_of(model).units["language_layer_window5"]
+    at_full = vector(ModelConfig(name="full", language=dense), tokens=9, squared_tokens=70)
+    at_window = vector(model, tokens=9, squared_tokens=81, squared_tokens_window5=70)
+    assert at_window @ windowed.forward_ms == pytest.approx(at_full @ full.forward_ms, rel=1e-12)
+    assert windowed.parameters == full.parameters
+
+
+def test_language_without_an_encoder_costs_what_it_does_behind_one():
+    """Prevents a text-only model with other costs than the same layers have in InternVL."""
+    text = VISION.model_copy(update={"encoders": {}})
+    with_vision, alone = cost_of(VISION, tensor=2), cost_of(text, tensor=2)
+    texts = {"tokens": 900.0, "squared_tokens": 300_000.0, "loss_tokens": 200.0}
+    assert model_parts(text) == ("language",)
+    assert [kind.name for kind in unit_kinds(text)] == ["language_embed", "language_layer", "head"]
+    for name, cost in alone.units.items():
+        for field in ("forward_ms", "backward_ms", "activation_bytes", "output_bytes"):
+            given = vector(text, **texts) @ getattr(cost, field)
+            assert given == vector(VISION, **texts) @ getattr(with_vision.units[name], field)
+        assert cost.parameters == with_vision.units[name].parameters
+
+
+def test_a_second_encoder_is_paid_for_beside_the_first():
+    """Prevents audio in place of vision, or on top of its sizes."""
+    audio = VISION.model_copy(update={"encoders": {"audio": WHISPER}})
+    sizes = {"tokens": 3000.0, "squared_tokens": 2e6, "loss_tokens": 500.0}
+    together, first, second = cost_of(THREE), cost_of(VISION), cost_of(audio)
+    renamed = {"vision_projector": "projector", "audio_projector": "projector"}
+    for name, cost in together.units.items():
+        tower = name.split("_")[0]
+        alone, model = (second, audio) if tower == "audio" else (first, VISION)
+        items = {"audio": {"clips": 3.0}, "vision": {"tiles": 5.0}}.get(tower, {})
+        other = alone.units[renamed.get(name, name)]
+        for field in ("forward_ms", "backward_ms", "activation_bytes"):
+            given = vector(THREE, **sizes, **items) @ getattr(cost, field)
+            assert given == pytest.approx(vector(model, **sizes, **items) @ getattr(other, field))
+    # Words, tiles and clips are all put in place, each for what its tokens take.
+    embed = together.units["language_embed"].activation_bytes
+    width = 2 * VISION.language.hidden_size
+    assert vector(THREE, tiles=1) @ embed - vector(THREE) @ embed == 256 * width
+    assert vector(THREE, clips=1) @ embed - vector(THREE) @ embed == 750 * width
+
+
+def test_cuts_behind_the_first_encoder_carry_its_features_on():
+    """Prevents a cut inside the audio encoder that loses the images, or sends gradients of frozen
+    ones."""
+    cost = cost_of(THREE)
+    tokens_bytes = 256 * 2 * VISION.language.hidden_size
+    tiles = vector(THREE, tiles=1)
+    for name in ("vision_projector", "audio_embed", "audio_layer", "audio_projector"):
+        assert tiles @ cost.units[name].output_bytes == tokens_bytes
+        assert tiles @ cost.units[name].output_gradient_bytes == tokens_bytes
+    assert not tiles @ cost.units["language_embed"].output_bytes
+    frozen = cost_of(THREE, frozen=("vision", "vision_projector"))
+    assert tiles @ frozen.units["audio_layer"].output_bytes == tokens_bytes
+    assert not tiles @ frozen.units["audio_layer"].output_gradient_bytes
+    assert vector(THREE, clips=1) @ frozen.units["audio_layer"].output_gradient_bytes
+
+
+def test_a_frozen_encoder_behind_a_trained_one_has_no_backward():
+    """Prevents gradients of an encoder's input for the sake of the encoder listed before it."""
+    cost = cost_of(THREE, frozen=("audio",))
+    assert cost.units["vision_layer"].backward_ms.any()
+    assert not cost.units["audio_embed"].backward_ms.any()
+    assert not cost.units["audio_layer"].backward_ms.any()
+    assert cost.units["audio_projector"].backward_ms.any()
+    both = cost_of(THREE, frozen=("audio", "audio_projector"))
+    assert not both.units["audio_projector"].backward_ms.any()
+    assert both.units["language_layer"].backward_ms.any()
+
+
+def test_layers_follow_the_pattern_of_runs():
+    """Prevents runs that are not repeated, or that are repeated beyond the last layer."""
+    runs = (LayerRun(layers=5, window=1024), LayerRun(layers=1))
+    language = VISION.language.model_copy(update={"runs": runs, "layers": 26})
+    names = unit_names(VISION.model_copy(update={"encoders": {}, "language": language}))[1:-1]
+    full = [place for place, name in enumerate(names) if name == "language_layer"]
+    assert len(names) == 26 and full == [5, 11, 17, 23]
+    assert all(b - a == 6 for a, b in pairwise(full))
+    assert set(names) == {"language_layer", "language_layer_window1024"}
