@@ -4,9 +4,8 @@ Sizes follow the published models' own config files.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from difflib import get_close_matches
-from enum import StrEnum
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -32,24 +31,6 @@ ChatTemplate = Literal[
 Llama 3.1 and Qwen2.5 were tuned with."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
-
-
-class Part(StrEnum):
-    """Part of the model that is trained or frozen as a whole."""
-
-    VISION = "vision"
-    PROJECTOR = "projector"
-    LANGUAGE = "language"
-
-
-def frozen_mistake(frozen: Sequence[Part]) -> str | None:
-    """Error message for a choice of frozen parts; None if it is valid."""
-    if len(set(frozen)) == len(frozen) < len(Part):
-        return None
-    return (
-        f"frozen names {', '.join(frozen)}; it must name each part at most once and leave one to "
-        "train"
-    )
 
 
 class ExpertsConfig(Frozen):

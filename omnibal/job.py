@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Part, Precision, frozen_mistake
+from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost
@@ -20,6 +20,7 @@ from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.plan import Plan
+from omnibal.units import frozen_mistake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,8 +28,9 @@ class JobSpec:
     """A training job without its data: model, devices, parallel sizes and the costs of all units.
 
     Raises:
-        UserError: the parallel sizes do not fit the model or the cluster, nothing is trained, or
-            the profile is of another model, precision or tensor-parallel size.
+        UserError: the parallel sizes do not fit the model or the cluster, a frozen part is
+            not the model's, nothing is trained, or the profile is of another model, precision or
+            tensor-parallel size.
     """
 
     model: ModelConfig
@@ -36,7 +38,7 @@ class JobSpec:
     parallel: Parallel
     precision: Precision
     """Precision of weights and activations."""
-    frozen: tuple[Part, ...] = ()
+    frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
     profile: Profile | None = None
     """Measured costs; None to count operations and bytes instead."""
@@ -44,7 +46,7 @@ class JobSpec:
     """Cost model, made once from the fields above."""
 
     def __post_init__(self) -> None:
-        mistake = frozen_mistake(self.frozen)
+        mistake = frozen_mistake(self.model, self.frozen)
         if mistake is not None:
             raise UserError(mistake)
         check_parallel(self.model, self.parallel, self.cluster)

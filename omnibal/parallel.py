@@ -42,24 +42,18 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
         UserError: there are more stages than layers, tensor-parallel ranks do not divide the
             language model's heads or a feed-forward size, or they are more than a node's devices.
     """
-    layers = model.vision.layers + model.language.layers
-    if parallel.pipeline > layers:
+    if parallel.pipeline > model.layers:
         raise UserError(
-            f"pipeline size {parallel.pipeline} is more than the {layers} layers of {model.name}; "
-            f"every stage must hold a layer: choose a pipeline size of at most {layers}"
+            f"pipeline size {parallel.pipeline} is more than the {model.layers} layers of "
+            f"{model.name}; every stage must hold a layer: choose a pipeline size of at most "
+            f"{model.layers}"
         )
     if parallel.tensor > cluster.gpus_per_node:
         raise UserError(
             f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
             f"node of {cluster.name}, and its ranks must share one: choose at most that many"
         )
-    # Vision heads need not divide: InternViT's 25 are padded to a multiple of the tensor size.
-    divided = {
-        "vision.ffn_hidden_size": model.vision.ffn_hidden_size,
-        "language.heads": model.language.heads,
-        "language.kv_heads": model.language.kv_heads,
-        "language.ffn_hidden_size": model.language.ffn_hidden_size,
-    }
+    divided = _divided_sizes(model)
     for name, size in divided.items():
         if size % parallel.tensor:
             divisors = [n for n in range(1, cluster.gpus_per_node + 1) if size % n == 0]
@@ -70,6 +64,25 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
                 f"for which it must be one of {_listed(divisors)}; all of this model allows "
                 f"{_listed(possible)}: choose that, and more pipeline stages where memory is short"
             )
+
+
+def _divided_sizes(model: ModelConfig) -> dict[str, int]:
+    """Sizes that tensor-parallel ranks must divide, by their names in a model file.
+
+    An encoder's heads need not divide: InternViT's 25 are padded to a multiple of the tensor size.
+    """
+    language = model.language
+    towers = model.encoders.items()
+    sizes = {f"{name}.ffn_hidden_size": tower.ffn_hidden_size for name, tower in towers}
+    sizes |= {"language.heads": language.heads, "language.kv_heads": language.kv_heads}
+    for kind in dict.fromkeys(language.kinds):
+        if kind.experts is None:
+            sizes["language.ffn_hidden_size"] = language.ffn_hidden_size
+            continue
+        sizes[f"{kind.name}.ffn_hidden_size"] = kind.experts.ffn_hidden_size
+        if kind.experts.shared_ffn_hidden_size is not None:
+            sizes[f"{kind.name}.shared_ffn_hidden_size"] = kind.experts.shared_ffn_hidden_size
+    return sizes
 
 
 def _listed(numbers: list[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from omnibal.config import ClusterConfig, ModelConfig, Part, Precision, frozen_mistake
+from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Count, Frozen
@@ -17,6 +17,7 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
+from omnibal.units import frozen_mistake
 
 SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
@@ -66,7 +67,7 @@ class Plan(Frozen):
     model: ModelConfig
     precision: Precision
     parallel: Parallel
-    frozen: tuple[Part, ...] = ()
+    frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
     stages: tuple[Stage, ...]
     cluster: ClusterConfig
@@ -78,7 +79,7 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _trains_something(self) -> "Plan":
-        mistake = frozen_mistake(self.frozen)
+        mistake = frozen_mistake(self.model, self.frozen)
         if mistake is not None:
             raise ValueError(mistake)
         return self

@@ -7,6 +7,7 @@ A pipeline stage is a contiguous run of this list. Units of one kind cost the sa
 one encoder, its projector is called "projector", else "NAME_projector".
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from omnibal.config import LayerKind, ModelConfig
@@ -100,6 +101,23 @@ def projector_name(model: ModelConfig, encoder: str) -> str:
 def model_parts(model: ModelConfig) -> tuple[str, ...]:
     """List the parts that are trained or frozen as a whole, in model order."""
     return tuple(dict.fromkeys(kind.part for kind in unit_kinds(model)))
+
+
+def frozen_mistake(model: ModelConfig, frozen: Collection[str]) -> str | None:
+    """Error message for a choice of parts that are not trained; None if it is valid."""
+    parts = model_parts(model)
+    unknown = sorted(set(frozen) - set(parts))
+    if unknown:
+        return (
+            f"frozen names {', '.join(unknown)}, which {model.name} does not have; it may name "
+            f"{', '.join(parts)}: correct it or leave it out"
+        )
+    if len(set(frozen)) == len(frozen) < len(parts):
+        return None
+    return (
+        f"frozen names {', '.join(frozen)}; it must name each part at most once and leave one to "
+        "train: leave one out"
+    )
 
 
 def feature_names(model: ModelConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import typer
 
 from omnibal.config import (
     ClusterConfig,
-    Part,
+    ModelConfig,
     Precision,
     cluster_file,
     load_cluster,
@@ -22,6 +22,7 @@ from omnibal.frozen import MAX_COUNT
 from omnibal.limits import MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION, Caps
 from omnibal.parallel import MAX_DEVICES, Parallel
 from omnibal.plan import MAX_SEED
+from omnibal.units import model_parts
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
     from omnibal.job import JobSpec
@@ -94,7 +95,10 @@ SequenceOption = Annotated[
     ),
 ]
 FreezeOption = Annotated[
-    list[Part] | None, typer.Option(help="part that is not trained (may be repeated)")
+    list[str] | None,
+    typer.Option(
+        help="part that is not trained, such as vision, projector or language (may be repeated)"
+    ),
 ]
 MemoryOption = Annotated[
     float | None,
@@ -140,7 +144,7 @@ class JobOptions:
         from omnibal.cost.profile import read_profile
         from omnibal.job import JobSpec
 
-        model, cluster, frozen = load_model(self.model), self._cluster(), self._frozen()
+        model, cluster = load_model(self.model), self._cluster()
         profile = None if self.profile is None else read_profile(self.profile)
         if parallel is None:
             parallel = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
@@ -149,7 +153,7 @@ class JobOptions:
             cluster=cluster,
             parallel=parallel,
             precision=self.precision,
-            frozen=frozen,
+            frozen=self._frozen(model),
             profile=profile,
         )
 
@@ -166,9 +170,17 @@ class JobOptions:
                 )
         return load_cluster(self.cluster).model_copy(update=changes)
 
-    def _frozen(self) -> tuple[Part, ...]:
-        frozen = tuple(part for part in Part if part in (self.freeze or ()))
-        if len(frozen) == len(Part):
+    def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
+        """The parts given, each once, in model order."""
+        parts = model_parts(model)
+        unknown = sorted(set(self.freeze or ()) - set(parts))
+        if unknown:
+            raise UserError(
+                f"--freeze was given for {', '.join(unknown)}, which {model.name} does not have; "
+                f"it may be {', '.join(parts)}: choose one of these"
+            )
+        frozen = tuple(part for part in parts if part in (self.freeze or ()))
+        if len(frozen) == len(parts):
             raise UserError(
                 f"--freeze was given for {', '.join(frozen)}, which is the whole model; a part "
                 "must be left to train: leave one out"

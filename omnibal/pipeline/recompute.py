@@ -151,7 +151,7 @@ def _undominated(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
     found = []
     while len(order):
         # A group's first entry is dominated by none that is left.
-        first = np.unique(group[order], return_index=True)[1]
+        first = np.flatnonzero(np.diff(group[order], prepend=-1))
         leader = np.repeat(order[first], np.diff(np.append(first, len(order))))
         found.append(order[first])
         order = order[(costs[order] < costs[leader]).any(axis=1)]

@@ -226,8 +226,7 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
 
 def _larger_pipelines(job: JobSpec) -> list[int]:
     """Larger pipeline sizes: every one at first, then doubles, up to the number of layers."""
-    layers = job.model.vision.layers + job.model.language.layers
-    size = job.parallel.pipeline
+    layers, size = job.model.layers, job.parallel.pipeline
     dense = max(2 * size, _EVERY_PIPELINE)
     sizes = list(range(size + 1, min(dense, layers) + 1))
     while (dense := 2 * dense) <= layers:

@@ -239,7 +239,6 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
     fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
     model = request.job.model
-    layers = model.vision.layers + model.language.layers
     allowed = sorted({each.tensor for each in others})
     profile = request.job.profile
     tensors = (
@@ -257,8 +256,8 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
         remedy = f"use another number of GPUs{other}"
     return (
         f"no parallel sizes multiply to {request.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
-        f"{model.name} on {request.job.cluster.name} allows at most {layers} pipeline stages, one "
-        f"per layer, and {tensors}; {remedy}"
+        f"{model.name} on {request.job.cluster.name} allows at most {model.layers} pipeline "
+        f"stages, one per layer, and {tensors}; {remedy}"
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
 
-from omnibal.config import ModelConfig, Part, load_cluster, load_model
+from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, Unit
 from omnibal.errors import UserError
@@ -380,7 +380,7 @@ def test_the_joint_search_is_not_a_baseline(method: str, rule: str):
 def test_frozen_layers_are_not_recomputed(rule: str):
     """Prevents time for recomputing what has no backward, and plans that list it."""
     model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
-    cost = analytic_cost(model, cluster, Parallel(pipeline=2), "fp32", (Part.VISION,))
+    cost = analytic_cost(model, cluster, Parallel(pipeline=2), "fp32", ("vision",))
     workload = random_workload(np.random.default_rng(0), 3, 2)
     stages = baseline_stages(
         PartitionMethod.LAYER, RecomputeRule(rule), cost, model, workload, 2, 1e12

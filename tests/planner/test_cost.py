@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from omnibal.config import ClusterConfig, ModelConfig, Part, load_cluster, load_model
+from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel, Unit
 from omnibal.parallel import Parallel
@@ -362,7 +362,7 @@ def test_model_operations_are_six_per_parameter_and_token():
 
 def test_frozen_vision_needs_a_third_of_its_operations():
     """Prevents a utilization above 1 for a run that trains little."""
-    free, frozen = (model_flops(MODEL, CLUSTER, parts) for parts in ((), (Part.VISION,)))
+    free, frozen = (model_flops(MODEL, CLUSTER, parts) for parts in ((), ("vision",)))
     projector = 256 * (12800 * 6144 + 6144**2)
     # Nothing before the projector is trained, but its norm is: it still needs both gradients.
     assert frozen[1] - 6 * projector == pytest.approx(

@@ -11,12 +11,11 @@ from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import peak_activation_bytes
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import Part
 
 PREFIXES = {
-    Part.VISION: ("vision_embedding.", "vision."),
-    Part.PROJECTOR: ("projector.",),
-    Part.LANGUAGE: ("embedding.", "language.", "head."),
+    "vision": ("vision_embedding.", "vision."),
+    "projector": ("projector.",),
+    "language": ("embedding.", "language.", "head."),
 }
 
 
@@ -36,8 +35,8 @@ def frozen_weights(links, plan):
 
 
 FROZEN = [
-    (Part.VISION,), (Part.LANGUAGE,), (Part.PROJECTOR,), (Part.VISION, Part.LANGUAGE),
-    (Part.VISION, Part.PROJECTOR),
+    ("vision",), ("language",), ("projector",), ("vision", "language"),
+    ("vision", "projector"),
 ]  # fmt: skip
 
 
@@ -102,7 +101,7 @@ def kept_activations(links, plan):
 
 def test_frozen_first_stage_keeps_nothing_for_backward():
     """Prevents: activations of layers that have no backward."""
-    frozen = plan_with((6,), (Part.VISION, Part.PROJECTOR))
+    frozen = plan_with((6,), ("vision", "projector"))
     assert run_ranks(frozen.parallel, kept_activations, frozen)[0] == 0
     trained = plan_with((6,), ())
     assert run_ranks(trained.parallel, kept_activations, trained)[0] > 0

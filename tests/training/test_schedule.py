@@ -14,7 +14,6 @@ from megatron.vlm.model.stage import boundary_shape
 from megatron.vlm.step import schedule
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.schedule import PipelineLinks, run_forward, run_forward_backward
-from omnibal.config import Part
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import (
     Operation,
@@ -111,7 +110,7 @@ def coming_at(events, event):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
-@pytest.mark.parametrize("frozen", [(), (Part.VISION,)], ids=["", "frozen-vision"])
+@pytest.mark.parametrize("frozen", [(), ("vision",)], ids=["", "frozen-vision"])
 @pytest.mark.parametrize(("size", "rank"), POSITIONS)
 def test_nothing_is_on_its_way_while_a_first_forward_is_launched(
     monkeypatch, size, rank, frozen, training

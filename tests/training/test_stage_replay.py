@@ -23,7 +23,7 @@ from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_i
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import Part, load_cluster
+from omnibal.config import load_cluster
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
@@ -38,7 +38,7 @@ from omnibal.replay import read_replay, read_stages, stage_file
 pytestmark = pytest.mark.in_own_process
 
 MODEL = toy_model()
-FROZEN = {"frozen": (Part.VISION,)}
+FROZEN = {"frozen": ("vision",)}
 TIED = {
     "model": MODEL.model_copy(
         update={"language": MODEL.language.model_copy(update={"tied_head": True})}

@@ -14,7 +14,6 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import Part
 
 # A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of
 # the embedding differed by more than 1e-4 on some processors, whose sums round otherwise.
@@ -187,9 +186,7 @@ def test_tensor_parallel_equals_one_process(name, cuts, sizes):
     assert_same_training(run(plan, STEPS), plan.parallel.tensor, single_process(name))
 
 
-@pytest.mark.parametrize(
-    "frozen", [(Part.LANGUAGE, Part.PROJECTOR), (Part.VISION,)], ids=["vision", "rest"]
-)
+@pytest.mark.parametrize("frozen", [("language", "projector"), ("vision",)], ids=["vision", "rest"])
 def test_part_trained_alone_equals_one_process(frozen):
     """Prevents: frozen layers that lose gradients between ranks, and errors in the vision encoder's
     gradients that those of the language model would hide in the norm."""

@@ -25,7 +25,6 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import TIED_NAME, tied_copies
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import Part
 from omnibal.errors import UserError
 
 
@@ -192,7 +191,7 @@ def loaded_weights(links, plan, directory):
 @pytest.mark.parametrize("cuts", [(6,), (4,)], ids=["two-copies", "one"])
 def test_frozen_language_part_equals_one_process(cuts):
     """Prevents: an exchange of gradients that are not there, or a frozen matrix that moves."""
-    frozen = (Part.LANGUAGE,)
+    frozen = ("language",)
     plan = toy_plan(TIED, stages_of(TIED, *cuts)).model_copy(update={"frozen": frozen})
     reference = single_process(frozen)
     assert TIED_NAME not in reference[2]

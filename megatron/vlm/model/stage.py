@@ -28,7 +28,7 @@ from megatron.vlm.model.configs import language_transformer_config, vision_trans
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
 from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
-from omnibal.config import LanguageConfig, ModelConfig, Part
+from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
 
@@ -358,11 +358,11 @@ def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
     return model.language.tied_head and stage.holds("language embed") != stage.holds("head")
 
 
-def _freeze(stage: VLMStage, parts: Collection[Part]) -> None:
+def _freeze(stage: VLMStage, parts: Collection[str]) -> None:
     modules = {
-        Part.VISION: (stage.vision_embedding, stage.vision),
-        Part.PROJECTOR: (stage.projector,),
-        Part.LANGUAGE: (stage.embedding, stage.language, stage.head),
+        "vision": (stage.vision_embedding, stage.vision),
+        "projector": (stage.projector,),
+        "language": (stage.embedding, stage.language, stage.head),
     }
     for part in parts:
         for module in modules[part]:
