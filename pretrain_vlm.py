@@ -19,6 +19,7 @@ from omnibal.errors import EXIT_USER_ERROR, UserError
 
 
 def main() -> None:
+    """Train the plan that the command line names, as one of its ranks."""
     launch = Launch.from_environment()
     show_log(launch.rank)
     try:

@@ -20,6 +20,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """Argument parser that reports a mistake in the options like every other one."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise a mistake in the options as a UserError."""
         raise UserError(f"{message}; see {self.prog} --help")
 
 

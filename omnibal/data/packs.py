@@ -112,6 +112,7 @@ class ScheduledPacks:
 
     @property
     def steps(self) -> int:
+        """Number of steps of all epochs."""
         return int(self.step[-1]) + 1 if len(self) else 0
 
     @property

@@ -51,6 +51,7 @@ class BadSample:
 
     @property
     def reason(self) -> str:
+        """Error message without the place of the sample."""
         return self.message.removeprefix(self.where).lstrip(": ")
 
 

@@ -72,6 +72,7 @@ class ShardSample:
 
     @property
     def key(self) -> str:
+        """Name that all members of the sample begin with."""
         name = self.members[0].name
         return name[: len(name) - len(self.members[0].suffix) - 1]
 

@@ -66,10 +66,12 @@ class ShownStep:
 
     @property
     def step_ms(self) -> float:
+        """Time of the step."""
         return float(self.timeline.step_ms)
 
     @property
     def samples_per_second(self) -> float:
+        """Samples trained per second."""
         return 1000 * self.samples / self.step_ms
 
     @property
@@ -84,6 +86,7 @@ class ShownStep:
 
     @property
     def row_height(self) -> float:
+        """Height of a stage's row, in pixels."""
         return min(_ROW, _ROWS_HEIGHT / len(self.timeline.finish_ms))
 
     @property

@@ -121,6 +121,7 @@ class RankLoads:
 
     @property
     def ms_per_sample(self) -> float:
+        """Time of all steps per sample trained."""
         return float(self.step_ms.sum() / self.samples)
 
 

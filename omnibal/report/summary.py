@@ -188,6 +188,7 @@ def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
 
 
 def is_right(answer: EvaluatedAnswer) -> bool:
+    """Whether an answer is the expected one, but for spaces around it."""
     return answer.answered.strip() == answer.expected.strip()
 
 

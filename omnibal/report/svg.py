@@ -47,6 +47,7 @@ class Scale:
 
 
 def text(x: float, y: float, content: object, css: str = "label") -> str:
+    """Text at a point, as an SVG element."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{css}">{escape(content)}</text>'
 
 
@@ -59,10 +60,12 @@ def rect(x: float, y: float, width: float, height: float, css: str, tip: str = "
 
 
 def line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
+    """Line between two points, as an SVG element."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
 
 
 def polyline(xs: np.ndarray, ys: np.ndarray, css: str) -> str:
+    """Line through points [n], as an SVG element."""
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
     return f'<polyline points="{points}" class="{css}"/>'
 
@@ -111,6 +114,7 @@ class Plot:
         width: float = 520,
         height: float = 270,
     ) -> "Plot":
+        """Make a plot of these ranges of data, of a width and height in pixels."""
         return Plot(
             x=Scale(*x_range, LEFT, width - RIGHT),
             y=Scale(*y_range, height - BOTTOM, TOP),

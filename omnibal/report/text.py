@@ -14,6 +14,7 @@ def escape(value: object) -> str:
 
 
 def shorten(value: str, limit: int) -> str:
+    """Text of at most `limit` characters, of which the last three say that some are missing."""
     return value if len(value) <= limit else value[: limit - 3] + "..."
 
 
@@ -40,10 +41,12 @@ def tick(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
+    """Format a fraction in percent."""
     return f"{100 * fraction:.1f} %"
 
 
 def milliseconds(value: float) -> str:
+    """Format a time in ms, or in s from a second on."""
     return f"{number(value / 1000)} s" if value >= 1000 else f"{number(value)} ms"
 
 

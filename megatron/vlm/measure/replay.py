@@ -87,6 +87,7 @@ class StandInLinks(PipelineLinks):
         source_rank: int,
         group: dist.ProcessGroup,
     ) -> Inbox:
+        """Make an inbox whose tensors come from no neighbour, each after its wait."""
         waits_ms = self.waits_ms.get(group, [0.0] * len(shapes))
         return _RandomInbox(waits_ms, shapes, dtype, source_rank, group)
 

@@ -53,6 +53,7 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Normalise every position, [S, B, H] to the same shape."""
         if self.bias is None:
             return F.rms_norm(hidden_SBH, (self.hidden_size,), self.weight, self.eps)
         return F.layer_norm(hidden_SBH, (self.hidden_size,), self.weight, self.bias, self.eps)
@@ -78,6 +79,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         self.is_divided = ranks > 1
 
     def forward(self, heads_SBND: torch.Tensor) -> torch.Tensor:
+        """Normalise all heads of a position together, [S, B, N, D] to the same shape."""
         flat_SBW = heads_SBND.flatten(2)
         if self.is_divided:
             normed_SBW = _DividedRMSNorm.apply(flat_SBW, self.weight, self.width, self.eps)
@@ -157,6 +159,7 @@ class LayerScaledAdd(torch.nn.Module):
         """Drop-path scales of the next forward's tiles, set by the block and used once."""
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """Return the function that adds a scaled branch to its residual, as core asks for one."""
         tile_scale_B1, self.tile_scale_B1 = self.tile_scale_B1, None
 
         def add(

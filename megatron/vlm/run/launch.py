@@ -36,6 +36,7 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
+        """Read what torchrun and Slurm's launchers set; a process by itself is rank 0 of 1."""
         return Launch(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),

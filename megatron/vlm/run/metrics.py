@@ -11,9 +11,11 @@ from omnibal.runlog import StepRecord, ValidationRecord
 class MetricsSink(Protocol):
     """Output for named numbers of a step."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the named numbers of a step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is still held back, and end."""
 
 
 class TensorBoardSink:
@@ -45,6 +47,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Write what is still held back, and close the file."""
         self._writer.close()
 
 
@@ -70,6 +73,7 @@ class WandbSink:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        """Send what is still held back, and end the run."""
         self._run.finish()
 
 

@@ -74,10 +74,12 @@ class PipelineLinks:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is the first stage."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether this is the last stage."""
         return self.rank == self.size - 1
 
 
