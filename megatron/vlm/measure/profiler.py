@@ -47,7 +47,6 @@ from megatron.vlm.step.train import (
     global_sums,
 )
 from omnibal.config import ModelConfig, Precision, load_cluster, load_model
-from omnibal.cost.model import Unit
 from omnibal.cost.profile import (
     LinkMeasurement,
     OptimizerMeasurement,
@@ -62,9 +61,11 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
+from omnibal.units import HEAD, LANGUAGE_EMBED
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
-_RECOMPUTED = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
+_VISION_LAYER, _LANGUAGE_LAYER = "vision_layer", "language_layer"
+_RECOMPUTED = (_VISION_LAYER, _LANGUAGE_LAYER)
 _SMALLEST_SHARE = 0.25
 _PACK_SHARES = (
     # tiles, tokens, loss, even: no column follows from the others, so every cost can be told.
@@ -195,10 +196,7 @@ class Profiler:
             measurements=tuple(
                 UnitMeasurement(
                     unit=unit,
-                    tiles=batch.tiles,
-                    tokens=batch.tokens,
-                    squared_tokens=sum(length**2 for length in batch.segment_tokens),
-                    loss_tokens=len(cast(torch.Tensor, batch.loss_positions_L)),
+                    **_features(self._job.model, batch),
                     forward_ms=mean_ms[index, unit, "forward"],
                     backward_ms=mean_ms[index, unit, "backward"],
                     recompute_ms=_recompute_ms(mean_ms, index, unit),
@@ -216,7 +214,16 @@ class Profiler:
         )
 
 
-def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: Unit) -> float | None:
+def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
+    """Features of a pack that costs depend on, by name."""
+    return ({"tiles": batch.tiles} if model.takes_images else {}) | {
+        "tokens": batch.tokens,
+        "squared_tokens": sum(length**2 for length in batch.segment_tokens),
+        "loss_tokens": len(cast(torch.Tensor, batch.loss_positions_L)),
+    }
+
+
+def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: str) -> float | None:
     """Time that recomputing adds to forward and backward; None if never recomputed."""
     if unit not in _RECOMPUTED:
         return None
@@ -316,7 +323,7 @@ def random_batch(
 UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 
 
-def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, UnitFunction]]:
+def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
     """The forward of a stage that holds every unit, cut into them."""
     stage: Any = whole  # where no unit of the model is None
     packed = batch.packed_seq_params(current_device())
@@ -333,24 +340,24 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, Unit
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
-    images: list[tuple[Unit, UnitFunction]] = []
+    images: list[tuple[str, UnitFunction]] = []
     if stage.vision is not None:
         images = [
-            (Unit.VISION_EMBED, lambda _: stage.vision_embedding(batch.pixels_TCPP)),
-            *((Unit.VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
-            (Unit.PROJECTOR, stage.projector),
+            ("vision_embed", lambda _: stage.vision_embedding(batch.pixels_TCPP)),
+            *((_VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
+            ("projector", stage.projector),
         ]
     return [
         *images,
-        (Unit.LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, features)),
-        *((Unit.LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers),
-        (Unit.HEAD, head),
+        (LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, features)),
+        *((_LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers),
+        (HEAD, head),
     ]
 
 
 def _unit_times_ms(
     stage: VLMStage, batch: MicroBatch, *, recompute: bool = False
-) -> Iterator[tuple[Unit, float, float]]:
+) -> Iterator[tuple[str, float, float]]:
     """Time every unit's forward and backward in one pass over a pack, in model order.
 
     Both directions run in one go, as in training, and moments are taken in passing. A unit's
@@ -360,7 +367,7 @@ def _unit_times_ms(
         recompute: whether layers keep nothing but their input, and run again in the backward.
     """
     dist.barrier()
-    units: list[Unit] = []
+    units: list[str] = []
     hidden: Any = None
     forward, backward = [moment()], []
     for unit, function in _unit_functions(stage, batch):
@@ -509,13 +516,13 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
     return kept.peak_bytes
 
 
-def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[Unit, int]:
+def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
     """Bytes that autograd keeps of each unit, mean of layers; they add up to a whole stage's.
 
     A unit's input counts where the unit needs it for backward.
     """
     kept, graphs = KeptActivations(stage), []
-    by_unit: dict[Unit, list[int]] = defaultdict(list)
+    by_unit: dict[str, list[int]] = defaultdict(list)
     hidden = None
     for unit, function in _unit_functions(stage, batch):
         before = kept.now_bytes
