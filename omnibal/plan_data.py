@@ -10,7 +10,13 @@ from typing import Self
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, draw_samples
+from omnibal.data.lengths import (
+    Lengths,
+    LengthsOrigin,
+    check_positions,
+    draw_samples,
+    tile_sizes,
+)
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import (
@@ -307,12 +313,11 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     given = (origin.image_size, origin.tokens_per_tile)
-    needed = (model.vision.image_size, model.vision.tokens_per_item)
+    needed = tile_sizes(model)
     if given != needed:
         raise UserError(
-            f"the lengths were scanned for tiles of {given[0]} pixels and {given[1]} tokens, but "
-            f"{model.name} has {needed[0]} pixels and {needed[1]} tokens; scan them for this model "
-            "with `omnibal lengths`"
+            f"the lengths were scanned for {_tiles_in_words(given)}, but {model.name} has "
+            f"{_tiles_in_words(needed)}; scan them for this model with `omnibal lengths`"
         )
     if (origin.chat_template, origin.system_message) != (model.chat_template, model.system_message):
         raise UserError(
@@ -321,7 +326,12 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
             "`omnibal lengths`"
         )
-    return model.with_tower("vision", tiling=origin.tiling)
+    return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
+
+
+def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
+    pixels, tokens = sizes
+    return "no images" if pixels is None else f"tiles of {pixels} pixels and {tokens} tokens"
 
 
 def describe_data(

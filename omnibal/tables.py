@@ -24,16 +24,14 @@ _SHOWN_CANDIDATES = 10
 
 def models_table(models: Sequence[ModelConfig]) -> Table:
     """The model presets: layers x hidden size, and pixels and tokens of a tile."""
-    rows = [
-        (
-            model.name,
-            f"{model.vision.layers} x {model.vision.hidden_size}",
-            f"{model.language.layers} x {model.language.hidden_size}",
-            str(model.vision.image_size),
-            str(model.vision.tokens_per_item),
-        )
-        for model in models
-    ]
+    rows = []
+    for model in models:
+        vision, sizes = "-", ("-", "-")
+        if model.takes_images:
+            vision = f"{model.vision.layers} x {model.vision.hidden_size}"
+            sizes = str(model.vision.image_size), str(model.vision.tokens_per_item)
+        language = f"{model.language.layers} x {model.language.hidden_size}"
+        rows.append((model.name, vision, language, *sizes))
     return _table("Models", ("name", "vision", "language", "pixels", "tokens"), rows)
 
 
