@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -179,7 +179,7 @@ def medians(
         metrics = measure_packs(scheduled, lengths, caps, RANKS, load, bound)
         runs.append(replace(metrics, packs=packs))
     names = ("packs", "dist_ratio_vision", "dist_ratio_language", "straggler_factor")
-    return {name: statistics.median(asdict(run)[name] for run in runs) for name in names}
+    return {name: statistics.median(run.as_dict()[name] for run in runs) for name in names}
 
 
 def own_caps(lengths: Lengths) -> Caps:

@@ -18,14 +18,17 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.encoders import Encoder, TilesEncoder
+from omnibal.encoders import Encoder, TilesEncoder, TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
 
 Precision = Literal["fp32", "bf16"]
-ChatTemplate = Literal["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
-"""Chat templates, named as `template` in InternVL's released configs."""
+ChatTemplate = Literal[
+    "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5"
+]
+"""Chat templates: those of InternVL, named as `template` in its released configs, then those that
+Llama 3.1 and Qwen2.5 were tuned with."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -76,6 +79,29 @@ class LayerRun(LayerKind):
         return LayerKind(window=self.window, experts=self.experts)
 
 
+class RopeScaling(Frozen):
+    """Llama 3.1's scaling of RoPE: waves too long for the original training turn more slowly.
+
+    Frequencies whose wave is longer than `original_positions / low_frequency_factor` tokens are
+    divided by `factor`, those shorter than `original_positions / high_frequency_factor` stay, and
+    between the two it goes over from one to the other.
+    """
+
+    factor: PositiveFloat
+    low_frequency_factor: PositiveFloat = 1.0
+    high_frequency_factor: PositiveFloat = 4.0
+    original_positions: Count = 8192
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> "RopeScaling":
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor {self.low_frequency_factor} must be below "
+                f"high_frequency_factor {self.high_frequency_factor}"
+            )
+        return self
+
+
 class LanguageConfig(Frozen):
     """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU."""
 
@@ -96,6 +122,9 @@ class LanguageConfig(Frozen):
         default=None,
         description="of the dynamic scaling that a released model's RoPE has beyond max_positions; "
         "kept for exports, as no sample is longer",
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="of samples of any length (Llama 3.1); left out: there is none"
     )
     tied_head: bool = Field(
         default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
@@ -122,6 +151,8 @@ class LanguageConfig(Frozen):
                 f"rope_factor {self.rope_factor} scales RoPE beyond max_positions, so that must be "
                 "given too"
             )
+        if self.rope_factor is not None and self.rope_scaling is not None:
+            raise ValueError("rope_factor and rope_scaling scale RoPE in two ways; give one")
         return self
 
     @model_validator(mode="after")
@@ -203,6 +234,16 @@ class ModelConfig(Frozen):
                 "with a vision table: choose another --model"
             )
         return tower
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has `vision`, an encoder of image tiles."""
+        return isinstance(self.encoders.get("vision"), TilesEncoder)
+
+    @property
+    def tiling(self) -> TilingConfig | None:
+        """How images are cut into tiles; None where the model takes no images."""
+        return self.vision.tiling if self.takes_images else None
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -320,8 +361,9 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
     for table in tables:
         for name in (*without, "tiling"):
             table.pop(name, None)
-    if not model.language.runs:
-        del fields["language"]["runs"]
+    for name in ("runs", "rope_scaling"):  # which older descriptions do not know
+        if not fields["language"].get(name):
+            fields["language"].pop(name, None)
     return fields
 
 

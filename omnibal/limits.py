@@ -1,6 +1,6 @@
 """Limits of one micro-batch, one step and one device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Self
 
 import numpy as np
@@ -83,17 +83,51 @@ class Caps(RootModel[dict[_Key, Count]]):
         return words([f"{self[name]} {name}" for name in self.names], before_last)
 
     @property
-    def options(self) -> str:
-        """The command-line options that give these caps."""
-        return " ".join(
-            f"--max-{name} {self[name]}" if name in _OWN_OPTIONS else f"--limit {name}={self[name]}"
-            for name in self.names
-        )
+    def options(self) -> list[str]:
+        """The command-line options that give these caps, each with its value."""
+        return [_with_value(name, self[name]) for name in self.names]
 
 
 def in_canonical_order(names: Iterable[str]) -> list[str]:
     """Sort names of features: items by name, then `loss_tokens`, then `tokens`."""
     return sorted(names, key=lambda name: (name == _TOKENS, name == _LOSS_TOKENS, name))
+
+
+def option_of(name: str) -> str:
+    """The command-line option that limits a feature, without its value."""
+    return f"--max-{name}" if name in _OWN_OPTIONS else f"--limit {name}"
+
+
+def _with_value(name: str, cap: int | str) -> str:
+    return f"{option_of(name)}{' ' if name in _OWN_OPTIONS else '='}{cap}"
+
+
+def check_limits(names: Collection[str], items: Iterable[str], whose: str) -> None:
+    """Refuse limits of unknown features, and items or tokens without a limit.
+
+    Args:
+        names: of limited features.
+        items: that there are; they and tokens must be limited, and loss_tokens may be.
+        whose: these are, for the message.
+
+    Raises:
+        UserError: it lists the features that there are.
+    """
+    needed = in_canonical_order([*items, _TOKENS])
+    known = in_canonical_order([*needed, _LOSS_TOKENS])
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(
+            f"a limit is given for {words(unknown)}, and {whose} has no such feature: it has "
+            f"{words(known)}; limit these alone"
+        )
+    missing = [name for name in needed if name not in names]
+    if missing:
+        options = words([_with_value(name, "MAX") for name in missing])
+        raise UserError(
+            f"{words(needed)} of {whose} must be limited, and {words(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not; give {options}"
+        )
 
 
 def words(parts: Sequence[str], before_last: str = "and") -> str:

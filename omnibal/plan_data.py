@@ -10,7 +10,13 @@ from typing import Self
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, draw_samples
+from omnibal.data.lengths import (
+    Lengths,
+    LengthsOrigin,
+    check_positions,
+    draw_samples,
+    tile_sizes,
+)
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import (
@@ -24,7 +30,13 @@ from omnibal.data.steps import (
 )
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
-from omnibal.limits import Caps, check_packs_per_step
+from omnibal.limits import (
+    Caps,
+    check_limits,
+    check_packs_per_step,
+    in_canonical_order,
+    words,
+)
 from omnibal.plan import DataPlan, PackedBy, Plan, Shapes
 
 MAX_TRAINED_SAMPLES = 200_000_000
@@ -77,9 +89,11 @@ class SampleData:
         """Refuse data that cannot be planned for a job.
 
         Raises:
-            UserError: a step has too many packs, the epochs too many samples, or the lengths were
-                scanned for another model.
+            UserError: features are limited that the model does not have, or others are not; a step
+                has too many packs, the epochs too many samples, or the lengths were scanned for
+                another model.
         """
+        check_limits(self.caps.names, item_features(job.model), job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
         _check_epochs(self.epochs, len(self.lengths))
         self.trained_model(job.model)
@@ -144,7 +158,7 @@ class SampleData:
 
     def least_caps(self) -> Caps:
         """Return the smallest caps that every sample fits."""
-        return least_caps(self.lengths)
+        return least_caps(self.lengths, self.caps.names)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         """Describe the packs for plan.json."""
@@ -173,11 +187,13 @@ class MockData:
         """None: mock data has no steps of an earlier plan."""
 
     def check(self, job: JobSpec) -> None:
-        """Refuse a step of too many packs.
+        """Refuse a step of too many packs, and limits that do not suit the model.
 
         Raises:
-            UserError: there are too many.
+            UserError: there are too many, or features are limited that the model does not have, or
+                others are not.
         """
+        check_limits(self.caps.names, item_features(job.model), job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
 
     def trained_model(self, model: ModelConfig) -> ModelConfig:
@@ -206,7 +222,7 @@ class MockData:
 
     def least_caps(self) -> Caps:
         """Return the smallest caps there are, as mock samples fit any."""
-        return Caps.of(tiles=1, tokens=1)
+        return Caps.of(**dict.fromkeys(self.caps.names, 1))
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> Shapes:
         """Describe the micro-batches for plan.json."""
@@ -227,11 +243,19 @@ def _check_epochs(epochs: int, samples: int) -> None:
         )
 
 
-def least_caps(lengths: Lengths) -> Caps:
-    """Find the smallest caps that every sample fits."""
-    return Caps.of(
-        tiles=max(int(lengths.column("tiles").max()), 1), tokens=int(lengths.tokens.max())
-    )
+def item_features(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the items that the model's encoders take, which lengths count and packs limit."""
+    return ("tiles",)
+
+
+def limited_features(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the features that packs for a model must limit."""
+    return tuple(in_canonical_order([*item_features(model), "tokens"]))
+
+
+def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
+    """Find the smallest caps of these features that every sample fits."""
+    return Caps.of(**{name: max(int(lengths.column(name).max()), 1) for name in names})
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
@@ -242,10 +266,12 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     """
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
+    each = {name: np.full(count, shapes.caps[name], np.int32) for name in shapes.caps.names}
+    tokens = each.pop("tokens")
     lengths = Lengths(
-        items={"tiles": np.full(count, shapes.caps["tiles"], np.int32)},
-        tokens=np.full(count, shapes.caps["tokens"], np.int32),
-        loss_tokens=np.zeros(count, np.int32),
+        loss_tokens=each.pop("loss_tokens", np.zeros(count, np.int32)),
+        items=each,
+        tokens=tokens,
         source=np.zeros(count, np.int32),
         source_names=("at the caps",),
         origin=None,
@@ -264,11 +290,21 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
     """Return the model with the tiling of the lengths, as training must cut images the same way.
 
     Raises:
-        UserError: the lengths were scanned for tiles of other sizes, another chat template or
-            another system message than the model's, or a sample is longer than it may be.
+        UserError: the lengths count items that no encoder takes, or were scanned for tiles of other
+            sizes, another chat template or another system message than the model's, or a sample is
+            longer than it may be.
     """
     if lengths is None:
         return model
+    taken = item_features(model)
+    others = [
+        name for name in lengths.item_names if name not in taken and lengths.items[name].any()
+    ]
+    if others:
+        raise UserError(
+            f"the lengths count {words(others)}, and {model.name} has no encoder for them: it "
+            f"takes {words([*taken, 'tokens'])}; give lengths of these alone, or another model"
+        )
     longest = int(lengths.tokens.argmax())
     source = lengths.source_names[lengths.source[longest]]
     check_positions(int(lengths.tokens[longest]), model, f"sample {longest} of {source}")
@@ -277,12 +313,11 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     given = (origin.image_size, origin.tokens_per_tile)
-    needed = (model.vision.image_size, model.vision.tokens_per_item)
+    needed = tile_sizes(model)
     if given != needed:
         raise UserError(
-            f"the lengths were scanned for tiles of {given[0]} pixels and {given[1]} tokens, but "
-            f"{model.name} has {needed[0]} pixels and {needed[1]} tokens; scan them for this model "
-            "with `omnibal lengths`"
+            f"the lengths were scanned for {_tiles_in_words(given)}, but {model.name} has "
+            f"{_tiles_in_words(needed)}; scan them for this model with `omnibal lengths`"
         )
     if (origin.chat_template, origin.system_message) != (model.chat_template, model.system_message):
         raise UserError(
@@ -291,7 +326,12 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
             "`omnibal lengths`"
         )
-    return model.with_tower("vision", tiling=origin.tiling)
+    return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
+
+
+def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
+    pixels, tokens = sizes
+    return "no images" if pixels is None else f"tiles of {pixels} pixels and {tokens} tokens"
 
 
 def describe_data(

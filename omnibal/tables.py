@@ -24,16 +24,14 @@ _SHOWN_CANDIDATES = 10
 
 def models_table(models: Sequence[ModelConfig]) -> Table:
     """The model presets: layers x hidden size, and pixels and tokens of a tile."""
-    rows = [
-        (
-            model.name,
-            f"{model.vision.layers} x {model.vision.hidden_size}",
-            f"{model.language.layers} x {model.language.hidden_size}",
-            str(model.vision.image_size),
-            str(model.vision.tokens_per_item),
-        )
-        for model in models
-    ]
+    rows = []
+    for model in models:
+        vision, sizes = "-", ("-", "-")
+        if model.takes_images:
+            vision = f"{model.vision.layers} x {model.vision.hidden_size}"
+            sizes = str(model.vision.image_size), str(model.vision.tokens_per_item)
+        language = f"{model.language.layers} x {model.language.hidden_size}"
+        rows.append((model.name, vision, language, *sizes))
     return _table("Models", ("name", "vision", "language", "pixels", "tokens"), rows)
 
 
@@ -62,11 +60,9 @@ def packing_facts(metrics: PackMetrics, load: str) -> Facts:
         ("packs needed at least", f"{metrics.packs_lower_bound:,}"),
         ("above that", f"{metrics.gap:.2%}"),
         ("samples per pack", f"{metrics.samples_per_pack:.2f}"),
-        ("fill of tiles", f"{metrics.fill_tiles:.1%}"),
-        ("fill of tokens", f"{metrics.fill_tokens:.1%}"),
+        *((f"fill of {name}", f"{share:.1%}") for name, share in metrics.fill.items()),
         ("pad ratio", f"{metrics.pad_ratio:.4f}"),
-        ("dist ratio, vision", f"{metrics.dist_ratio_vision:.4f}"),
-        ("dist ratio, language", f"{metrics.dist_ratio_language:.4f}"),
+        *((f"dist ratio of {name}", f"{ratio:.4f}") for name, ratio in metrics.dist_ratio.items()),
         ("attention balance ratio", f"{metrics.attention_balance_ratio:.4f}"),
         ("straggler factor", f"{metrics.straggler_factor:.4f}"),
         ("in predicted time of", load),

@@ -1,4 +1,4 @@
-"""Convert released InternVL checkpoints to this project's and back.
+"""Convert released checkpoints (InternVL, Llama, Qwen2) to this project's and back.
 
     python tools/convert.py import InternVL2-2B -o imported
     python tools/convert.py export run --like InternVL2-2B -o mine
@@ -69,8 +69,9 @@ def import_(
 ) -> None:
     """Make a run directory of a released checkpoint: weights, model.toml and tokenizer.
 
-    Read are InternVL's own checkpoints (InternVLChatModel, with InternLM2, Llama or Qwen2) and
-    those of Transformers (InternVLForConditionalGeneration). Train from it with
+    Read are InternVL's own checkpoints (InternVLChatModel, with InternLM2, Llama or Qwen2), those
+    of Transformers (InternVLForConditionalGeneration), and text-only ones (LlamaForCausalLM,
+    Qwen2ForCausalLM). Train from it with
     `pretrain_vlm.py --load RUN --finetune`, under any plan for model.toml.
     """
     check_folder("-o", output, [source])
@@ -109,7 +110,7 @@ def export(
 
     With --like, everything but the weights is copied from there: configuration, code, tokenizer.
     Without it config.json is made from the model; --layout transformers is what
-    InternVLForConditionalGeneration loads.
+    InternVLForConditionalGeneration loads, and llama or qwen2 what those classes do.
     """
     if (like is None) == (layout is None):
         raise UserError("give either --like CHECKPOINT or --layout NAME, and not both")
@@ -125,7 +126,8 @@ def export(
     else:
         assert layout is not None  # where --like is
         tokenizer = _tokenizer(run, tokenizer_model)
-        note = _NO_TOKENIZER if tokenizer is None and not layout.is_original else ""
+        names_image = not (layout.is_original or layout.is_text_only)
+        note = _NO_TOKENIZER if tokenizer is None and names_image else ""
         planned = plan_export_as(stored, layout, wanted_dtype, tokenizer, _bytes(max_shard_size))
     with _progress("exporting", planned.bytes) as advance:
         write_export(planned, output, advance)

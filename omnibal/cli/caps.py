@@ -15,9 +15,11 @@ from omnibal.cli.options import (
     JobOptions,
     JsonOption,
     LengthsArgument,
+    LimitOption,
     PackingRuleOption,
     SeedOption,
     SizeOptions,
+    limits_given,
 )
 from omnibal.data.lengths import read_lengths
 from omnibal.data.packing import PackingMethod
@@ -37,6 +39,7 @@ class SearchOptions:
             f"(default: 4.5 samples x {DEFAULT_MICRO_BATCHES} micro-batches x dp)",
         ),
     ] = None
+    limit: LimitOption = None
     rule: Annotated[
         Literal["time", "paper"],
         typer.Option(
@@ -82,8 +85,9 @@ def caps(
         samples=search.samples,
         seed=seed,
         rule=cap_search.CapRule(search.rule),
+        fixed=limits_given(search.limit),
     )
-    with progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
+    with progress("trying caps", cap_search.max_candidates(request)) as advance:
         found = cap_search.search_caps(request, advance, search.processes or usable_cores())
     print_notes(cap_search.notes(request, found))
     reasons = [reason.split(";")[0] for reason in found.infeasible.values()]
@@ -102,5 +106,5 @@ def caps(
         result,
         tables.caps_table(found, job.memory_cap_gib),
         *unusable,
-        f"use: {found.best.options}",
+        f"use: {' '.join(found.best.options)}",
     )

@@ -1,6 +1,8 @@
 """Options that several commands share, and the groups that they come in."""
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +21,7 @@ from omnibal.config import (
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
 from omnibal.frozen import MAX_COUNT
-from omnibal.limits import MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION, Caps
+from omnibal.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
 from omnibal.parallel import MAX_DEVICES, Parallel
 from omnibal.plan import MAX_SEED
 from omnibal.units import model_parts
@@ -54,6 +56,23 @@ MaxTilesOption = Annotated[
 ]
 MaxTokensOption = Annotated[
     int, typer.Option(min=1, max=MAX_COUNT, help="language tokens that a pack may hold")
+]
+LimitOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=MAX",
+        help="largest sum of a feature in a pack, by its name, such as clips=4 (may be repeated)",
+    ),
+]
+NeededMaxTilesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_COUNT, help="image tiles that a pack may hold, if samples have any"
+    ),
+]
+NeededMaxTokensOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_COUNT, help="language tokens that a pack may hold"),
 ]
 ChosenMaxTilesOption = Annotated[
     int | None,
@@ -222,6 +241,31 @@ class CapOptions:
     max_tiles: MaxTilesOption
     max_tokens: MaxTokensOption
 
-    def caps(self) -> Caps:
-        """Return the caps as one value."""
-        return Caps.of(tiles=self.max_tiles, tokens=self.max_tokens)
+
+def limits_given(
+    limits: Sequence[str] | None, max_tiles: int | None = None, max_tokens: int | None = None
+) -> dict[str, int]:
+    """Caps by feature, of --limit, --max-tiles and --max-tokens.
+
+    Raises:
+        UserError: a limit is no name and count, or one is given twice.
+    """
+    given = [("tiles", max_tiles), ("tokens", max_tokens), *map(_parsed_limit, limits or ())]
+    caps: dict[str, int] = {}
+    for name, cap in given:
+        if cap is not None and name in caps:
+            raise UserError(
+                f"the limit of {name} is given twice, {caps[name]} and {cap}; give one of them"
+            )
+        if cap is not None:
+            caps[name] = cap
+    return caps
+
+
+def _parsed_limit(text: str) -> tuple[str, int]:
+    name, _, cap = text.partition("=")
+    if not (re.fullmatch(FEATURE_NAME, name) and re.fullmatch("[0-9]{1,10}", cap)):
+        raise UserError(f"--limit {text}: must be a feature and a count, such as clips=4")
+    if not 1 <= int(cap) <= MAX_COUNT:
+        raise UserError(f"--limit {text}: the count must be from 1 to {MAX_COUNT}; give one")
+    return name, int(cap)

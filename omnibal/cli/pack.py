@@ -1,7 +1,7 @@
 """`omnibal pack`: pack samples, match packs into steps, and measure both."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,23 +12,45 @@ from omnibal import tables
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import (
     DEFAULT_MICRO_BATCHES,
-    CapOptions,
     JsonOption,
     LengthsArgument,
+    LimitOption,
     MicroBatchesOption,
+    NeededMaxTilesOption,
+    NeededMaxTokensOption,
     SeedOption,
+    limits_given,
     preset_help,
 )
 from omnibal.config import cluster_file, load_cluster, load_model, model_file
-from omnibal.data.lengths import length_files, read_lengths
+from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import write_packs
 from omnibal.errors import UserError
 from omnibal.files import is_stream
-from omnibal.limits import check_packs_per_step
+from omnibal.limits import Caps, check_limits, check_packs_per_step
 from omnibal.outputs import check_files
 from omnibal.parallel import MAX_DEVICES, Parallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitOptions:
+    """The caps of a pack, of all features that the samples have."""
+
+    max_tiles: NeededMaxTilesOption = None
+    max_tokens: NeededMaxTokensOption = None
+    limit: LimitOption = None
+
+    def caps(self, lengths: Lengths) -> Caps:
+        """Return the caps of packs of these samples.
+
+        Raises:
+            UserError: a limit is missing, or is of a feature that the samples do not have.
+        """
+        given = limits_given(self.limit, self.max_tiles, self.max_tokens)
+        check_limits(given, lengths.item_names, "the samples")
+        return Caps.of(**given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +79,7 @@ class LoadOptions:
 
 def pack(
     lengths: LengthsArgument,
-    limits: CapOptions,
+    limits: LimitOptions,
     steps: StepOptions,
     load: LoadOptions,
     bound: Annotated[
@@ -71,7 +93,7 @@ def pack(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack samples under two caps, match packs into steps, share them out, and measure it all."""
+    """Pack samples under caps, match packs into steps, share them out, and measure it all."""
     from omnibal.data.bound import naive_lower_bound, packs_lower_bound
     from omnibal.job import JobSpec
     from omnibal.plan_data import SampleData
@@ -88,7 +110,8 @@ def pack(
         parallel=Parallel(pipeline=1, data=steps.dp),
         precision="bf16",
     )
-    samples, caps = read_lengths(lengths), limits.caps()
+    samples = read_lengths(lengths)
+    caps = limits.caps(samples)
     data = SampleData(
         lengths=samples,
         caps=caps,
@@ -117,7 +140,7 @@ def pack(
         note = isf_note(samples, caps, steps.seed)
         print_notes([] if note is None else [note])
     name, source = job.model.name, job.cost.source
-    result = asdict(metrics) | {"seconds": seconds, "load": source, "model": name}
+    result = metrics.as_dict() | {"seconds": seconds, "load": source, "model": name}
     print_result(as_json, result, tables.packing_facts(metrics, f"{name}, {source}"))
 
 

@@ -16,16 +16,19 @@ from omnibal.cli.options import (
     ChosenMaxTokensOption,
     JobOptions,
     JsonOption,
+    LimitOption,
     MicroBatchesOption,
     PackingRuleOption,
     SeedOption,
     SizeOptions,
+    limits_given,
 )
+from omnibal.config import ModelConfig
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.frozen import MAX_COUNT
-from omnibal.limits import Caps, memory_cap_gib
+from omnibal.limits import Caps, check_limits, memory_cap_gib, option_of, words
 from omnibal.outputs import check_folder
 from omnibal.parallel import MAX_DEVICES
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
@@ -38,11 +41,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.planner import PlanRequest, PlanResult
     from omnibal.search.parallel_sizes import Strategy, StrategySearch
 
-_CAPS_NEEDED = (
-    "the caps of a pack are two numbers: give both --max-tiles and --max-tokens, or neither, with "
-    "--lengths, to have them searched for"
-)
-_DATA_OPTIONS = "lengths max_tiles max_tokens micro_batches epochs seed packing".split()
+_DATA_OPTIONS = "lengths max_tiles max_tokens limit micro_batches epochs seed packing".split()
 _STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
 
 
@@ -52,6 +51,7 @@ class DataOptions:
 
     max_tiles: ChosenMaxTilesOption = None
     max_tokens: ChosenMaxTokensOption = None
+    limit: LimitOption = None
     lengths: Annotated[
         list[Path] | None,
         typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
@@ -79,17 +79,22 @@ class DataOptions:
         """Read the lengths; None for a plan of shapes only."""
         return read_lengths(self.lengths) if self.lengths else None
 
-    def caps(self) -> Caps | None:
-        """Return the caps of a pack; None where they are to be searched for.
+    def caps(self, model: ModelConfig) -> Caps | None:
+        """Return the caps of a pack for a model; None where they are to be searched for.
 
         Raises:
-            UserError: one cap was given without the other.
+            UserError: some features that the model has are limited and others not, or features are
+                limited that it does not have.
         """
-        if self.max_tiles is None and self.max_tokens is None:
+        from omnibal.plan_data import item_features, limited_features
+
+        given = limits_given(self.limit, self.max_tiles, self.max_tokens)
+        if not given and self.lengths:
             return None
-        if self.max_tiles is None or self.max_tokens is None:
-            raise UserError(_CAPS_NEEDED)
-        return Caps.of(tiles=self.max_tiles, tokens=self.max_tokens)
+        if not set(given).issuperset(limited_features(model)):
+            raise UserError(_caps_needed(limited_features(model)))
+        check_limits(given, item_features(model), model.name)
+        return Caps.of(**given)
 
     def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
         """Describe the samples with these caps and `packs_per_step` packs of all ranks."""
@@ -205,6 +210,15 @@ def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> N
         raise UserError(f"{listed} cannot be given: {why}; leave it out")
 
 
+def _caps_needed(names: Sequence[str]) -> str:
+    options = [option_of(name) for name in names]
+    which = {1: ("", ""), 2: ("both ", "neither, ")}.get(len(options), ("all of ", "none, "))
+    return (
+        f"{words(names)} of a pack must be limited: give {which[0]}{words(options)}, or "
+        f"{which[1]}with --lengths, to have them searched for"
+    )
+
+
 def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
     """Data of the plan's micro-batches, with caps searched for where none are given."""
     from omnibal.check import open_plan
@@ -213,13 +227,12 @@ def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
     if data.steps_of is not None:
         earlier = open_plan(data.steps_of)
         return SampleData.of_plan(earlier.plan, earlier.data)
-    caps, samples = data.caps(), data.samples()
-    if samples is not None:
-        caps = caps or _find_caps(job, samples, data)
-        return data.packed(samples, caps, job.parallel.data * data.micro_batches)
-    if caps is None:
-        raise UserError(_CAPS_NEEDED)
-    return MockData(caps=caps, micro_batches_per_step=data.micro_batches)
+    caps, samples = data.caps(job.model), data.samples()
+    if samples is None:
+        assert caps is not None
+        return MockData(caps=caps, micro_batches_per_step=data.micro_batches)
+    caps = caps or _find_caps(job, samples, data)
+    return data.packed(samples, caps, job.parallel.data * data.micro_batches)
 
 
 def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
@@ -237,9 +250,9 @@ def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
         seed=data.seed,
         rule=cap_search.CapRule.TIME,
     )
-    with progress("trying caps", cap_search.MAX_CANDIDATES) as advance:
+    with progress("trying caps", cap_search.max_candidates(request)) as advance:
         found = cap_search.search_caps(request, advance, usable_cores())
-    print_notes((f"found {found.best.options}", *cap_search.notes(request, found)))
+    print_notes((f"found {' '.join(found.best.options)}", *cap_search.notes(request, found)))
     return found.best
 
 
@@ -279,7 +292,7 @@ def _find_strategy(
         samples_per_step=strategy.samples_per_step or usual,
         samples=DEFAULT_CAP_SAMPLES,
         seed=data.seed,
-        caps=data.caps(),
+        caps=data.caps(job.model),
         tensor=sizes.tp,
         pipeline=sizes.pp,
         data=sizes.dp,

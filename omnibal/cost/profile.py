@@ -27,7 +27,7 @@ from omnibal.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, w
 
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
-    *("tied_head", "rope_base", "max_positions", "rope_factor"),
+    *("tied_head", "rope_base", "max_positions", "rope_factor", "rope_scaling"),
 )
 """Fields of towers that no unit's cost depends on."""
 _LEAST_MS, _MOST_MS = 1e-9, 1e12

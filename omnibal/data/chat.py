@@ -1,17 +1,18 @@
-"""Tokenization of a conversation with its loss mask, by InternVL's own chat templates.
+"""Tokenization of a conversation with its loss mask, by the model's own chat template.
 
     internlm2-chat, Hermes-2   <|im_start|>user\\n{question}<|im_end|><|im_start|>assistant\\n...
     phi3-chat                  <|user|>\\n{question}<|end|><|assistant|>\\n{answer}<|end|>...
-    internvl2_5                as the first, with a line end after each <|im_end|>
+    internvl2_5, qwen2.5       as the first, with a line end after each <|im_end|>
+    llama3                     <|start_header_id|>user<|end_header_id|>\\n\\n{question}<|eot_id|>...
 
 A system message goes before, in the same way. Loss falls on each answer and the piece that closes
-it.
+it. The first four are InternVL's, the others those of Llama 3.1's and Qwen2.5's tokenizers.
 
 In the first three the conversation is tokenized as one string: between two pieces of the template
 it is one run of text, so `assistant\\n` and the answer share one. The mask begins after as many
 tokens as `assistant\\n` makes alone. Where a token straddles that border, as Qwen's for two line
 ends does in front of an answer that begins with one, the mask still begins there; InternVL's code
-would then, in some of the templates, drop the loss of the whole sample. In internvl2_5 each message
+would then, in some of the templates, drop the loss of the whole sample. In the others each message
 is tokenized alone, with the line end that closes it; an empty system message of a sample is written
 there, and what gpt says before the first question is written and learned, while the others leave
 both out.
@@ -29,6 +30,9 @@ from omnibal.data.tokenizer import (
     IMAGE_CONTEXT,
     IMAGE_END,
     IMAGE_START,
+    LLAMA_HEADER,
+    LLAMA_HEADER_END,
+    LLAMA_TURN_END,
     PHI_ASSISTANT,
     PHI_END,
     PHI_SYSTEM,
@@ -43,6 +47,9 @@ from omnibal.errors import UserError
 # InternVL's own words, with full-width commas, so that released models meet what they know.
 _SYSTEM_MESSAGE = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"  # noqa: E501, RUF001
 _SYSTEM_MESSAGE_2_5 = "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"  # noqa: E501, RUF001
+_QWEN_SYSTEM_MESSAGE = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+# Of the released template, which writes this date unless it is told another.
+_LLAMA_DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,10 +75,18 @@ class _Template:
     bos: bool | None
     """Whether a begin token comes first; None: where the tokenizer's settings add one."""
     strips: bool = False
-    """Whether leading and trailing whitespace of questions and answers is removed."""
+    """Whether leading and trailing whitespace of questions and answers is removed in training."""
+    strips_all: bool = False
+    """Whether it is removed of every text, in chats too."""
+    always_system: bool = False
+    """Whether a conversation without a system message has its turn nevertheless."""
     message_by_message: bool = False
     never_learned: str | None = None
     """A piece that carries no loss even in an answer."""
+
+
+def _llama_header(role: str) -> str:
+    return f"{LLAMA_HEADER}{role}{LLAMA_HEADER_END}\n\n"
 
 
 _TEMPLATES: dict[ChatTemplate, _Template] = {
@@ -89,6 +104,21 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
     "internvl2_5": _Template(
         system_message=_SYSTEM_MESSAGE_2_5, after_end="\n", bos=None, message_by_message=True
     ),
+    "llama3": _Template(
+        system_message="",
+        system=f"{_llama_header('system')}{_LLAMA_DATES}",
+        user=_llama_header("user"),
+        assistant=_llama_header("assistant"),
+        end=LLAMA_TURN_END,
+        pieces=(LLAMA_HEADER, LLAMA_HEADER_END, LLAMA_TURN_END),
+        bos=True,
+        strips_all=True,
+        always_system=True,
+        message_by_message=True,
+    ),
+    "qwen2.5": _Template(
+        system_message=_QWEN_SYSTEM_MESSAGE, after_end="\n", bos=False, message_by_message=True
+    ),
 }
 
 
@@ -100,7 +130,7 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """
     template = _TEMPLATES[model.chat_template]
     bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
-    needed = [*bos, IMAGE_START, IMAGE_CONTEXT, IMAGE_END, *template.pieces]
+    needed = [*bos, *_pieces(model)]
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -121,7 +151,14 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
 
 def as_written(text: str, model: ModelConfig) -> str:
     """A question or an answer as the model's template writes it."""
-    return text.strip() if _TEMPLATES[model.chat_template].strips else text
+    template = _TEMPLATES[model.chat_template]
+    return text.strip() if template.strips or template.strips_all else text
+
+
+def _pieces(model: ModelConfig) -> tuple[str, ...]:
+    """Pieces that only the model's template may write, those of images included if it takes any."""
+    images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.takes_images else ()
+    return (*images, *_TEMPLATES[model.chat_template].pieces)
 
 
 def encode_sample(
@@ -145,9 +182,10 @@ def encode_sample(
     if template.never_learned is not None:
         unlearned = tokenizer.id_of(template.never_learned)
         loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
-    before, context = _image_tokens(token_ids, tiles_per_image, model, tokenizer, sample)
-    token_ids = np.insert(token_ids, before, context)
-    loss_mask = np.insert(loss_mask, before, False)
+    if model.takes_images:
+        before, context = _image_tokens(token_ids, tiles_per_image, model, tokenizer, sample)
+        token_ids = np.insert(token_ids, before, context)
+        loss_mask = np.insert(loss_mask, before, False)
     bos = _bos(template, tokenizer)
     return EncodedSample(
         token_ids=np.concatenate([bos, token_ids]),
@@ -178,23 +216,28 @@ def encode_prompt(
     if not template.message_by_message:
         texts = ["".join(texts)]
     token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
-    tiles = tiles_per_image[: sample.images_until(turn)]
-    before, context = _image_tokens(token_ids, tiles, model, tokenizer, sample)
-    return np.concatenate([_bos(template, tokenizer), np.insert(token_ids, before, context)])
+    if model.takes_images:
+        tiles = tiles_per_image[: sample.images_until(turn)]
+        before, context = _image_tokens(token_ids, tiles, model, tokenizer, sample)
+        token_ids = np.insert(token_ids, before, context)
+    return np.concatenate([_bos(template, tokenizer), token_ids])
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     """Messages in order: the system message and the greeting if any, then questions and answers."""
     template = _TEMPLATES[model.chat_template]
-    _check_texts(sample, template)
+    _check_texts(sample, model)
     close = template.end + template.after_end
     system = _system(sample, model, chatting)
     messages = [] if system is None else [f"{template.system}{system}{close}"]
     if _greets(sample, template):
-        messages.append(f"{template.assistant}{sample.greeting}{close}")
+        greeting = as_written(sample.greeting or "", model)
+        messages.append(f"{template.assistant}{greeting}{close}")
     for turn in sample.turns:
         texts = [turn.question, turn.answer]
-        asked, answered = texts if chatting else [as_written(text, model) for text in texts]
+        if not chatting or template.strips_all:
+            texts = [as_written(text, model) for text in texts]
+        asked, answered = texts
         question = asked.replace(IMAGE, IMAGE_START + IMAGE_END)
         messages.append(f"{template.user}{question}{close}")
         messages.append(f"{template.assistant}{answered}{close}")
@@ -204,20 +247,22 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
 def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
     """The system message, empty where its turn is; None where there is no such turn."""
     template = _TEMPLATES[model.chat_template]
-    if sample.system is not None:
-        return sample.system if sample.system or template.message_by_message else None
-    if chatting and model.chat_system_message is not None:
-        return model.chat_system_message
     given = template.system_message if model.system_message is None else model.system_message
-    return given or None
+    has_empty_turn = template.always_system
+    if sample.system is not None:
+        given, has_empty_turn = sample.system, template.message_by_message
+    elif chatting and model.chat_system_message is not None:
+        given, has_empty_turn = model.chat_system_message, True
+    given = given.strip() if template.strips_all else given
+    return given if given or has_empty_turn else None
 
 
-def _check_texts(sample: Sample, template: _Template) -> None:
+def _check_texts(sample: Sample, model: ModelConfig) -> None:
     """Refuse text in which the template's own pieces stand; those of others are plain text, or
     whatever the tokenizer makes of them, as in InternVL."""
     turns = [text for turn in sample.turns for text in (turn.question, turn.answer)]
     texts = [sample.system or "", sample.greeting or "", *turns]
-    for piece in (IMAGE_START, IMAGE_CONTEXT, IMAGE_END, *template.pieces):
+    for piece in _pieces(model):
         if any(piece in text for text in texts):
             raise UserError(
                 f"{sample.where}: has {piece!r} in its text, which only the chat template may "
@@ -279,7 +324,8 @@ def _encode_apart(
     encoded = list(map(tokenizer.encode, messages))
     masks = [np.zeros(len(ids), bool) for ids in encoded]
     for answer in answers:
-        masks[answer][header:-1] = True  # all but the line end
+        closed = len(encoded[answer]) - (1 if template.after_end else 0)  # before the line end
+        masks[answer][header:closed] = True
     token_ids = np.array([number for ids in encoded for number in ids], np.int64)
     if np.count_nonzero(token_ids == tokenizer.required(template.end)) != len(messages):
         raise _control_tokens(sample)

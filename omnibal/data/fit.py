@@ -29,10 +29,11 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
     )
     more = f"; and {len(large) - _LISTED_SAMPLES} more" if len(large) > _LISTED_SAMPLES else ""
     enough = {name: max(int(lengths.column(name).max()), caps[name]) for name in caps.names}
+    options = " ".join(Caps.of(**enough).options)
     raise UserError(
         f"{len(large)} of {len(lengths)} samples exceed the caps of {caps} ({listed}{more}); every "
-        f"sample must fit into one pack: raise the caps ({Caps.of(**enough).options} would do), "
-        "split the samples, or drop them from the dataset"
+        f"sample must fit into one pack: raise the caps ({options} would do), split the samples, "
+        "or drop them from the dataset"
     )
 
 

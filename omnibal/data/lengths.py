@@ -51,11 +51,19 @@ class LengthsOrigin(Frozen):
     data_sha256: str
     """SHA-256 of source names, repeats and annotation bytes; neither image folders nor pixels."""
     tokenizer_sha256: str
-    image_size: int
-    tokens_per_tile: int
-    tiling: TilingConfig
+    image_size: int | None
+    tokens_per_tile: int | None
+    tiling: TilingConfig | None
+    """Of images, as the two before it; None where the model takes none."""
     chat_template: ChatTemplate
     system_message: str | None
+
+
+def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
+    """Pixels and tokens of a tile; None where the model takes no images."""
+    if not model.takes_images:
+        return None, None
+    return model.vision.image_size, model.vision.tokens_per_item
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ All packs are then mixtures of the same lengths.
 """
 
 import heapq
+from collections.abc import Callable
 from enum import StrEnum
 from operator import add, itemgetter
 
@@ -78,18 +79,26 @@ def _deal_longest_first(
     """
     dealt = shares.take(samples, axis=1)
     longest_first = np.lexsort((-dealt.sum(axis=0), -dealt[features].max(axis=0)))
-    picked = itemgetter(*features)
-    load = picked if len(features) == 1 else lambda held: max(picked(held))
+    load = _largest_of(features, len(shares))
     heap = [(load(held), total, held, pack) for _, total, held, pack in heap]
     heapq.heapify(heap)
     taken_by = []
-    for size in dealt[:, longest_first].T.tolist():
+    for size in zip(*dealt[:, longest_first].tolist(), strict=True):
         _, _, held, pack = heap[0]
         held = tuple(map(add, held, size))
         heapq.heapreplace(heap, (load(held), sum(held), held, pack))
         taken_by.append(pack)
     pack_of[samples[longest_first]] = taken_by
     return heap
+
+
+def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], float]:
+    """The largest share among features, of the shares of so many."""
+    if len(features) == of:
+        return max
+    if len(features) == 1:
+        return itemgetter(features[0])
+    return lambda held: max(held[feature] for feature in features)
 
 
 def even_out(

@@ -5,7 +5,7 @@ ratio is HBP's (arXiv 2503.07680, section 3). All are 0 for perfect balance and 
 member does everything.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -13,10 +13,13 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks, sum_squared_tokens
 from omnibal.limits import Caps
 
+_MODEL_PARTS = {"tiles": "vision", "tokens": "language"}
+"""What the dist ratios of some features are called in JSON, after the parts that they load."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackMetrics:
-    """Figures of a schedule; the names are the keys of `omnibal pack --json`."""
+    """Figures of a schedule."""
 
     samples: int
     packed: int
@@ -26,16 +29,32 @@ class PackMetrics:
     gap: float
     """Packs above the lower bound, as a share of it."""
     samples_per_pack: float
-    fill_tiles: float
-    fill_tokens: float
+    fill: dict[str, float]
+    """Share of the cap that the mean pack holds, by limited feature."""
     pad_ratio: float
-    dist_ratio_vision: float
-    dist_ratio_language: float
+    dist_ratio: dict[str, float]
+    """The dist ratio of every limited feature."""
     attention_balance_ratio: float
     """The dist ratio of the sum of squared sample tokens, which block-diagonal attention costs."""
     straggler_factor: float
     """Load of a step's busiest rank over the mean of its ranks; ranks wait for the busiest."""
     steps: int
+
+    def as_dict(self) -> dict[str, float]:
+        """All figures by the keys of `omnibal pack --json`."""
+        figures: dict[str, float] = {}
+        for name, value in asdict(self).items():
+            match name:
+                case "fill":
+                    figures |= {f"fill_{feature}": share for feature, share in value.items()}
+                case "dist_ratio":
+                    figures |= {
+                        f"dist_ratio_{_MODEL_PARTS.get(feature, feature)}": ratio
+                        for feature, ratio in value.items()
+                    }
+                case _:
+                    figures[name] = value
+        return figures
 
 
 def measure_packs(
@@ -54,6 +73,7 @@ def measure_packs(
     """
     packs = len(scheduled)
     epochs = int(scheduled.epoch[-1]) + 1
+    sums = {name: scheduled.packs.sums(lengths.column(name)) for name in caps.names}
     return PackMetrics(
         samples=len(lengths) * epochs,
         packed=len(scheduled.packs.samples),
@@ -61,13 +81,11 @@ def measure_packs(
         packs_lower_bound=lower_bound * epochs,
         gap=packs / (lower_bound * epochs) - 1,
         samples_per_pack=len(scheduled.packs.samples) / packs,
-        fill_tiles=float(scheduled.column("tiles").sum(dtype=np.int64) / (packs * caps["tiles"])),
-        fill_tokens=float(scheduled.tokens.sum(dtype=np.int64) / (packs * caps["tokens"])),
+        fill={name: float(sums[name].sum() / (packs * caps[name])) for name in caps.names},
         # A pack is one row of concatenated samples, so each mini-batch that could be padded has
         # one row.
         pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
-        dist_ratio_vision=dist_ratio(rank_sums(scheduled, scheduled.column("tiles"), dp)),
-        dist_ratio_language=dist_ratio(rank_sums(scheduled, scheduled.tokens, dp)),
+        dist_ratio={name: dist_ratio(rank_sums(scheduled, sums[name], dp)) for name in caps.names},
         attention_balance_ratio=dist_ratio(
             rank_sums(scheduled, sum_squared_tokens(scheduled.packs, lengths), dp)
         ),

@@ -7,6 +7,7 @@ import numpy as np
 
 from omnibal.data.image_files import ImageFile
 from omnibal.encoders import TilingConfig
+from omnibal.errors import UserError
 
 IMAGE, VIDEO = "<image>", "<video>"
 VIDEO_LINE = f"{VIDEO}\n"
@@ -58,12 +59,23 @@ class Sample:
         """Number of images in the questions up to and including this turn."""
         return sum(asked.question.count(IMAGE) for asked in self.turns[: turn + 1])
 
-    def shown(self, tiling: TilingConfig) -> "Sample":
+    def shown(self, tiling: TilingConfig | None) -> "Sample":
         """Keep the frames that the model sees, each named in the question; images are unchanged.
 
         To do so again changes nothing.
+
+        Args:
+            tiling: of the model; None if it takes no images.
+
+        Raises:
+            UserError: the sample has an image, and the model takes none.
         """
-        if not self.video:
+        if self.images and tiling is None:
+            raise UserError(
+                f"{self.where}: has {len(self.images)} image(s), but the model has no encoder for "
+                "them; leave the sample out, or choose a model with a vision encoder"
+            )
+        if not self.video or tiling is None:
             return self
         chosen = middle_frames(len(self.images), tiling.max_frames_per_video)
         return self.with_frames(tuple(self.images[frame] for frame in chosen))

@@ -20,7 +20,7 @@ from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_sample
 from omnibal.data.image_files import ImageFile, why_unreadable
-from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions
+from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, tile_sizes
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
 from omnibal.data.scan_pool import map_unordered
@@ -190,13 +190,15 @@ class _Scanner:
 
     def _counts(self, sample: Sample) -> tuple[int, int, int]:
         """Tiles, tokens and loss tokens."""
-        sample = sample.shown(self.model.vision.tiling)
-        tiling, image_size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
-        sizes = [self._image_size(image, sample) for image in sample.images]
-        tiles = sum(tile_count(*size, tiling, image_size) for size in sizes)
-        tokens_per_tile = self.model.vision.tokens_per_item
+        sample = sample.shown(self.model.tiling)
         text = encode_sample(sample, [0] * len(sample.images), self.model, self.tokenizer)
-        tokens = len(text.token_ids) + tiles * tokens_per_tile
+        tiles, tokens = 0, len(text.token_ids)
+        if sample.images:
+            vision = self.model.vision
+            tiling = sample.tiling(vision.tiling)
+            sizes = [self._image_size(image, sample) for image in sample.images]
+            tiles = sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
+            tokens += tiles * vision.tokens_per_item
         check_positions(tokens, self.model, f"{sample.where}: the sample")
         return tiles, tokens, int(text.loss_mask.sum())
 
@@ -222,7 +224,7 @@ def _lengths(
 ) -> Lengths:
     indices = np.ascontiguousarray(rows["index"])
     return Lengths(
-        items={"tiles": np.ascontiguousarray(rows["tiles"])},
+        items={"tiles": np.ascontiguousarray(rows["tiles"])} if model.takes_images else {},
         tokens=np.ascontiguousarray(rows["tokens"]),
         loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
         source=annotations.source[indices],
@@ -233,12 +235,13 @@ def _lengths(
 
 
 def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
+    image_size, tokens_per_tile = tile_sizes(model)
     return LengthsOrigin(
         data_sha256=annotations.sha256,
         tokenizer_sha256=tokenizer.sha256,
-        image_size=model.vision.image_size,
-        tokens_per_tile=model.vision.tokens_per_item,
-        tiling=model.vision.tiling,
+        image_size=image_size,
+        tokens_per_tile=tokens_per_tile,
+        tiling=model.tiling,
         chat_template=model.chat_template,
         system_message=model.system_message,
     )

@@ -24,6 +24,8 @@ IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PHI_SYSTEM, PHI_USER, PHI_ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 PHI_END = "<|end|>"
+LLAMA_HEADER, LLAMA_HEADER_END = "<|start_header_id|>", "<|end_header_id|>"
+LLAMA_TURN_END = "<|eot_id|>"
 
 FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
@@ -81,7 +83,7 @@ def lacking(pieces: Sequence[str]) -> str:
     """Message for a tokenizer without these pieces, with the remedy."""
     return (
         f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "
-        "the tokenizer of a released InternVL checkpoint, with its tokenizer_config.json or "
+        "the tokenizer of the released checkpoint, with its tokenizer_config.json or "
         "added_tokens.json beside it, add them to it, or choose another chat_template"
     )
 

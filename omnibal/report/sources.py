@@ -8,17 +8,12 @@ from omnibal.data.lengths import Lengths
 from omnibal.report.svg import drawing, line, rect
 from omnibal.report.table import Cell, Column, Drawing, Table
 
-_DIGITS = {"samples": 0, "tiles_mean": 2, "tiles_max": 0, "tokens_mean": 1, "tokens_max": 0}
-"""Decimals of each of `length_statistics`, in its order."""
-
 
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
-    """Count, and mean and most tiles and tokens, of the samples in `rows` (None without any)."""
+    """Count of the samples in `rows`, and mean and most of every feature (None without any)."""
     statistics: dict[str, float | None] = {"samples": int(rows.sum())}
-    for name, values in (
-        ("tiles", lengths.column("tiles")[rows]),
-        ("tokens", lengths.tokens[rows]),
-    ):
+    for name in (*lengths.item_names, "tokens"):
+        values = lengths.column(name)[rows]
         statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
         statistics[f"{name}_max"] = int(values.max()) if len(values) else None
     return statistics
@@ -43,35 +38,44 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
     groups = [(lengths.source_names[code], codes[i : i + 1]) for i, code in enumerate(codes[:most])]
     rest = codes[len(groups) :]
     groups += [(f"{len(rest)} smaller sources", rest)] if len(rest) else []
-    tokens, most_tiles = lengths.tokens, int(lengths.column("tiles").max())
-    tile_edges = np.linspace(-0.5, most_tiles + 0.5, min(most_tiles + 1, 40) + 1)
-    token_edges = np.geomspace(tokens.min(), max(tokens.max(), tokens.min() + 1), 31)
-    # Rounding may put the outermost samples a hair outside.
-    token_edges[[0, -1]] = tokens.min(), max(tokens.max(), tokens.min() + 1)
+    features = {name: _histogram_edges(lengths, name) for name in (*lengths.item_names, "tokens")}
 
     def row(name: str, of_group: np.ndarray) -> list[Cell]:
         rows = np.isin(lengths.source, of_group)
-        values = zip(length_statistics(lengths, rows).values(), _DIGITS.values(), strict=True)
-        numbers = ["-" if value is None else f"{value:,.{n}f}" for value, n in values]
-        tiles = _bars(
-            np.histogram(lengths.column("tiles")[rows], tile_edges)[0], "vision", f"tiles: {name}"
-        )
-        texts = _bars(np.histogram(tokens[rows], token_edges)[0], "language", f"tokens: {name}")
-        return [name, *numbers[:3], tiles, *numbers[3:], texts]
+        statistics = length_statistics(lengths, rows)
+        cells: list[Cell] = [name, f"{statistics['samples']:,.0f}"]
+        for feature, (edges, _) in features.items():
+            for quantity, digits in (("mean", 1 if feature == "tokens" else 2), ("max", 0)):
+                value = statistics[f"{feature}_{quantity}"]
+                cells.append("-" if value is None else f"{value:,.{digits}f}")
+            counts = np.histogram(lengths.column(feature)[rows], edges)[0]
+            css = "language" if feature == "tokens" else "vision"
+            cells.append(_bars(counts, css, f"{feature}: {name}"))
+        return cells
 
-    token_range = f"tokens, {tokens.min():,} to {tokens.max():,}, logarithmic"
+    columns = [Column(title="source", style="wrap"), Column(title="samples")]
+    for feature, (_, title) in features.items():
+        columns += [Column(title=f"{feature} mean"), Column(title=f"{feature} max")]
+        columns.append(Column(title=title, style="drawing"))
     return Table(
         title="Sample lengths",
-        columns=(
-            Column(title="source", style="wrap"),
-            *(Column(title=title) for title in ("samples", "tiles mean", "tiles max")),
-            Column(title=f"tiles, 0 to {most_tiles}", style="drawing"),
-            *(Column(title=title) for title in ("tokens mean", "tokens max")),
-            Column(title=token_range, style="drawing"),
-        ),
+        columns=tuple(columns),
         sections=([row(*group) for group in groups], [row("all", codes)]),
         caption="Samples by source; bar heights are relative to the row's highest.",
     )
+
+
+def _histogram_edges(lengths: Lengths, feature: str) -> tuple[np.ndarray, str]:
+    """Edges of the bars of one feature's histograms, and their title."""
+    values = lengths.column(feature)
+    if feature != "tokens":
+        most = int(values.max())
+        return np.linspace(-0.5, most + 0.5, min(most + 1, 40) + 1), f"{feature}, 0 to {most}"
+    least, most = values.min(), max(values.max(), values.min() + 1)
+    edges = np.geomspace(least, most, 31)
+    # Rounding may put the outermost samples a hair outside.
+    edges[[0, -1]] = least, most
+    return edges, f"tokens, {least:,} to {values.max():,}, logarithmic"
 
 
 def _bars(counts: np.ndarray, css: str, what: str) -> Drawing:

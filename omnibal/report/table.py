@@ -57,7 +57,7 @@ class Table:
     title: str
     columns: Sequence[Column]
     sections: Sequence[Sequence[Row]]
-    """Rows between rules, of which empty sections have none."""
+    """Rows of each section; a terminal draws a rule between sections."""
     caption: str = ""
     tight: bool = False
     """Whether a terminal shows no space at the edges, so that 80 characters hold the table."""

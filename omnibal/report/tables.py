@@ -181,13 +181,15 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, dp: i
     entries = [
         ("Samples", f"{len(lengths):,}, {m.samples_per_pack:.3g} per pack"),
         ("Packs", f"{m.packs:,} (at least {m.packs_lower_bound:,} are needed)"),
-        ("Tiles filled", f"{percent(m.fill_tiles)} of the cap"),
-        ("Tokens filled", f"{percent(m.fill_tokens)} of the cap"),
+        *(
+            (f"{name.capitalize()} filled", f"{percent(m.fill[name])} of the cap")
+            for name in m.fill
+        ),
     ]
     if dp > 1:
         entries += [
-            ("Uneven tiles", f"{percent(m.dist_ratio_vision)} below the busiest of {dp} ranks"),
-            ("Uneven tokens", f"{percent(m.dist_ratio_language)} below the busiest of {dp} ranks"),
+            (f"Uneven {name}", f"{percent(ratio)} below the busiest of {dp} ranks")
+            for name, ratio in m.dist_ratio.items()
         ]
     count = data.micro_batches_per_step
     entries += [

@@ -1,4 +1,4 @@
-"""Search for the caps of a pack, image tiles (Qv) and language tokens (Qt), by predicted time.
+"""Search for the caps of a pack, of items such as tiles (Qv) and of tokens (Qt), by predicted time.
 
 Larger packs pay fixed costs less often; smaller ones leave more micro-batches to a step of the same
 samples, so less bubble, and need less memory, so less recomputation. Each candidate is therefore
@@ -8,8 +8,8 @@ large ones until they are clearly worse or do not fit, then finer moves around t
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 
@@ -22,12 +22,9 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.plan_data import least_caps
+from omnibal.limits import Caps, check_limits, in_canonical_order, words
+from omnibal.plan_data import item_features, least_caps, limited_features
 from omnibal.search.trial import Comparison, Trial, micro_batches_at, time_per_sample
-
-MAX_CANDIDATES = 32
-"""Most candidates of a search by time: 17 of the grid, the best 3 on more samples, 12 moves."""
 
 _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003
@@ -35,10 +32,10 @@ _COARSE_SHARE = 8
 """Divisor of the samples that the grid is evaluated on."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the least."""
-_TILE_SHARES = (0.75, 1.0)
-"""Tile caps of the grid, relative to where tiles and tokens fill up together."""
-_FIRST_TILE_SHARES = (0.5, *_TILE_SHARES)
-"""Tile caps of the grid at the least token cap, where only the tile cap can make packs smaller."""
+_ITEM_SHARES = (0.75, 1.0)
+"""Item caps of the grid, relative to where items and tokens fill up together."""
+_FIRST_ITEM_SHARES = (0.5, *_ITEM_SHARES)
+"""Item caps of the grid at the least token cap, where only item caps can make packs smaller."""
 _CLEARLY_WORSE = 1.05
 _FINALISTS = 3
 _MOVES = (2**0.25, 2**0.125)
@@ -46,7 +43,7 @@ _MOVES = (2**0.25, 2**0.125)
 _TOKEN_STEPS = 8
 """Least number of token steps, a power of two each, in the smallest token cap."""
 _COMMON_SHARE = 1 / 8
-"""Share of all tiles from which a tile count is common."""
+"""Share of all items from which a count of them in a sample is common."""
 
 _PAPER_TOKENS = 4096
 _PAPER_ALIGNMENT = 256
@@ -64,9 +61,32 @@ class CapRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CapSearchRequest(Comparison):
-    """A job, its samples, and the rule that chooses its caps."""
+    """A job, its samples, and the rule that chooses its caps.
+
+    Raises:
+        UserError: the lengths were scanned for another model, a cap is fixed of a feature that the
+            model does not have, or the rule is the paper's and does not suit the features.
+    """
 
     rule: CapRule
+    fixed: dict[str, int] = field(default_factory=dict)
+    """Caps that are not searched for, by feature; only where they are chosen by time."""
+
+    def __post_init__(self) -> None:
+        Comparison.__post_init__(self)
+        model = self.job.model
+        check_limits(self.limited, item_features(model), model.name)
+        if self.rule is CapRule.PAPER and (self.limited != ["tiles", "tokens"] or self.fixed):
+            raise UserError(
+                "the paper's rule chooses the caps of tiles and tokens, both and no others, and "
+                f"here {words(self.limited)} are limited, {len(self.fixed)} of them by --limit; "
+                "choose caps by predicted time (--rule time)"
+            )
+
+    @property
+    def limited(self) -> list[str]:
+        """Names of the features that are limited."""
+        return in_canonical_order({*limited_features(self.job.model), *self.fixed})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +132,15 @@ class CapSearch:
         return self.candidates[0].caps
 
 
+def max_candidates(request: CapSearchRequest) -> int:
+    """Most candidates of a search by time, which are these with tiles and tokens:
+
+    17 of the grid, the best 3 on more samples, and 12 in two rounds of moves.
+    """
+    grid = len(_LEVELS) * (len(_ITEM_SHARES) + 1) + 2
+    return grid + _FINALISTS + len(_MOVES) * (2 * len(request.limited) + 2)
+
+
 def usual_samples_per_step(data_parallel: int, micro_batches: int) -> int:
     """Samples per step at 4.5 samples per pack, the middle of the range of the paper's rule."""
     return round(_USUAL_SAMPLES_PER_PACK * micro_batches * data_parallel)
@@ -126,14 +155,14 @@ def search_caps(
 
     Args:
         request: equal requests give equal results.
-        on_progress: called with the candidates done since the last call, `MAX_CANDIDATES` in all.
+        on_progress: called with the candidates done since the last call, `max_candidates` in all.
         processes: number of processes that evaluate candidates.
 
     Raises:
         UserError: no caps can be used.
     """
-    least = least_caps(request.lengths)
-    left = MAX_CANDIDATES
+    space = CapSpace.of(request.lengths, request.limited, request.fixed)
+    left = max_candidates(request)
 
     def advance() -> None:
         nonlocal left
@@ -145,12 +174,12 @@ def search_caps(
         return _CapTrials(evaluation=evaluation, processes=processes, advance=advance)
 
     if request.rule is CapRule.PAPER:
-        search = _search_by_paper(trials(1), least)
+        search = _search_by_paper(trials(1), space.least)
     else:
-        search = _search_by_time(trials(_COARSE_SHARE), trials(1), CapSpace.of(request.lengths))
+        search = _search_by_time(trials(_COARSE_SHARE), trials(1), space)
     on_progress(left)
     if not search.candidates:
-        raise UserError(_unusable(search.infeasible, least))
+        raise UserError(_unusable(search.infeasible, space.least))
     return search
 
 
@@ -187,9 +216,8 @@ def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
         return None
     return (
         f"ISF makes {counts[1]:,} packs of {len(lengths):,} samples in 10 iterations and "
-        f"{counts[0]:,} in 1: the caps of {caps['tiles']} tiles and {caps['tokens']} tokens do "
-        "not suit these sizes, so that its filtering does harm; use --packing balanced or other "
-        "caps"
+        f"{counts[0]:,} in 1: the caps of {caps} do not suit these sizes, so "
+        "that its filtering does harm; use --packing balanced or other caps"
     )
 
 
@@ -265,9 +293,9 @@ def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
 def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
     caps, reason = next(iter(infeasible.items()))
     return (
-        f"no caps can be used: at max_tiles {caps['tiles']} and max_tokens {caps['tokens']}, "
-        f"{reason}; every sample must fit, so for caps below {least['tiles']} tiles and "
-        f"{least['tokens']} tokens the largest must be split or dropped"
+        f"no caps can be used: at {words([f'{key} {cap}' for key, cap in caps.root.items()])}, "
+        f"{reason}; every sample must fit, so for caps below {least} the largest must be split or "
+        "dropped"
     )
 
 
@@ -361,69 +389,102 @@ class _CapTrials:
 class CapSpace:
     """All caps that a search by time may come to; every sample fits the least of them."""
 
-    tiles: np.ndarray
-    """Tile caps, int64, ascending: the most tiles of a sample, and larger sums of common counts."""
+    items: dict[str, "_ItemAxis"]
+    """Caps of every limited feature but tokens."""
     tokens: np.ndarray
     """Token caps, int64, ascending multiples of a power of two, up to 4 times the least."""
-    tiles_per_token: float
-    """Tiles per token of all samples together."""
-    main_tiles: int
-    """Tile count whose samples have the most tiles in all; 1 without any."""
 
     @classmethod
-    def of(cls, lengths: Lengths) -> "CapSpace":
-        """Caps that suit the samples of these lengths."""
-        least = least_caps(lengths)
+    def of(
+        cls, lengths: Lengths, names: Sequence[str], fixed: Mapping[str, int] | None = None
+    ) -> "CapSpace":
+        """Caps of these features that suit the samples of these lengths, and fixed caps of some."""
+        least = least_caps(lengths, names)
         unit = 1 << max((least["tokens"] // _TOKEN_STEPS).bit_length() - 1, 0)
         first = -(-least["tokens"] // unit) * unit
         tokens = np.arange(first, _LEVELS[-1] * first + 1, unit, dtype=np.int64)
-        held = np.bincount(lengths.column("tiles")) * np.arange(
-            int(lengths.column("tiles").max()) + 1
-        )
-        tiles_per_token = float(held.sum() / lengths.tokens.sum(dtype=np.int64))
-        common = np.flatnonzero(held >= max(_COMMON_SHARE * held.sum(), 1)).tolist()
-        most = max(_LEVELS[-1] * least["tiles"], tiles_per_token * tokens[-1])
-        sums = _sums(common or [1], math.ceil(most))
-        return cls(
-            tiles=np.concatenate([[least["tiles"]], sums[sums > least["tiles"]]]),
-            tokens=tokens,
-            tiles_per_token=tiles_per_token,
-            main_tiles=max(int(held.argmax()), 1),
-        )
+        items = {
+            name: _ItemAxis.of(lengths, name, int(tokens[-1]))
+            for name in least.names
+            if name != "tokens"
+        }
+        for name, cap in (fixed or {}).items():
+            if name == "tokens":
+                tokens = np.array([cap])
+            else:
+                items[name] = replace(items[name], caps=np.array([cap]))
+        return cls(items=items, tokens=tokens)
 
     @property
     def least(self) -> Caps:
         """The smallest caps of the space."""
-        return Caps.of(tiles=int(self.tiles[0]), tokens=int(self.tokens[0]))
+        return Caps.of(**{name: int(caps[0]) for name, caps in self._axes().items()})
 
     def level(self, factor: float) -> list[Caps]:
         """The grid's caps with `factor` times the least tokens."""
         tokens = _nearest(self.tokens, factor * self.tokens[0])
-        matched = tokens * self.tiles_per_token
-        shares = _FIRST_TILE_SHARES if factor == _LEVELS[0] else _TILE_SHARES
-        wanted = [share * matched for share in shares]
-        wanted.append(round(matched / self.main_tiles) * self.main_tiles)
-        if factor == _LEVELS[0]:
-            wanted.append(self.tiles[0])
-        tiles = sorted({_nearest(self.tiles, value) for value in wanted})
-        return [Caps.of(tiles=value, tokens=tokens) for value in tiles]
+        is_first = factor == _LEVELS[0]
+        tried = [axis.level(tokens, is_first=is_first) for axis in self.items.values()]
+        # All items move together: each alone would be too many.
+        together = sorted(set(zip(*tried, strict=True))) if tried else [()]
+        return [
+            Caps.of(**dict(zip(self.items, caps, strict=True)), tokens=tokens) for caps in together
+        ]
 
     def moves(self, caps: Caps, factor: float) -> list[Caps]:
-        """Neighbours of `caps`: one or both caps smaller or larger by about the factor."""
+        """Neighbours of `caps`: one or all caps smaller or larger by about the factor."""
         less, more = (
-            (_moved(self.tiles, caps["tiles"], by), _moved(self.tokens, caps["tokens"], by))
+            {name: _moved(axis, caps[name], by) for name, axis in self._axes().items()}
             for by in (1 / factor, factor)
         )
-        tiles, tokens = caps["tiles"], caps["tokens"]
-        around = (
+        now = {name: caps[name] for name in less}
+        around = [
             less,
-            (less[0], tokens),
-            (tiles, less[1]),
-            (more[0], tokens),
-            (tiles, more[1]),
+            *({**now, name: cap} for name, cap in less.items()),
+            *({**now, name: cap} for name, cap in more.items()),
             more,
+        ]
+        return [Caps.of(**moved) for moved in around]
+
+    def _axes(self) -> dict[str, np.ndarray]:
+        return {**{name: axis.caps for name, axis in self.items.items()}, "tokens": self.tokens}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _ItemAxis:
+    """Caps of one kind of items, such as tiles."""
+
+    caps: np.ndarray
+    """Caps, int64, ascending: the most items of a sample, and larger sums of common counts."""
+    per_token: float
+    """Items per token of all samples together."""
+    main: int
+    """Count of items whose samples have the most items in all; 1 without any."""
+
+    @classmethod
+    def of(cls, lengths: Lengths, name: str, most_tokens: int) -> "_ItemAxis":
+        """Caps that suit the samples, at token caps up to `most_tokens`."""
+        column = lengths.column(name)
+        least = max(int(column.max()), 1)
+        held = np.bincount(column) * np.arange(int(column.max()) + 1)
+        per_token = float(held.sum() / lengths.tokens.sum(dtype=np.int64))
+        common = np.flatnonzero(held >= max(_COMMON_SHARE * held.sum(), 1)).tolist()
+        sums = _sums(common or [1], math.ceil(max(_LEVELS[-1] * least, per_token * most_tokens)))
+        return cls(
+            caps=np.concatenate([[least], sums[sums > least]]),
+            per_token=per_token,
+            main=max(int(held.argmax()), 1),
         )
-        return [Caps.of(tiles=v, tokens=t) for v, t in around]
+
+    def level(self, tokens: int, *, is_first: bool) -> list[int]:
+        """Caps to try with a token cap, equally many for all kinds of items."""
+        matched = tokens * self.per_token
+        shares = _FIRST_ITEM_SHARES if is_first else _ITEM_SHARES
+        wanted = [share * matched for share in shares]
+        wanted.append(round(matched / self.main) * self.main)
+        if is_first:
+            wanted.append(self.caps[0])
+        return [_nearest(self.caps, value) for value in wanted]
 
 
 def _sums(parts: Sequence[int], most: int) -> np.ndarray:
@@ -464,7 +525,7 @@ def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> Ca
     return CapSearch(
         candidates=tuple(candidates),
         infeasible=fine.failed,
-        is_largest=bool(candidates[0].caps["tokens"] == space.tokens[-1]),
+        is_largest=bool(space.tokens[0] < candidates[0].caps["tokens"] == space.tokens[-1]),
     )
 
 

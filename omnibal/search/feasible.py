@@ -15,7 +15,7 @@ from functools import partial
 from omnibal.config import load_cluster, preset_names
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
-from omnibal.limits import Caps
+from omnibal.limits import Caps, option_of, words
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.partition import least_peak_of_splits
@@ -263,13 +263,11 @@ def _try_smaller_caps(changes: _Changes) -> None:
     found: list[Change] = []
     low, high = 0, len(candidates)
     while low < high:
-        changes.note("smaller --max-tokens and --max-tiles")
+        changes.note(f"smaller {words([option_of(name) for name in reversed(data.caps.names)])}")
         middle = (low + high) // 2
         caps, old = candidates[middle], data.caps
-        text = (
-            f"--max-tokens {caps['tokens']} --max-tiles {caps['tiles']} instead of "
-            f"{old['tokens']} and {old['tiles']}"
-        )
+        new = " ".join(reversed(caps.options))
+        text = f"{new} instead of {words([str(old[name]) for name in reversed(old.names)])}"
         change = changes.change(text, partial(changes.request.capped, caps))
         if change is None:
             low = middle + 1
@@ -286,7 +284,10 @@ def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
     last = (caps["tokens"] - 1) // unit * unit
     return [
         Caps.of(
-            tiles=max(round(caps["tiles"] * tokens / caps["tokens"]), least["tiles"]),
+            **{
+                name: max(round(caps[name] * tokens / caps["tokens"]), least[name])
+                for name in caps.names[:-1]
+            },
             tokens=tokens,
         )
         for tokens in range(last, first - 1, -unit)

@@ -29,6 +29,7 @@ from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_cost import fits_cap
+from omnibal.plan_data import limited_features
 from omnibal.search.caps import CapSpace, usual_samples_per_step
 from omnibal.search.feasible import gib_text, least_need_gib
 from omnibal.search.trial import Comparison, Trial, micro_batches_at, step_sizes, time_per_sample
@@ -145,7 +146,7 @@ def search_strategies(
     """
     parallels = possible_parallels(request)
     setting = _Setting(request=request.drawn(), packs={})
-    space = CapSpace.of(request.lengths)
+    space = CapSpace.of(request.lengths, limited_features(request.job.model))
     left = progress_total(request)
 
     def advance(done: int) -> None:
@@ -430,7 +431,7 @@ class _StrategyTrials:
 
 def _rank(strategy: Strategy) -> tuple:
     parallel, caps = strategy.parallel, strategy.caps
-    sizes = parallel.tensor, parallel.pipeline, caps["tokens"], caps["tiles"]
+    sizes = parallel.tensor, parallel.pipeline, *reversed(caps.values.tolist())
     return strategy.ms_per_sample, *sizes
 
 
@@ -540,8 +541,8 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
     return DoesNotFit(
         f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
         f"{request.job.model.name} into memory: the nearest, --tp {parallel.tensor} --pp "
-        f"{parallel.pipeline} --dp {parallel.data} at {caps['tiles']} tiles and "
-        f"{caps['tokens']} tokens, needs {gib_text(nearest.need_gib)} GiB per device at best, "
+        f"{parallel.pipeline} --dp {parallel.data} at {caps}, "
+        f"needs {gib_text(nearest.need_gib)} GiB per device at best, "
         f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage; use more "
         "GPUs, devices with more memory or smaller caps"
     )

@@ -28,13 +28,13 @@ from omnibal.parallel import Parallel
 from omnibal.plan_data import least_caps
 from omnibal.planner import make_plan
 from omnibal.search.caps import (
-    MAX_CANDIDATES,
     CapRule,
     CapSearch,
     CapSearchRequest,
     _smallest_tie_first,
     isf_note,
     isf_worsens,
+    max_candidates,
     notes,
     paper_caps,
     search_caps,
@@ -147,7 +147,7 @@ def test_few_candidates_come_close_to_all(fixed_ms):
     """Prevents a grid or moves that miss where the best caps are."""
     searched = search_request(profile=profile_with_fixed_costs(fixed_ms))
     found = search_caps(searched, lambda done: None)
-    least = least_caps(searched.lengths)
+    least = least_caps(searched.lengths, ("tiles", "tokens"))
     everywhere = [
         planned_ms_per_sample(searched, Caps.of(tiles=tiles, tokens=tokens))
         for tiles in range(least["tiles"], 4 * least["tiles"] + 1, 3)
@@ -249,7 +249,7 @@ def test_progress_ends_at_the_end(rule):
     done: list[int] = []
     found = search_caps(search_request(rule=rule), done.append)
     assert done[:-1].count(1) == len(done) - 1 >= len(found.candidates)
-    assert sum(done) == MAX_CANDIDATES
+    assert sum(done) == max_candidates(search_request(rule=rule)) == 32
     assert done[-1] >= 0
 
 
@@ -303,7 +303,9 @@ def test_papers_rule_is_what_its_code_does(tokens_per_tile):
             for size in (lengths.column("tiles"), lengths.tokens)
         )
     assert len(scores) > 1
-    assert paper_caps(lengths, least_caps(lengths), seed) == sorted(scores, key=scores.get)
+    assert paper_caps(lengths, least_caps(lengths, ("tiles", "tokens")), seed) == sorted(
+        scores, key=scores.get
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,14 +316,14 @@ def test_papers_rule_ends_at_4_to_5_samples(size):
     rng = np.random.default_rng(0)
     sizes = [(size[0] + n % 2, size[1] + int(rng.integers(99))) for n in range(400)]
     lengths = lengths_of(sizes)
-    for caps in paper_caps(lengths, least_caps(lengths), 0):
+    for caps in paper_caps(lengths, least_caps(lengths, ("tiles", "tokens")), 0):
         assert 4 <= len(lengths) / len(pack_isf(lengths, caps, 0)) <= 5
 
 
 def test_papers_rule_skips_what_does_not_fit_into_memory():
     """Prevents the rule from choosing caps that cannot be trained while others of it can."""
     costs = {"lengths": documents(), "rule": CapRule.PAPER, "samples": 800}
-    by_rule = paper_caps(documents(), least_caps(documents()), 0)
+    by_rule = paper_caps(documents(), least_caps(documents(), ("tiles", "tokens")), 0)
     assert [each.caps for each in search(**costs).candidates] == by_rule
     none_gib, all_gib = 0.001, CLUSTER.memory_gib
     for _ in range(30):

@@ -46,15 +46,15 @@ FLAGS = {
     "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --processes --on-error "
     "--json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
-    "--cluster --bound --output -o --picture --json",
-    "caps": "--model --cluster --tp --pp --dp --sequence-parallel --freeze "
+    "--limit --cluster --bound --output -o --picture --json",
+    "caps": "--model --cluster --tp --pp --dp --sequence-parallel --freeze --limit "
     "--network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --json",
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
-    "--profile --micro-batches --epochs --seed --precision --memory-gib --packing "
+    "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
     "--steps-of --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
@@ -336,6 +336,18 @@ def test_lengths_scan(capsys, tmp_path, digits):
     [
         ("pack absent.parquet --max-tiles 8 --max-tokens 512 --dp 2", "no such lengths file"),
         ("pack {lengths} --max-tiles 3 --max-tokens 512 --dp 2", "exceed the caps"),
+        ("pack {lengths} --max-tokens 512 --dp 2", "tiles is not; give --max-tiles MAX"),
+        ("pack {lengths} --dp 2", "give --max-tiles MAX and --max-tokens MAX"),
+        ("pack {lengths} --max-tiles 8 --limit tiles=8 --max-tokens 9 --dp 2", "given twice"),
+        ("pack {lengths} --max-tiles 8 --limit clips=4 --max-tokens 9 --dp 2",
+         "it has tiles, loss_tokens and tokens"),
+        ("pack {lengths} --max-tiles 8 --limit tokens=0 --dp 2", "from 1 to"),
+        ("pack {lengths} --max-tiles 8 --limit 512 --dp 2", "a feature and a count"),
+        (PLAN + " --limit clips=4 -o p", "it has tiles, loss_tokens and tokens"),
+        ("caps {lengths} --model internvl-digits --cluster laptop-cpu --limit clips=4",
+         "it has tiles, loss_tokens and tokens"),
+        ("caps {lengths} --model internvl-digits --cluster laptop-cpu --limit tiles=9 --rule paper",
+         "choose caps by predicted time"),
         ("plan --model internvl-digit --cluster laptop-cpu --max-tiles 8 --max-tokens 9 -o p",
          "did you mean 'internvl-digits'"),
         (PLAN + " --pp 99 -o p", "99"),
@@ -385,7 +397,7 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, comm
             "valid integer",
             "omnibal pack",
         ),
-        ("pack l.parquet --max-tokens 512 --dp 2", "--max-tiles", "omnibal pack"),
+        ("profile --model m --max-tokens 512 -o p.json", "--max-tiles", "omnibal profile"),
         ("pack --max-tiles 8 --max-tokens 512 --dp 2", "LENGTHS", "omnibal pack"),
         (PLAN + " -o p --precision fp8", "fp8", "omnibal plan"),
         (PLAN + " -o p --memory-gib 0", "--memory-gib", "omnibal plan"),

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.config import ModelConfig, load_cluster, load_model, model_toml, preset_names
+from omnibal.config import (
+    LanguageConfig,
+    ModelConfig,
+    load_cluster,
+    load_model,
+    model_toml,
+    preset_names,
+)
 from omnibal.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -17,7 +24,7 @@ def test_every_model_preset_loads(name):
     """Prevents shipping a preset with a wrong field, or under another name than its own."""
     model = load_model(name)
     assert model.name == name
-    assert model.vision.tokens_per_item > 0
+    assert all(tower.tokens_per_item > 0 for tower in model.encoders.values())
 
 
 @pytest.mark.parametrize("name", preset_names("clusters"))
@@ -92,3 +99,29 @@ def test_a_written_model_is_read_as_it_was(tmp_path, name):
     model = DIGITS.model_copy(update={"name": name, "language": language, **changes})
     (tmp_path / "model.toml").write_text(model_toml(model), encoding="utf-8")
     assert load_model(str(tmp_path / "model.toml")) == model
+
+
+def test_a_written_text_only_model_is_read_as_it_was(tmp_path):
+    """Prevents a table of the language model, or the lack of an encoder, from being lost."""
+    model = load_model("llama3.1-8b")
+    assert model.language.rope_scaling is not None and not model.encoders
+    (tmp_path / "model.toml").write_text(model_toml(model))
+    assert load_model(str(tmp_path / "model.toml")) == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"low_frequency_factor": 4}, "must be below high_frequency_factor"),
+        ({"factor": 0}, "factor"),
+        (None, "in two ways"),
+    ],
+)
+def test_scalings_that_cannot_be_are_refused(changes, expected):
+    """Prevents a division by zero, and a RoPE of two scalings of which one would be forgotten."""
+    language = load_model("llama3.1-8b").language.model_dump()
+    changed = language | {"rope_factor": 2.0}
+    if changes is not None:
+        changed = language | {"rope_scaling": language["rope_scaling"] | changes}
+    with pytest.raises(ValueError, match=expected):
+        LanguageConfig.model_validate(changed)

@@ -121,7 +121,10 @@ def test_next_larger_caps_do_not_fit(share):
     roomy = one_epoch(packing=PackingMethod.BALANCED)
     planned = with_memory(roomy, share * least_memory(roomy))
     change = changes_of(planned)[0]
-    tried = [planned.data.caps, *smaller_caps(planned.data.caps, least_caps(planned.data.lengths))]
+    tried = [
+        planned.data.caps,
+        *smaller_caps(planned.data.caps, least_caps(planned.data.lengths, ("tiles", "tokens"))),
+    ]
     chosen = tried.index(change.request.data.caps)
     assert fits(change.request)
     assert not fits(changed(planned, caps=tried[chosen - 1]))
@@ -137,11 +140,13 @@ def test_smaller_caps_are_round_and_hold_every_sample():
         Caps.of(tiles=8, tokens=3584),
     ]
     lengths = example_lengths()
-    for caps in smaller_caps(Caps.of(tiles=8, tokens=512), least_caps(lengths)):
+    for caps in smaller_caps(
+        Caps.of(tiles=8, tokens=512), least_caps(lengths, ("tiles", "tokens"))
+    ):
         assert caps["tokens"] >= lengths.tokens.max()
         assert caps["tiles"] >= lengths.column("tiles").max()
     least = Caps.of(tiles=int(lengths.column("tiles").max()), tokens=int(lengths.tokens.max()))
-    assert smaller_caps(least, least_caps(lengths)) == []
+    assert smaller_caps(least, least_caps(lengths, ("tiles", "tokens"))) == []
     assert smaller_caps(ANY, ANY) == []
 
 

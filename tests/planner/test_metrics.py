@@ -59,12 +59,12 @@ def test_figures_of_a_small_schedule():
     # Squares of 10 and 20 against 30, then rank 0 idle.
     assert metrics.attention_balance_ratio == pytest.approx((400 / 1800 + 1 / 2) / 2)
     assert metrics.samples_per_pack == pytest.approx(4 / 3)
-    assert metrics.fill_tiles == pytest.approx(7 / 12)
-    assert metrics.fill_tokens == pytest.approx(100 / 150)
+    assert metrics.fill["tiles"] == pytest.approx(7 / 12)
+    assert metrics.fill["tokens"] == pytest.approx(100 / 150)
     assert metrics.pad_ratio == 0
-    assert metrics.dist_ratio_vision == pytest.approx((1 / 8 + 0) / 2)
+    assert metrics.dist_ratio["tiles"] == pytest.approx((1 / 8 + 0) / 2)
     # Step 1 leaves rank 0 idle: (40 - 0) / (40 * 2).
-    assert metrics.dist_ratio_language == pytest.approx((0 + 1 / 2) / 2)
+    assert metrics.dist_ratio["tokens"] == pytest.approx((0 + 1 / 2) / 2)
 
 
 def four_samples() -> Lengths:

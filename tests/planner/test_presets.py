@@ -1,7 +1,8 @@
 """The shipped model presets against the sizes that their publishers give.
 
 Sources: model cards of the OpenGVLab checkpoints; of InternLM2, Llama 3, Yi and Qwen1.5; the
-EVA-CLIP and EVA-CLIP-18B papers for encoders; 5.54 B of InternViT-6B by its 45 released layers.
+EVA-CLIP and EVA-CLIP-18B papers for encoders; 5.54 B of InternViT-6B by its 45 released layers;
+text-only models: half of `total_size`, bytes in bf16, of their `model.safetensors.index.json`.
 """
 
 import pytest
@@ -55,6 +56,9 @@ PAIRS = {
     "eva-clip-18b-internlm2-20b": (17.5, 19.86),
 }
 
+TEXT_ONLY = {"llama3.1-8b": 16_060_522_496 // 2, "qwen2.5-32b": 65_527_752_704 // 2}
+"""Parameters of whole checkpoints without an encoder, exactly."""
+
 
 def linear(inputs: int, outputs: int, bias: bool) -> int:
     return inputs * outputs + (outputs if bias else 0)
@@ -103,6 +107,14 @@ def test_checkpoint_has_its_published_size(name):
     assert sum(parts) == near(CHECKPOINTS[name])
 
 
+@pytest.mark.parametrize("name", TEXT_ONLY)
+def test_text_only_checkpoint_has_its_published_size(name):
+    """Prevents a wrong width, bias or vocabulary, or an encoder that a text-only model lacks."""
+    model = load_model(name)
+    assert not model.encoders
+    assert language_parameters(model.language) == TEXT_ONLY[name]
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_pair_has_its_parts_published_sizes(name):
     """Prevents a wrong encoder that a large language model would hide in the sum."""
@@ -119,7 +131,7 @@ def test_checkpoint_has_a_released_encoder(name):
     assert encoder_parameters(vision) == near(published)
 
 
-@pytest.mark.parametrize("name", preset_names("models"))
+@pytest.mark.parametrize("name", sorted({*preset_names("models")} - TEXT_ONLY.keys()))
 def test_only_eva_clip_has_no_layer_scale(name):
     """Prevents a preset that forgets its layer scale, which is then left out unnoticed."""
     init = load_model(name).vision.layer_scale_init
@@ -143,6 +155,8 @@ def test_template_is_the_released_one(name):
         expected = "Hermes-2"
     elif name in ("mini-internvl-1.5-4b", "internvl2-4b"):
         expected = "phi3-chat"
+    elif name in TEXT_ONLY:
+        expected = "llama3" if name.startswith("llama3") else "qwen2.5"
     assert model.chat_template == expected
     assert model.system_message == ("" if name == "internvl-digits" else None)
 
@@ -150,7 +164,7 @@ def test_template_is_the_released_one(name):
 def test_every_preset_is_checked():
     """Prevents a preset whose sizes nobody compares; the quickstart's was never published."""
     assert CHECKPOINTS.keys().isdisjoint(PAIRS)
-    assert {*CHECKPOINTS, *PAIRS, "internvl-digits"} == set(preset_names("models"))
+    assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, "internvl-digits"} == set(preset_names("models"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnibal.config import load_cluster, load_model
+from omnibal.config import RopeScaling, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, Unit
 from omnibal.cost.profile import (
@@ -204,6 +204,7 @@ def test_a_profile_of_something_else_is_refused(
         ("language", "rope_base", 500, True),
         ("language", "max_positions", 500, True),
         ("language", "rope_factor", 2.0, True),
+        ("language", "rope_scaling", RopeScaling(factor=8), True),
         ("language", "tied_head", True, True),
         ("language", "vocab_size", 300, False),
     ],

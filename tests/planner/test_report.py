@@ -5,12 +5,14 @@ import shutil
 import statistics
 from html import unescape
 from html.parser import HTMLParser
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from replay_cases import write_replay
+from rich.console import Console
 
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
@@ -29,6 +31,8 @@ from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, Shapes, read_
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.replay import StageReplay, read_replay
 from omnibal.report.page import write_report
+from omnibal.report.sources import sources_table
+from omnibal.report.tables import accuracy_table, memory_table
 from omnibal.report.text import milliseconds
 from omnibal.report.timeline import representative_step
 from omnibal.runlog import (
@@ -403,6 +407,30 @@ def test_held_out_accuracy_and_examples(page: str) -> None:
     assert len(marked) == 12
     assert {mark for mark, _, _ in marked} == {"right", "wrong"}
     assert all((mark == "right") == (want == got) for mark, want, got in marked)
+
+
+def test_terminal_and_page_show_the_same_cells(directories: tuple[Path, Path], page: str) -> None:
+    """Prevents two tables of the same figures from drifting apart, and markup in names from being
+    taken for a terminal's."""
+    evaluation = make_evaluation("[bold]third[/bold] kind")
+    tables = {
+        "Time and memory": memory_table(read_plan(directories[0])),
+        "Held-out answers": accuracy_table(evaluation),
+        "Data": sources_table(make_lengths("documents"), most=12),
+    }
+    for heading, table in tables.items():
+        console = Console(width=100, file=StringIO())
+        console.print(table, markup=False)
+        lines = [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]
+        [rule] = [place for place, line in enumerate(lines) if set(line) == {"\u2500"}]
+        printed = [re.split(r" {2,}", line) for line in lines[rule + 1 :]]
+        shown = [[cell for cell in row if cell] for row in rows_under(page, heading)]
+        if heading == "Held-out answers":
+            assert printed[2][0] == "[bold]third[/bold] kind"
+            printed[2][0] = "documents"
+        if heading == "Time and memory":
+            shown = [row[:-1] for row in shown]  # the run's peak
+        assert printed == shown
 
 
 def test_split_draws_every_layer_once_and_hatches_recomputed(page: str) -> None:

@@ -212,7 +212,10 @@ def test_tokenizer_of_the_run_goes_along(tmp_path, run, capsys, monkeypatch):
 def test_help_says_what_the_commands_do():
     """Prevents: options whose meaning has to be read in the code."""
     said = {name: help_of(name) for name in ("", "import", "export")}
-    assert "Convert released InternVL checkpoints to this project's and back." in said[""]
+    assert (
+        "Convert released checkpoints (InternVL, Llama, Qwen2) to this project's and back."
+        in said[""]
+    )
     assert "import" in said[""] and "export" in said[""]
     assert "weights, model.toml and tokenizer" in said["import"]
     assert "--load RUN --finetune" in said["import"]

@@ -34,6 +34,12 @@ def toy_model(**vision_changes: object) -> ModelConfig:
     )
 
 
+def toy_text_model(**language_changes: object) -> ModelConfig:
+    """Three language layers and no encoder."""
+    language = toy_model().language.model_copy(update=language_changes)
+    return ModelConfig(name="toy-text", language=language)
+
+
 def toy_plan(
     model: ModelConfig,
     stages: Sequence[Stage],
@@ -74,11 +80,17 @@ class ToySample:
 
     ids: list[int]
     loss_mask: list[bool]
-    pixels_TCPP: torch.Tensor
+    pixels_TCPP: torch.Tensor | None
+    """None where the model has no encoder."""
 
 
 def toy_sample(model: ModelConfig, tiles: int, text_tokens: int, seed: int) -> ToySample:
     random = np.random.default_rng(seed)
+    if not model.encoders:
+        assert not tiles
+        text = random.integers(0, model.language.vocab_size, text_tokens).tolist()
+        mask = [False] * 2 + [True] * (text_tokens - 2)
+        return ToySample(ids=text, loss_mask=mask, pixels_TCPP=None)
     image = [IMAGE_TOKEN] * (tiles * model.vision.tokens_per_item)
     text = random.integers(1, model.language.vocab_size, text_tokens).tolist()
     size = model.vision.image_size
@@ -98,14 +110,16 @@ def pack(samples: Sequence[ToySample], exponent: float = 0.0) -> MicroBatch:
     token_ids = torch.tensor([token for sample in samples for token in sample.ids])
     mask = torch.tensor([learned for sample in samples for learned in sample.loss_mask])
     predicted = mask.nonzero().squeeze(1)
-    pixels = torch.cat([sample.pixels_TCPP for sample in samples])
+    images: dict[str, torch.Tensor] = {}
+    if samples[0].pixels_TCPP is not None:
+        images["pixels_TCPP"] = torch.cat([sample.pixels_TCPP for sample in samples])
+        images["image_positions_M"] = (token_ids == IMAGE_TOKEN).nonzero().squeeze(1)
     return MicroBatch(
-        tiles=len(pixels),
+        tiles=len(images.get("pixels_TCPP", ())),
         tokens=len(token_ids),
         segment_tokens=tuple(len(sample.ids) for sample in samples),
-        pixels_TCPP=pixels,
         token_ids_S=token_ids,
-        image_positions_M=(token_ids == IMAGE_TOKEN).nonzero().squeeze(1),
+        **images,
         loss_positions_L=predicted - 1,
         labels_L=token_ids[predicted],
         loss_weights_L=torch.cat(

@@ -1,8 +1,9 @@
 """Conversion of a released checkpoint's config.json to a ModelConfig and back.
 
-Read are the original InternVLChatConfig and Transformers' own InternVLConfig. What this project's
-model cannot do (scaled RoPE, features of an earlier layer, biases it lacks) is refused by name.
-Defaults are those of the classes that wrote the files, which leave them out.
+Read are the original InternVLChatConfig, and Transformers' own InternVLConfig, LlamaConfig and
+Qwen2Config. What this project's model cannot do (RoPE scaled in other ways than Llama 3.1's,
+features of an earlier layer, biases it lacks) is refused by name. Defaults are those of the classes
+that wrote the files, which leave them out.
 
 What is written for Transformers was tried with its versions 4.57.3 and 5.23, which differ in where
 they look for the RoPE base and the type of the tensors.
@@ -50,11 +51,18 @@ _MODEL_TYPES = {
     Layout.INTERNVL_INTERNLM2: "internlm2",
     Layout.INTERNVL_LLAMA: "llama",
     Layout.INTERNVL_QWEN2: "qwen2",
+    Layout.LLAMA: "llama",
+    Layout.QWEN2: "qwen2",
 }
+_TEXT_ONLY: dict[str, tuple[str, Layout, ChatTemplate]] = {
+    "llama": ("LlamaForCausalLM", Layout.LLAMA, "llama3"),
+    "qwen2": ("Qwen2ForCausalLM", Layout.QWEN2, "qwen2.5"),
+}
+"""Architecture, layout and chat template of models without an encoder, by model_type."""
 
 
-_SCALES_LATER = "dynamic"
-"""Kind of RoPE that is unscaled up to max_position_embeddings."""
+_SCALES_LATER, _SCALES_WAVES = "dynamic", "llama3"
+"""Kinds of RoPE: unscaled up to max_position_embeddings, and Llama 3.1's."""
 
 
 class _Rope(BaseModel):
@@ -62,6 +70,9 @@ class _Rope(BaseModel):
     type: str | None = None
     rope_theta: float | None = None
     factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
 
     @property
     def kind(self) -> str:
@@ -107,12 +118,26 @@ class _Language(BaseModel):
         return self.rope_parameters or self.rope_scaling or _Rope()
 
     @property
-    def scaled_later(self) -> dict[str, Any]:
-        """Position up to which RoPE is not scaled, and its scaling from there on; empty if none."""
-        if self._rope.kind != _SCALES_LATER:
+    def scaling(self) -> dict[str, Any]:
+        """Fields of a LanguageConfig about the scaling of RoPE; empty if there is none.
+
+        Either its scaling by wavelength, or the position up to which it is not scaled and the
+        scaling from there on.
+        """
+        rope = self._rope
+        if rope.kind == _SCALES_WAVES:
+            return {
+                "rope_scaling": {
+                    "factor": rope.factor,
+                    "low_frequency_factor": rope.low_freq_factor,
+                    "high_frequency_factor": rope.high_freq_factor,
+                    "original_positions": rope.original_max_position_embeddings,
+                }
+            }
+        if rope.kind != _SCALES_LATER:
             return {}
         most = self.max_position_embeddings or (32_768 if self.is_qwen2 else 2048)
-        return {"max_positions": most, "rope_factor": self._rope.factor}
+        return {"max_positions": most, "rope_factor": rope.factor}
 
 
 class _TransformersLanguage(_Language):
@@ -200,7 +225,7 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
             this project's model does not have.
     """
     path = directory / CONFIG_FILE
-    remedy = "pass the folder of a released InternVL checkpoint"
+    remedy = "pass the folder of a released checkpoint"
     kind = read_json_model(_Kind, path, remedy)
     name = _model_name(directory)
     try:
@@ -209,12 +234,15 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
         if kind.model_type == "internvl":
             given = read_json_model(_Transformers, path, remedy)
             return _from_transformers(given, name, names, path)
+        if kind.model_type in _TEXT_ONLY:
+            return _from_text_only(read_json_model(_Language, path, remedy), name, names, path)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {first['msg']}; {remedy}") from error
     raise UserError(
         f"{path}: is of a model of type {kind.model_type!r}; only InternVL's own "
-        "(internvl_chat) and Transformers' (internvl) are converted"
+        "(internvl_chat) and Transformers' (internvl), and text-only ones "
+        f"({' and '.join(_TEXT_ONLY)}) are converted"
     )
 
 
@@ -340,6 +368,23 @@ def _from_transformers(
     return model, layout
 
 
+def _from_text_only(
+    given: _Language, name: str, names: Collection[str], path: Path
+) -> tuple[ModelConfig, Layout]:
+    architecture, layout, template = _TEXT_ONLY[given.model_type]
+    architectures = given.architectures or [architecture]
+    _refuse(
+        path,
+        (architectures != [architecture], f"architectures {architectures}", f"[{architecture!r}]"),
+    )
+    language = _language(given, _is_tied(given, None, layout, names), path)
+    if language.max_positions is None:
+        most = given.max_position_embeddings
+        language = language.model_copy(update={"max_positions": most})
+    # The file says nothing of conversations; these are those of the newest releases.
+    return ModelConfig(name=name, language=language, chat_template=template), layout
+
+
 def _vision(
     given: _OriginalVision | _TransformersVision,
     *,
@@ -392,7 +437,16 @@ def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
     head_size = given.hidden_size // given.num_attention_heads
     _refuse(
         path,
-        (rope_kind not in ("default", _SCALES_LATER), f"RoPE of type {rope_kind!r}", "unscaled"),
+        (
+            rope_kind not in ("default", _SCALES_LATER, _SCALES_WAVES),
+            f"RoPE of type {rope_kind!r}",
+            "unscaled, or scaled as Llama 3.1's",
+        ),
+        (
+            None in (given.scaling.get("rope_scaling") or {}).values(),
+            f"RoPE of type {rope_kind!r} without all of its numbers",
+            "one with all of them",
+        ),
         (not rope_base.is_integer(), f"rope_theta {rope_base}", "a whole number"),
         (given.head_dim not in (None, head_size), f"head_dim {given.head_dim}", str(head_size)),
         (given.hidden_act != "silu", f"hidden_act {given.hidden_act!r}", "'silu'"),
@@ -413,7 +467,7 @@ def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
         qkv_bias=given.is_qwen2,
         norm_eps=given.rms_norm_eps,
         rope_base=int(rope_base),
-        **given.scaled_later,
+        **given.scaling,
         tied_head=tied_head,
     )
 
@@ -437,8 +491,8 @@ def _square(sides: int | list[int], path: Path) -> int:
 class TokenIds:
     """Token ids that configurations state of a model's tokenizer."""
 
-    image: int
-    """Id of `<IMG_CONTEXT>`."""
+    image: int | None
+    """Id of `<IMG_CONTEXT>`; None for a model that takes no images."""
     end: int
     """Id that closes an answer."""
 
@@ -457,14 +511,17 @@ def configurations(
         ids: None where no tokenizer goes with the model.
     """
     files: dict[str, dict[str, Any]] = {}
-    if layout.is_original:
+    if layout.is_text_only:
+        language = files[CONFIG_FILE] = _text_only(model, layout, dtype)
+    elif layout.is_original:
         files[CONFIG_FILE] = _original(model, layout, dtype)
+        language = files[CONFIG_FILE]["llm_config"]
     else:
         files[CONFIG_FILE] = _transformers(model, dtype, ids)
+        language = files[CONFIG_FILE]["text_config"]
         files[PREPROCESSOR_FILE] = _preprocessor(model)
     if ids is not None:
-        language = "llm_config" if layout.is_original else "text_config"
-        files[CONFIG_FILE][language]["eos_token_id"] = ids.end
+        language["eos_token_id"] = ids.end
         files[GENERATION_FILE] = {"eos_token_id": ids.end, "pad_token_id": ids.end}
     return {
         name: json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -499,7 +556,10 @@ def _preprocessor(model: ModelConfig) -> dict[str, Any]:
 
 
 def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
-    vision, tiling, scaling = model.vision, model.vision.tiling, model.language.rope_factor
+    vision, tiling = model.vision, model.vision.tiling
+    scaling = _rope_scaling(model.language) or {}
+    # Of the two names of the kind, InternVL's own code reads this one.
+    scaling = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
     message = model.chat_system_message
     message = model.system_message if message is None else message
     system = {} if message is None else {"system_message": message}
@@ -512,7 +572,7 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "llm_config": {"architectures": [_ARCHITECTURES[layout]], "bias": False}
         | _text(model.language, _MODEL_TYPES[layout])
         | {"rope_theta": float(model.language.rope_base)}
-        | ({} if scaling is None else {"rope_scaling": {"type": _SCALES_LATER, "factor": scaling}}),
+        | ({"rope_scaling": scaling} if scaling else {}),
         "max_dynamic_patch": tiling.max_dynamic_patch,
         "min_dynamic_patch": tiling.min_dynamic_patch,
         "ps_version": "v2",
@@ -543,12 +603,6 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
 def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[str, Any]:
     vision, language = model.vision, model.language
     image_token = {} if ids is None else {"image_token_id": ids.image}
-    # Transformers 4 reads the RoPE base and the type under other names than 5.
-    base = {"rope_theta": float(language.rope_base)}
-    rope: dict[str, Any] = base | {"rope_parameters": base | {"rope_type": "default"}}
-    if language.rope_factor is not None:
-        kind = {"rope_type": _SCALES_LATER, "factor": language.rope_factor}
-        rope |= {"rope_parameters": base | kind, "rope_scaling": kind}
     return image_token | {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
@@ -556,7 +610,8 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
         "dtype": dtype,
         "torch_dtype": dtype,
         "image_seq_length": model.vision.tokens_per_item,
-        "text_config": _text(language, "qwen2" if language.qkv_bias else "llama") | rope,
+        "text_config": _text(language, "qwen2" if language.qkv_bias else "llama")
+        | _rope_entries(language),
         "tie_word_embeddings": language.tied_head,
         "vision_config": {
             "model_type": "internvl_vision",
@@ -573,6 +628,40 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
             "use_qk_norm": vision.qk_norm,
         },
     }
+
+
+def _text_only(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
+    language, model_type = model.language, _MODEL_TYPES[layout]
+    return {
+        "architectures": [_TEXT_ONLY[model_type][0]],
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **_text(language, model_type),
+        **_rope_entries(language),
+    }
+
+
+def _rope_entries(language: LanguageConfig) -> dict[str, Any]:
+    """RoPE's base and scaling under the names of Transformers 4 and of 5, which differ."""
+    base, scaling = {"rope_theta": float(language.rope_base)}, _rope_scaling(language)
+    if scaling is None:
+        return base | {"rope_parameters": base | {"rope_type": "default"}}
+    return base | {"rope_parameters": base | scaling, "rope_scaling": scaling}
+
+
+def _rope_scaling(language: LanguageConfig) -> dict[str, Any] | None:
+    scaling = language.rope_scaling
+    if scaling is not None:
+        return {
+            "rope_type": _SCALES_WAVES,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    if language.rope_factor is not None:
+        return {"rope_type": _SCALES_LATER, "factor": language.rope_factor}
+    return None
 
 
 def _text(language: LanguageConfig, model_type: str) -> dict[str, Any]:
@@ -597,20 +686,25 @@ def _norm_name(vision: TilesEncoder) -> str:
 
 def check_exportable(model: ModelConfig, layout: Layout) -> None:
     """Raise UserError if the layout cannot describe the model."""
-    vision, language = model.vision, model.language
+    qkv_bias = model.language.qkv_bias
     obstacles = [
-        (vision.layer_scale_init is None, "no layer scale"),
+        (layout.is_text_only and bool(model.encoders), "an encoder"),
+        (not (layout.is_text_only or model.encoders), "no encoder"),
         (
-            not layout.is_original
-            and vision.qk_norm
-            and vision.norm_eps != _TRANSFORMERS_QK_NORM_EPS,
-            f"q and k norms with norm_eps {vision.norm_eps}",
-        ),
-        (
-            layout.is_original and language.qkv_bias != (layout is Layout.INTERNVL_QWEN2),
-            f"qkv_bias {str(language.qkv_bias).lower()}",
+            (layout.is_original or layout.is_text_only)
+            and qkv_bias != (layout in (Layout.INTERNVL_QWEN2, Layout.QWEN2)),
+            f"qkv_bias {str(qkv_bias).lower()}",
         ),
     ]
+    for vision in model.encoders.values():
+        eps_differs = vision.norm_eps != _TRANSFORMERS_QK_NORM_EPS
+        obstacles += [
+            (vision.layer_scale_init is None, "no layer scale"),
+            (
+                not layout.is_original and vision.qk_norm and eps_differs,
+                f"q and k norms with norm_eps {vision.norm_eps}",
+            ),
+        ]
     for holds, what in obstacles:
         if holds:
             raise UserError(

@@ -4,8 +4,9 @@
     released(parameter, layout)  the released tensors it is made of, and how
 
 Both layouts of InternVL are known: the original one, whose language model is InternLM2's, Llama's
-or Qwen2's, and the one of Transformers' own InternVLForConditionalGeneration. What is rearranged is
-rows of matrices, never values, so that a round trip gives the same bits.
+or Qwen2's, and the one of Transformers' own InternVLForConditionalGeneration; of models without an
+encoder, those of LlamaForCausalLM and Qwen2ForCausalLM, which name their tensors alike. What is
+rearranged is rows of matrices, never values, so that a round trip gives the same bits.
 
 Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G heads of a group,
 D head size.
@@ -34,10 +35,18 @@ class Layout(StrEnum):
     TRANSFORMERS = "transformers"
     TRANSFORMERS_PREFIXED = "transformers-prefixed"
     """Transformers' layout with the names that some versions wrote: `model.vision_tower...`"""
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
 
     @property
     def is_original(self) -> bool:
+        """Whether it is InternVL's own."""
         return self.value.startswith("internvl")
+
+    @property
+    def is_text_only(self) -> bool:
+        """Whether it is of a model without an encoder."""
+        return self in (Layout.LLAMA, Layout.QWEN2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,8 +218,20 @@ _LLAMA_REST: _Names = {
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield every parameter once, in the order of the forward pass."""
-    vision, language = model.vision, model.language
-    wide, width = model.vision.projector_input_size, language.hidden_size
+    if model.takes_images:
+        yield from _image_parameters(model)
+    language, width = model.language, model.language.hidden_size
+    yield Parameter(key="embedding.word_embeddings.weight", shape=(language.vocab_size, width))
+    yield from _stacked("language", language.layers, dict(_language_layer(language)))
+    yield Parameter(key="language.final_layernorm.weight", shape=(width,))
+    if not language.tied_head:
+        yield Parameter(key="head.weight", shape=(language.vocab_size, width))
+
+
+def _image_parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Yield the parameters of the vision encoder and its projector."""
+    vision = model.vision
+    wide, width = vision.projector_input_size, model.language.hidden_size
     patch_values = IMAGE_CHANNELS * vision.patch_size**2
     rest: list[tuple[str, Shape]] = [
         ("vision_embedding.patch_projection.weight", (vision.hidden_size, patch_values)),
@@ -227,13 +248,8 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
         ("projector.linear_fc1.bias", (width,)),
         ("projector.linear_fc2.weight", (width, width)),
         ("projector.linear_fc2.bias", (width,)),
-        ("embedding.word_embeddings.weight", (language.vocab_size, width)),
     ]
     yield from (Parameter(key=key, shape=shape) for key, shape in rest)
-    yield from _stacked("language", language.layers, dict(_language_layer(language)))
-    yield Parameter(key="language.final_layernorm.weight", shape=(width,))
-    if not language.tied_head:
-        yield Parameter(key="head.weight", shape=(language.vocab_size, width))
 
 
 def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Parameter]:
@@ -311,8 +327,8 @@ def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Ar
 
 
 def _released_shape(parameter: Parameter, model: ModelConfig) -> Shape:
-    patch = model.vision.patch_size
     if parameter.key == "vision_embedding.patch_projection.weight":
+        patch = model.vision.patch_size
         return (parameter.shape[0], IMAGE_CHANNELS, patch, patch)
     if parameter.key == "vision_embedding.class_token":
         return (1, 1, *parameter.shape)
@@ -342,6 +358,8 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
     modules = (there,) if isinstance(there, str) else there
     suffix = f".{part}" if part else ""
     plain = tuple(f"{prefix}{name}{suffix}" for name in modules)
+    if layout.is_text_only:
+        return tuple(name.removeprefix("language_model.") for name in plain)
     return tuple(map(_prefixed, plain)) if layout is Layout.TRANSFORMERS_PREFIXED else plain
 
 

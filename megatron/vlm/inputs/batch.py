@@ -42,7 +42,8 @@ class MicroBatch:
     token_ids_S: torch.Tensor | None = None
     """Token ids of the pack; where the language embed is."""
     image_positions_M: torch.Tensor | None = None
-    """Positions in the pack that image features replace; where the language embed is."""
+    """Positions in the pack that image features replace; where the language embed is, unless the
+    model takes no images."""
     labels_L: torch.Tensor | None = None
     """Next token at each loss position; where the head is, in training."""
     loss_positions_L: torch.Tensor | None = None

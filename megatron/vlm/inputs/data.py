@@ -95,14 +95,25 @@ class SampleReader:
 
     def tiles_per_image(self, sample: Sample) -> list[int]:
         """Tile counts of the images that the model is shown, from their headers."""
-        sample = sample.shown(self.model.vision.tiling)
-        if sample.video:
+        sample = sample.shown(self.model.tiling)
+        if sample.video or not sample.images:
             return [1] * len(sample.images)
         tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
         return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
 
+    def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
+        """Places of image tokens in a pack, int64 [M]; None where the model takes no images."""
+        if not self.model.takes_images:
+            return None
+        return (token_ids_S == self.tokenizer.image_context).nonzero().squeeze(1)
+
     def encode(self, sample: Sample, tiles: int) -> EncodedSample:
-        """Encode the whole conversation, whose images make `tiles` tiles, with its loss mask."""
+        """Encode the whole conversation, whose images make `tiles` tiles, with its loss mask.
+
+        Raises:
+            UserError: it has an image, and the model takes none, or its text is refused.
+        """
+        sample.shown(self.model.tiling)
         if sample.video:
             # As many frames as planned, even where some are missing: reading them raises an error.
             sample = sample.with_frames(sample.images[:1] * tiles)
@@ -124,7 +135,7 @@ class SampleReader:
             UnreadableImage: the header of an image cannot be read.
             UserError: it is longer, with its answer, than the model takes.
         """
-        sample = sample.shown(self.model.vision.tiling)
+        sample = sample.shown(self.model.tiling)
         tiles = self.tiles_per_image(sample)
         token_ids = encode_prompt(sample, turn, tiles, self.model, self.tokenizer, chatting)
         check_positions(
@@ -142,7 +153,7 @@ class SampleReader:
             UnreadableImage: one of them is missing or broken, or a video does not have the frames
                 that make `tiles` tiles.
         """
-        sample = sample.shown(self.model.vision.tiling)
+        sample = sample.shown(self.model.tiling)
         _check_frames(sample, tiles)
         for image in sample.images:
             _read_image(image, sample)
@@ -271,7 +282,7 @@ class PackDataset(torch.utils.data.Dataset):
     def _load(self, row: int) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
         stage = self.stage
-        fields: dict[str, torch.Tensor] = {}
+        fields: dict[str, torch.Tensor | None] = {}
         if stage.layers("vision") and self.options.drop_path:
             fields["drop_path_keys_T"] = self._drop_path_keys(indices, epoch)
         drafts = []
@@ -311,7 +322,7 @@ class PackDataset(torch.utils.data.Dataset):
         try:
             if self.stage.holds("vision embed"):
                 found = self.reader.tiles(sample)
-                _check_frames(sample.shown(self.reader.model.vision.tiling), tiles)
+                _check_frames(sample.shown(self.reader.model.tiling), tiles)
             elif self.stage.holds("head") and self._skips:
                 # The head leaves out the loss of the samples that the vision embed blanks. Nothing
                 # tells it which: it comes to the same verdict by decoding the same files.
@@ -350,16 +361,15 @@ class PackDataset(torch.utils.data.Dataset):
         keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, len(draft.found))
         return list(map(degraded, draft.found, jpeg_qualities(keys)))
 
-    def _text_fields(self, drafts: Sequence[_Draft]) -> dict[str, torch.Tensor]:
+    def _text_fields(self, drafts: Sequence[_Draft]) -> dict[str, torch.Tensor | None]:
         encoded = list(map(self._encode, drafts))
         for one, draft in zip(encoded, drafts, strict=True):
             _check_count(len(one.token_ids), draft.tokens, "tokens", draft.sample)
         token_ids = np.concatenate([one.token_ids for one in encoded])
-        fields = {}
+        fields: dict[str, torch.Tensor | None] = {}
         if self.stage.holds("language embed"):
             fields["token_ids_S"] = torch.from_numpy(token_ids)
-            image_positions = np.flatnonzero(token_ids == self.reader.tokenizer.image_context)
-            fields["image_positions_M"] = torch.from_numpy(image_positions)
+            fields["image_positions_M"] = self.reader.image_positions(fields["token_ids_S"])
         if self.stage.holds("head"):
             masks = [
                 one.loss_mask if draft.unreadable is None else np.zeros_like(one.loss_mask)

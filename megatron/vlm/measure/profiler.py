@@ -47,7 +47,6 @@ from megatron.vlm.step.train import (
     global_sums,
 )
 from omnibal.config import ModelConfig, Precision, load_cluster, load_model
-from omnibal.cost.model import Unit
 from omnibal.cost.profile import (
     LinkMeasurement,
     OptimizerMeasurement,
@@ -62,9 +61,11 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
+from omnibal.units import HEAD, LANGUAGE_EMBED
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
-_RECOMPUTED = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
+_VISION_LAYER, _LANGUAGE_LAYER = "vision_layer", "language_layer"
+_RECOMPUTED = (_VISION_LAYER, _LANGUAGE_LAYER)
 _SMALLEST_SHARE = 0.25
 _PACK_SHARES = (
     # tiles, tokens, loss, even: no column follows from the others, so every cost can be told.
@@ -124,6 +125,8 @@ def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Con
 
 
 def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
+    if not model.takes_images:
+        return
     smallest = math.ceil(model.vision.tokens_per_item / _SMALLEST_SHARE)
     if options.max_tokens < smallest:
         raise UserError(
@@ -147,7 +150,8 @@ class Profiler:
     def __init__(self, job: JobSpec, links: PipelineLinks, options: ProfileOptions) -> None:
         self._job, self._links = job, links
         self._batches = list(profiled_batches(job.model, options))
-        deep = min(options.layers, job.model.vision.layers, job.model.language.layers)
+        towers = (*job.model.encoders.values(), job.model.language)
+        deep = min(options.layers, *(tower.layers for tower in towers))
         build = partial(_whole_stage_trainer, job, links)
         self._shallow_optimizer: list[OptimizerMeasurement] = []
         if deep > 1:
@@ -192,17 +196,14 @@ class Profiler:
             measurements=tuple(
                 UnitMeasurement(
                     unit=unit,
-                    tiles=batch.tiles,
-                    tokens=batch.tokens,
-                    squared_tokens=sum(length**2 for length in batch.segment_tokens),
-                    loss_tokens=len(cast(torch.Tensor, batch.loss_positions_L)),
+                    **_features(self._job.model, batch),
                     forward_ms=mean_ms[index, unit, "forward"],
                     backward_ms=mean_ms[index, unit, "backward"],
                     recompute_ms=_recompute_ms(mean_ms, index, unit),
                     activation_bytes=self._kept_bytes[index][unit],
                 )
                 for index, batch in enumerate(self._batches)
-                for unit in Unit
+                for unit in self._kept_bytes[index]
             ),
             optimizer=(*self._shallow_optimizer, deep_optimizer),
             links=tuple(
@@ -213,7 +214,16 @@ class Profiler:
         )
 
 
-def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: Unit) -> float | None:
+def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
+    """Features of a pack that costs depend on, by name."""
+    return ({"tiles": batch.tiles} if model.takes_images else {}) | {
+        "tokens": batch.tokens,
+        "squared_tokens": sum(length**2 for length in batch.segment_tokens),
+        "loss_tokens": len(cast(torch.Tensor, batch.loss_positions_L)),
+    }
+
+
+def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: str) -> float | None:
     """Time that recomputing adds to forward and backward; None if never recomputed."""
     if unit not in _RECOMPUTED:
         return None
@@ -236,9 +246,10 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
-    whole = stages_from_cuts(job.model.with_layers(vision=depth, language=depth), ())
+    towers = job.model.towers
+    whole = stages_from_cuts(job.model.with_layers(**dict.fromkeys(towers, depth)), ())
     return Plan(
-        model=job.model.with_layers(vision=depth * processes, language=depth * processes),
+        model=job.model.with_layers(**dict.fromkeys(towers, depth * processes)),
         precision=job.precision,
         parallel=Parallel(pipeline=processes),
         stages=whole * processes,
@@ -257,11 +268,14 @@ def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[Mi
     """Yield packs at shares of both caps, of samples with the given mean length."""
     for tile_share, token_share, loss_share, even in _PACK_SHARES:
         tokens = max(round(options.max_tokens * token_share), 1)
-        tiles = max(round(options.max_tiles * tile_share), 1)
+        tiles = 0
+        if model.takes_images:
+            most = max(round(options.max_tiles * tile_share), 1)
+            tiles = min(most, tokens // model.vision.tokens_per_item)
         samples = max(round(tokens / options.tokens_per_sample), 1)
         batch = random_batch(
             model,
-            min(tiles, tokens // model.vision.tokens_per_item),
+            tiles,
             _segments(tokens, samples, even),
             max(round(tokens * loss_share), 1),
         )
@@ -290,13 +304,14 @@ def random_batch(
     tokens = sum(segment_tokens)
     generator = torch.Generator().manual_seed(tiles * 7919 + tokens)
     fields: dict[str, torch.Tensor] = {}
-    if stage is None or stage.holds("vision embed"):
+    if model.takes_images and (stage is None or stage.holds("vision embed")):
         shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
         fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if stage is None or stage.holds("language embed"):
         fields["token_ids_S"] = ids
-        fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
+        if model.takes_images:
+            fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
     if stage is None or stage.holds("head"):
         positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
         fields["loss_positions_L"] = positions
@@ -308,9 +323,9 @@ def random_batch(
 UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 
 
-def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, UnitFunction]]:
+def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
     """The forward of a stage that holds every unit, cut into them."""
-    stage: Any = whole  # where no unit is None
+    stage: Any = whole  # where no unit of the model is None
     packed = batch.packed_seq_params(current_device())
     rotary = stage.rotary(max(batch.segment_tokens))
 
@@ -325,19 +340,24 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[Unit, Unit
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
+    images: list[tuple[str, UnitFunction]] = []
+    if stage.vision is not None:
+        images = [
+            ("vision_embed", lambda _: stage.vision_embedding(batch.pixels_TCPP)),
+            *((_VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
+            ("projector", stage.projector),
+        ]
     return [
-        (Unit.VISION_EMBED, lambda _: stage.vision_embedding(batch.pixels_TCPP)),
-        *((Unit.VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
-        (Unit.PROJECTOR, stage.projector),
-        (Unit.LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, features)),
-        *((Unit.LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers),
-        (Unit.HEAD, head),
+        *images,
+        (LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, features)),
+        *((_LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers),
+        (HEAD, head),
     ]
 
 
 def _unit_times_ms(
     stage: VLMStage, batch: MicroBatch, *, recompute: bool = False
-) -> Iterator[tuple[Unit, float, float]]:
+) -> Iterator[tuple[str, float, float]]:
     """Time every unit's forward and backward in one pass over a pack, in model order.
 
     Both directions run in one go, as in training, and moments are taken in passing. A unit's
@@ -347,7 +367,7 @@ def _unit_times_ms(
         recompute: whether layers keep nothing but their input, and run again in the backward.
     """
     dist.barrier()
-    units: list[Unit] = []
+    units: list[str] = []
     hidden: Any = None
     forward, backward = [moment()], []
     for unit, function in _unit_functions(stage, batch):
@@ -496,13 +516,13 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
     return kept.peak_bytes
 
 
-def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[Unit, int]:
+def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
     """Bytes that autograd keeps of each unit, mean of layers; they add up to a whole stage's.
 
     A unit's input counts where the unit needs it for backward.
     """
     kept, graphs = KeptActivations(stage), []
-    by_unit: dict[Unit, list[int]] = defaultdict(list)
+    by_unit: dict[str, list[int]] = defaultdict(list)
     hidden = None
     for unit, function in _unit_functions(stage, batch):
         before = kept.now_bytes

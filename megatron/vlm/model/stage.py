@@ -1,4 +1,5 @@
-"""One pipeline stage of the vision-language model: any contiguous run of its units.
+"""One pipeline stage of a language model with or without a vision encoder: any contiguous run of
+its units.
 
 Shapes: T tiles, C channels, P pixels per side, V positions of a tile (patches and class token),
 H vision hidden size, K image tokens over all tiles, S packed tokens, E language hidden size,
@@ -27,7 +28,7 @@ from megatron.vlm.model.configs import language_transformer_config, vision_trans
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
 from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
-from omnibal.config import ModelConfig
+from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
 
@@ -102,7 +103,7 @@ class VLMStage(MegatronModule):
         self,
         model: ModelConfig,
         stage: Stage,
-        vision_config: TransformerConfig,
+        vision_config: TransformerConfig | None,
         language_config: TransformerConfig,
         drop_path_rate: float = 0.0,
     ) -> None:
@@ -118,11 +119,10 @@ class VLMStage(MegatronModule):
         tensor = language_config.tensor_model_parallel_size
         vocabulary = padded_size(language.vocab_size, tensor)
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
-        self.vision_embedding = (
-            VisionEmbedding(model, dtype) if stage.holds("vision embed") else None
-        )
-        self.vision = None
-        if stage.layers("vision"):
+        self.vision_embedding = self.vision = self.projector = None
+        if stage.holds("vision embed"):
+            self.vision_embedding = VisionEmbedding(model, dtype)
+        if vision_config is not None and stage.layers("vision"):
             spec = vision_layer_spec(vision_config, model.vision)
             self.vision = PlannedBlock(
                 vision_config,
@@ -130,7 +130,8 @@ class VLMStage(MegatronModule):
                 recompute_layers=stage.recomputed("vision"),
                 final_norm=False,
             )
-        self.projector = Projector(model, vision_config) if stage.holds("projector") else None
+        if vision_config is not None and stage.holds("projector"):
+            self.projector = Projector(model, vision_config)
         self.embedding = None
         if stage.holds("language embed"):
             self.embedding = LanguageModelEmbedding(
@@ -149,12 +150,7 @@ class VLMStage(MegatronModule):
                 recompute_layers=stage.recomputed("language"),
                 final_norm=stage.holds("head"),
             )
-            self.rotary = RotaryEmbedding(
-                language_config.kv_channels,
-                rotary_percent=1.0,
-                rotary_base=language.rope_base,
-                use_cpu_initialization=not has_cuda(),
-            )
+            self.rotary = _rotary_embedding(language, language_config.kv_channels)
         self.head = None
         if stage.holds("head"):
             # The sequence is brought together before the head, which takes some positions of it.
@@ -208,7 +204,11 @@ class VLMStage(MegatronModule):
     def encode_images(
         self, batch: MicroBatch, hidden: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Run the stage's vision units; returns image features [K, E], or vision hidden states."""
+        """Run the stage's vision units, if any, on the input or on hidden states.
+
+        Returns:
+            Image features [K, E] or vision hidden states; without vision units, what was given.
+        """
         if self.vision_embedding is not None:
             hidden = self.vision_embedding(batch.pixels_TCPP)
         if self.vision is not None:
@@ -217,10 +217,11 @@ class VLMStage(MegatronModule):
             hidden = self.projector(hidden)
         return hidden
 
-    def read_text(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the stage's language units on image features or on hidden states."""
+    def read_text(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run the stage's language units on image features, if any, or on hidden states."""
         if self.embedding is not None:
             hidden = self.embed_tokens(batch, hidden)
+        assert hidden is not None
         if self.language is not None:
             padding = -batch.tokens % self.sequence_parts
             hidden = self.language(
@@ -242,13 +243,19 @@ class VLMStage(MegatronModule):
         )
         return scales_L2T.to(current_device(), non_blocking=True)
 
-    def embed_tokens(self, batch: MicroBatch, image_features_KE: torch.Tensor) -> torch.Tensor:
-        """Embed tokens, with image features in the places of image tokens: [S, 1, E]."""
+    def embed_tokens(
+        self, batch: MicroBatch, image_features_KE: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Embed tokens, with image features in the places of image tokens: [S, 1, E].
+
+        Args:
+            image_features_KE: None where the model has no encoder.
+        """
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
-        embedded_S1E = embedded_S1E.index_put(
-            (batch.image_positions_M, torch.zeros_like(batch.image_positions_M)), image_features_KE
-        )
+        if image_features_KE is not None:
+            places_M = (batch.image_positions_M, torch.zeros_like(batch.image_positions_M))
+            embedded_S1E = embedded_S1E.index_put(places_M, image_features_KE)
         if self.sequence_parts == 1:
             return embedded_S1E
         padding = -batch.tokens % self.sequence_parts
@@ -297,6 +304,26 @@ class VLMStage(MegatronModule):
         return state
 
 
+def _rotary_embedding(language: LanguageConfig, head_size: int) -> RotaryEmbedding:
+    rotary = RotaryEmbedding(
+        head_size,
+        rotary_percent=1.0,
+        rotary_base=language.rope_base,
+        use_cpu_initialization=not has_cuda(),
+    )
+    scaling = language.rope_scaling
+    if scaling is not None:
+        # Core's constructor takes the factor alone.
+        rotary.inv_freq = rotary._apply_scaling(
+            rotary.inv_freq,
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_frequency_factor,
+            high_freq_factor=scaling.high_frequency_factor,
+            original_max_position_embeddings=scaling.original_positions,
+        )
+    return rotary
+
+
 def _cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
     """Loss of each position, [L]; logits may be divided over tensor-parallel ranks."""
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
@@ -313,7 +340,7 @@ def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> 
     stage = VLMStage(
         plan.model,
         plan.stages[pipeline_rank],
-        vision_transformer_config(*arguments),
+        vision_transformer_config(*arguments) if plan.model.takes_images else None,
         language_transformer_config(*arguments),
         drop_path_rate,
     )

@@ -57,7 +57,7 @@ def generate(
 
     It is asked as InternVL's `chat` does: as it is written, with the model's message for that.
 
-    The images are encoded once; the text is read anew for every token.
+    The images, if any, are encoded once; the text is read anew for every token.
 
     Raises:
         UserError: an image cannot be read, or the model takes no text as long.
@@ -65,7 +65,9 @@ def generate(
     device = current_device()
     prompt = reader.prompt(sample, len(sample.turns) - 1, max_new_tokens, chatting=True)
     ids_S = torch.from_numpy(prompt.token_ids).to(device)
-    pixels_TCPP = reader.pixels([sample])[: prompt.tiles].to(device)
+    pixels_TCPP = None
+    if stage.vision_embedding is not None:
+        pixels_TCPP = reader.pixels([sample])[: prompt.tiles].to(device)
     features_KE = stage.encode_images(_batch(ids_S, reader, pixels_TCPP))
     for _ in range(max_new_tokens):
         batch = _batch(ids_S, reader, pixels_TCPP)
@@ -77,13 +79,15 @@ def generate(
         ids_S = torch.cat([ids_S, next_id])
 
 
-def _batch(ids_S: torch.Tensor, reader: SampleReader, pixels_TCPP: torch.Tensor) -> MicroBatch:
+def _batch(
+    ids_S: torch.Tensor, reader: SampleReader, pixels_TCPP: torch.Tensor | None
+) -> MicroBatch:
     return MicroBatch(
-        tiles=len(pixels_TCPP),
+        tiles=0 if pixels_TCPP is None else len(pixels_TCPP),
         tokens=len(ids_S),
         segment_tokens=(len(ids_S),),
         pixels_TCPP=pixels_TCPP,
         token_ids_S=ids_S,
-        image_positions_M=(ids_S == reader.tokenizer.image_context).nonzero().squeeze(1),
+        image_positions_M=reader.image_positions(ids_S),
         answer_positions_A=torch.tensor([len(ids_S) - 1], device=ids_S.device),
     )

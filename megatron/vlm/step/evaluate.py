@@ -88,7 +88,7 @@ def evaluate(
 def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Question]:
     total = len(reader.annotations)
     for index in np.linspace(0, total - 1, min(options.samples, total)).round().astype(int):
-        sample = reader.annotations[int(index)].shown(reader.model.vision.tiling)
+        sample = reader.annotations[int(index)].shown(reader.model.tiling)
         for turn in range(len(sample.turns)):
             prompt = reader.prompt(sample, turn, options.max_new_tokens)
             yield _Question(
@@ -129,7 +129,7 @@ def _answer(
 ) -> None:
     """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
     pixels: dict[Sample, torch.Tensor] = {}
-    if links.is_first:
+    if plan.stages[links.rank].holds("vision embed"):
         samples = {question.sample for group in wave for question in group}
         pixels = {sample: reader.pixels([sample]) for sample in samples}
     active = wave
@@ -169,9 +169,7 @@ def _micro_batch(
         segment_tokens=segment_tokens,
         pixels_TCPP=torch.cat([pixels[q.sample][: q.tiles] for q in group]) if pixels else None,
         token_ids_S=torch.from_numpy(token_ids),
-        image_positions_M=torch.from_numpy(
-            np.flatnonzero(token_ids == reader.tokenizer.image_context)
-        ),
+        image_positions_M=reader.image_positions(torch.from_numpy(token_ids)),
         answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
     ).to(current_device())
 

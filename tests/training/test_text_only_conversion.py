@@ -1,0 +1,284 @@
+"""Llama and Qwen2 by transformers: imported, trained and exported without loss."""
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from released import imported, write_tokenizer
+from test_conversion import assert_equal_tensors, content, exported_like, tensors_of
+from test_conversion_parity import as_released, assert_near, keep, predicting_positions
+from test_tensor_parallel import by_name, gather_gradients, whole
+from toy import OPTIONS, pack, stages_of, toy_plan, toy_sample
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.checkpoint.save_load import load_weights
+from megatron.vlm.conversion.exporting import plan_export_as, write_export
+from megatron.vlm.conversion.importing import open_released
+from megatron.vlm.conversion.released_config import read_config
+from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.config import LanguageConfig, ModelConfig, RopeScaling, load_model, model_toml
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.errors import UserError
+from omnibal.parallel import Parallel
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 44, "vocab_size": 51, "rms_norm_eps": 1e-3,
+    "max_position_embeddings": 640,
+}  # fmt: skip
+OURS = {
+    "layers": 2, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_hidden_size": 44,
+    "vocab_size": 51, "norm_eps": 1e-3, "max_positions": 640,
+}  # fmt: skip
+# Of four frequencies, two stay, one is divided and one is in between.
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.5,
+    "original_max_position_embeddings": 50, "rope_theta": 30.0,
+}  # fmt: skip
+LLAMA_PIECES = "<unk> <s> <|start_header_id|> <|end_header_id|> <|eot_id|> a b c".split()
+CHATML_PIECES = "<unk> <|endoftext|> <|im_start|> <|im_end|> a b c".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    config: LlamaConfig | Qwen2Config
+    layout: Layout
+    model: ModelConfig
+    """This project's description of it, written by hand."""
+    pieces: list[str]
+
+
+KINDS = {
+    "llama": Kind(
+        config=LlamaConfig(**SIZES, rope_parameters=SCALING, tie_word_embeddings=False),
+        layout=Layout.LLAMA,
+        model=ModelConfig(
+            name="released",
+            chat_template="llama3",
+            language=LanguageConfig(
+                **OURS,
+                rope_base=30,
+                rope_scaling=RopeScaling(
+                    factor=8, high_frequency_factor=2.5, original_positions=50
+                ),
+            ),
+        ),
+        pieces=LLAMA_PIECES,
+    ),
+    "qwen2-tied": Kind(
+        config=Qwen2Config(**SIZES, rope_theta=5000.0, tie_word_embeddings=True),
+        layout=Layout.QWEN2,
+        model=ModelConfig(
+            name="released",
+            chat_template="qwen2.5",
+            language=LanguageConfig(**OURS, rope_base=5000, qkv_bias=True, tied_head=True),
+        ),
+        pieces=CHATML_PIECES,
+    ),
+}
+
+
+def transformers_model(name: str) -> torch.nn.Module:
+    """Every parameter random: a norm or a bias that goes astray is seen."""
+    model = AutoModelForCausalLM.from_config(KINDS[name].config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(values / parameter[0].numel() ** 0.5)
+            else:
+                parameter.copy_(values / 4 + (0 if key.endswith("bias") else 1))
+    return model
+
+
+def released(name: str, folder: Path) -> Path:
+    """A folder as transformers writes it, in several files, with a tokenizer."""
+    transformers_model(name).save_pretrained(folder, max_shard_size="20KB")
+    write_tokenizer(folder, KINDS[name].pieces)
+    (folder / "LICENSE").write_text("Yours.\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_import_knows_the_model_and_export_gives_the_same_bytes(tmp_path, name):
+    """Prevents: a scaling, a limit or a template that an import forgets, or a tensor, a name or a
+    file that comes back otherwise."""
+    source = released(name, tmp_path / "released")
+    run = imported(source, tmp_path / "run")
+    assert load_model(str(run / "model.toml")) == KINDS[name].model
+    assert (run / "model.toml").read_text() == model_toml(KINDS[name].model)
+    assert content(exported_like(run, source, tmp_path / "again")) == content(source)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_export_of_the_layout_is_what_transformers_loads(tmp_path, name):
+    """Prevents: a config.json of another RoPE, norm or head than the weights were trained with."""
+    model, kind = transformers_model(name), KINDS[name]
+    run = imported(released(name, tmp_path / "released"), tmp_path / "run")
+    tokenizer = open_tokenizer(run / "tokenizer")
+    planned = plan_export_as(open_newest(run), kind.layout, None, tokenizer, 10**9)
+    write_export(planned, tmp_path / "out", lambda size: None)
+    assert_equal_tensors(tensors_of(tmp_path / "out"), dict(model.named_parameters()))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(again) is type(model)
+    end = {"llama": "<|eot_id|>", "qwen2-tied": "<|im_end|>"}[name]
+    assert again.generation_config.eos_token_id == tokenizer.id_of(end)
+    ids = torch.arange(1, 50)[None]  # beyond the scaling's original length
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert open_released(tmp_path / "out").model == replaced_name(kind.model, "out")
+
+
+def replaced_name(model: ModelConfig, name: str) -> ModelConfig:
+    return model.model_copy(update={"name": name})
+
+
+def packs_of(model: ModelConfig) -> list[list]:
+    lengths = [[70, 9, 6], [33, 5]]
+    return [
+        [toy_sample(model, 0, tokens, seed=10 * row + place) for place, tokens in enumerate(row_of)]
+        for row, row_of in enumerate(lengths)
+    ]
+
+
+def computed_by_transformers(links, name):
+    """Logits of each pack, the mean loss, and every gradient."""
+    model, logits, losses = transformers_model(name), [], []
+    for samples in packs_of(KINDS[name].model):
+        logits.append([])
+        for sample in samples:
+            ids, asked = torch.tensor(sample.ids), predicting_positions(sample)
+            logits[-1].append(model(ids[None]).logits[0, asked])
+            losses.append(F.cross_entropy(logits[-1][-1], ids[asked + 1], reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    gradients = {key: value.grad for key, value in model.named_parameters()}
+    return [torch.cat(each).detach() for each in logits], loss.item(), gradients
+
+
+def observed(links, plan, run):
+    """Outputs of the head in a step from imported weights, its loss, and gradients by name."""
+    trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
+    load_weights(run, plan, trainer.stage)
+    heads: list[torch.Tensor] = []
+    if trainer.stage.head is not None:
+        trainer.stage.head.register_forward_hook(functools.partial(keep, heads))
+    result = train_step(trainer, MicroBatchStream.of([pack(one) for one in packs_of(plan.model)]))
+    gather_gradients(trainer.model)
+    gradients = by_name(trainer.stage, lambda parameter: parameter.main_grad)
+    return heads, result.loss, gradients
+
+
+# Units: 0 language embed, 1-2 language layers, 3 head.
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("cuts", "sizes"),
+    [
+        pytest.param((), {}, id="one-process"),
+        pytest.param((2,), {"tensor": 2, "sequence_parallel": True}, id="pp2-tp2-sp"),
+    ],
+)
+def test_imported_model_computes_what_transformers_does(tmp_path, name, cuts, sizes):
+    """Prevents: rows of q, k, v or of gate and up in another order, and another RoPE, in a sample
+    that is longer than the scaling's original length."""
+    model = KINDS[name].model
+    run = imported(released(name, tmp_path / "released"), tmp_path / "run")
+    plan = toy_plan(model, stages_of(model, *cuts), **sizes)
+    ranks = run_ranks(plan.parallel, observed, plan, run)
+    [(logits, loss, gradients)] = run_ranks(Parallel(pipeline=1), computed_by_transformers, name)
+    tensor = plan.parallel.tensor
+    groups = [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
+    for parts, expected in zip(
+        zip(*(rank[0] for rank in groups[-1]), strict=True), logits, strict=True
+    ):
+        together = torch.cat([part.squeeze(1) for part in parts], -1)
+        assert_near(together[:, : model.language.vocab_size], expected, "logits")
+    assert [rank[1] for rank in ranks] == pytest.approx([loss] * len(ranks), rel=1e-4)
+    found = {
+        key: whole(key, [rank[2][key] for rank in group]) for group in groups for key in group[0][2]
+    }
+    ours = as_released(found, model, KINDS[name].layout)
+    assert ours.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        # Without RoPE, keys that all move by the same change nothing but by rounding errors.
+        assert_near(ours[key], gradient, key, least=1.0 if key.endswith("k_proj.bias") else 0.0)
+
+
+# Of meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct, what describes the model.
+PUBLISHED = {
+    "llama3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+        "eos_token_id": [128001, 128008, 128009], "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "vocab_size": 128256,
+    },
+    "qwen2.5-32b": {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 5120,
+        "intermediate_size": 27648, "max_position_embeddings": 32768, "max_window_layers": 70,
+        "model_type": "qwen2", "num_attention_heads": 40, "num_hidden_layers": 64,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_what_the_published_configurations_say(tmp_path, name):
+    """Prevents: a preset, or an import, that trains another RoPE, norm or bias than the release."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    model, _ = read_config(folder, {"lm_head.weight"})
+    assert model == load_model(name)
+
+
+def edited(folder: Path, **changes: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "text-only ones .llama and qwen2."),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "must be .'LlamaForCausalLM'."),
+        ({"rope_parameters": SCALING | {"rope_type": "yarn"}}, "RoPE of type 'yarn'"),
+        ({"rope_parameters": SCALING | {"factor": None}}, "without all of its numbers"),
+        ({"attention_bias": True}, "biases in the language model"),
+        ({"tie_word_embeddings": True, "num_hidden_layers": 3}, "lacks"),
+    ],
+)
+def test_other_models_are_refused(tmp_path, changes, message):
+    """Prevents: an import that trains another function than the released model's."""
+    with pytest.raises(UserError, match=message):
+        open_released(edited(released("llama", tmp_path / "released"), **changes))
+
+
+def test_layouts_are_of_models_with_or_without_an_encoder(tmp_path):
+    """Prevents: an export that drops an encoder, or a traceback for the lack of one."""
+    run = imported(released("llama", tmp_path / "released"), tmp_path / "run")
+    for layout in (Layout.TRANSFORMERS, Layout.INTERNVL_LLAMA):
+        with pytest.raises(UserError, match="has no encoder, which layout"):
+            plan_export_as(open_newest(run), layout, None, None, 10**9)
+    with pytest.raises(UserError, match="has qkv_bias false, which layout qwen2"):
+        plan_export_as(open_newest(run), Layout.QWEN2, None, None, 10**9)
+    whole_model = replace(open_newest(run), model=load_model("internvl-digits"))
+    with pytest.raises(UserError, match="has an encoder, which layout llama"):
+        plan_export_as(whole_model, Layout.LLAMA, None, None, 10**9)
