@@ -12,7 +12,7 @@ from scipy.optimize import nnls
 
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, Unit, UnitCost
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel
 from omnibal.pipeline import partition
@@ -27,7 +27,7 @@ from omnibal.pipeline.units import check_stages, recomputed_counts, stages_from_
 from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
 
-LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
+LAYERS = ("vision_layer", "language_layer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,13 +45,13 @@ class RunOptions:
     """Of the gradient of a tied matrix, with the stage that has the other copy."""
 
 
-def run_options(cost: CostModel, held: tuple[Unit, ...], features: np.ndarray) -> RunOptions:
+def run_options(cost: CostModel, held: tuple[str, ...], features: np.ndarray) -> RunOptions:
     forward = sum(features @ cost.units[unit].forward_ms for unit in held)
     plain = sum(features @ cost.units[unit].backward_ms for unit in held)
     state = sum(
         cost.units[unit].parameters * 2 + cost.units[unit].trained_parameters * 16 for unit in held
     )
-    ends = {Unit.LANGUAGE_EMBED, Unit.HEAD} & set(held)
+    ends = {"language_embed", "head"} & set(held)
     once = cost.tied_parameters if len(ends) == 2 else 0
     state -= once * 18
     both_ways_ms = 2 * (cost.link_latency_ms + cost.link_ms_per_byte * 2 * cost.tied_parameters)
@@ -134,7 +134,7 @@ def along(values: np.ndarray, stage: int, stages: int) -> np.ndarray:
 
 
 def split_times(
-    cost: CostModel, choices: list[RunOptions], lasts: list[Unit], packs: Workload
+    cost: CostModel, choices: list[RunOptions], lasts: list[str], packs: Workload
 ) -> np.ndarray:
     """Mean step time of all recomputed sets of one split. [options of stage 0, of stage 1, ...]"""
     p = len(choices)
@@ -248,7 +248,7 @@ def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, 
     cost = random_cost(rng)
     cost = replace(cost, gradient_reduction_ms_per_parameter=10 ** rng.uniform(-7, -4.5))
     if rng.random() < 0.15:
-        frozen_units = (Unit.VISION_EMBED, Unit.VISION_LAYER)
+        frozen_units = ("vision_embed", "vision_layer")
         units = {**cost.units, **{unit: frozen(cost.units[unit]) for unit in frozen_units}}
         cost = replace(cost, units=units)
     packs = random_packs(rng, int(rng.integers(1, 7)))
@@ -279,7 +279,7 @@ def random_case_of(
 def tied(cost: CostModel) -> CostModel:
     """With language embed and head that are one matrix, which is most of what there is."""
     sizes = {"parameters": 3_000_000, "trained_parameters": 3_000_000}
-    ends = (Unit.LANGUAGE_EMBED, Unit.HEAD)
+    ends = ("language_embed", "head")
     units = {**cost.units, **{end: replace(cost.units[end], **sizes) for end in ends}}
     return replace(cost, units=units, tied_parameters=3_000_000)
 

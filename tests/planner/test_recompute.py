@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cost_cases import model_of, random_cost, random_features, small_model
 
-from omnibal.cost.model import Unit, UnitCost
+from omnibal.cost.model import UnitCost
 from omnibal.pipeline import recompute
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
 from omnibal.pipeline.stage_cost import (
@@ -118,8 +118,8 @@ def test_stage_memory_and_time_by_hand():
     cost = random_cost(np.random.default_rng(0))
     units = {
         **cost.units,
-        Unit.LANGUAGE_LAYER: flat_unit((10, 1, 3), 1000),
-        Unit.HEAD: flat_unit((4, 1, 20), 500),
+        "language_layer": flat_unit((10, 1, 3), 1000),
+        "head": flat_unit((4, 1, 20), 500),
     }
     cost = replace(cost, units=units)
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
@@ -142,7 +142,7 @@ def test_stage_memory_and_time_by_hand():
 def test_recomputed_layers_bring_back_their_activations_as_working_memory():
     """Prevents an out-of-memory while the recomputed layer runs backward."""
     cost = random_cost(np.random.default_rng(0))
-    cost = replace(cost, units={**cost.units, Unit.LANGUAGE_LAYER: flat_unit((10, 1, 3), 0)})
+    cost = replace(cost, units={**cost.units, "language_layer": flat_unit((10, 1, 3), 0)})
     features = np.array([[1.0, 0, 7, 0, 0]])
     stages = stages_from_cuts(small_model(2, 4), (5, 6), [(0, 0), (0, 1), (0, 0)])
     memory = stage_memory(cost, stages[1], features, features)
