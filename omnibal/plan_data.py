@@ -93,7 +93,7 @@ class SampleData:
                 has too many packs, the epochs too many samples, or the lengths were scanned for
                 another model.
         """
-        check_limits(self.caps.names, item_features(job.model), job.model.name)
+        check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
         _check_epochs(self.epochs, len(self.lengths))
         self.trained_model(job.model)
@@ -193,7 +193,7 @@ class MockData:
             UserError: there are too many, or features are limited that the model does not have, or
                 others are not.
         """
-        check_limits(self.caps.names, item_features(job.model), job.model.name)
+        check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
 
     def trained_model(self, model: ModelConfig) -> ModelConfig:
@@ -243,14 +243,9 @@ def _check_epochs(epochs: int, samples: int) -> None:
         )
 
 
-def item_features(model: ModelConfig) -> tuple[str, ...]:
-    """Names of the items that the model's encoders take, which lengths count and packs limit."""
-    return ("tiles",)
-
-
 def limited_features(model: ModelConfig) -> tuple[str, ...]:
     """Names of the features that packs for a model must limit."""
-    return tuple(in_canonical_order([*item_features(model), "tokens"]))
+    return tuple(in_canonical_order([*model.item_features, "tokens"]))
 
 
 def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
@@ -296,7 +291,7 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
     """
     if lengths is None:
         return model
-    taken = item_features(model)
+    taken = model.item_features
     others = [
         name for name in lengths.item_names if name not in taken and lengths.items[name].any()
     ]

@@ -86,14 +86,14 @@ class DataOptions:
             UserError: some features that the model has are limited and others not, or features are
                 limited that it does not have.
         """
-        from omnibal.plan_data import item_features, limited_features
+        from omnibal.plan_data import limited_features
 
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
         if not given and self.lengths:
             return None
         if not set(given).issuperset(limited_features(model)):
             raise UserError(_caps_needed(limited_features(model)))
-        check_limits(given, item_features(model), model.name)
+        check_limits(given, model.item_features, model.name)
         return Caps.of(**given)
 
     def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":

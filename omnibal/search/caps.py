@@ -23,7 +23,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.limits import Caps, check_limits, in_canonical_order, words
-from omnibal.plan_data import item_features, least_caps, limited_features
+from omnibal.plan_data import least_caps, limited_features
 from omnibal.search.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 _USUAL_SAMPLES_PER_PACK = 4.5
@@ -75,7 +75,7 @@ class CapSearchRequest(Comparison):
     def __post_init__(self) -> None:
         Comparison.__post_init__(self)
         model = self.job.model
-        check_limits(self.limited, item_features(model), model.name)
+        check_limits(self.limited, model.item_features, model.name)
         if self.rule is CapRule.PAPER and (self.limited != ["tiles", "tokens"] or self.fixed):
             raise UserError(
                 "the paper's rule chooses the caps of tiles and tokens, both and no others, and "
