@@ -6,12 +6,15 @@ they are the dual solution. Two things keep it fast and tight with thousands of 
 
 - Values are piecewise linear in tokens, so the master problem has a row per knot and not per size.
   A straight line is what tokens are worth where the token cap alone decides; pieces, and jumps
-  between them, are for the rest. Of several features beside tokens, similar counts share a piece.
+  between them, are for the rest.
 - Values are fitted to the knots alone, then to all sizes in a coarse grid, then in a fine one.
 
 What makes the bound valid is only this: the most valuable pack under the fitted values is found
 over all distinct sizes, rounded down to the grid, and the values are divided by its worth (Farley
 1990). Rounding down can only overstate that worth.
+
+Limits of several kinds of items are looked at one kind at a time, beside that of tokens: leaving
+limits out can only need fewer packs.
 
 Of few distinct sizes, and where that leaves a gap to packs at hand, every size has a value of its
 own instead (`omnibal.data.all_sizes`), which is exact and takes longer where sizes are thousands.
@@ -33,7 +36,6 @@ from omnibal.data.patterns import (
     first_guesses,
     generate_mix,
     group_sizes,
-    item_levels,
     most_copies,
 )
 from omnibal.data.rest import Rest
@@ -84,7 +86,8 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
     distinct = Sizes.of(sizes)
     if len(distinct) <= _FEW_SIZES:
         return max(naive, _whole(_exact_bound(distinct, sizes, units, found)))
-    bound = max(naive, _whole(_fractional_bound(distinct, sizes, units)))
+    pairs = [[kind, -1] for kind in range(len(units) - 1)] or [[-1]]
+    bound = max(naive, *(_whole(_fractional_bound(sizes[pair], units[pair])) for pair in pairs))
     if found is not None and found > bound + max(1, _GAP * bound) and len(distinct) <= _MANY_SIZES:
         bound = max(bound, _whole(_exact_bound(distinct, sizes, units, found)))
     return bound
@@ -116,14 +119,11 @@ def packs_of_sums(sizes: np.ndarray, caps: np.ndarray) -> int:
     return int((-(-sizes.sum(axis=1) // caps)).max())
 
 
-def _fractional_bound(distinct: Sizes, sizes: np.ndarray, caps: np.ndarray) -> float:
-    leveled, leveled_sizes = distinct.amounts, sizes
-    if len(caps) > 2:
-        leveled_sizes = np.vstack([item_levels(sizes[:-1]), sizes[-1]])
-        leveled = np.empty_like(distinct.amounts)
-        leveled[:, distinct.of_sample] = leveled_sizes
-    knots = _Knots.of(group_sizes(leveled_sizes, _TYPES), leveled_sizes)
-    cover = knots.weights(leveled)
+def _fractional_bound(sizes: np.ndarray, caps: np.ndarray) -> float:
+    """Lower bound by fitted values, with a limit of tokens and at most one more."""
+    distinct = Sizes.of(sizes)
+    knots = _Knots.of(group_sizes(sizes, _TYPES), sizes)
+    cover = knots.weights(distinct.amounts)
     used = np.minimum(caps, sizes.sum(axis=1))
     # One pack for a knot's worth is more than enough, so the master always has a solution.
     alone = np.eye(len(knots))
