@@ -79,24 +79,27 @@ def training_obstacles(plan: Plan) -> list[str]:
             "the lengths do not say which data they are of: the plan can be studied but not "
             "trained; to train, plan with one file of `omnibal lengths`"
         )
-    foreign = _not_trained(plan.model)
-    if foreign:
-        obstacles.append(
-            f"the trainer has an encoder of tiles, full attention and dense feed-forwards, and "
-            f"{plan.model.name} has {', '.join(foreign)}: the plan can be studied but not trained"
-        )
+    foreign = model_obstacle(plan.model)
+    if foreign is not None:
+        obstacles.append(f"{foreign}: the plan can be studied but not trained")
     return obstacles
 
 
-def _not_trained(model: ModelConfig) -> list[str]:
-    """What the trainer cannot build of a model, in words."""
+def model_obstacle(model: ModelConfig) -> str | None:
+    """Reason why the trainer cannot build a model, in words; None if it can."""
     encoders = [
         f"an encoder {name} of {tower.kind}"
         for name, tower in model.encoders.items()
         if name != "vision" or not isinstance(tower, TilesEncoder)
     ]
     layers = [kind.name for kind in dict.fromkeys(model.language.kinds) if kind != LayerKind()]
-    return encoders + [f"layers of kind {name}" for name in layers]
+    foreign = encoders + [f"layers of kind {name}" for name in layers]
+    if not foreign:
+        return None
+    return (
+        "the trainer has an encoder of tiles, full attention and dense feed-forwards, and "
+        f"{model.name} has {', '.join(foreign)}"
+    )
 
 
 def _described(plan: Plan) -> str:

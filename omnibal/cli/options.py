@@ -51,9 +51,6 @@ PackingRuleOption = Annotated[PackingMethod, typer.Option(help="packing rule")]
 LengthsArgument = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
 ]
-MaxTilesOption = Annotated[
-    int, typer.Option(min=1, max=MAX_COUNT, help="image tiles that a pack may hold")
-]
 MaxTokensOption = Annotated[
     int, typer.Option(min=1, max=MAX_COUNT, help="language tokens that a pack may hold")
 ]
@@ -232,14 +229,6 @@ class SizeOptions:
         return Parallel(
             tensor=tensor, pipeline=self.pp or 1, data=self.dp or 1, sequence_parallel=divides
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapOptions:
-    """The caps of a pack."""
-
-    max_tiles: MaxTilesOption
-    max_tokens: MaxTokensOption
 
 
 def limits_given(

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,16 +14,19 @@ from omnibal import tables
 from omnibal.cli.console import print_result
 from omnibal.cli.options import (
     MOST_PROCESSES,
-    CapOptions,
     JsonOption,
+    MaxTokensOption,
     ModelOption,
+    NeededMaxTilesOption,
     PrecisionOption,
+    limits_given,
 )
-from omnibal.config import load_model, model_file
+from omnibal.config import ModelConfig, load_model, model_file
 from omnibal.data.lengths import length_files, read_lengths
 from omnibal.errors import UserError
 from omnibal.files import atomic
 from omnibal.frozen import MAX_COUNT, MAX_LAYERS
+from omnibal.limits import check_limits
 from omnibal.outputs import check_files
 
 _MOST_REPETITIONS = 10_000
@@ -66,9 +70,10 @@ class MeasureOptions:
 
 def profile(
     model: ModelOption,
-    limits: CapOptions,
+    max_tokens: MaxTokensOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     measured: MeasureOptions,
+    max_tiles: NeededMaxTilesOption = None,
     precision: PrecisionOption = "bf16",
     processes: Annotated[
         int, typer.Option(min=1, max=MOST_PROCESSES, help="that measure at the same time")
@@ -87,13 +92,14 @@ def profile(
     # A mistake is found here, before several processes start and each reports it.
     check_files({"-o": output}, [model_file(model), *length_files(measured.lengths or [])])
     profiled_model = load_model(model)
+    _check_model(profiled_model, limits_given(None, max_tiles, max_tokens))
     tokens_per_sample = measured.typical_tokens()
     output.parent.mkdir(parents=True, exist_ok=True)
     options = {
         "--model": model,
         "--precision": precision,
-        "--max-tiles": limits.max_tiles,
-        "--max-tokens": limits.max_tokens,
+        "--max-tiles": max_tiles,
+        "--max-tokens": max_tokens,
         "--tokens-per-sample": tokens_per_sample,
         "--layers": measured.layers,
         "--repetitions": measured.repetitions,
@@ -114,6 +120,16 @@ def profile(
         {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},
         tables.residuals_table(residuals),
     )
+
+
+def _check_model(model: ModelConfig, limits: Collection[str]) -> None:
+    """Refuse a model that the trainer cannot build, and caps of other features than it has."""
+    from omnibal.check import model_obstacle
+
+    obstacle = model_obstacle(model)
+    if obstacle is not None:
+        raise UserError(f"{obstacle}, so it cannot be measured: plan it without --profile")
+    check_limits(limits, model.item_features, model.name)
 
 
 def _is_installed(module: str) -> bool:

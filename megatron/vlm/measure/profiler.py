@@ -598,7 +598,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure every kind of unit on this device.")
     parser.add_argument("--model", required=True, help="preset name or TOML file")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
-    parser.add_argument("--max-tiles", type=int, required=True, help="tile cap of a pack")
+    parser.add_argument("--max-tiles", type=int, default=0, help="tile cap of a pack")
     parser.add_argument("--max-tokens", type=int, required=True, help="token cap of a pack")
     parser.add_argument("--tokens-per-sample", type=int, required=True, help="a typical sample's")
     parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")

@@ -104,16 +104,14 @@ def _waves(
     A question that alone exceeds the caps is asked alone.
     """
     groups: list[list[_Question]] = []
-    tiles = tokens = 0
+    filled: Counter[str] = Counter()
     for question in questions:
-        needed = question.tokens + room
-        fits = tiles + question.tiles <= caps["tiles"] and tokens + needed <= caps["tokens"]
-        if not groups or not fits:
+        needed = Counter(tiles=question.tiles, tokens=question.tokens + room)
+        if not groups or any(filled[name] + needed[name] > caps[name] for name in caps.names):
             groups.append([])
-            tiles = tokens = 0
+            filled.clear()
         groups[-1].append(question)
-        tiles += question.tiles
-        tokens += needed
+        filled.update(needed)
     remaining = iter(groups)
     while wave := list(islice(remaining, micro_batches)):
         yield wave

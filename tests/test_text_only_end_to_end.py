@@ -1,0 +1,118 @@
+"""The commands for a model without an encoder, as they are typed: from texts to a report."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from test_end_to_end import losses, pair_succeeds, refuse, succeed, training
+
+WORDS = "the sum of two numbers is seven what do you read in this line a tree and a house".split()
+MODEL = """\
+name = "tiny"
+chat_template = "internvl2_5"
+
+[language]
+layers = 3
+hidden_size = 32
+heads = 4
+kv_heads = 2
+ffn_hidden_size = 64
+vocab_size = 512
+
+[language.rope_scaling]
+factor = 8
+original_positions = 64
+"""
+
+
+def write_texts(folder: Path, samples: int, seed: int) -> Path:
+    """A meta.json of random conversations in words that the digits' tokenizer knows."""
+    draw = random.Random(seed)
+    folder.mkdir(parents=True)
+    lines = []
+    for number in range(samples):
+        said = []
+        for _ in range(draw.randint(1, 3)):
+            for speaker, most in (("human", 40), ("gpt", 20)):
+                words = draw.choices(WORDS, k=draw.randint(2, most))
+                said.append({"from": speaker, "value": " ".join(words)})
+        lines.append(json.dumps({"id": number, "conversations": said}) + "\n")
+    (folder / "texts.jsonl").write_text("".join(lines))
+    meta = {"texts": {"root": "", "annotation": "texts.jsonl"}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder / "meta.json"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory, digits) -> Path:
+    """Of the layout of the digits' dataset, so that the same commands take it."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_texts(folder / "train", 60, seed=0)
+    write_texts(folder / "heldout", 6, seed=1)
+    (folder / "tokenizer.model").write_bytes((digits / "tokenizer.model").read_bytes())
+    (folder / "model.toml").write_text(MODEL)
+    model = ("--model", folder / "model.toml")
+    tokenizer = ("--tokenizer-model", folder / "tokenizer.model")
+    succeed(
+        "-m", "omnibal", "lengths", folder / "train" / "meta.json", *model, *tokenizer,
+        "-o", folder / "lengths.parquet",
+    )  # fmt: skip
+    return folder
+
+
+def plan_of(texts: Path, name: str, *options: object) -> Path:
+    """Of one cap alone: texts have nothing else to limit."""
+    succeed(
+        "-m", "omnibal", "plan", "--model", texts / "model.toml", "--cluster", "laptop-cpu",
+        "--precision", "fp32", "--lengths", texts / "lengths.parquet", "--max-tokens", "600",
+        "--micro-batches", "4", *options, "-o", texts / name,
+    )  # fmt: skip
+    return texts / name
+
+
+def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
+    """Prevents: a command that asks for tiles, or fails, where the model has no encoder; and a
+    pipeline of two stages that trains otherwise than one process."""
+    pair, alone = tmp_path / "pair", tmp_path / "alone"
+    plan = plan_of(texts, "plan", "--pp", "2")
+    assert "language embed" in succeed("pretrain_vlm.py", "--plan", plan, "--dry-run")
+    pair_succeeds(*training(plan, texts, pair, "--train-iters", "1"))
+    heldout = ("--eval-data", texts / "heldout" / "meta.json", "--max-new-tokens", "2")
+    validate = ("--eval-interval", "1", "--eval-samples", "5")
+    said = pair_succeeds(
+        *training(plan, texts, pair, "--load", pair, "--train-iters", "2", *heldout, *validate)
+    )
+    assert f"resuming {pair} after step 1" in said
+    assert "validation after step 2" in said
+    succeed(*training(plan_of(texts, "single"), texts, alone, "--train-iters", "2"))
+    assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
+    assert json.loads((pair / "evaluation.json").read_text())["step"] == 2
+    page = tmp_path / "report.html"
+    report = ("-m", "omnibal", "report", plan, "--run", pair, "-o", page, "--json")
+    assert json.loads(succeed(*report))["run"]["last_loss"] == losses(pair)[-1]
+    assert "</html>" in page.read_text()
+    chat = ("tools/chat.py", "--load", pair, "--tokenizer-model", texts / "tokenizer.model")
+    asked = ("--prompt", "what is the sum", "--max-new-tokens", "2", "--precision", "fp32")
+    succeed(*chat, *asked)
+    image = ("--image", texts / "model.toml")
+    assert "no encoder for them" in refuse(*chat, *asked, *image)
+    succeed("tools/convert.py", "export", pair, "--layout", "llama", "-o", tmp_path / "exported")
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_texts_are_profiled_and_replayed(texts, tmp_path):
+    """Prevents: a profile or a replay that looks for tiles."""
+    profile = tmp_path / "profile.json"
+    succeed(
+        "-m", "omnibal", "profile", "--model", texts / "model.toml", "--precision", "fp32",
+        "--max-tokens", "300", "--lengths", texts / "lengths.parquet", "--layers", "1",
+        "--repetitions", "1", "-o", profile,
+    )  # fmt: skip
+    plan = plan_of(texts, "measured", "--pp", "2", "--profile", profile)
+    replayed = succeed(
+        "tools/replay.py", plan, "-o", tmp_path / "replay", "--steps", "1", "--repetitions", "1",
+        "--data", texts / "train" / "meta.json", "--tokenizer-model", texts / "tokenizer.model",
+    )  # fmt: skip
+    assert "stage 1 waits" in replayed
