@@ -103,11 +103,7 @@ def model_obstacle(model: ModelConfig) -> str | None:
 
 
 def _described(plan: Plan) -> str:
-    sizes = plan.parallel
-    return (
-        f"{plan.model.name} can be cut for tensor {sizes.tensor} x pipeline {sizes.pipeline} x "
-        f"data {sizes.data}"
-    )
+    return f"{plan.model.name} can be cut for {plan.parallel}"
 
 
 def _check_partition(plan: Plan) -> str:

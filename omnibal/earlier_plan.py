@@ -88,7 +88,7 @@ def _command(plan: _EarlierPlan, directory: Path, profile: Path, lengths: Path) 
     parts = ["omnibal plan", *_model_option(plan.model), *_cluster_options(plan.cluster)]
     if plan.data is not None:
         parts += [f"--lengths {shlex.quote(str(lengths))}"]
-    parts += [*shapes.caps.options, f"--tp {sizes.tensor} --pp {sizes.pipeline} --dp {sizes.data}"]
+    parts += [*shapes.caps.options, sizes.options]
     if sizes.tensor > 1 and not sizes.sequence_parallel:
         parts.append("--no-sequence-parallel")
     parts.append(f"--micro-batches {shapes.micro_batches_per_step}")

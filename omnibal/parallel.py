@@ -34,6 +34,34 @@ class Parallel(Frozen):
         """Processes of the job, one per device."""
         return self.tensor * self.pipeline * self.data
 
+    def __str__(self) -> str:
+        return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by their short names, without what is divided besides: TP, PP, DP."""
+        return {"TP": self.tensor, "PP": self.pipeline, "DP": self.data}
+
+    @property
+    def options(self) -> str:
+        """The command-line options that give these sizes."""
+        return " ".join(f"--{name.lower()} {size}" for name, size in self.sizes.items())
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Place of a rank in every group: tensor varies fastest, then data, then pipeline.
+
+        Megatron numbers ranks in this order.
+        """
+        order = {"tensor": self.tensor, "data": self.data, "pipeline": self.pipeline}
+        place = {}
+        for name, size in order.items():
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def first_rank(self, stage: int) -> int:
+        """Lowest rank of a pipeline stage."""
+        return stage * self.tensor * self.data
+
 
 def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
     """Refuse parallel sizes that the model cannot be cut into.

@@ -7,7 +7,6 @@ import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig
 from omnibal.data.metrics import PackMetrics
-from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
 from omnibal.report.table import Column, Facts, Row, Table
@@ -104,10 +103,10 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
     plan = ("tiles", "tokens", "recom-\nputed", "GiB")
-    titles = ("TP", "PP", "DP", *plan, "samples\nper s")
+    titles = (*search.best.parallel.sizes, *plan, "samples\nper s")
     fastest = [
         (
-            *_sizes(strategy.parallel),
+            *map(str, strategy.parallel.sizes.values()),
             f"{strategy.caps['tiles']:,}",
             f"{strategy.caps['tokens']:,}",
             str(strategy.recomputed_layers),
@@ -121,7 +120,14 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     for ruled_out in search.ruled_out[:_SHOWN_CANDIDATES]:
         most = ruled_out.most_samples_per_second
         per_second = "" if most is None else f"< {most:,.2f}"
-        others.append((*_sizes(ruled_out.parallel), *len(plan) * ("",), per_second, ruled_out.why))
+        others.append(
+            (
+                *map(str, ruled_out.parallel.sizes.values()),
+                *len(plan) * ("",),
+                per_second,
+                ruled_out.why,
+            )
+        )
     return Table(
         title=f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
         f"step, memory of {cap_gib:.1f} GiB",
@@ -132,10 +138,6 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         sections=[fastest, others],
         tight=True,
     )
-
-
-def _sizes(parallel: Parallel) -> tuple[str, str, str]:
-    return str(parallel.tensor), str(parallel.pipeline), str(parallel.data)
 
 
 def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
@@ -179,7 +181,7 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
 def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
     """The prediction of the whole job."""
     parallel = plan.parallel
-    sizes = f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {parallel.data}"
+    sizes = " x ".join(f"{name} {size}" for name, size in parallel.sizes.items())
     entries = [("devices", f"{parallel.world_size} = {sizes}, {plan.cluster.device}")]
     if plan.data is not None:
         samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"

@@ -342,10 +342,7 @@ def _make_plan_of_strategy(
         if len(left.ranking) == 1:
             raise _with_advice(first, first_error) from first_error
         left = without_best(left, "does not fit all data")
-        old, new = (
-            f"--tp {sizes.tensor} --pp {sizes.pipeline} --dp {sizes.data}"
-            for sizes in (best.parallel, left.best.parallel)
-        )
+        old, new = best.parallel.options, left.best.parallel.options
         print_notes([f"{old} fits the samples it was tried on, and not all: taking {new}"])
 
 

@@ -540,8 +540,7 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
     others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(
         f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
-        f"{request.job.model.name} into memory: the nearest, --tp {parallel.tensor} --pp "
-        f"{parallel.pipeline} --dp {parallel.data} at {caps}, "
+        f"{request.job.model.name} into memory: the nearest, {parallel.options} at {caps}, "
         f"needs {gib_text(nearest.need_gib)} GiB per device at best, "
         f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage; use more "
         "GPUs, devices with more memory or smaller caps"

@@ -8,7 +8,7 @@ from ranks import run_ranks
 from rich.console import Console
 from toy import stages_of, toy_model, toy_plan
 
-from megatron.vlm.run.dry_run import print_dry_run, rank_places
+from megatron.vlm.run.dry_run import print_dry_run
 from omnibal.parallel import Parallel
 
 
@@ -27,9 +27,12 @@ def test_places_are_those_that_core_assigns(sizes):
     """Prevents: a printed layout that is not the one that trains."""
     parallel = Parallel(**dict(zip(("tensor", "pipeline", "data"), sizes, strict=True)))
     found = run_ranks(parallel, own_place)
-    places = rank_places(parallel)
-    assert [place.rank for place in places] == list(range(parallel.world_size))
-    assert [(place.tensor, place.data, place.pipeline) for place in places] == found
+    places = [parallel.place(rank) for rank in range(parallel.world_size)]
+    assert [(place["tensor"], place["data"], place["pipeline"]) for place in places] == found
+    first = [parallel.first_rank(stage) for stage in range(parallel.pipeline)]
+    assert [places[rank] for rank in first] == [
+        {"tensor": 0, "data": 0, "pipeline": stage} for stage in range(parallel.pipeline)
+    ]
 
 
 def test_stages_name_their_units_and_every_rank_is_listed():

@@ -19,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
@@ -31,7 +30,7 @@ from megatron.vlm.measure.profiler import (
     peak_activation_bytes,
     random_batch,
 )
-from megatron.vlm.run.launch import shut_down_distributed
+from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.step.schedule import (
     Inbox,
@@ -99,14 +98,11 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
     dist.init_process_group(
         "fake",
         store=FakeStore(),
-        rank=stage * parallel.tensor * parallel.data,
+        rank=parallel.first_rank(stage),
         world_size=parallel.world_size,
     )
     try:
-        parallel_state.initialize_model_parallel(
-            parallel.tensor, parallel.pipeline, create_gloo_process_groups=False
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        make_groups(parallel, seed=0, gloo=False)
         yield cast(StandInLinks, create_pipeline_links(StandInLinks))
     finally:
         shut_down_distributed()

@@ -1,37 +1,11 @@
 """Dry run: a plan's layout over ranks, without building or launching anything."""
 
-from dataclasses import dataclass
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """One rank's coordinates in the parallel groups."""
-
-    rank: int
-    tensor: int
-    data: int
-    pipeline: int
-
-
-def rank_places(parallel: Parallel) -> list[RankPlace]:
-    """Places of all ranks in Megatron's order: tensor varies fastest, then data, then pipeline."""
-    return [
-        RankPlace(
-            rank=rank,
-            tensor=rank % parallel.tensor,
-            data=rank // parallel.tensor % parallel.data,
-            pipeline=rank // (parallel.tensor * parallel.data),
-        )
-        for rank in range(parallel.world_size)
-    ]
 
 
 def print_dry_run(plan: Plan, console: Console) -> None:
@@ -40,8 +14,7 @@ def print_dry_run(plan: Plan, console: Console) -> None:
     console.print(f"Stages of {plan.model.name}")
     console.print(_stages_table(plan))
     console.print(
-        f"{sizes.world_size} processes: tensor {sizes.tensor} x pipeline {sizes.pipeline} x data "
-        f"{sizes.data}, {per_node} a node of {plan.cluster.name}"
+        f"{sizes.world_size} processes: {sizes}, {per_node} a node of {plan.cluster.name}"
     )
     console.print(_ranks_table(plan))
 
@@ -65,9 +38,10 @@ def _loaded(stage: Stage) -> str:
 
 
 def _ranks_table(plan: Plan) -> Table:
-    table = Table("node", "rank", "tensor", "data", "stage", box=box.SIMPLE_HEAD)
-    for place in rank_places(plan.parallel):
-        node = place.rank // plan.cluster.gpus_per_node
-        columns = (node, place.rank, place.tensor, place.data, place.pipeline)
-        table.add_row(*map(str, columns))
+    parallel = plan.parallel
+    groups = ["stage" if name == "pipeline" else name for name in parallel.place(0)]
+    table = Table("node", "rank", *groups, box=box.SIMPLE_HEAD)
+    for rank in range(parallel.world_size):
+        node = rank // plan.cluster.gpus_per_node
+        table.add_row(*map(str, (node, rank, *parallel.place(rank).values())))
     return table

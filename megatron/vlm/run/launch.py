@@ -47,8 +47,7 @@ class Launch:
         """Raise UserError unless this launch is the one that the plan was made for."""
         if self.world_size != parallel.world_size:
             raise UserError(
-                f"launched with {self.world_size} process(es), but the plan is for tensor "
-                f"{parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data} = "
+                f"launched with {self.world_size} process(es), but the plan is for {parallel} = "
                 f"{parallel.world_size}; launch that many (torchrun --nproc-per-node), or plan "
                 "anew with `omnibal plan --tp --pp --dp`"
             )
@@ -116,13 +115,23 @@ def initialize_distributed(
         world_size=launch.world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
+    make_groups(parallel, seed)
+    return create_pipeline_links()
+
+
+def make_groups(parallel: Parallel, seed: int, *, gloo: bool = True) -> None:
+    """Make Megatron-core's parallel groups in a process group that is there; collective.
+
+    Args:
+        gloo: whether to make groups for exchanges on the host too.
+    """
     parallel_state.initialize_model_parallel(
         parallel.tensor,
         parallel.pipeline,
+        create_gloo_process_groups=gloo,
         distributed_timeout_minutes=COLLECTIVE_TIMEOUT // datetime.timedelta(minutes=1),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return create_pipeline_links()
 
 
 def shut_down_distributed() -> None:
