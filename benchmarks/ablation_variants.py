@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
-from omnibal.cost.model import CostModel, Unit, UnitCost, pack_features
+from omnibal.cost.model import CostModel, UnitCost, pack_features
 from omnibal.cost.profile import Profile, read_profile
 from omnibal.data.fit import check_samples_fit
 from omnibal.data.lengths import Lengths, read_lengths
@@ -61,7 +61,7 @@ SYNTHETIC_SAMPLES = 22_624
 """As many as the published files have."""
 SAMPLES_PER_BATCH = 4
 """Of a micro-batch that is not packed."""
-LAYERS = (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER)
+LAYERS = ("vision_layer", "language_layer")
 
 
 class Variant(StrEnum):

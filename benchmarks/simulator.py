@@ -11,7 +11,6 @@ import time
 
 import numpy as np
 
-from omnibal.cost.model import FEATURES
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import predict_steps
@@ -65,7 +64,7 @@ def main() -> None:
     index = np.arange(arguments.steps * per_step)
     times = random_times(len(index), np.random.default_rng(0))
     workload = Workload(
-        features=np.zeros((len(index), len(FEATURES))),
+        features=np.zeros((len(index), 1)),
         step=index // per_step,
         dp_rank=index % per_step // MICRO_BATCHES,
         slot=index % MICRO_BATCHES,

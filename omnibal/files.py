@@ -124,8 +124,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def write_json_model(model: BaseModel, path: Path) -> None:
-    """Write JSON with sorted keys, atomically: equal models give equal bytes."""
-    text = json.dumps(model.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+    """Write JSON atomically, keys in the order of the fields: equal models give equal bytes."""
+    text = json.dumps(model.model_dump(mode="json"), indent=2) + "\n"
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

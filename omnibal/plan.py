@@ -106,7 +106,7 @@ def plan_files(directory: Path) -> list[Path]:
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
-    """Write `plan.json`: sorted keys, no timestamps, so equal plans are equal bytes."""
+    """Write `plan.json`: keys in one order, no timestamps, so equal plans are equal bytes."""
     write_json_model(plan, directory / PLAN_FILE)
 
 

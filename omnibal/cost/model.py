@@ -13,26 +13,12 @@ measured profile (`omnibal.cost.profile`). Both give the types below.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.units import HEAD, UnitKind, window_of_feature
-
-FEATURES = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
-
-
-class Unit(StrEnum):
-    """Kinds of model unit that a pipeline stage may hold, in model order."""
-
-    VISION_EMBED = "vision_embed"
-    VISION_LAYER = "vision_layer"
-    PROJECTOR = "projector"
-    LANGUAGE_EMBED = "language_embed"
-    LANGUAGE_LAYER = "language_layer"
-    HEAD = "head"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

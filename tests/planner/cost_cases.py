@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.config import LanguageConfig, LayerRun, ModelConfig
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.encoders import TilesEncoder
+from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.units import feature_names, unit_kinds
 
 
@@ -33,6 +33,35 @@ def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
             vocab_size=32,
         ),
     )
+
+
+def model_of(towers: str, *layers: int) -> ModelConfig:
+    """A small model of the named towers, with so many layers of each in model order.
+
+    "vision language" is InternVL's; "runs" is a language model of two kinds of layer in turns.
+    """
+    numbers = dict(zip(towers.split(), layers, strict=True))
+    kinds = {"vision": TilesEncoder, "audio": ClipsEncoder}
+    sizes = {"vision": {"image_size": 8, "patch_size": 2}, "audio": {"frames": 8, "mel_bins": 4}}
+    encoders = {
+        name: kinds[name](
+            layers=numbers[name],
+            hidden_size=8,
+            heads=2,
+            ffn_hidden_size=16,
+            normalization="LayerNorm",
+            qkv_bias=True,
+            qk_norm=False,
+            **sizes[name],
+        )
+        for name in numbers
+        if name in kinds
+    }
+    runs = (LayerRun(layers=2, window=4), LayerRun(layers=1)) if "runs" in numbers else ()
+    language = small_model(1, 1).language.model_copy(
+        update={"layers": layers[-1], "runs": runs},
+    )
+    return ModelConfig(name=f"small {towers}", encoders=encoders, language=language)
 
 
 def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> CostModel:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.config import ModelConfig, load_cluster, load_model
-from omnibal.cost.model import Unit
 from omnibal.cost.profile import Profile, UnitMeasurement
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.data.packing import PackingMethod
@@ -14,6 +13,7 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.plan_data import MockData, SampleData
 from omnibal.planner import PlanRequest
+from omnibal.units import unit_names
 
 MODEL = load_model("internvl-digits")
 
@@ -109,7 +109,7 @@ def example_profile(activation_bytes: int | None = None) -> Profile:
                 backward_ms=2.0 + tiles + tokens,
                 activation_bytes=activation_bytes,
             )
-            for unit in Unit
+            for unit in dict.fromkeys(unit_names(MODEL))
             for tiles, tokens in shapes
         ),
     )

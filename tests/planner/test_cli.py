@@ -19,13 +19,13 @@ from replay_cases import write_replay
 import omnibal
 from omnibal import cli
 from omnibal.config import load_model, preset_names
-from omnibal.cost.model import Unit
 from omnibal.cost.profile import model_sha256, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import read_packs
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import read_plan
 from omnibal.plan_files import data_of_plan, job_of_plan
+from omnibal.units import unit_names
 
 pytestmark = pytest.mark.quick
 
@@ -650,7 +650,9 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
     run(PROFILE + " --processes 2 --layers 3 --precision fp32 --json -o", output)
     printed = json.loads(capsys.readouterr().out)
     assert printed["profile"] == str(output)
-    assert {residual["unit"] for residual in printed["residuals"]} == set(Unit)
+    assert {residual["unit"] for residual in printed["residuals"]} == set(
+        unit_names(load_model("internvl-digits"))
+    )
     launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-14:]
     assert "--nproc-per-node=2" in launcher
     given = dict(zip(options[::2], options[1::2], strict=True))

@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
-from omnibal.cost.model import CostModel, Unit
+from omnibal.cost.model import CostModel
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
@@ -56,15 +56,15 @@ def only(**rates: float) -> ClusterConfig:
 def test_parameters_are_those_of_the_published_model():
     """Prevents forgotten or doubled weights, which would falsify all memory figures."""
     units = cost_of().units
-    vision = units[Unit.VISION_EMBED].parameters + 45 * units[Unit.VISION_LAYER].parameters
+    vision = units["vision_embed"].parameters + 45 * units["vision_layer"].parameters
     language = sum(
-        units[unit].parameters * (48 if unit == Unit.LANGUAGE_LAYER else 1)
-        for unit in (Unit.LANGUAGE_EMBED, Unit.LANGUAGE_LAYER, Unit.HEAD)
+        units[unit].parameters * (48 if unit == "language_layer" else 1)
+        for unit in ("language_embed", "language_layer", "head")
     )
     assert vision == pytest.approx(5.54e9, abs=5e6)
     assert language == pytest.approx(19.86e9, abs=5e6)
-    assert units[Unit.VISION_LAYER].parameters == pytest.approx(122.9e6, abs=5e4)
-    assert units[Unit.LANGUAGE_LAYER].parameters == pytest.approx(390e6, abs=2e5)
+    assert units["vision_layer"].parameters == pytest.approx(122.9e6, abs=5e4)
+    assert units["language_layer"].parameters == pytest.approx(390e6, abs=2e5)
 
 
 def test_layer_operations_follow_the_megatron_formula():
@@ -74,14 +74,14 @@ def test_layer_operations_follow_the_megatron_formula():
     h, s = 3200, 1025
     linear, attention = 9 * 24 * s * h**2, 9 * 4 * s**2 * h
     units = cost_of(cluster=products).units
-    vision = units[Unit.VISION_LAYER]
+    vision = units["vision_layer"]
     assert PACK @ vision.forward_ms == pytest.approx((linear + attention) * ms_per_flop)
     backward_ms = (2 * linear + 2.5 * attention) * ms_per_flop
     assert PACK @ vision.backward_ms == pytest.approx(backward_ms)
     # Language: six operations in all per token and weight, and causal attention's half square.
     h, weights = 6144, 2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384
     expected_ms = (2 * 4096 * weights + 2 * 4096**2 * h) * ms_per_flop
-    assert PACK @ units[Unit.LANGUAGE_LAYER].forward_ms == pytest.approx(expected_ms)
+    assert PACK @ units["language_layer"].forward_ms == pytest.approx(expected_ms)
 
 
 def test_element_wise_passes_are_whole_where_tensors_are():
@@ -90,22 +90,22 @@ def test_element_wise_passes_are_whole_where_tensors_are():
     memory = only(memory_gb_per_s=1000.0, memory_efficiency=0.5)
     ms_per_byte = 1 / (1000e6 * 0.5)
 
-    def forward_ms(unit: Unit, **sizes) -> float:
+    def forward_ms(unit: str, **sizes) -> float:
         return PACK @ cost_of(cluster=memory, **sizes).units[unit].forward_ms
 
     # Every pass in elements of width h. Vision (f = 4 h): norms 4, biases and residuals 10, layer
     # scale 4 whole; q, k, v 6, attention 4, q/k norms 4, GELU 8 divided, on 28 of 25 heads where 4
     # ranks share them.
     rows = 9 * 1025 * 3200 * 2
-    one, four = (forward_ms(Unit.VISION_LAYER, tensor=t) for t in (1, 4))
+    one, four = (forward_ms("vision_layer", tensor=t) for t in (1, 4))
     assert one == pytest.approx(rows * (18 + 14 + 8) * ms_per_byte)
     assert four == pytest.approx(rows * (18 + (14 * 28 / 25 + 8) / 4) * ms_per_byte)
     # Language: norms 4, residuals 6; q, k, v (1 + 1/3) twice, rotary 1 + 1/6 twice, attention 2 +
     # 1/3, SwiGLU 3 f, with f = 8/3 h.
     rows, inside = 4096 * 6144 * 2, 2 * 4 / 3 + 2 * 7 / 6 + 7 / 3 + 8
-    one = forward_ms(Unit.LANGUAGE_LAYER)
-    whole = forward_ms(Unit.LANGUAGE_LAYER, tensor=4)
-    divided = forward_ms(Unit.LANGUAGE_LAYER, tensor=4, sequence_parallel=True)
+    one = forward_ms("language_layer")
+    whole = forward_ms("language_layer", tensor=4)
+    divided = forward_ms("language_layer", tensor=4, sequence_parallel=True)
     assert one == pytest.approx(rows * (10 + inside) * ms_per_byte)
     assert whole == pytest.approx(rows * (10 + inside / 4) * ms_per_byte)
     assert divided == pytest.approx(one / 4)
@@ -119,11 +119,11 @@ def test_collectives_are_those_of_megatron():
     for sequence_parallel in (False, True):
         units = cost_of(tensor=4, cluster=links, sequence_parallel=sequence_parallel).units
         vision, language = 9 * 1025 * 3200 * 2, 4096 * 6144 * 2
-        cost = units[Unit.VISION_LAYER]
+        cost = units["vision_layer"]
         # Two all-reduces each way, each a reduce-scatter and an all-gather.
         assert PACK @ cost.forward_ms == pytest.approx(4 * ring * vision * ms_per_byte)
         assert PACK @ cost.backward_ms == pytest.approx(4 * ring * vision * ms_per_byte)
-        cost = units[Unit.LANGUAGE_LAYER]
+        cost = units["language_layer"]
         again = 2 if sequence_parallel else 0
         assert PACK @ cost.forward_ms == pytest.approx(4 * ring * language * ms_per_byte)
         assert PACK @ cost.backward_ms == pytest.approx((4 + again) * ring * language * ms_per_byte)
@@ -134,12 +134,12 @@ def test_collectives_are_those_of_megatron():
     # Outside the layers, in tensors of the pack's tokens (or loss tokens) and of the projector's.
     text, rows = 4096 * 6144 * 2, 9 * 256 * 2
     expected = {
-        (Unit.PROJECTOR, False): (2 * rows * 6144, 2 * rows * 12800),
-        (Unit.PROJECTOR, True): (2 * rows * 6144, 2 * rows * 12800),
-        (Unit.LANGUAGE_EMBED, False): (2 * text, 0),
-        (Unit.LANGUAGE_EMBED, True): (text, text),
-        (Unit.HEAD, False): (0, 2 * text / 2),
-        (Unit.HEAD, True): (text, 2 * text),
+        ("projector", False): (2 * rows * 6144, 2 * rows * 12800),
+        ("projector", True): (2 * rows * 6144, 2 * rows * 12800),
+        ("language_embed", False): (2 * text, 0),
+        ("language_embed", True): (text, text),
+        ("head", False): (0, 2 * text / 2),
+        ("head", True): (text, 2 * text),
     }
     half = PACK * np.array([1, 1, 1, 1, 0.5])
     for (unit, sequence_parallel), sent in expected.items():
@@ -154,33 +154,33 @@ def test_frozen_parts_cost_what_is_left_of_them():
     nothing."""
     whole = cost_of().units
     projector_only = cost_of(frozen=("vision", "language")).units
-    for unit in (Unit.VISION_EMBED, Unit.VISION_LAYER):
+    for unit in ("vision_embed", "vision_layer"):
         cost = projector_only[unit]
         assert not cost.backward_ms.any() and not cost.activation_bytes.any()
         assert not cost.boundary_bytes.any() and not cost.output_gradient_bytes.any()
         assert cost.trained_parameters == 0 < cost.parameters
         assert np.array_equal(cost.forward_ms, whole[unit].forward_ms)
     # The projector is first to be trained, but its norm needs the gradient of its first product.
-    projector = projector_only[Unit.PROJECTOR]
+    projector = projector_only["projector"]
     assert projector.trained_parameters == projector.parameters
-    np.testing.assert_allclose(projector.backward_ms, whole[Unit.PROJECTOR].backward_ms)
+    np.testing.assert_allclose(projector.backward_ms, whole["projector"].backward_ms)
     # The image embedding begins with its weights: nothing needs the gradient of the pixels.
     products = only(peak_tflops={"bf16": 100.0})
-    embed = cost_of(cluster=products).units[Unit.VISION_EMBED]
+    embed = cost_of(cluster=products).units["vision_embed"]
     np.testing.assert_allclose(embed.backward_ms, embed.forward_ms, rtol=1e-6, atol=1e-9)
     # Behind the projector everything passes gradients on: one product instead of two.
-    layer = cost_of(frozen=("vision", "language"), cluster=products).units[Unit.LANGUAGE_LAYER]
+    layer = cost_of(frozen=("vision", "language"), cluster=products).units["language_layer"]
     linear = PACK @ layer.forward_ms - 2 * 4096**2 * 6144 / (100e9 * CLUSTER.matmul_efficiency)
     attention = PACK @ layer.forward_ms - linear
     assert PACK @ layer.backward_ms == pytest.approx(linear + 2.5 * attention)
     assert layer.trained_parameters == 0
     kept = PACK @ layer.activation_bytes
-    assert PACK @ layer.boundary_bytes < kept < PACK @ whole[Unit.LANGUAGE_LAYER].activation_bytes
+    assert PACK @ layer.boundary_bytes < kept < PACK @ whole["language_layer"].activation_bytes
 
 
 def test_the_head_costs_what_reaches_it():
     """Prevents charging logits for tokens that carry no loss."""
-    head = cost_of().units[Unit.HEAD]
+    head = cost_of().units["head"]
     half = PACK * np.array([1, 1, 1, 1, 0.5])
     assert half @ head.forward_ms < 0.6 * (PACK @ head.forward_ms)
     assert half @ head.activation_bytes < 0.6 * (PACK @ head.activation_bytes)
@@ -196,7 +196,7 @@ def test_activations_follow_korthikanti_without_dropout():
     """Prevents counting a tensor twice or not at all: 32 s h bytes, plus this model's extras."""
     h, rows = 3200, 9 * 1025
     extras = (2 + 2) * 2 * h + 4 * 25  # layer scale, q/k norms, log-sum-exp of 25 heads
-    kept_bytes = PACK @ cost_of().units[Unit.VISION_LAYER].activation_bytes
+    kept_bytes = PACK @ cost_of().units["vision_layer"].activation_bytes
     assert kept_bytes == pytest.approx(rows * (32 * h + extras))
 
 
@@ -251,7 +251,7 @@ def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
             assert (before.gradients_gib - after.gradients_gib) * GIB == pytest.approx(4 * count)
             assert (before.optimizer_gib - after.optimizer_gib) * GIB == pytest.approx(3 * count)
             assert before.activations_gib == after.activations_gib
-    for unit in Unit:
+    for unit in one.units:
         assert np.array_equal(one.units[unit].forward_ms, plain.units[unit].forward_ms)
         assert np.array_equal(one.units[unit].backward_ms, plain.units[unit].backward_ms)
     assert np.array_equal(model_flops(tied(MODEL), CLUSTER, ()), model_flops(MODEL, CLUSTER, ()))
@@ -285,7 +285,7 @@ def test_encoder_without_layer_scale_has_and_keeps_none():
     model = MODEL.with_tower("vision", layer_scale_init=None)
     memory = only(memory_gb_per_s=1000.0, memory_efficiency=0.5)
     bare, scaled = (
-        analytic_cost(m, memory, Parallel(pipeline=4), "bf16").units[Unit.VISION_LAYER]
+        analytic_cost(m, memory, Parallel(pipeline=4), "bf16").units["vision_layer"]
         for m in (model, MODEL)
     )
     assert scaled.parameters - bare.parameters == 2 * 3200
@@ -299,15 +299,15 @@ def test_encoder_without_layer_scale_has_and_keeps_none():
 def test_tensor_parallelism_divides_layers():
     """Prevents ignoring tensor parallelism, or dividing what every rank holds whole."""
     whole, half = cost_of(tensor=1).units, cost_of(tensor=2).units
-    for unit in (Unit.VISION_LAYER, Unit.LANGUAGE_LAYER, Unit.PROJECTOR):
+    for unit in ("vision_layer", "language_layer", "projector"):
         ratio = half[unit].parameters / whole[unit].parameters
         # 25 vision heads are padded to 26.
-        assert 0.5 <= ratio < (0.508 if unit == Unit.VISION_LAYER else 0.501)
+        assert 0.5 <= ratio < (0.508 if unit == "vision_layer" else 0.501)
         assert half[unit].activation_bytes.sum() > whole[unit].activation_bytes.sum() / 2
         assert np.array_equal(half[unit].boundary_bytes, whole[unit].boundary_bytes)
-    divided = cost_of(tensor=2, sequence_parallel=True).units[Unit.LANGUAGE_LAYER]
+    divided = cost_of(tensor=2, sequence_parallel=True).units["language_layer"]
     assert divided.activation_bytes.sum() == pytest.approx(
-        whole[Unit.LANGUAGE_LAYER].activation_bytes.sum() / 2
+        whole["language_layer"].activation_bytes.sum() / 2
     )
 
 

@@ -12,7 +12,7 @@ from plan_cases import MODEL, example_lengths
 
 from omnibal import cli
 from omnibal.config import load_cluster
-from omnibal.cost.model import FEATURES, pack_features
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs
@@ -296,7 +296,12 @@ def test_common_practice_is_a_plain_loop() -> None:
         expected.append(ranks)
 
     def load(packs: Packs, padded: Lengths) -> np.ndarray:
-        return pack_features(packs, padded, FEATURES) @ weights
+        return (
+            pack_features(
+                packs, padded, ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
+            )
+            @ weights
+        )
 
     given = common_practice(lengths, 3, 4, 2, 11, load)
     assert given.shape == (4, 4)

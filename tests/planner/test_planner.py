@@ -10,7 +10,7 @@ from plan_cases import MODEL, example_lengths, job_spec, origin_of, request
 from omnibal.check import check_plan, training_obstacles
 from omnibal.config import ModelConfig, load_cluster
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import Unit, pack_features
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import read_lengths
 from omnibal.data.metrics import rank_sums
 from omnibal.data.packing import PackingMethod
@@ -165,7 +165,7 @@ def test_ranks_are_balanced_in_predicted_time():
     asked = request(lengths=lengths, epochs=1)
     packs, _ = make_plan(asked).data
     cost = analytic_cost(MODEL, asked.job.cluster, asked.job.parallel, "fp32")
-    repeats = {Unit.VISION_LAYER: MODEL.vision.layers, Unit.LANGUAGE_LAYER: MODEL.language.layers}
+    repeats = {"vision_layer": MODEL.vision.layers, "language_layer": MODEL.language.layers}
     features = pack_features(packs.packs, lengths, cost.features)
     pack_ms = sum(
         features @ (cost.forward_ms + cost.backward_ms) * repeats.get(unit, 1)

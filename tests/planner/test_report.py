@@ -19,7 +19,6 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, write_packs
-from omnibal.data.steps import steps_of
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -27,7 +26,8 @@ from omnibal.pipeline.prediction import LostTime, Prediction, StageMemory, Stage
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, DataPlan, Plan, Shapes, read_plan, write_plan
+from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Plan, Shapes, read_plan, write_plan
+from omnibal.plan_data import describe_data
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.replay import StageReplay, read_replay
 from omnibal.report.page import write_report
@@ -225,20 +225,15 @@ def write_plan_directory(
     directory.mkdir()
     lengths = make_lengths(text)
     packs = make_packs(lengths)
-    data_plan = DataPlan(
+    data_plan = describe_data(
+        packs,
+        lengths,
         caps=CAPS,
         method="balanced",
         seed=42,
         epochs=1,
         packs_per_step=MICRO_BATCHES,
         micro_batches_per_step=MICRO_BATCHES,
-        samples=len(lengths),
-        packs=len(packs),
-        steps=packs.steps,
-        lengths_sha256=lengths.sha256,
-        packs_sha256=packs.sha256,
-        steps_sha256=steps_of(packs).sha256,
-        origin=lengths.origin,
     )
     model = load_model("internvl-digits")
     cluster = load_cluster("laptop-cpu")

@@ -17,7 +17,7 @@ from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import build_trainer
 from omnibal.check import check_plan
 from omnibal.config import ModelConfig, load_cluster, load_model
-from omnibal.cost.model import FEATURES, pack_features
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.errors import DoesNotFit, UserError
@@ -128,7 +128,7 @@ def test_packs_are_balanced_at_about_the_same_step(job, results):
 def test_common_features_are_those_of_padded_micro_batches(job, results):
     """Prevents: padding that costs nothing, or that is counted as tiles or loss."""
     packs, padded = results[Variant.COMMON].data
-    features = pack_features(packs.packs, padded, FEATURES)
+    features = pack_features(packs.packs, padded, job.cost.features)
     lengths = job.lengths
     for row in range(len(packs)):
         samples = packs.packs[row].tolist()
@@ -183,7 +183,7 @@ def test_searched_split_is_the_best_of_all():
     job = job_of(model, samples=180)
     result = make_variant(job, Variant.MODEL)
     packs, lengths = result.data
-    features = pack_features(packs.packs, lengths, FEATURES)
+    features = pack_features(packs.packs, lengths, job.cost.features)
     workload = Workload.of(packs, features, job.parallel.data)
     step_ms = {}
     units = unit_names(model)
@@ -203,7 +203,7 @@ def test_searched_split_is_the_best_of_all():
 def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
     """Prevents: a search that knows other times or memory than the plan it is for."""
     packs, lengths = results[Variant.DATA].data
-    features = pack_features(packs.packs, lengths, FEATURES)
+    features = pack_features(packs.packs, lengths, job.cost.features)
     again = results[Variant.DATA].plan.stages
     kept = [stage.model_copy(update={"recompute": ()}) for stage in again]
     assumed = recomputing_cost(job.cost)
@@ -222,8 +222,8 @@ def test_searched_split_fits_as_recomputed():
     model = load_model("internvl-digits")
     roomy = make_variant(job_of(model, pipeline=2), Variant.MODEL)
     packs, lengths = roomy.data
-    features = pack_features(packs.packs, lengths, FEATURES)
     cost = job_of(model, pipeline=2).cost
+    features = pack_features(packs.packs, lengths, cost.features)
     peak_gib = max(
         m.peak_gib for m in stage_memories(cost, roomy.plan.stages, packs.slot, features)
     )
@@ -252,7 +252,7 @@ def test_rows_are_of_full_steps(job, results):
         packs, lengths = results[variant].data
         steps = full_steps(results[variant], variant)
         assert len(steps) >= packs.steps - 1
-        features = pack_features(packs.packs, lengths, FEATURES)
+        features = pack_features(packs.packs, lengths, job.cost.features)
         workload = Workload.of(packs, features, job.parallel.data)
         all_ms = simulate_run(job.cost, row.stages, workload).step_ms
         assert row.prediction.step_ms == pytest.approx(all_ms[steps].mean())

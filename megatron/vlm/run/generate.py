@@ -68,9 +68,11 @@ def generate(
     pixels_TCPP = None
     if stage.vision_embedding is not None:
         pixels_TCPP = reader.pixels([sample])[: prompt.tiles].to(device)
-    features_KE = stage.encode_images(_batch(ids_S, reader, pixels_TCPP))
+    # Found in the prompt alone: an answer may hold the word that stands for an image's tokens.
+    positions_M = reader.image_positions(ids_S)
+    features_KE = stage.encode_images(_batch(ids_S, positions_M, pixels_TCPP))
     for _ in range(max_new_tokens):
-        batch = _batch(ids_S, reader, pixels_TCPP)
+        batch = _batch(ids_S, positions_M, pixels_TCPP)
         next_id = stage.head_output(batch, stage.read_text(batch, features_KE))
         token = int(next_id.item())
         if token == reader.answer_end:
@@ -80,7 +82,7 @@ def generate(
 
 
 def _batch(
-    ids_S: torch.Tensor, reader: SampleReader, pixels_TCPP: torch.Tensor | None
+    ids_S: torch.Tensor, positions_M: torch.Tensor | None, pixels_TCPP: torch.Tensor | None
 ) -> MicroBatch:
     return MicroBatch(
         tiles=0 if pixels_TCPP is None else len(pixels_TCPP),
@@ -88,6 +90,6 @@ def _batch(
         segment_tokens=(len(ids_S),),
         pixels_TCPP=pixels_TCPP,
         token_ids_S=ids_S,
-        image_positions_M=reader.image_positions(ids_S),
+        image_positions_M=positions_M,
         answer_positions_A=torch.tensor([len(ids_S) - 1], device=ids_S.device),
     )

@@ -161,13 +161,15 @@ def _micro_batch(
     ids = [np.concatenate([q.prompt_ids, np.array(q.answer_ids, np.int64)]) for q in group]
     token_ids = np.concatenate(ids)
     segment_tokens = tuple(len(one) for one in ids)
+    # A model may answer with the word that stands for an image's tokens, and means none.
+    prompts = [np.concatenate([q.prompt_ids, np.full(len(q.answer_ids), -1)]) for q in group]
     return MicroBatch(
         tiles=sum(question.tiles for question in group),
         tokens=len(token_ids),
         segment_tokens=segment_tokens,
         pixels_TCPP=torch.cat([pixels[q.sample][: q.tiles] for q in group]) if pixels else None,
         token_ids_S=torch.from_numpy(token_ids),
-        image_positions_M=reader.image_positions(torch.from_numpy(token_ids)),
+        image_positions_M=reader.image_positions(torch.from_numpy(np.concatenate(prompts))),
         answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
     ).to(current_device())
 

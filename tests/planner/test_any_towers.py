@@ -1,0 +1,183 @@
+"""Models of other towers than InternVL's, from the command line to the plan and its check."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cost_cases import model_of
+
+from omnibal import cli
+from omnibal.check import check_plan, training_obstacles
+from omnibal.config import ModelConfig, load_cluster, model_toml
+from omnibal.errors import UserError
+from omnibal.parallel import Parallel, check_parallel
+from omnibal.pipeline.stage import Span, Stage
+from omnibal.pipeline.units import check_stages, stages_from_cuts, unit_words
+from omnibal.plan import read_plan, write_plan
+
+pytestmark = pytest.mark.quick
+
+TOWERS = {
+    "language": (5,),
+    "runs": (7,),
+    "vision language": (3, 4),
+    "vision runs": (2, 5),
+    "vision audio language": (3, 2, 4),
+}
+
+
+def ended(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(arguments)
+    return raised.value.code or 0
+
+
+def planned(model: ModelConfig, directory: Path, *options: str) -> list[str]:
+    """The arguments that plan the model's shapes on two stages."""
+    file = directory / "model.toml"
+    file.write_text(model_toml(model))
+    return [
+        *("plan", "--model", str(file), "--cluster", "laptop-cpu", "--max-tiles", "2"),
+        *("--max-tokens", "64", "--pp", "2", "--precision", "fp32", "-o", str(directory / "plan")),
+        *options,
+    ]
+
+
+@pytest.mark.parametrize(("towers", "layers"), TOWERS.items())
+def test_any_towers_are_planned_checked_and_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, towers: str, layers: tuple[int, ...]
+) -> None:
+    """Prevents a command that asks a model for InternVL's towers, and plan.json from losing the
+    order of encoders."""
+    model = model_of(towers, *layers)
+    assert ended([*planned(model, tmp_path), "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    names = [name.replace("runs", "language") for name in towers.split()]
+    for name, count in zip(names, layers, strict=True):
+        assert sum(stage[f"{name}_layers"] for stage in stages) == count
+        assert all(stage[f"recompute_{name}"] == 0 for stage in stages)
+    if "vision" not in names:
+        assert all(stage["vision_layers"] == stage["recompute_vision"] == 0 for stage in stages)
+    plan = read_plan(tmp_path / "plan")
+    assert tuple(plan.model.encoders) == tuple(model.encoders)
+    assert [unit for stage in plan.stages for span in stage.units for unit in span.units] == list(
+        unit_words(model)
+    )
+    assert check_plan(tmp_path / "plan")
+    for command in ("check", "simulate", "report"):
+        output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
+        assert ended([command, str(tmp_path / "plan"), *output]) == 0
+    can_train = towers in ("language", "vision language")
+    assert len(training_obstacles(plan)) == 1 + (not can_train)
+
+
+def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
+    """Prevents a plan that a queue waits for and no trainer can build."""
+    for towers, expected in (
+        ("vision audio language", "has an encoder audio of clips: "),
+        ("runs", "has layers of kind language_layer_window4: "),
+    ):
+        assert ended(planned(model_of(towers, *TOWERS[towers]), tmp_path)) == 0
+        assert expected in training_obstacles(read_plan(tmp_path / "plan"))[-1]
+
+
+@pytest.mark.parametrize(
+    ("towers", "frozen", "message"),
+    [
+        ("vision language", "audio", "which small vision language does not have; it may be vision"),
+        ("vision audio language", "projector", "vision, vision_projector, audio, audio_projector,"),
+        ("language", "language", "the whole model"),
+    ],
+)
+def test_parts_to_freeze_are_the_model_s(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, towers: str, frozen: str, message: str
+) -> None:
+    """Prevents a typing error that trains all of a model."""
+    model = model_of(towers, *TOWERS[towers])
+    assert ended([*planned(model, tmp_path), "--freeze", frozen]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_parts_are_those_of_the_units() -> None:
+    """Prevents a gradient that is sent to a stage of frozen parts, or not sent to a trained one."""
+    model = model_of("vision audio language", 3, 2, 4)
+    stages = stages_from_cuts(model, (4, 6, 9, 11))
+    assert [set(stage.parts) for stage in stages] == [
+        {"vision"},
+        {"vision_projector", "audio"},
+        {"audio", "audio_projector"},
+        {"language"},
+        {"language"},
+    ]
+
+
+def test_tensor_sizes_divide_every_tower() -> None:
+    """Prevents ranks that would each hold a part of an element."""
+    model = model_of("vision audio language", 1, 1, 1).with_tower("audio", ffn_hidden_size=15)
+    cluster = load_cluster("h100-80g")
+    with pytest.raises(UserError, match=r"does not divide audio\.ffn_hidden_size = 15"):
+        check_parallel(model, Parallel(tensor=2, pipeline=1), cluster)
+    with pytest.raises(UserError, match="more than the 3 layers"):
+        check_parallel(model, Parallel(pipeline=4), cluster)
+
+
+def test_recomputed_layers_of_two_kinds_are_the_earliest_of_each() -> None:
+    """Prevents layers of one kind from being recomputed in place of the other's."""
+    model = model_of("vision runs", 2, 6)  # windows in language layers 0, 1, 3 and 4
+    first, second = stages_from_cuts(model, (8,), [(1, 1, 1), (0, 2, 1)])
+    assert [str(span) for span in first.recompute] == ["vision 0", "language 0", "language 2"]
+    assert [str(span) for span in second.recompute] == ["language 3..5"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "message"),
+    [
+        ("vison 0..2", r"stage 0 holds vison 0, which .* vision embed, vision 0\.\.2"),
+        ("vision 0..3", "stage 0 holds vision 3, which small vision language does not have"),
+        ("vision 0-2", "stage 0 holds vision 0-2, which"),
+        ("vision 2..0", r"'vision 2\.\.0' must name layers from a first to a last one"),
+        ("vision 0..99999", "below 1,000"),
+        (7, 'must be words such as "vision embed"'),
+        (None, "must be words such as"),
+    ],
+)
+def test_mistakes_in_words_are_told(tmp_path: Path, unit: object, message: str) -> None:
+    """Prevents a traceback, or other layers than meant, from a plan that was written by hand."""
+    model = model_of("vision language", 3, 4)
+    assert ended(planned(model, tmp_path)) == 0
+    path = tmp_path / "plan/plan.json"
+    plan = json.loads(path.read_text())
+    plan["stages"][0]["units"][1] = unit
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=message):
+        check_plan(tmp_path / "plan")
+
+
+def test_words_may_be_written_in_other_ways(tmp_path: Path) -> None:
+    """Prevents refusing a stage that says the same in more spans or with more spaces."""
+    model = model_of("vision language", 3, 4)
+    assert ended(planned(model, tmp_path)) == 0
+    plan = read_plan(tmp_path / "plan")
+    [one] = stages_from_cuts(model, ())
+    other = Stage.of(
+        *("vision  embed", "vision 0", "vision 1..2", "projector", "language embed"),
+        *("language 0..1", " language 2..3 ", "head"),
+        recompute=["language 3", "vision 0..1"],
+    )
+    check_stages(model, [other])
+    assert other.size == one.size and other.parts == one.parts
+    assert other.layers("vision") == range(3) and other.layers("language") == range(4)
+    assert other.recomputed("vision") == (0, 1) and other.recomputed("language") == (3,)
+    alone = plan.model_copy(
+        update={"stages": (other,), "parallel": Parallel(pipeline=1), "prediction": None}
+    )
+    write_plan(alone, tmp_path / "plan")
+    assert read_plan(tmp_path / "plan") == alone
+    assert check_plan(tmp_path / "plan")
+
+
+@pytest.mark.parametrize("text", ["vision embed", "vision 0..22", "vision 7", "head"])
+def test_spans_come_back(text: str) -> None:
+    """Prevents words that are read as other units than they were written for."""
+    assert str(Span.parse(text)) == text
+    assert Span.parse(str(Span.parse(text))) == Span.parse(text)

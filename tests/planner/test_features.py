@@ -1,0 +1,477 @@
+"""Features by name: one limit or three, and items that are no tiles, from the file to the steps."""
+
+import json
+import pickle
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from plan_cases import request
+from pydantic import ValidationError
+from scipy.optimize import LinearConstraint, linprog, milp
+
+from omnibal import cli
+from omnibal.check import check_plan
+from omnibal.data.all_sizes import SizeMix, Sizes
+from omnibal.data.best_fit import pack_best_fit
+from omnibal.data.best_pack import BestPack
+from omnibal.data.bound import naive_lower_bound, packs_lower_bound
+from omnibal.data.dive import pack_by_diving
+from omnibal.data.fit import check_samples_fit, size_keys
+from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.metrics import measure_packs
+from omnibal.data.packing import PackingMethod, pack_samples
+from omnibal.data.packs import Packs, read_packs, write_packs
+from omnibal.data.patterns import Grid, knapsack_table
+from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
+from omnibal.errors import UserError
+from omnibal.limits import Caps, check_limits
+from omnibal.plan import Shapes
+from omnibal.plan_data import data_at_caps, least_caps, model_of_lengths
+from omnibal.plan_files import save_plan
+from omnibal.planner import make_plan
+from omnibal.search.caps import CapSpace
+
+FEATURES = (("tokens",), ("clips", "tiles", "tokens"), ("tiles", "loss_tokens", "tokens"))
+KINDS = pytest.mark.parametrize("names", FEATURES, ids="-".join)
+
+
+def lengths_of(**columns: Sequence[int] | np.ndarray) -> Lengths:
+    counts = {name: np.asarray(column, np.int32) for name, column in columns.items()}
+    tokens = counts.pop("tokens")
+    return Lengths(
+        loss_tokens=counts.pop("loss_tokens", 0 * tokens),
+        items=counts,
+        tokens=tokens,
+        source=0 * tokens,
+        source_names=("docs",),
+        origin=None,
+    )
+
+
+def drawn(names: Sequence[str], caps: Caps, samples: int, rng, most: float = 1.0) -> Lengths:
+    """Samples of each feature from nothing up to a share of its cap."""
+    columns = {name: rng.integers(0, int(most * caps[name]) + 1, samples) for name in names}
+    columns["tokens"] = np.maximum(columns["tokens"], 1)
+    return lengths_of(**columns)
+
+
+def small_caps(names: Sequence[str], rng) -> Caps:
+    return Caps.of(**{name: int(rng.integers(5, 40)) for name in names})
+
+
+def assert_valid(packs: Packs, lengths: Lengths, caps: Caps) -> None:
+    assert sorted(packs.samples.tolist()) == list(range(len(lengths)))
+    for name in caps.names:
+        assert packs.sums(lengths.column(name)).max() <= caps[name]
+
+
+def fewest_packs(sizes: np.ndarray, caps: np.ndarray) -> int:
+    """The least packs by an integer program: which sample is in which pack, and which are used."""
+    features, samples = sizes.shape
+    inside = np.kron(np.eye(samples), np.ones(samples))
+    each_once = LinearConstraint(np.hstack([inside, np.zeros((samples, samples))]), 1, 1)
+    held = [
+        np.hstack([np.kron(row, np.eye(samples)), -cap * np.eye(samples)])
+        for row, cap in zip(sizes, caps, strict=True)
+    ]
+    # A sample may only be in a pack up to its own number, so that packs are not interchangeable.
+    pack_of = np.tile(np.arange(samples), samples)
+    allowed = (pack_of <= np.repeat(np.arange(samples), samples)).astype(float)
+    solution = milp(
+        np.append(np.zeros(samples**2), np.ones(samples)),
+        integrality=np.ones(samples**2 + samples),
+        bounds=(0, np.append(allowed, np.ones(samples))),
+        constraints=[each_once, LinearConstraint(np.vstack(held), -np.inf, 0)],
+    )
+    assert solution.success and features == len(caps)
+    return round(solution.fun)
+
+
+def test_caps_have_one_order_and_one_json_form():
+    """Prevents equal limits that are different packs, and plans that cannot be read back."""
+    caps = Caps.of(tokens=4096, tiles=9, loss_tokens=100, clips=4)
+    assert caps.names == ("clips", "tiles", "loss_tokens", "tokens")
+    assert caps.values.tolist() == [4, 9, 100, 4096]
+    assert list(caps.model_dump(mode="json").items())[:2] == [("max_clips", 4), ("max_tiles", 9)]
+    again = Caps.model_validate_json(json.dumps(caps.model_dump(), sort_keys=True))
+    assert again == caps == pickle.loads(pickle.dumps(caps))
+    assert len({caps, again, Caps.of(tokens=4096)}) == 2
+    assert (caps["clips"], caps.get("clips"), caps.get("frames")) == (4, 4, None)
+    assert str(caps) == "4 clips, 9 tiles, 100 loss_tokens and 4096 tokens"
+    assert caps.options == [
+        "--limit clips=4", "--max-tiles 9", "--limit loss_tokens=100", "--max-tokens 4096",
+    ]  # fmt: skip
+    assert str(Caps.of(tokens=1)) == "1 tokens"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"max_tiles": 9}, {"max_tokens": 0}, {"tokens": 9}, {"max_Tokens": 9}]
+)
+def test_caps_that_are_none_are_refused(wrong):
+    """Prevents packs without a limit of tokens, and keys that nothing reads."""
+    with pytest.raises(ValidationError):
+        Caps.model_validate(wrong)
+
+
+def test_limits_are_of_features_that_there_are():
+    """Prevents a misspelt limit that never binds, and items that nothing limits."""
+    check_limits(["tiles", "tokens"], ["tiles"], "it")
+    check_limits(["loss_tokens", "tokens"], [], "it")
+    with pytest.raises(UserError, match=r"clip, and it has no such .* tiles, loss_tokens and tok"):
+        check_limits(["tiles", "clip", "tokens"], ["tiles"], "it")
+    with pytest.raises(UserError, match="and clips is not; give --limit clips=MAX"):
+        check_limits(["tiles", "tokens"], ["tiles", "clips"], "it")
+
+
+def test_lengths_have_the_columns_that_there_are(tmp_path):
+    """Prevents items of one file that are lost or misplaced beside those of another."""
+    texts = lengths_of(tokens=[30, 5], loss_tokens=[7, 2])
+    media = lengths_of(clips=[0, 3, 1], tiles=[2, 0, 5], tokens=[9, 8, 7])
+    for name, lengths in (("texts", texts), ("media", media)):
+        write_lengths(lengths, tmp_path / name)
+        again = read_lengths([tmp_path / name])
+        assert again.item_names == lengths.item_names
+        assert again.sha256 == lengths.sha256
+    assert pq.read_schema(tmp_path / "texts").names == ["tokens", "loss_tokens", "source"]
+    joined = read_lengths([tmp_path / "texts", tmp_path / "media"])
+    assert joined.sizes(["clips", "tiles", "tokens"]).tolist() == [
+        [0, 0, 0, 3, 1], [0, 0, 2, 0, 5], [30, 5, 9, 8, 7],
+    ]  # fmt: skip
+    assert texts.column("tiles").tolist() == [0, 0]
+    taken = joined.take(np.array([4, 1]))
+    assert taken.sizes(["clips", "tokens"]).tolist() == [[1, 0], [7, 5]]
+    assert taken.annotation_indices(np.array([0, 1])).tolist() == [4, 1]
+    same_columns = [
+        lengths_of(tokens=[1, 2]), lengths_of(tiles=[0, 0], tokens=[1, 2]),
+        lengths_of(clips=[0, 0], tokens=[1, 2]),
+    ]  # fmt: skip
+    assert len({lengths.sha256 for lengths in same_columns}) == 3
+
+
+def test_other_columns_are_no_items(tmp_path):
+    """Prevents names, scores and another tool's index from becoming limits that are asked for."""
+    columns = {
+        "tokens": [3], "loss_tokens": [1], "source": ["a"], "clips": [2], "name": ["x"],
+        "score": [0.5], "__index_level_0__": [7],
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert read_lengths([tmp_path / "a.parquet"]).item_names == ("clips",)
+    pq.write_table(pa.table(columns | {"clips": [-2]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="has clips -2, tokens 3, loss_tokens 1; clips and loss_to"):
+        read_lengths([tmp_path / "a.parquet"])
+    twice = pa.table([[3], [1], ["a"], [2], [2]], [*list(columns)[:3], "clips", "clips"])
+    pq.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="column clips more than once"):
+        read_lengths([tmp_path / "a.parquet"])
+
+
+def test_keys_order_sizes_of_any_magnitude():
+    """Prevents sizes that overflow into each other where features are many or large."""
+    rng = np.random.default_rng(0)
+    for most in (3, 2**31 - 1):
+        for features in range(5):
+            sizes = rng.integers(0, most, (features, 200))[:, rng.integers(0, 60, 300)]
+            keys = size_keys(sizes)
+            order = np.argsort(keys, kind="stable")
+            expected = sorted(range(300), key=lambda i: (*sizes[:, i], i))
+            assert order.tolist() == expected
+            assert len(np.unique(keys)) == len(set(zip(*sizes.tolist(), strict=True)) or {()})
+
+
+@KINDS
+def test_few_samples_need_the_fewest_packs(names):
+    """Prevents a lost pack and a bound above the truth, against an integer program."""
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        caps = small_caps(names, rng)
+        lengths = drawn(names, caps, int(rng.integers(1, 9)), rng, rng.choice([0.5, 1.0]))
+        fewest = fewest_packs(lengths.sizes(caps.names), caps.values)
+        packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
+        assert_valid(packs, lengths, caps)
+        assert len(packs) == fewest
+        assert naive_lower_bound(lengths, caps) <= packs_lower_bound(lengths, caps) <= fewest
+        assert_valid(pack_samples(lengths, caps, PackingMethod.ISF, 0), lengths, caps)
+
+
+@KINDS
+def test_more_samples_need_the_fewest_packs_or_one_more(names):
+    """Prevents patterns, rests and dives that are far from the integer program's optimum."""
+    rng = np.random.default_rng(2)
+    for _ in range(4):
+        caps = small_caps(names, rng)
+        lengths = drawn(names, caps, 16, rng, 0.6)
+        fewest = fewest_packs(lengths.sizes(caps.names), caps.values)
+        packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
+        assert_valid(packs, lengths, caps)
+        assert packs_lower_bound(lengths, caps) <= fewest <= len(packs) <= fewest + 1
+
+
+@KINDS
+@pytest.mark.parametrize("most", [0.02, 0.3, 1.0])
+def test_many_samples_are_packed_once_under_all_caps(names, most):
+    """Prevents lost samples, caps that only some ways of packing keep, and more packs than ISF."""
+    rng = np.random.default_rng(3)
+    caps = Caps.of(**dict(zip(names, (400, 90, 4096)[-len(names) :], strict=True)))
+    lengths = drawn(names, caps, 1300, rng, most)
+    for seed in range(2):
+        packs = pack_samples(lengths, caps, PackingMethod.BALANCED, seed, thorough=False)
+        assert_valid(packs, lengths, caps)
+        isf = pack_samples(lengths, caps, PackingMethod.ISF, seed)
+        assert_valid(isf, lengths, caps)
+        assert naive_lower_bound(lengths, caps) <= len(packs) <= len(isf)
+
+
+def test_bound_of_many_sizes_is_no_more_than_packs():
+    """Prevents a bound from fitted values that is above what a packing needs."""
+    rng = np.random.default_rng(4)
+    tiles = np.where(rng.random(900) < 0.5, rng.integers(1, 6, 900), 0)
+    clips = np.where(rng.random(900) < 0.5, rng.integers(1, 21, 900), 0)
+    tokens = 256 * tiles + 25 * clips + rng.integers(20, 900, 900)
+    for columns, caps in (
+        ({"tokens": tokens}, Caps.of(tokens=4096)),
+        (
+            {"tokens": tokens, "tiles": tiles, "clips": clips},
+            Caps.of(tokens=4096, tiles=9, clips=30),
+        ),
+    ):
+        lengths = lengths_of(**columns)
+        packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0, thorough=False)
+        bound = packs_lower_bound(lengths, caps)
+        assert naive_lower_bound(lengths, caps) <= bound <= len(packs) <= 1.03 * bound
+
+
+@pytest.mark.parametrize("samples", [10, 200, 2000])
+def test_a_limit_that_never_binds_changes_nothing(samples):
+    """Prevents texts that pack worse, or otherwise, for want of tiles."""
+    tokens = np.random.default_rng(samples).integers(1, 900, samples)
+    texts, caps = lengths_of(tokens=tokens), Caps.of(tokens=1000)
+    with_tiles, more_caps = (
+        lengths_of(tiles=0 * tokens, tokens=tokens),
+        Caps.of(tiles=3, tokens=1000),
+    )
+    alone, beside = (
+        pack_samples(lengths, limits, PackingMethod.BALANCED, 5)
+        for lengths, limits in ((texts, caps), (with_tiles, more_caps))
+    )
+    assert alone.samples.tolist() == beside.samples.tolist()
+    assert alone.offsets.tolist() == beside.offsets.tolist()
+    assert packs_lower_bound(texts, caps) == packs_lower_bound(with_tiles, more_caps)
+    assert scheduled(texts, caps).sha256 == scheduled(with_tiles, more_caps).sha256
+
+
+def scheduled(lengths: Lengths, caps: Caps):
+    request_ = DataRequest(
+        caps=caps,
+        method=PackingMethod.BALANCED,
+        seed=1,
+        epochs=2,
+        packs_per_step=2,
+        packs_per_row=2,
+    )
+    steps = draw_steps(lengths, request_, lambda packs: size_load(packs, lengths))
+    return deal_steps(steps, lengths, lambda packs: size_load(packs, lengths), 2)
+
+
+@KINDS
+def test_steps_have_every_pack_once(names, tmp_path):
+    """Prevents packs that are lost on the way to ranks, and sums of another feature."""
+    caps = Caps.of(**dict(zip(names, (40, 90, 500)[-len(names) :], strict=True)))
+    lengths = drawn(names, caps, 90, np.random.default_rng(5), 0.4)
+    packs = scheduled(lengths, caps)
+    assert np.bincount(packs.packs.samples).tolist() == [2] * 90
+    for name in (*lengths.item_names, "tokens"):
+        assert packs.column(name).tolist() == packs.packs.sums(lengths.column(name)).tolist()
+    write_packs(packs, tmp_path / "packs.parquet")
+    again = read_packs(tmp_path / "packs.parquet")
+    assert again.sha256 == packs.sha256
+    assert {name: column.tolist() for name, column in again.items.items()} == {
+        name: column.tolist() for name, column in packs.items.items()
+    }
+    metrics = measure_packs(packs, lengths, caps, 2, packs.tokens, 1)
+    assert list(metrics.fill) == list(metrics.dist_ratio) == list(caps.names)
+    for name in names:
+        held = packs.packs.sums(lengths.column(name)).sum()
+        assert metrics.fill[name] == pytest.approx(held / (len(packs) * caps[name]))
+    labels = {"tiles": "vision", "tokens": "language"}
+    keys = {f"dist_ratio_{labels.get(name, name)}" for name in names}
+    assert keys <= metrics.as_dict().keys()
+
+
+def all_patterns(sizes: np.ndarray, caps: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Every pack that fits, [patterns, sizes]."""
+    patterns = np.array(list(product(*(range(count + 1) for count in counts))))
+    return patterns[(patterns @ sizes.T <= caps).all(axis=1) & patterns.any(axis=1)]
+
+
+def some_kinds(features: int, rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A few sizes, caps, and how many samples there are of each size."""
+    caps = np.array([12, 20, 300])[-features:]
+    sizes = rng.integers(0, caps // 2 + 1, (5, features)).T
+    sizes[-1] = np.maximum(sizes[-1], 1)
+    sizes = np.unique(sizes, axis=1)
+    return sizes, caps, rng.integers(1, 4, sizes.shape[1])
+
+
+@pytest.mark.parametrize("features", [1, 3])
+def test_knapsacks_equal_all_packs(features):
+    """Prevents tables and searches that are wrong along an axis, against all patterns."""
+    rng = np.random.default_rng(6)
+    for _ in range(25):
+        sizes, caps, counts = some_kinds(features, rng)
+        values = rng.random(len(counts)) * (0.2 + sizes[-1] / 300)
+        fitting = all_patterns(sizes, caps, counts)
+        table = knapsack_table(values, sizes, Grid.of(caps, 1 << 18), counts)
+        for room in rng.integers(0, caps + 1, (4, features)):
+            inside = fitting[(fitting @ sizes.T <= room).all(axis=1)]
+            assert table[tuple(room)] == pytest.approx((inside @ values).max(initial=0))
+        truth = (fitting @ values).max()
+        rows = {row.tobytes() for row in fitting}
+        for cells in (150, 1 << 18):
+            best = BestPack(sizes, caps, cells)
+            priced = best.price(values, counts)
+            most, found = best.most(priced, 0.8 * truth)
+            assert truth - 1e-9 <= most <= priced.most + 1e-9
+            assert {row.tobytes() for row in found} <= rows
+            assert {row.tobytes() for row in best.patterns(priced, most=50)} <= rows
+
+
+@pytest.mark.parametrize("features", [1, 3])
+def test_bound_equals_the_covering_by_all_patterns(features):
+    """Prevents a bound above the truth, a loose one, and a dive that loses samples."""
+    rng = np.random.default_rng(7)
+    as_tight = 0
+    for _ in range(15):
+        kinds, caps, counts = some_kinds(features, rng)
+        sizes = kinds[:, rng.permutation(np.repeat(np.arange(len(counts)), counts))]
+        samples = sizes.shape[1]
+        alone = Packs(samples=np.arange(samples), offsets=np.arange(samples + 1))
+        patterns = all_patterns(kinds, caps, counts)
+        truth = linprog(np.ones(len(patterns)), A_ub=-patterns.T, b_ub=-counts).fun
+        bound = SizeMix(Sizes.of(sizes), caps, alone, 1 << 18).bound(max_rounds=50, wanted=samples)
+        assert bound <= truth + 1e-6
+        as_tight += np.ceil(bound - 1e-6) == np.ceil(truth - 1e-6)
+        packs = pack_by_diving(sizes, caps, alone, 0)
+        assert sorted(packs.samples.tolist()) == list(range(samples))
+        assert all((packs.sums(row) <= cap).all() for row, cap in zip(sizes, caps, strict=True))
+    assert as_tight >= 14
+
+
+def plain_best_fit(sizes, values, first, caps) -> list[list[int]]:
+    """Best fit decreasing, looking at every sample for every place."""
+    left, packs = sorted(range(len(values)), key=lambda i: -first[i]), []
+    while left:
+        pack = [left.pop(0)]
+        while True:
+            room = caps - sizes[:, pack].sum(axis=1)
+            # Of equal items only the sample of most tokens is offered.
+            offers: dict[tuple[int, ...], tuple] = {}
+            for i in left:
+                if (sizes[:, i] <= room).all():
+                    items = tuple(sizes[:-1, i].tolist())
+                    offer = (sizes[-1, i], values[i], i)
+                    offers[items] = max(offer, offers.get(items, offer))
+            if not offers:
+                break
+            chosen = max(offers.values(), key=lambda offer: offer[1])[2]
+            pack.append(chosen)
+            left.remove(chosen)
+        packs.append(pack)
+    return packs
+
+
+@pytest.mark.parametrize("most", [(), (2, 3), (2**31 - 1, 2**31 - 1, 2**31 - 1)])
+def test_best_fit_equals_its_rule(most):
+    """Prevents a field of one feature from borrowing from the next one's."""
+    rng = np.random.default_rng(8)
+    for _ in range(15):
+        caps = np.array([*most, 500])
+        sizes = rng.integers(0, caps + 1, (40, len(caps))).T
+        if len(most) == 3:
+            sizes = sizes[:, rng.integers(0, 20, 40)]  # No more counts than there are shelves.
+        values, first = rng.random(40), rng.random(40)
+        assert pack_best_fit(sizes, values, first, caps) == plain_best_fit(
+            sizes, values, first, caps
+        )
+
+
+def test_samples_that_are_too_large_are_named():
+    """Prevents an error that does not say which limit, or how to raise it."""
+    lengths = lengths_of(clips=[1, 9], tokens=[5, 3])
+    with pytest.raises(
+        UserError, match=r"1 of docs has 9 clips and 3 tokens.*--limit clips=9 --max"
+    ):
+        check_samples_fit(lengths, Caps.of(clips=4, tokens=8))
+
+
+def test_mock_samples_are_at_every_cap():
+    """Prevents plans of shapes whose micro-batches lack some of the model's items."""
+    shapes = Shapes(caps=Caps.of(tiles=3, clips=7, tokens=50), micro_batches_per_step=2)
+    packs, lengths = data_at_caps(shapes, 2)
+    assert lengths.sizes(["clips", "tiles", "tokens"]).tolist() == [[7] * 4, [3] * 4, [50] * 4]
+    assert packs.column("clips").tolist() == [7] * 4
+    assert shapes.model_dump(mode="json")["caps"] == {
+        "max_clips": 7, "max_tiles": 3, "max_tokens": 50,
+    }  # fmt: skip
+
+
+@KINDS
+def test_caps_to_search_hold_every_sample(names):
+    """Prevents candidates that refuse a sample, lack a feature, or are not where moves lead."""
+    caps = Caps.of(**dict(zip(names, (40, 30, 500)[-len(names) :], strict=True)))
+    lengths = drawn(names, caps, 200, np.random.default_rng(9))
+    space = CapSpace.of(lengths, names)
+    least = least_caps(lengths, names).values
+    level = space.level(1.0)
+    assert space.least in level or len(names) > 1
+    tried = [*level, *space.level(4.0), *space.moves(level[0], 2**0.25)]
+    assert all(each.names == caps.names and (each.values >= least).all() for each in tried)
+    assert len(space.moves(level[-1], 2**0.25)) == 2 * len(names) + 2
+    fixed = CapSpace.of(lengths, names, {"tokens": 600})
+    assert {each["tokens"] for each in [*fixed.level(2.0), *fixed.moves(fixed.least, 2)]} == {600}
+
+
+def run(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    assert ended.value.code in (0, None)
+
+
+def test_commands_take_any_features(capsys, tmp_path):
+    """Prevents options that are parsed and lost, and JSON that hides what was limited."""
+    rng = np.random.default_rng(10)
+    tokens = rng.integers(5, 200, 150)
+    write_lengths(lengths_of(tokens=tokens), tmp_path / "text")
+    write_lengths(lengths_of(tiles=tokens % 3, clips=tokens % 4, tokens=tokens), tmp_path / "media")
+    common = ("--dp", 2, "--micro-batches", 2, "--no-bound", "--json")
+    run("pack", tmp_path / "text", "--max-tokens", 512, *common)
+    text = json.loads(capsys.readouterr().out)
+    assert {key for key in text if "fill" in key or "dist" in key} == {
+        "fill_tokens", "dist_ratio_language",
+    }  # fmt: skip
+    limits = ("--limit", "tiles=6", "--limit", "clips=7", "--limit", "tokens=512")
+    run("pack", tmp_path / "media", *limits, *common, "-o", tmp_path / "packs")
+    media = json.loads(capsys.readouterr().out)
+    assert {"fill_clips", "fill_tiles", "dist_ratio_clips", "dist_ratio_vision"} <= media.keys()
+    assert read_packs(tmp_path / "packs").column("clips").max() <= 7
+    job = ("--model", "internvl-digits", "--cluster", "laptop-cpu", "--samples-per-step", 20)
+    fixed = ("--limit", "loss_tokens=900", "--samples", 100, "--processes", 1, "--json")
+    run("caps", tmp_path / "text", *job, *fixed)
+    found = json.loads(capsys.readouterr().out)
+    assert found["max_loss_tokens"] == 900
+    assert {each["max_loss_tokens"] for each in found["candidates"]} == {900}
+    assert list(found)[:3] == ["max_tiles", "max_loss_tokens", "max_tokens"]
+
+
+def test_texts_are_planned_for_a_model_that_sees(tmp_path):
+    """Prevents a plan of lengths without tiles that cannot be checked or read again."""
+    tokens = np.random.default_rng(11).integers(5, 300, 120)
+    result = make_plan(request(lengths=lengths_of(tokens=tokens)))
+    save_plan(result, tmp_path / "plan")
+    assert "tokens of every pack are the sums" in "\n".join(check_plan(tmp_path / "plan"))
+    with pytest.raises(UserError, match="count clips, and internvl-digits has no encoder"):
+        model_of_lengths(result.plan.model, lengths_of(clips=[1], tokens=[3]))
+    assert model_of_lengths(result.plan.model, lengths_of(clips=[0], tokens=[3]))
