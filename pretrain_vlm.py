@@ -1,4 +1,4 @@
-"""Train a vision-language model as an OmniBal plan says.
+"""Train a language model, with or without a vision encoder, as an OmniBal plan says.
 
     torchrun --nproc-per-node 2 pretrain_vlm.py --plan PLAN --data META.json \
         --tokenizer-model tokenizer.model --save RUN

@@ -92,6 +92,10 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     report = ("-m", "omnibal", "report", plan, "--run", pair, "-o", page, "--json")
     assert json.loads(succeed(*report))["run"]["last_loss"] == losses(pair)[-1]
     assert "</html>" in page.read_text()
+    trace = tmp_path / "trace.json"
+    succeed("-m", "omnibal", "simulate", plan, "--trace", trace)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {tuple(event["args"]) for event in events if event["ph"] == "X"} == {("tokens",)}
     chat = ("tools/chat.py", "--load", pair, "--tokenizer-model", texts / "tokenizer.model")
     asked = ("--prompt", "what is the sum", "--max-new-tokens", "2", "--precision", "fp32")
     succeed(*chat, *asked)

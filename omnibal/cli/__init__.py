@@ -29,7 +29,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
 ) -> None:
-    """Plan the training of vision-language models: packs, pipeline stages, recomputation."""
+    """Plan the training of language models with or without encoders: packs, stages, recomputing."""
     if version:
         sys.stdout.write(f"omnibal {__version__}\n")
     elif context.invoked_subcommand is None:

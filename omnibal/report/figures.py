@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.data.packs import ScheduledPacks
-from omnibal.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib
+from omnibal.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib, words
 from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.stage import Span
 from omnibal.plan import Plan
@@ -289,32 +289,36 @@ def _curves(plot: Plot, steps: np.ndarray, series: np.ndarray, smooth: bool) -> 
 
 
 def packs_figure(packs: ScheduledPacks, caps: Caps) -> Figure:
-    """Density of packs over tiles and tokens; good packs crowd near a cap."""
-    plot = Plot.over((-0.05 * caps["tiles"], 1.06 * caps["tiles"]), (0, 1.08 * caps["tokens"]))
-    cell_x = max(1, -(-caps["tiles"] // _CELLS))
+    """Density of packs over tokens and limited items, or samples where no items are limited; good
+    packs crowd near a cap."""
+    name, counted = caps.names[0], packs.column(caps.names[0])
+    if name not in packs.items:
+        name, counted = "samples", np.diff(packs.packs.offsets)
+    most = caps.get(name) or int(counted.max())
+    plot = Plot.over((-0.05 * most, 1.06 * most), (0, 1.08 * caps["tokens"]))
+    cell_x = max(1, -(-most // _CELLS))
     cell_y = max(1, -(-caps["tokens"] // (_CELLS // 2)))
     cells, counts = np.unique(
-        np.stack([packs.column("tiles") // cell_x, packs.tokens // cell_y]),
-        axis=1,
-        return_counts=True,
+        np.stack([counted // cell_x, packs.tokens // cell_y]), axis=1, return_counts=True
     )
     width = plot.x(cell_x) - plot.x(0)
     height = plot.y.start - plot.y(cell_y)
-    parts = [plot.axes("tiles in the pack", "tokens in the pack")]
-    for (tile, token), count in zip(cells.T, counts, strict=True):
+    parts = [plot.axes(f"{name} in the pack", "tokens in the pack")]
+    for (column, row), count in zip(cells.T, counts, strict=True):
         # Five shades on a logarithmic scale: one pack stays visible beside a thousand.
         shade = 1 + round(4 * np.log1p(count) / np.log1p(counts.max()))
         side = min(max(width, 3.0), 14.0)
-        x, y = plot.x(tile * cell_x) - side / 2, plot.y(token * cell_y) - height
+        x, y = plot.x(column * cell_x) - side / 2, plot.y(row * cell_y) - height
         parts.append(rect(x, y, side, max(height, 3.0), f"pack shade{shade}"))
-    x, y = plot.x(caps["tiles"]), plot.y(caps["tokens"])
-    parts.append(line(x, plot.y.start, x, plot.y.end, "cap"))
+    x, y = plot.x(most), plot.y(caps["tokens"])
+    if name in caps.names:
+        parts.append(line(x, plot.y.start, x, plot.y.end, "cap"))
     parts.append(line(plot.x.start, y, plot.x.end, y, "cap"))
     return Figure(
         title="Packs against their caps",
-        svg=drawing(plot.width, plot.height, f"tiles and tokens of {len(packs):,} packs", parts),
+        svg=drawing(plot.width, plot.height, f"{name} and tokens of {len(packs):,} packs", parts),
         caption=f"{len(packs):,} packs; darker: more of them. Dashed: the caps, "
-        f"{caps['tiles']:,} tiles and {caps['tokens']:,} tokens.",
+        f"{words([f'{caps[name]:,} {name}' for name in caps.names])}.",
     )
 
 

@@ -17,6 +17,7 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import DataRequest
 from omnibal.files import atomic
 from omnibal.job import JobSpec
+from omnibal.limits import words
 from omnibal.report.svg import Plot, Scale, document, line, polyline, rect, text
 from omnibal.report.text import milliseconds, number, percent, shorten, tick
 
@@ -290,7 +291,7 @@ def _document(setting: LoadSetting, contents: str, panels: list[_Panel], note: s
     model, cluster = (shorten(c.name, _NAME_LIMIT) for c in (job.model, job.cluster))
     caps, title = setting.request.caps, f"Predicted load of ranks: {model} on {cluster}"
     subtitle = (
-        f"{contents} of at most {caps['tiles']:,} tiles and {caps['tokens']:,} tokens; "
+        f"{contents} of at most {words([f'{caps[name]:,} {name}' for name in caps.names])}; "
         f"{setting.dp:,} data-parallel rank{_s(setting.dp)}, up to {setting.micro_batches:,} "
         f"pack{_s(setting.micro_batches)} each per step"
     )

@@ -31,11 +31,11 @@ def timeline_figure(
         times.forward_link_ms[rows],
         times.backward_link_ms[rows],
     )
+    names = (*packs.items, "tokens")
     tips = [
-        f"micro-batch {slot}: {tiles:,} tiles, {tokens:,} tokens"
-        for slot, tiles, tokens in zip(
-            packs.slot[rows], packs.column("tiles")[rows], packs.tokens[rows], strict=True
-        )
+        f"micro-batch {packs.slot[row]}: "
+        + ", ".join(f"{packs.column(name)[row]:,} {name}" for name in names)
+        for row in rows
     ]
     return Figure(
         title=f"Step {packs.step[rows[0]]:,} as simulated",

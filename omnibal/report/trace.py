@@ -24,6 +24,7 @@ def chrome_trace(
     """All ranks and stages of one step, from its first forward to its last backward."""
     events: list[dict[str, Any]] = []
     in_step = workload.step == step
+    sizes = cost.features[1 : cost.features.index("tokens") + 1]  # items of encoders, and tokens
     for rank in range(workload.data_parallel_size):
         rows = np.flatnonzero(in_step & (workload.dp_rank == rank))
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
@@ -33,7 +34,7 @@ def chrome_trace(
             timeline = simulate_step(
                 times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
             )
-            events += _blocks(timeline, workload.features[rows], rank)
+            events += _blocks(timeline, workload.features[rows][:, 1 : 1 + len(sizes)], sizes, rank)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -41,7 +42,9 @@ def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": stage, "args": {"name": name}}
 
 
-def _blocks(timeline: Timeline, features: np.ndarray, rank: int) -> list[dict[str, Any]]:
+def _blocks(
+    timeline: Timeline, features: np.ndarray, names: Sequence[str], rank: int
+) -> list[dict[str, Any]]:
     events = []
     for kind, start_ms in timeline.start_ms.items():
         took_ms = timeline.end_ms[kind] - start_ms
@@ -54,9 +57,9 @@ def _blocks(timeline: Timeline, features: np.ndarray, rank: int) -> list[dict[st
                 "tid": stage,
                 "ts": _US_PER_MS * float(start_ms[micro_batch, stage]),
                 "dur": _US_PER_MS * float(took_ms[micro_batch, stage]),
-                "args": {"tiles": int(tiles), "tokens": int(tokens)},
+                "args": dict(zip(names, map(int, sizes), strict=True)),
             }
-            for micro_batch, (_, tiles, tokens, *_) in enumerate(features)
+            for micro_batch, sizes in enumerate(features)
             for stage in range(start_ms.shape[1])
         ]
     return events

@@ -14,7 +14,7 @@ from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.errors import UserError
 
-DESCRIPTION = "Train a vision-language model as an OmniBal plan says."
+DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
