@@ -1,7 +1,9 @@
 """Costs of models that are not one encoder and a dense language model, against published sizes,
 counting by hand, and costs of the parts alone."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,3 +197,18 @@ def test_layers_follow_the_pattern_of_runs():
     assert len(names) == 26 and full == [5, 11, 17, 23]
     assert all(b - a == 6 for a, b in pairwise(full))
     assert set(names) == {"language_layer", "language_layer_window1024"}
+
+
+def test_the_documented_model_files_are_read(tmp_path):
+    """Prevents a page whose model file is refused, or is another model than it says."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    whole, part = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "omni.toml").write_text(whole)
+    model = load_model(str(tmp_path / "omni.toml"))
+    assert model_parts(model) == (
+        *("vision", "vision_projector", "audio", "audio_projector", "language"),
+    )
+    before, after = whole.split("[language]\nlayers = 32\n")
+    (tmp_path / "runs.toml").write_text(f"{before}{part}{after}")
+    kinds = load_model(str(tmp_path / "runs.toml")).language.kinds
+    assert [kind.window for kind in kinds[:7]] == [1024] * 5 + [None, 1024] and len(kinds) == 48
