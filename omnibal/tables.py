@@ -171,11 +171,11 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
         )
         for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True))
     ]
-    times = ("forward ms", "backward ms", "waits")
-    titles = ("stage", *towers, "recompute", *times)
+    titles = ("stage", *towers, "recompute", "forward\nms", "backward\nms", "waits")
     columns = [Column(title=title) for title in titles]
-    columns.append(Column(title="also holds", style="wrap"))
-    return Table(title="Stages", columns=columns, sections=[rows])
+    # Words are not divided: the longest has as many characters.
+    columns.append(Column(title="also holds", style="wrap", least_width=len("projector,")))
+    return Table(title="Stages", columns=columns, sections=[rows], tight=True)
 
 
 def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
