@@ -10,6 +10,7 @@ from omnibal import cli
 from omnibal.check import check_plan, training_obstacles
 from omnibal.config import ModelConfig, load_cluster, model_toml
 from omnibal.errors import UserError
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.units import check_stages, stages_from_cuts, unit_words
@@ -36,9 +37,10 @@ def planned(model: ModelConfig, directory: Path, *options: str) -> list[str]:
     """The arguments that plan the model's shapes on two stages."""
     file = directory / "model.toml"
     file.write_text(model_toml(model))
+    caps = Caps.of(tokens=64, **dict.fromkeys(model.item_features, 2))
     return [
-        *("plan", "--model", str(file), "--cluster", "laptop-cpu", "--max-tiles", "2"),
-        *("--max-tokens", "64", "--pp", "2", "--precision", "fp32", "-o", str(directory / "plan")),
+        *("plan", "--model", str(file), "--cluster", "laptop-cpu", *" ".join(caps.options).split()),
+        *("--pp", "2", "--precision", "fp32", "-o", str(directory / "plan")),
         *options,
     ]
 
