@@ -647,7 +647,7 @@ def table_of(layout: Layout, result: LayoutResult) -> Table:
         "predicted",
         "speed (quartiles)",
         "predicted",
-        "bubble",
+        "idle",
         "waits of stages, %",
     ]
     names += ["recomputing", "peak MiB of stages", "predicted"]

@@ -408,7 +408,7 @@ def table_of(job: AblationJob, rows: Sequence[Row]) -> Table:
     )
     table.add_column("variant")
     table.add_column("stages", no_wrap=True)
-    for name in ("samples", "step ms", "samples/s", "bubble", "recompute", "peak GiB of stages"):
+    for name in ("samples", "step ms", "samples/s", "idle", "recompute", "peak GiB of stages"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         predicted = row.prediction

@@ -21,10 +21,10 @@ from rich.text import Text
 from omnibal.report.table import Facts, Table
 
 
-def print_notes(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str], prefix: str = "note: ") -> None:
     """Write sentences to stderr, a line each."""
     for note in notes:
-        sys.stderr.write(f"note: {note}\n")
+        sys.stderr.write(f"{prefix}{note}\n")
 
 
 def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts | str) -> None:

@@ -3,12 +3,14 @@
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from omnibal.cli.console import print_result, progress
+from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
 from omnibal.config import ModelConfig, load_model, model_file
 from omnibal.data.lengths import write_lengths
@@ -75,24 +77,18 @@ def lengths(
     output.parent.mkdir(parents=True, exist_ok=True)
     key = scan_key(annotations, config, tokenizer)
     journal = ScanJournal.open(partial, key) if keeps_files else None
-    for note in journal.notes(len(annotations)) if journal else ():
-        sys.stderr.write(f"{note}\n")
-    try:
-        with progress("scanning", len(annotations)) as advance:
-            scan = scan_lengths(
-                annotations, config, tokenizer, advance, processes=processes or usable_cores(),
-                on_error=on_error, journal=journal,
-            )  # fmt: skip
-    except KeyboardInterrupt as error:
-        sys.stderr.write("interrupted: run the same command again to resume\n")
-        raise typer.Exit(128 + signal.SIGINT) from error
+    print_notes(journal.notes(len(annotations)) if journal else (), prefix="")
+    with _resumable(), progress("scanning", len(annotations)) as advance:
+        scan = scan_lengths(
+            annotations, config, tokenizer, advance, processes=processes or usable_cores(),
+            on_error=on_error, journal=journal,
+        )  # fmt: skip
     if keeps_files:
         write_skipped(scan.skipped, skipped_list)
     write_lengths(scan.lengths, output)
     if journal is not None:
         journal.remove()
-    for note in skipped_notes(scan.skipped, skipped_list if keeps_files else None):
-        sys.stderr.write(f"{note}\n")
+    print_notes(skipped_notes(scan.skipped, skipped_list if keeps_files else None), prefix="")
     result = {
         "samples": len(scan.lengths),
         "seconds": time.perf_counter() - start,
@@ -101,6 +97,16 @@ def lengths(
         "sources": source_statistics(scan.lengths),
     }
     print_result(as_json, result, sources_table(scan.lengths))
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """End on Ctrl-C with a word on how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        sys.stderr.write("interrupted: run the same command again to resume\n")
+        raise typer.Exit(128 + signal.SIGINT) from error
 
 
 def _check_earlier_lengths(output: Path) -> None:

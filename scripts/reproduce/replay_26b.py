@@ -82,7 +82,7 @@ def print_result(
         ]
         for variant, summary in summaries.items()
     ]
-    columns = ("", "vision+language (recomputed)", "step ms", "predicted", "speed", "bubble")
+    columns = ("", "vision+language (recomputed)", "step ms", "predicted", "speed", "idle")
     device = next(iter(summaries.values())).info.device
     title = f"Replayed on {device}; what devices exchange, and the prediction: {cluster}"
     print_table(title, (*columns, "recomputing", "peak GiB"), rows)
