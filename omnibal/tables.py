@@ -80,8 +80,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
         # Without the sign of a difference that rounds to nothing.
         over_best = round(candidate.ms_per_sample / best.ms_per_sample - 1, 3) + 0.0
         row = (
-            f"{candidate.caps['tiles']:,}",
-            f"{candidate.caps['tokens']:,}",
+            *(f"{cap:,}" for cap in candidate.caps.values),
             f"{candidate.samples_per_pack:.2f}",
             f"{candidate.packs_per_step:,}",
             f"{candidate.micro_batches:,}",
@@ -94,7 +93,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
         rows.append(row)
     return Table(
         title="Caps: samples per pack, packs per step and per rank, and what that takes",
-        columns=[Column(title=title) for title in ("tiles", "tokens", *packs, *predicted)],
+        columns=[Column(title=title) for title in (*best.caps.names, *packs, *predicted)],
         sections=[rows],
         tight=True,
     )
@@ -102,13 +101,12 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
-    plan = ("tiles", "tokens", "recom-\nputed", "GiB")
+    plan = (*search.best.caps.names, "recom-\nputed", "GiB")
     titles = (*search.best.parallel.sizes, *plan, "samples\nper s")
     fastest = [
         (
             *map(str, strategy.parallel.sizes.values()),
-            f"{strategy.caps['tiles']:,}",
-            f"{strategy.caps['tokens']:,}",
+            *(f"{cap:,}" for cap in strategy.caps.values),
             str(strategy.recomputed_layers),
             f"{strategy.peak_gib:.1f}",
             f"{strategy.samples_per_second:,.2f}",

@@ -106,6 +106,19 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_caps_and_parallel_sizes_are_searched_for(texts):
+    """Prevents: a table that has a column of tiles where texts have none."""
+    lengths, cluster = texts / "lengths.parquet", ("--cluster", "laptop-cpu")
+    model = ("--model", texts / "model.toml", *cluster, "--precision", "fp32")
+    said = succeed("-m", "omnibal", "caps", lengths, *model, "--samples-per-step", "12")
+    assert "use: --max-tokens " in said and "tiles" not in said
+    sizes = ("--gpus", "2", "--samples-per-step", "12", "--max-tokens", "600")
+    said = succeed(
+        "-m", "omnibal", "plan", *model, *sizes, "--lengths", lengths, "-o", texts / "searched"
+    )
+    assert "Strategies for 2 devices" in said and "tiles" not in said
+
+
 def test_texts_are_profiled_and_replayed(texts, tmp_path):
     """Prevents: a profile or a replay that looks for tiles."""
     profile = tmp_path / "profile.json"
