@@ -322,7 +322,7 @@ def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray) -> np.ndarray:
         return np.zeros((1, len(recompute_ms)))
     shares = layers_ms[total_ms > 0] / total_ms[total_ms > 0, None]
     least = shares.min(axis=0)
-    return least + (1 - least.sum()) * np.eye(len(least))
+    return least + max(1 - least.sum(), 0) * np.eye(len(least))
 
 
 def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:

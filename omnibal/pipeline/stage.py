@@ -91,11 +91,6 @@ def joined(units: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def layer_spans(tower: str, layers: Iterable[int]) -> tuple[Span, ...]:
-    """Spans of these layers of a tower, which rise."""
-    return joined(Span(tower, range(layer, layer + 1)) for layer in layers)
-
-
 def _read(given: Any) -> Span:
     if isinstance(given, Span):
         return given

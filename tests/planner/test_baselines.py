@@ -24,7 +24,7 @@ from omnibal.pipeline.baselines import (
     cut_bytes,
 )
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.stage import Stage, joined, layer_spans
+from omnibal.pipeline.stage import Span, Stage, joined
 from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
 from omnibal.pipeline.units import check_stages, recomputed_counts, stage_units, stages_from_cuts
 from omnibal.units import unit_names
@@ -394,7 +394,7 @@ def test_frozen_layers_are_not_recomputed(rule: str):
     assert recomputed == (model.language.layers if rule == "full" else 0)
     again = [
         stage.model_copy(
-            update={"recompute": (*layer_spans("vision", stage.layers("vision")), *stage.recompute)}
+            update={"recompute": (Span("vision", stage.layers("vision")), *stage.recompute)}
         )
         for stage in stages
     ]

@@ -18,7 +18,7 @@ from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
-from omnibal.pipeline.stage import Stage, layer_spans
+from omnibal.pipeline.stage import Span, Stage
 from omnibal.plan import Plan, read_plan, write_plan
 from omnibal.plan_files import save_plan
 from omnibal.planner import make_plan
@@ -358,7 +358,7 @@ def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
 
 
 def recomputing_all(stage: Stage) -> Stage:
-    return stage.model_copy(update={"recompute": layer_spans("vision", stage.layers("vision"))})
+    return stage.model_copy(update={"recompute": (Span("vision", stage.layers("vision")),)})
 
 
 @pytest.mark.parametrize("data", [True, False])

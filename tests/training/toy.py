@@ -11,7 +11,7 @@ from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.encoders import TilesEncoder
 from omnibal.parallel import Parallel
-from omnibal.pipeline.stage import Stage, layer_spans
+from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 
@@ -66,11 +66,12 @@ def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> l
     stages = []
     for stage in stages_from_cuts(model, cuts):
         again = [
-            span
-            for tower, layers in recompute.items()
-            for span in layer_spans(tower, [n for n in layers if n in stage.layers(tower)])
+            unit
+            for span in stage.units
+            for unit in span.units
+            if unit.layers and unit.layers[0] in recompute.get(unit.name, ())
         ]
-        stages.append(stage.model_copy(update={"recompute": tuple(again)}))
+        stages.append(stage.model_copy(update={"recompute": joined(again)}))
     return stages
 
 
