@@ -4,6 +4,7 @@ Sizes follow the published models' own config files.
 """
 
 import json
+import re
 from collections.abc import Collection
 from difflib import get_close_matches
 from itertools import cycle, islice
@@ -14,6 +15,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -189,6 +191,17 @@ class ModelConfig(Frozen):
         description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
     )
 
+    @field_validator("encoders")
+    @classmethod
+    def _names_are_words(cls, encoders: dict[str, Encoder]) -> dict[str, Encoder]:
+        for name in encoders:
+            if not re.fullmatch("[a-z][a-z0-9]*", name) or name in _TAKEN_NAMES:
+                raise ValueError(
+                    f"an encoder is named {name!r}; a name must be small letters and digits, and "
+                    f"none of {', '.join(_TAKEN_NAMES)}: choose another, such as vision or audio"
+                )
+        return encoders
+
     @model_validator(mode="before")
     @classmethod
     def _from_internvl_form(cls, given: Any) -> Any:
@@ -276,6 +289,8 @@ class ModelConfig(Frozen):
         return model
 
 
+_TAKEN_NAMES = ("language", "projector", "head")
+"""Names of other parts of a model, which no encoder may have."""
 _BESIDE_VISION = ("downsample_ratio", "tiling")
 _INTERNVL_KEYS = {"vision", *_BESIDE_VISION}
 _OF_DATA = ("name", "tiling", "chat_template", "system_message", "chat_system_message")

@@ -88,6 +88,10 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     succeed(*training(plan_of(texts, "single"), texts, alone, "--train-iters", "2"))
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
     assert json.loads((pair / "evaluation.json").read_text())["step"] == 2
+    dropped = training(
+        plan_of(texts, "single"), texts, tmp_path / "none", "--drop-path-rate", "0.1"
+    )
+    assert "has no encoder of images, whose layers are dropped" in refuse(*dropped)
     page = tmp_path / "report.html"
     report = ("-m", "omnibal", "report", plan, "--run", pair, "-o", page, "--json")
     assert json.loads(succeed(*report))["run"]["last_loss"] == losses(pair)[-1]
@@ -133,3 +137,17 @@ def test_texts_are_profiled_and_replayed(texts, tmp_path):
         "--data", texts / "train" / "meta.json", "--tokenizer-model", texts / "tokenizer.model",
     )  # fmt: skip
     assert "stage 1 waits" in replayed
+
+
+def test_what_cannot_be_built_is_not_replayed(texts, tmp_path):
+    """Prevents: a traceback, or times of other layers than the plan's."""
+    windowed = texts / "windowed.toml"
+    windowed.write_text(
+        MODEL.replace("[language]", "[language]\nruns = [{layers = 1, window = 8}]")
+    )
+    succeed(
+        "-m", "omnibal", "plan", "--model", windowed, "--cluster", "laptop-cpu", "--precision",
+        "fp32", "--max-tokens", "64", "-o", tmp_path / "plan",
+    )  # fmt: skip
+    refused = refuse("tools/replay.py", tmp_path / "plan", "-o", tmp_path / "replay")
+    assert "layers of kind language_layer_window8, so it cannot be replayed" in refused

@@ -125,3 +125,11 @@ def test_scalings_that_cannot_be_are_refused(changes, expected):
         changed = language | {"rope_scaling": language["rope_scaling"] | changes}
     with pytest.raises(ValueError, match=expected):
         LanguageConfig.model_validate(changed)
+
+
+@pytest.mark.parametrize("name", ["language", "head", "projector", "Vision", "my-eye", "", "1st"])
+def test_an_encoder_has_a_name_of_its_own(name):
+    """Prevents two parts of one name, and stages that cannot be read back from their words."""
+    encoders = {name: DIGITS.vision.model_dump()}
+    with pytest.raises(ValueError, match="choose another, such as vision or audio"):
+        ModelConfig(name="x", language=DIGITS.language, encoders=encoders)

@@ -24,7 +24,7 @@ from megatron.vlm.measure.replay import (
     replay_stage,
 )
 from megatron.vlm.run.launch import Launch
-from omnibal.check import open_plan
+from omnibal.check import model_obstacle, open_plan
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -106,9 +106,13 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, or data and tokenizer are not the plan's.
+        UserError: the plan does not hold, the trainer cannot build its model, or data and tokenizer
+            are not the plan's.
     """
     planned = open_plan(plan_directory)
+    obstacle = model_obstacle(planned.plan.model)
+    if obstacle is not None:
+        raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
     packs, lengths = planned.steps
     reader = _reader(planned.plan, data, tokenizer)
     return ReplayJob(planned=planned, packs=packs, lengths=lengths, reader=reader)

@@ -119,6 +119,11 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     """
     plan = planned.plan
     launch.check_against(plan.parallel)
+    if arguments.samples.drop_path and not plan.model.takes_images:
+        raise UserError(
+            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
+            "layers are dropped; leave the option out"
+        )
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None
     origin = plan.data.origin
