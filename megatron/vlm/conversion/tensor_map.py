@@ -77,12 +77,15 @@ class Whole:
     shape: Shape
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        """Shapes of the released tensors that make a parameter of shape `own`."""
         return (self.shape,)
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        """Make a parameter of shape `own` of its released tensors."""
         return pieces[0].reshape(own)
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Make the released tensors of a parameter; the inverse of `join`."""
         return (tensor.reshape(self.shape),)
 
 
@@ -93,12 +96,15 @@ class Stacked:
     count: int
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        """Shapes of the released tensors that make a parameter of shape `own`."""
         return ((own[0] // self.count, *own[1:]),) * self.count
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        """Make a parameter of shape `own` of its released tensors."""
         return torch.cat(list(pieces))
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Make the released tensors of a parameter; the inverse of `join`."""
         return tensor.chunk(self.count)
 
 
@@ -112,17 +118,20 @@ class QueryKeyValue:
     """Whether the released checkpoint has them in one tensor too."""
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        """Shapes of the released tensors that make a parameter of shape `own`."""
         if self.is_fused:
             return (own,)
         return tuple((rows, *own[1:]) for rows in self._rows(own[0]))
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        """Make a parameter of shape `own` of its released tensors."""
         if self.is_fused:
             pieces = pieces[0].split(self._rows(own[0]))
         grouped = [piece.unflatten(0, (self.kv_heads, -1)) for piece in pieces]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Make the released tensors of a parameter; the inverse of `join`."""
         grouped_GR = tensor.unflatten(0, (self.kv_heads, -1))
         rows = [rows // self.kv_heads for rows in self._rows(len(tensor))]
         pieces = [piece.flatten(0, 1) for piece in grouped_GR.split(rows, dim=1)]
