@@ -298,5 +298,5 @@ def _does_not_fit(
         f"{stage} of {len(nearest.stages)} of {model.name},{tried} and the memory cap of a device "
         f"is {cap:.2f} GiB, which must hold every stage; {remedy}partition by the method omnibal, "
         "raise the memory cap, use more pipeline stages or tensor parallelism, or pack to smaller "
-        "caps (max_tiles, max_tokens)"
+        "caps"
     )

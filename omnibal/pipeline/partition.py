@@ -339,7 +339,7 @@ def _infeasible(problem: _Problem, least_peak: float) -> str:
         f"{problem.model.name} on {problem.stages} pipeline stages needs {need:.2f} GiB per device "
         f"at best, with recomputation where it helps: {need - cap:.2f} GiB more than the memory "
         f"cap of {cap:.2f} GiB, which must hold every stage; raise the memory cap, use more "
-        "pipeline stages or tensor parallelism, or pack to smaller caps (max_tiles, max_tokens)"
+        "pipeline stages or tensor parallelism, or pack to smaller caps"
     )
 
 
