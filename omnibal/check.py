@@ -13,7 +13,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import steps_of
 from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
-from omnibal.limits import words
+from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_cost import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
@@ -53,6 +53,9 @@ def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
     plan = read_plan(directory)
     job = job_of_plan(plan, directory)
     passed = ["plan.json follows the schema", _described(plan), _check_partition(plan)]
+    shapes = plan.data or plan.shapes
+    if shapes is not None:
+        check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
     files = PlanFiles(plan=plan, job=job, data=data_of_plan(plan, directory))
     if files.data is None:
         if plan.prediction is not None:

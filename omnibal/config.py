@@ -191,6 +191,14 @@ class ModelConfig(Frozen):
         description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
     )
 
+    @field_validator("encoders", mode="before")
+    @classmethod
+    def _have_kinds(cls, encoders: Any) -> Any:
+        for name, tower in encoders.items() if isinstance(encoders, dict) else ():
+            if isinstance(tower, dict) and "kind" not in tower:
+                raise ValueError(f'{name} needs a kind, of what it takes: "tiles" or "clips"')
+        return encoders
+
     @field_validator("encoders")
     @classmethod
     def _names_are_words(cls, encoders: dict[str, Encoder]) -> dict[str, Encoder]:
@@ -416,5 +424,6 @@ def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
             f"{name_or_path!r} is neither a file nor a preset{hint} "
             f"(presets of omnibal/presets/{kind}: {', '.join(names)})"
         )
-    remedy = f"compare with a preset, such as {_PRESETS / kind / names[0]}.toml"
+    page = "; docs/models.md describes all of a model file" if kind == "models" else ""
+    remedy = f"compare with a preset, such as {_PRESETS / kind / names[0]}.toml{page}"
     return read_toml_model(config_type, path, remedy)

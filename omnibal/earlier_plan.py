@@ -108,6 +108,8 @@ def _model_option(model: ModelConfig) -> list[str]:
     """The preset of equal values but for the tiling, which lengths bring, or a file to be made."""
     if model.name in preset_names("models"):
         preset = load_model(model.name)
+        if not (model.takes_images and preset.takes_images):
+            return [f"--model {_FILE}"]
         if model.with_tower("vision", tiling=preset.vision.tiling) == preset:
             return [f"--model {model.name}"]
     return [f"--model {_FILE}"]

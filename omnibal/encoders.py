@@ -156,5 +156,7 @@ class ClipsEncoder(EncoderLayers):
         return self.hidden_size * self.positions_per_token
 
 
+ITEM_FEATURES = tuple(sorted(kind.feature for kind in (TilesEncoder, ClipsEncoder)))
+"""Features that encoders count items of, each a column of a lengths file."""
 Encoder = Annotated[TilesEncoder | ClipsEncoder, Field(discriminator="kind")]
 """Any kind of encoder; a new kind joins here, told apart by its `kind`."""

@@ -102,24 +102,27 @@ def _with_value(name: str, cap: int | str) -> str:
     return f"{option_of(name)}{' ' if name in _OWN_OPTIONS else '='}{cap}"
 
 
-def check_limits(names: Collection[str], items: Iterable[str], whose: str) -> None:
+def check_limits(
+    names: Collection[str], items: Iterable[str], whose: str, others: Iterable[str] = ()
+) -> None:
     """Refuse limits of unknown features, and items or tokens without a limit.
 
     Args:
         names: of limited features.
         items: that there are; they and tokens must be limited, and loss_tokens may be.
         whose: these are, for the message.
+        others: items that may be limited and need not be.
 
     Raises:
         UserError: it lists the features that there are.
     """
     needed = in_canonical_order([*items, _TOKENS])
-    known = in_canonical_order([*needed, _LOSS_TOKENS])
+    known = in_canonical_order({*needed, *others, _LOSS_TOKENS})
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(
-            f"a limit is given for {words(unknown)}, and {whose} has no such feature: it has "
-            f"{words(known)}; limit these alone"
+            f"a limit is given for {words(unknown)}, which {whose} cannot have: the features to "
+            f"limit are {words(known)}; leave the others out"
         )
     missing = [name for name in needed if name not in names]
     if missing:

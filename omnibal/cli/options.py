@@ -253,7 +253,7 @@ def limits_given(
 
 def _parsed_limit(text: str) -> tuple[str, int]:
     name, _, cap = text.partition("=")
-    if not (re.fullmatch(FEATURE_NAME, name) and re.fullmatch("[0-9]{1,10}", cap)):
+    if not (re.fullmatch(FEATURE_NAME, name) and re.fullmatch("[0-9]{1,99}", cap)):
         raise UserError(f"--limit {text}: must be a feature and a count, such as clips=4")
     if not 1 <= int(cap) <= MAX_COUNT:
         raise UserError(f"--limit {text}: the count must be from 1 to {MAX_COUNT}; give one")

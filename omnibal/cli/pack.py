@@ -27,6 +27,7 @@ from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import write_packs
+from omnibal.encoders import ITEM_FEATURES
 from omnibal.errors import UserError
 from omnibal.files import is_stream
 from omnibal.limits import Caps, check_limits, check_packs_per_step
@@ -49,7 +50,8 @@ class LimitOptions:
             UserError: a limit is missing, or is of a feature that the samples do not have.
         """
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
-        check_limits(given, lengths.item_names, "the samples")
+        counted = [name for name in lengths.item_names if lengths.items[name].any()]
+        check_limits(given, counted, "samples", others=ITEM_FEATURES)
         return Caps.of(**given)
 
 

@@ -91,9 +91,10 @@ class DataOptions:
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
         if not given and self.lengths:
             return None
-        if not set(given).issuperset(limited_features(model)):
-            raise UserError(_caps_needed(limited_features(model)))
-        check_limits(given, model.item_features, model.name)
+        needed = limited_features(model)
+        check_limits([*given, *needed], model.item_features, model.name)
+        if not set(given).issuperset(needed):
+            raise UserError(_caps_needed(needed))
         return Caps.of(**given)
 
     def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
@@ -212,11 +213,19 @@ def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> N
 
 def _caps_needed(names: Sequence[str]) -> str:
     options = [option_of(name) for name in names]
-    which = {1: ("", ""), 2: ("both ", "neither, ")}.get(len(options), ("all of ", "none, "))
-    return (
-        f"{words(names)} of a pack must be limited: give {which[0]}{words(options)}, or "
-        f"{which[1]}with --lengths, to have them searched for"
+    all_of, none = {1: ("", "no limit"), 2: ("both ", "neither")}.get(
+        len(options), ("all of ", "none")
     )
+    return (
+        f"{words(names)} of a pack must be limited: give {all_of}{words(options)}, or {none}, with "
+        "--lengths, to have them searched for"
+    )
+
+
+def _uncounted(model: ModelConfig, samples: Lengths | None) -> list[str]:
+    """A note on items of the model that lengths have no column for; there are none of them."""
+    missing = [] if samples is None else set(model.item_features) - set(samples.item_names)
+    return [f"the lengths do not count {name}: no sample has any" for name in sorted(missing)]
 
 
 def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
@@ -228,6 +237,7 @@ def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
         earlier = open_plan(data.steps_of)
         return SampleData.of_plan(earlier.plan, earlier.data)
     caps, samples = data.caps(job.model), data.samples()
+    print_notes(_uncounted(job.model, samples))
     if samples is None:
         assert caps is not None
         return MockData(caps=caps, micro_batches_per_step=data.micro_batches)

@@ -1,7 +1,6 @@
 """Reading of Parquet files with a checked type for every column."""
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from omnibal.encoders import ITEM_FEATURES
 from omnibal.errors import UserError
-from omnibal.limits import FEATURE_NAME
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,23 +40,16 @@ class Columns:
             raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}; {remedy}")
         return cls(table, path, remedy)
 
-    def counts_besides(self, names: Collection[str]) -> list[str]:
-        """Sorted names of the columns of integers that can be features, but for those given.
+    def item_names(self) -> list[str]:
+        """Names of the columns that count items of encoders.
 
         Raises:
-            UserError: two columns have the same name, or `tiles` is none of integers.
+            UserError: two columns have the same name.
         """
-        schema = self.table.schema
-        found = sorted(
-            field.name
-            for field in schema
-            if (pa.types.is_integer(field.type) or field.name == "tiles")
-            and re.fullmatch(FEATURE_NAME, field.name)
-            and field.name not in names
-        )
-        twice = [name for name in found if len(schema.get_all_field_indices(name)) > 1]
-        if twice:
-            raise UserError(f"{self.path}: has column {twice[0]} more than once; {self.remedy}")
+        found = [name for name in ITEM_FEATURES if name in self.table.column_names]
+        for name in found:
+            if self.table.column_names.count(name) > 1:
+                raise UserError(f"{self.path}: has column {name} more than once; {self.remedy}")
         return found
 
     def integers(self, name: str, kind: pa.DataType) -> np.ndarray:

@@ -254,7 +254,7 @@ def _read_file(path: Path) -> list[Lengths]:
         return _read_json(path)
     remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
     columns = Columns.read(path, [*_TOKENS, "source"], remedy)
-    names = columns.counts_besides([*_TOKENS, "source", _SAMPLE])
+    names = columns.item_names()
     source, source_names = columns.categories("source")
     origin = _origin(columns)
     return [

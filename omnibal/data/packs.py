@@ -183,9 +183,6 @@ def read_packs(path: Path) -> ScheduledPacks:
     return ScheduledPacks(
         packs=Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(sizes)])),
         **{name: columns.integers(name, kind) for name, kind in _PLACE.items()},
-        items={
-            name: columns.integers(name, pa.int32())
-            for name in columns.counts_besides([*_PLACE, "tokens"])
-        },
+        items={name: columns.integers(name, pa.int32()) for name in columns.item_names()},
         tokens=columns.integers("tokens", pa.int32()),
     )

@@ -94,7 +94,7 @@ def joined(units: Iterable[Span]) -> tuple[Span, ...]:
 def _read(given: Any) -> Span:
     if isinstance(given, Span):
         return given
-    if not isinstance(given, str):
+    if not isinstance(given, str) or not given.strip():
         raise ValueError('must be words such as "vision embed", "vision 0..22" or "head"')
     return Span.parse(given)
 

@@ -291,9 +291,12 @@ def _curves(plot: Plot, steps: np.ndarray, series: np.ndarray, smooth: bool) -> 
 def packs_figure(packs: ScheduledPacks, caps: Caps) -> Figure:
     """Density of packs over tokens and limited items, or samples where no items are limited; good
     packs crowd near a cap."""
-    name, counted = caps.names[0], packs.column(caps.names[0])
-    if name not in packs.items:
-        name, counted = "samples", np.diff(packs.packs.offsets)
+    name, counted = "samples", np.diff(packs.packs.offsets)
+    limited = [item for item in caps.names if item in packs.items]
+    if limited:
+        # Of several kinds of items, those that fill packs most.
+        name = max(limited, key=lambda item: packs.items[item].mean() / caps[item])
+        counted = packs.items[name]
     most = caps.get(name) or int(counted.max())
     plot = Plot.over((-0.05 * most, 1.06 * most), (0, 1.08 * caps["tokens"]))
     cell_x = max(1, -(-most // _CELLS))

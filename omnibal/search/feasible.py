@@ -245,8 +245,16 @@ def _roomier(request: PlanRequest) -> list[Candidate]:
         for preset in presets
         if preset.name != own.name and preset.memory_gib > own.memory_gib
     ]
+    # A smaller memory than the device's was asked for, and would be of the other device too.
+    asked = (
+        own.name in preset_names("clusters") and own.memory_gib < load_cluster(own.name).memory_gib
+    )
+    also = " and no --memory-gib" if asked else ""
     return [
-        (f"--cluster {preset.name} instead of {own.name}", partial(request.on_cluster, preset))
+        (
+            f"--cluster {preset.name}{also} instead of {own.name}",
+            partial(request.on_cluster, preset),
+        )
         for preset in sorted(larger, key=lambda preset: preset.memory_gib)
     ]
 

@@ -8,7 +8,7 @@ from cost_cases import model_of
 
 from omnibal import cli
 from omnibal.check import check_plan, training_obstacles
-from omnibal.config import ModelConfig, load_cluster, model_toml
+from omnibal.config import ModelConfig, load_cluster, load_model, model_toml
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
@@ -183,3 +183,22 @@ def test_spans_come_back(text: str) -> None:
     """Prevents words that are read as other units than they were written for."""
     assert str(Span.parse(text)) == text
     assert Span.parse(str(Span.parse(text))) == Span.parse(text)
+
+
+def test_limits_of_other_items_are_found_by_a_check(tmp_path: Path) -> None:
+    """Prevents a plan by hand whose limit nothing can have."""
+    model = model_of("language", 5)
+    assert ended(planned(model, tmp_path)) == 0
+    plan = read_plan(tmp_path / "plan")
+    assert plan.shapes is not None
+    wrong = plan.shapes.model_copy(update={"caps": Caps.of(clips=3, tokens=64)})
+    write_plan(plan.model_copy(update={"shapes": wrong}), tmp_path / "plan")
+    with pytest.raises(UserError, match=r"for clips, which .* cannot have"):
+        check_plan(tmp_path / "plan")
+
+
+def test_an_encoder_says_its_kind(tmp_path: Path) -> None:
+    """Prevents a message in the words of the parser."""
+    (tmp_path / "model.toml").write_text("name = 'x'\n[encoders.eyes]\nlayers = 2\n")
+    with pytest.raises(UserError, match=r'eyes needs a kind.*"tiles" or "clips".*docs/models\.md'):
+        load_model(str(tmp_path / "model.toml"))

@@ -339,22 +339,23 @@ def test_lengths_scan(capsys, tmp_path, digits):
         ("pack {lengths} --max-tokens 512 --dp 2", "tiles is not; give --max-tiles MAX"),
         ("pack {lengths} --dp 2", "give --max-tiles MAX and --max-tokens MAX"),
         ("pack {lengths} --max-tiles 8 --limit tiles=8 --max-tokens 9 --dp 2", "given twice"),
-        ("pack {lengths} --max-tiles 8 --limit clips=4 --max-tokens 9 --dp 2",
-         "it has tiles, loss_tokens and tokens"),
+        ("pack {lengths} --max-tiles 8 --limit clip=4 --max-tokens 9 --dp 2",
+         "the features to limit are clips, tiles, loss_tokens and tokens"),
+        ("pack {lengths} --max-tiles 8 --limit clips=99999999999 --dp 2", "from 1 to"),
         ("pack {lengths} --max-tiles 8 --limit tokens=0 --dp 2", "from 1 to"),
         ("pack {lengths} --max-tiles 8 --limit 512 --dp 2", "a feature and a count"),
-        (PLAN + " --limit clips=4 -o p", "it has tiles, loss_tokens and tokens"),
+        (PLAN + " --limit clips=4 -o p", "the features to limit are tiles, loss_tokens and tokens"),
         ("caps {lengths} --model internvl-digits --cluster laptop-cpu --limit clips=4",
-         "it has tiles, loss_tokens and tokens"),
+         "the features to limit are tiles, loss_tokens and tokens"),
         ("caps {lengths} --model internvl-digits --cluster laptop-cpu --limit tiles=9 --rule paper",
          "choose caps by predicted time"),
         ("plan --model internvl-digit --cluster laptop-cpu --max-tiles 8 --max-tokens 9 -o p",
          "did you mean 'internvl-digits'"),
         ("profile --model internvl-digits --max-tokens 9 -o p.json", "give --max-tiles MAX"),
         ("profile --model llama3.1-8b --max-tiles 8 --max-tokens 9 -o p.json",
-         "it has loss_tokens and tokens"),
+         "the features to limit are loss_tokens and tokens"),
         ("plan --model llama3.1-8b --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p",
-         "it has loss_tokens and tokens"),
+         "the features to limit are loss_tokens and tokens"),
         (PLAN + " --pp 99 -o p", "99"),
         (PLAN + " --profile absent.json -o p", "absent.json"),
         ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o {lengths}/p", "exists"),
@@ -520,6 +521,8 @@ def test_plan_of_an_earlier_schema_and_another_model_asks_for_its_file(capsys, t
     of_schema_1(tmp_path / "plan")
     path = tmp_path / "plan/plan.json"
     path.write_text(path.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
+    assert "--model FILE --cluster laptop-cpu" in failure(capsys, "check", tmp_path / "plan")
+    path.write_text(path.read_text().replace('"internvl-digits"', '"llama3.1-8b"'))
     assert "--model FILE --cluster laptop-cpu" in failure(capsys, "check", tmp_path / "plan")
     path.write_text(path.read_text().replace("vocab_size", "words"))
     assert "make the plan anew" in failure(capsys, "check", tmp_path / "plan")

@@ -121,10 +121,37 @@ def test_limits_are_of_features_that_there_are():
     """Prevents a misspelt limit that never binds, and items that nothing limits."""
     check_limits(["tiles", "tokens"], ["tiles"], "it")
     check_limits(["loss_tokens", "tokens"], [], "it")
-    with pytest.raises(UserError, match=r"clip, and it has no such .* tiles, loss_tokens and tok"):
+    with pytest.raises(UserError, match=r"clip, which it cannot .* tiles, loss_tokens and tok"):
         check_limits(["tiles", "clip", "tokens"], ["tiles"], "it")
     with pytest.raises(UserError, match="and clips is not; give --limit clips=MAX"):
         check_limits(["tiles", "tokens"], ["tiles", "clips"], "it")
+
+
+def test_items_that_may_be_limited_need_not_be():
+    """Prevents a limit that is asked for where no sample has an item, or refused there."""
+    check_limits(["tokens"], [], "it", others=["clips", "tiles"])
+    check_limits(["tiles", "tokens"], [], "it", others=["clips", "tiles"])
+
+
+@pytest.mark.parametrize("column", ["id", "image_size", "Clips"])
+def test_columns_that_count_no_items_are_left(tmp_path, column):
+    """Prevents an index that somebody keeps beside the lengths from asking for a limit."""
+    write_lengths(lengths_of(tiles=[2, 0], tokens=[9, 8]), tmp_path / "own")
+    table = pq.read_table(tmp_path / "own").append_column(column, pa.array([7, 8]))
+    pq.write_table(table, tmp_path / "more")
+    more = read_lengths([tmp_path / "more"])
+    assert more.item_names == ("tiles",)
+    assert more.sha256 == read_lengths([tmp_path / "own"]).sha256
+
+
+@pytest.mark.parametrize("clips", [[1.0, 2.0], [True, False], ["1", "2"], [1, None]])
+def test_items_are_whole_numbers(tmp_path, clips):
+    """Prevents a column of another type from being planned as if there were no items."""
+    write_lengths(lengths_of(tiles=[2, 0], tokens=[9, 8]), tmp_path / "own")
+    table = pq.read_table(tmp_path / "own").append_column("clips", pa.array(clips))
+    pq.write_table(table, tmp_path / "more")
+    with pytest.raises(UserError, match=r"column clips holds .* must hold integers without nulls"):
+        read_lengths([tmp_path / "more"])
 
 
 def test_lengths_have_the_columns_that_there_are(tmp_path):
