@@ -210,8 +210,8 @@ def _check_match(
     if profile.model_sha256 != model_sha256(model):
         raise UserError(
             f"the profile measured the model {profile.model}, whose sizes are not those of "
-            f"{model.name}; both must be equal: run `omnibal profile --model {model.name}`, or "
-            "plan without --profile"
+            f"{model.name}; both must be equal: run `omnibal profile` for that model, "
+            "or plan without --profile"
         )
     if profile.precision != precision:
         raise UserError(

@@ -135,8 +135,8 @@ class Lengths:
 
 
 _SHORTER = (
-    "shorten or leave out longer samples, or take max_positions and rope_factor out of the model's "
-    "TOML to go on unscaled"
+    "shorten or leave out longer samples, or take max_positions (and rope_factor, if there) out of "
+    "the model's TOML to go on"
 )
 
 

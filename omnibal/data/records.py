@@ -116,7 +116,8 @@ def _place_images(questions: list[str], images: int) -> None:
         placeholders = 1
     if placeholders != images:
         raise InvalidRecordError(
-            f"has {placeholders} {IMAGE} for {images} image(s); write one {IMAGE} for each image"
+            f"has {placeholders} {IMAGE} for {images} image(s); write one {IMAGE} for each image, "
+            "and none without images"
         )
 
 

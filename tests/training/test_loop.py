@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import logging
 import math
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -243,3 +245,17 @@ def test_failed_saves_in_a_row_end_every_rank(
     for outcome, _, error in ranks:
         assert (outcome is None) == (verdict is not None)
         assert verdict is None or (verdict in error and "File too large" in error)
+
+
+def test_log_of_a_daemon_goes_nowhere(monkeypatch):
+    """Prevents: a run that ends at its first line where it was started without terminal streams."""
+    log = logging.getLogger("megatron.vlm")
+    before = log.handlers, log.level, log.propagate
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    try:
+        show_log(0)
+        log.info("a line")
+        log.warning("a warning")
+    finally:
+        log.handlers, log.level, log.propagate = before

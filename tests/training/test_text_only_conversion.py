@@ -132,6 +132,7 @@ def test_export_of_the_layout_is_what_transformers_loads(tmp_path, name):
     assert type(again) is type(model)
     end = {"llama": "<|eot_id|>", "qwen2-tied": "<|im_end|>"}[name]
     assert again.generation_config.eos_token_id == tokenizer.id_of(end)
+    assert again.config.bos_token_id == tokenizer.id_of(tokenizer.bos_piece)
     ids = torch.arange(1, 50)[None]  # beyond the scaling's original length
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
@@ -261,6 +262,13 @@ def edited(folder: Path, **changes: object) -> Path:
         ({"architectures": ["LlamaForSequenceClassification"]}, "must be .'LlamaForCausalLM'."),
         ({"rope_parameters": SCALING | {"rope_type": "yarn"}}, "RoPE of type 'yarn'"),
         ({"rope_parameters": SCALING | {"factor": None}}, "without all of its numbers"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters that differ"),
+        ({"rope_parameters": SCALING | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "without a factor"),
+        ({"rope_parameters": {"rope_type": "linear", "type": "default"}}, "RoPE of type 'linear'"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "full_attention in all"),
+        ({"quantization_config": {"bits": 4}}, "must be unquantized"),
+        ({"rms_norm_eps": -1}, "norm_eps: Input should be greater than 0"),
         ({"attention_bias": True}, "biases in the language model"),
         ({"tie_word_embeddings": True, "num_hidden_layers": 3}, "lacks"),
     ],

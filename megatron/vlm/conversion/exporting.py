@@ -220,7 +220,8 @@ def plan_export_as(
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
         image = tokenizer.image_context if model.takes_images else None
-        ids = TokenIds(image=image, end=answer_end(model, tokenizer))
+        begin = tokenizer.id_of(tokenizer.bos_piece)
+        ids = TokenIds(image=image, begin=begin, end=answer_end(model, tokenizer))
         beside = tokenizer_files(tokenizer.path.parent)
     made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
     if len(files) > 1:

@@ -73,10 +73,17 @@ class _Rope(BaseModel):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = None
 
     @property
     def kind(self) -> str:
-        return self.type or self.rope_type or "default"
+        return self.rope_type or self.type or "default"
+
+    @property
+    def scaling(self) -> tuple[str | float | None, ...]:
+        """All that scales RoPE, which two descriptions of one model have alike."""
+        numbers = (self.factor, self.low_freq_factor, self.high_freq_factor)
+        return (self.kind, *numbers, self.original_max_position_embeddings)
 
 
 class _Language(BaseModel):
@@ -101,7 +108,21 @@ class _Language(BaseModel):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+    partial_rotary_factor: float | None = None
+    quantization_config: Any = None
     tie_word_embeddings: bool | None = None
+
+    @property
+    def has_two_ropes(self) -> bool:
+        """Whether two descriptions of RoPE say different things."""
+        older, newer = self.rope_scaling, self.rope_parameters
+        return older is not None and newer is not None and older.scaling != newer.scaling
+
+    @property
+    def rotary_share(self) -> float:
+        """Share of a head's width that RoPE turns."""
+        return self._rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
 
     @property
     def is_qwen2(self) -> bool:
@@ -238,7 +259,8 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
             return _from_text_only(read_json_model(_Language, path, remedy), name, names, path)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{path}: {first['msg']}; {remedy}") from error
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {place}: {first['msg']}; {remedy}") from error
     raise UserError(
         f"{path}: is of a model of type {kind.model_type!r}; only InternVL's own "
         "(internvl_chat) and Transformers' (internvl), and text-only ones "
@@ -447,6 +469,23 @@ def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
             f"RoPE of type {rope_kind!r} without all of its numbers",
             "one with all of them",
         ),
+        (
+            given.scaling.get("rope_factor", 1.0) is None,
+            f"RoPE of type {rope_kind!r} without a factor",
+            "one with a factor",
+        ),
+        (
+            given.has_two_ropes,
+            "a rope_scaling and rope_parameters that differ",
+            "one of them, or both alike,",
+        ),
+        (given.rotary_share != 1, f"partial_rotary_factor {given.rotary_share}", "1"),
+        (
+            bool(set(given.layer_types or ()) - {"full_attention"}),
+            f"layer_types {sorted(set(given.layer_types or ()))}",
+            "full_attention in all layers",
+        ),
+        (given.quantization_config is not None, "a quantization_config", "unquantized"),
         (not rope_base.is_integer(), f"rope_theta {rope_base}", "a whole number"),
         (given.head_dim not in (None, head_size), f"head_dim {given.head_dim}", str(head_size)),
         (given.hidden_act != "silu", f"hidden_act {given.hidden_act!r}", "'silu'"),
@@ -493,6 +532,8 @@ class TokenIds:
 
     image: int | None
     """Id of `<IMG_CONTEXT>`; None for a model that takes no images."""
+    begin: int | None
+    """Id that begins a text; None where the tokenizer has none."""
     end: int
     """Id that closes an answer."""
 
@@ -513,6 +554,8 @@ def configurations(
     files: dict[str, dict[str, Any]] = {}
     if layout.is_text_only:
         language = files[CONFIG_FILE] = _text_only(model, layout, dtype)
+        if ids is not None:
+            language["bos_token_id"] = ids.begin
     elif layout.is_original:
         files[CONFIG_FILE] = _original(model, layout, dtype)
         language = files[CONFIG_FILE]["llm_config"]
