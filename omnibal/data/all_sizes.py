@@ -162,7 +162,7 @@ class SizeMix:
     def _best_packs(
         self, values: np.ndarray, demand: np.ndarray, wanted: int | None
     ) -> tuple[float, np.ndarray]:
-        """At most what a pack can be worth, and some of the best, int64 [patterns, sizes].
+        """Upper bound on the worth of a pack, and some of the best packs, int64 [patterns, sizes].
 
         With a bound `wanted`, both are searched for where the first try neither proves it nor finds
         packs worth more than 1.

@@ -54,7 +54,7 @@ class LengthsOrigin(Frozen):
     image_size: int | None
     tokens_per_tile: int | None
     tiling: TilingConfig | None
-    """Of images, as the two before it; None where the model takes none."""
+    """How images are cut into tiles; None, as the two before it, where the model takes none."""
     chat_template: ChatTemplate
     system_message: str | None
 

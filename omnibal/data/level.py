@@ -93,7 +93,7 @@ def _deal_longest_first(
 
 
 def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], float]:
-    """The largest share among features, of the shares of so many."""
+    """Largest of the shares of all features."""
     if len(features) == of:
         return max
     if len(features) == 1:

@@ -139,7 +139,7 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
 def item_levels(items: np.ndarray) -> np.ndarray:
     """Counts of items, rounded up to a limited number of levels. int64 [features - 1, samples]
 
-    Of several features, so many levels that few combinations of them are left.
+    With several features, each has fewer levels, so that few combinations are left.
     """
     most = _MAX_ITEM_LEVELS
     leveled = _rounded_up(items, most)

@@ -52,7 +52,7 @@ class Figure:
     svg: str = ""
     """What is drawn, whose text is escaped."""
     shares: Sequence[tuple[str, float]] = ()
-    """In place of a drawing: (class, share) of the parts of one bar."""
+    """Parts of one bar, each (class, share), that stand in place of a drawing."""
     caption: str
     legend: Sequence[tuple[str, str]] = ()
     """Keys of (class, meaning)."""

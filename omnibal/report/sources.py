@@ -30,7 +30,7 @@ def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
 def sources_table(lengths: Lengths, most: int | None = None) -> Table:
     """Samples, tiles and tokens of every source, and of all, with histograms on common axes.
 
-    With `most`, at most so many sources have rows of their own: those of most samples, in order.
+    `most` is the largest number of sources with rows of their own: those of most samples, in order.
     """
     codes = np.arange(len(lengths.source_names))
     if most is not None:

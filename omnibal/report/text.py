@@ -76,7 +76,7 @@ def deviation(predicted: float, measured: float) -> str:
 
 
 def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
-    """Cells of one table column, all with the same number of decimals, `at_least` so many."""
+    """Cells of one table column, all with the same number of decimals, `at_least` or more."""
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
