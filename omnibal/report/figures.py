@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 
@@ -39,6 +40,8 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "working")
 """Classes of the parts of `StageMemory`, in its order."""
 _BUCKETS = 400
 """Drawn points per curve are at most twice this, however long the run."""
+_PITCH_OF_NUMBERS = 20
+"""Least width of a unit's block, in pixels, that has room for its number."""
 _CELLS = 64
 """Cells per axis of the pack density."""
 _METER = 150.0
@@ -77,7 +80,7 @@ def split_figure(plan: Plan) -> Figure:
             parts.append(rect(x, y, pitch - 2, 28, css, tip))
             if recomputed:
                 parts.append(rect(x, y, pitch - 2, 28, "hatched", tip))
-            if pitch >= 20:
+            if pitch >= _PITCH_OF_NUMBERS:
                 parts.append(text(x + pitch / 2 - 1, y + 18, short, "block middle"))
     label = "; ".join(
         f"stage {index}: "
@@ -85,26 +88,42 @@ def split_figure(plan: Plan) -> Figure:
         + f" layers, {stage.recomputed_layers} recomputed"
         for index, stage in enumerate(plan.stages)
     )
-    encoders = " or ".join(plan.model.encoders)
+    letters = {"E": "embedding", "P": "projector", "H": "output head"}
+    drawn = {short for row in rows for _, _, short, _ in row}
+    named = {letter: name for letter, name in letters.items() if letter in drawn}
+    caption = "Rest the pointer on a block for its name."
+    if pitch >= _PITCH_OF_NUMBERS:
+        explained = ", ".join(f"{letter}: {name}" for letter, name in named.items())
+        caption = f"Numbers count over the whole model. {explained}."
     return Figure(
         title="Layers on each pipeline stage",
         svg=drawing(72 + pitch * max(map(len, rows)), 36 * len(rows) + 6, label, parts),
-        caption="Numbers count over the whole model. E: embedding, P: projector, H: output head.",
+        caption=caption,
         legend=(
-            *([("vision", f"{encoders} layer")] if encoders else []),
-            ("language", "language layer"),
-            ("edge", "embedding, projector, head"),
+            *((css, f"{tower} layer") for tower, css in _colours(plan).items()),
+            ("edge", ", ".join(named.values())),
             ("hatched", "recomputed in the backward pass"),
         ),
         wide=True,
     )
 
 
+def _colours(plan: Plan) -> dict[str, str]:
+    """Class of the layers of every tower; encoders take turns in theirs."""
+    encoders = zip(plan.model.encoders, cycle(("vision", "encoder")))
+    return {**dict(encoders), LANGUAGE: LANGUAGE}
+
+
 def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
     """(class, name, short name, recomputed) of the units of every stage, in model order."""
+    colours = _colours(plan)
     return [
         [
-            _drawn(unit, unit.layers is not None and unit.layers[0] in stage.recomputed(unit.name))
+            _drawn(
+                unit,
+                colours.get(unit.name, "edge"),
+                unit.layers is not None and unit.layers[0] in stage.recomputed(unit.name),
+            )
             for span in stage.units
             for unit in span.units
         ]
@@ -112,13 +131,12 @@ def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
     ]
 
 
-def _drawn(unit: Span, recomputed: bool) -> tuple[str, str, str, bool]:
+def _drawn(unit: Span, css: str, recomputed: bool) -> tuple[str, str, str, bool]:
     if unit.layers is not None:
         layer = unit.layers[0]
-        css = LANGUAGE if unit.name == LANGUAGE else "vision"
         return css, f"{unit.name} layer {layer}", str(layer), recomputed
     *_, last = unit.name.split()
-    return "edge", unit.name.replace(" embed", " embedding"), last[0].upper(), recomputed
+    return css, unit.name.replace(" embed", " embedding"), last[0].upper(), recomputed
 
 
 def memory_parts(memory: StageMemory) -> tuple[float, ...]:

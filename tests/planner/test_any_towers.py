@@ -69,6 +69,8 @@ def test_any_towers_are_planned_checked_and_shown(
     for command in ("check", "simulate", "report"):
         output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
         assert ended([command, str(tmp_path / "plan"), *output]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"{name} layer</span>" in page for name in names)
     can_train = towers in ("language", "vision language")
     assert len(training_obstacles(plan)) == 1 + (not can_train)
 
