@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.encoders import Encoder, TilesEncoder, TilingConfig
+from omnibal.encoders import ENCODER_KINDS, Encoder, TilesEncoder, TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
@@ -196,7 +196,8 @@ class ModelConfig(Frozen):
     def _have_kinds(cls, encoders: Any) -> Any:
         for name, tower in encoders.items() if isinstance(encoders, dict) else ():
             if isinstance(tower, dict) and "kind" not in tower:
-                raise ValueError(f'{name} needs a kind, of what it takes: "tiles" or "clips"')
+                kinds = " or ".join(f'"{kind}"' for kind in ENCODER_KINDS)
+                raise ValueError(f"{name} needs a kind, of what it takes: {kinds}")
         return encoders
 
     @field_validator("encoders")

@@ -6,7 +6,7 @@ tokens it becomes.
 """
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -156,7 +156,10 @@ class ClipsEncoder(EncoderLayers):
         return self.hidden_size * self.positions_per_token
 
 
-ITEM_FEATURES = tuple(sorted(kind.feature for kind in (TilesEncoder, ClipsEncoder)))
-"""Features that encoders count items of, each a column of a lengths file."""
 Encoder = Annotated[TilesEncoder | ClipsEncoder, Field(discriminator="kind")]
 """Any kind of encoder; a new kind joins here, told apart by its `kind`."""
+_CLASSES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])
+ENCODER_KINDS = tuple(each.model_fields["kind"].default for each in _CLASSES)
+"""Every `kind` that an encoder may be of."""
+ITEM_FEATURES = tuple(sorted({each.feature for each in _CLASSES}))
+"""Features that encoders count items of, each a column of a lengths file."""

@@ -37,6 +37,16 @@ class UnitKind:
     """Layers of the first period that are of this kind."""
 
     @property
+    def is_embed(self) -> bool:
+        """Whether it is the first unit of its tower."""
+        return self.name == f"{self.tower}_embed"
+
+    @property
+    def is_projector(self) -> bool:
+        """Whether it is the last unit of an encoder, a part of its own."""
+        return self.name == self.part
+
+    @property
     def words(self) -> str:
         """Name of a unit that is not a layer, in words: "vision embed", "projector", "head"."""
         first, _, last = self.name.rpartition("_")
@@ -127,20 +137,19 @@ def feature_names(model: ModelConfig) -> tuple[str, ...]:
     width of attention window, what of the square is within it; and tokens that carry loss.
     """
     windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
-    windowed = (windowed_feature(window) for window in windows)
-    return (
-        *("fixed", *model.item_features),
-        *("tokens", "squared_tokens", *windowed, "loss_tokens"),
-    )
+    windowed = (attended_feature(LayerKind(window=window)) for window in windows)
+    return ("fixed", *model.item_features, "tokens", _SQUARED, *windowed, "loss_tokens")
 
 
-_WINDOWED = "squared_tokens_window"
+_SQUARED, _WINDOWED = "squared_tokens", "squared_tokens_window"
 
 
-def windowed_feature(window: int) -> str:
-    """Name of the sum over samples of t^2 - max(t - window, 0)^2: twice what causal attention
-    within a window of a sample of t tokens sees."""
-    return f"{_WINDOWED}{window}"
+def attended_feature(layer: LayerKind) -> str:
+    """Name of the feature that attention of a language layer costs: twice what it sees.
+
+    Of a sample of t tokens that is t^2, or t^2 - max(t - window, 0)^2 within a window.
+    """
+    return _SQUARED if layer.window is None else f"{_WINDOWED}{layer.window}"
 
 
 def window_of_feature(name: str) -> int | None:

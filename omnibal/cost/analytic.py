@@ -171,12 +171,12 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
     carried, carried_gradient, before_trained = features.none, features.none, False
     any_encoder_trained = False
     for kind in unit_kinds(model):
-        if kind.name in (f"{kind.tower}_embed", LANGUAGE_EMBED):
+        is_language = kind.tower == LANGUAGE
+        if kind.is_embed:
             # Nothing comes before an encoder; all encoders come before the language model.
-            before_trained = any_encoder_trained if kind.tower == LANGUAGE else False
+            before_trained = is_language and any_encoder_trained
         trained = kind.part not in frozen
         counts, unpadded = _counts(model, kind, device, features)
-        is_language = kind.tower == LANGUAGE
         yield _Counted(
             kind=kind,
             counts=counts,
@@ -188,7 +188,7 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
         )
         before_trained = before_trained or trained
         any_encoder_trained = any_encoder_trained or trained
-        if not is_language and not kind.is_layer and kind.part == kind.name:
+        if kind.is_projector:
             carried = carried + counts.output_bytes
             carried_gradient = carried_gradient + before_trained * counts.output_bytes
 
@@ -200,7 +200,7 @@ def _counts(
     if kind.tower == LANGUAGE:
         if kind.layer is not None:
             counts = language_layer(model.language, kind.layer, device, features)
-        elif kind.name == LANGUAGE_EMBED:
+        elif kind.is_embed:
             counts = language_embed(model, device, features)
         else:
             counts = head(model.language, device, features)
@@ -209,7 +209,7 @@ def _counts(
     if kind.is_layer:
         sizes = tower, device, features.one(tower.feature), tower.positions_per_item
         return encoder_layer(*sizes), encoder_layer(*sizes, padded=False)
-    if kind.part == kind.tower:
+    if kind.is_embed:
         counts = encoder_embed(tower, device, features)
     else:
         counts = encoder_projector(tower, model, device, features)

@@ -7,10 +7,10 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features
-from omnibal.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
+from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
 
 
-def encoder_embed(tower: TilesEncoder | ClipsEncoder, device: Device, features: Features) -> Counts:
+def encoder_embed(tower: Encoder, device: Device, features: Features) -> Counts:
     """Count the input embedding of an encoder."""
     items = features.one(tower.feature)
     match tower:
@@ -118,7 +118,7 @@ def encoder_layer(
 
 
 def encoder_projector(
-    tower: TilesEncoder | ClipsEncoder, model: ModelConfig, device: Device, features: Features
+    tower: Encoder, model: ModelConfig, device: Device, features: Features
 ) -> Counts:
     """Count neighbouring positions folded into one token, a norm, and an MLP of two products."""
     t, size, items = device.tensor, device.element_bytes, features.one(tower.feature)

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnibal.config import LanguageConfig, LayerKind, ModelConfig
 from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features
-from omnibal.units import windowed_feature
+from omnibal.units import attended_feature
 
 _TOKEN_ID_BYTES = 8
 _KERNELS_OF_EXPERTS = 12
@@ -49,8 +49,7 @@ def language_layer(
     """Count a layer of one kind of attention and feed-forward."""
     t, size, whole = device.tensor, device.element_bytes, device.whole
     tokens = features.one("tokens")
-    window = "squared_tokens" if kind.window is None else windowed_feature(kind.window)
-    attended = features.one(window)
+    attended = features.one(attended_feature(kind))
     h, feed_forward = language.hidden_size, _feed_forward(language, kind)
     f, routed = feed_forward.used_width, feed_forward.experts_per_token * language.hidden_size
     key_value = 2 * h * language.kv_heads // language.heads

@@ -23,7 +23,7 @@ from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Count, Frozen
 from omnibal.parallel import Parallel
-from omnibal.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, windowed_feature
+from omnibal.units import HEAD, LANGUAGE, UnitKind, attended_feature, feature_names, unit_kinds
 
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
@@ -273,8 +273,7 @@ def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
     if kind.tower != LANGUAGE:
         names |= {model.encoders[kind.tower].feature}
     elif kind.layer is not None:
-        window = kind.layer.window
-        names |= {"tokens", "squared_tokens" if window is None else windowed_feature(window)}
+        names |= {"tokens", attended_feature(kind.layer)}
     elif kind.name == HEAD:
         names |= {"tokens", "loss_tokens"}
     else:

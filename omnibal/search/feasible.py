@@ -240,16 +240,10 @@ def _roomier(request: PlanRequest) -> list[Candidate]:
         return []
     own = request.job.cluster
     presets = [load_cluster(name) for name in preset_names("clusters")]
-    larger = [
-        preset
-        for preset in presets
-        if preset.name != own.name and preset.memory_gib > own.memory_gib
-    ]
+    roomier = [preset for preset in presets if preset.memory_gib > own.memory_gib]
+    larger = [preset for preset in roomier if preset.name != own.name]
     # A smaller memory than the device's was asked for, and would be of the other device too.
-    asked = (
-        own.name in preset_names("clusters") and own.memory_gib < load_cluster(own.name).memory_gib
-    )
-    also = " and no --memory-gib" if asked else ""
+    also = " and no --memory-gib" if len(larger) < len(roomier) else ""
     return [
         (
             f"--cluster {preset.name}{also} instead of {own.name}",

@@ -182,6 +182,26 @@ def test_device_with_more_memory():
     assert any(text.startswith("--tp 4 instead of 2 (needs ") for text in found)
 
 
+def test_a_larger_device_needs_its_own_memory():
+    """Prevents advice that does not help while --memory-gib stays on the command line."""
+    small = load_cluster("a100-80g").model_copy(update={"memory_gib": 20.0})
+    planned = PlanRequest(
+        job=JobSpec(
+            model=load_model("internvl2-8b"),
+            cluster=small,
+            parallel=Parallel(pipeline=2, data=2),
+            precision="bf16",
+        ),
+        data=MockData(caps=Caps.of(tiles=4, tokens=2048), micro_batches_per_step=4),
+    )
+    told = [text for text, _ in feasible._roomier(planned)]
+    assert told[-1] == "--cluster h200-141g and no --memory-gib instead of a100-80g"
+    whole = replace(planned, job=replace(planned.job, cluster=load_cluster("a100-80g")))
+    assert [text for text, _ in feasible._roomier(whole)] == [
+        "--cluster h200-141g instead of a100-80g"
+    ]
+
+
 def test_named_methods_are_told_of_the_search():
     """Prevents changes that help the search but not the method that was asked for."""
     roomy = one_epoch()
