@@ -2,18 +2,17 @@
 
 Layers of one kind cost the same, so a set is a count of each kind. For every choice of the others
 the fewest layers of the stage's last kind that fit are found by bisection: recomputing one more
-layer never needs more memory, once the first has brought its working memory. Of those sets, one
-that takes at least as long as another on every micro-batch cannot be better. (OmniBal, section on
-adaptive re-computation, recomputes from the front of the stage. Of each kind the earliest layers
-are taken, for determinism.)
+layer never needs more memory (`MemoryTable.pass_bytes`). Of those sets, one that takes at least as
+long as another on every micro-batch cannot be better. (OmniBal, section on adaptive
+re-computation, recomputes from the front of the stage, as is done here within each kind: what the
+earliest layers bring back comes when later ones have let go.)
 """
 
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
-from omnibal.pipeline.stage_cost import MemoryTable, fits_cap
+from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.units import layer_kinds
 
 _CHUNK_ENTRIES = 4_000_000
@@ -53,21 +52,15 @@ def useful_recomputes(
 
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
-    """Smallest peak that recomputing can reach in each of many possible stages. [stages]
-
-    All layers of a kind or none: a kind's layers share one working memory.
-    """
-    kinds, peaks = layer_kinds(table.kinds), []
-    for chosen in product((0, 1), repeat=len(kinds)):
-        recomputed = np.zeros_like(counts)
-        recomputed[:, kinds] = counts[:, kinds] * chosen
-        peaks.append(_peak_bytes(table, counts, recomputed))
-    return np.minimum.reduce(peaks)
+    """Smallest peak that recomputing can reach in each of many possible stages. [stages]"""
+    recomputed, kinds = np.zeros_like(counts), layer_kinds(table.kinds)
+    recomputed[:, kinds] = counts[:, kinds]
+    return _peak_bytes(table, counts, recomputed)
 
 
 def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
     """Peak memory of every stage by `MemoryTable.peak_bytes`, in chunks of stages. [stages]"""
-    at_once = max(_CHUNK_ENTRIES // len(table.kept_bytes), 1)
+    at_once = max(_CHUNK_ENTRIES // len(table.working_bytes), 1)
     peaks = np.empty(len(counts))
     for first in range(0, len(counts), at_once):
         chunk = slice(first, first + at_once)
@@ -106,8 +99,6 @@ def _fewest_of_last(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add the fewest recomputed layers of each stage's last kind that fit, and whether any do.
 
-    Without any is tried first, since only from one layer on does memory fall with the number.
-
     Args:
         counts: [stages, kinds].
         layers: [stages, layer kinds] that are recomputed besides.
@@ -126,11 +117,9 @@ def _fewest_of_last(
 
     everyone = np.arange(len(counts))
     held = counts[everyone, last]
-    fitting = fits(everyone, np.zeros_like(held))
-    rows = everyone[~fitting & (held > 0)]
-    rows = rows[fits(rows, held[rows])]
-    fitting[rows] = True
-    low, high = np.ones_like(held)[rows], held[rows]
+    fitting = fits(everyone, held)
+    rows = everyone[fitting]
+    low, high = np.zeros_like(held)[rows], held[rows]
     while (low < high).any():
         middle = (low + high) // 2
         enough = fits(rows, middle)
