@@ -40,10 +40,11 @@ def useful_recomputes(
             those on any micro-batch are a sum of these, each times a number that is not negative.
     """
     kinds = layer_kinds(table.kinds)
-    nothing = fits_cap(_peak_bytes(table, counts, np.zeros_like(counts)), memory_cap_bytes)
+    cap = _Cap.of(table, memory_cap_bytes)
+    nothing = cap.holds(counts, np.zeros_like(counts))
     without = np.flatnonzero(nothing)
     stage, layers = _with_all_but_last(counts[:, kinds], np.flatnonzero(~nothing))
-    layers, fits = _fewest_of_last(table, counts[stage], layers, memory_cap_bytes)
+    layers, fits = _fewest_of_last(cap, counts[stage], layers)
     stage = np.concatenate([without, stage[fits]])
     layers = np.concatenate([np.zeros((len(without), len(kinds)), np.int64), layers[fits]])
     kept = _undominated(stage, layers @ extreme_ms.T)
@@ -56,6 +57,40 @@ def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     recomputed, kinds = np.zeros_like(counts), layer_kinds(table.kinds)
     recomputed[:, kinds] = counts[:, kinds]
     return _peak_bytes(table, counts, recomputed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Cap:
+    """A memory cap, with tables by which most stages are found to be over or under it."""
+
+    cap_bytes: float
+    under: MemoryTable
+    """One pass that needs at least as much as any."""
+    over: MemoryTable
+    """A few passes that need much."""
+    table: MemoryTable
+
+    @classmethod
+    def of(cls, table: MemoryTable, cap_bytes: float) -> "_Cap":
+        """Choose the passes that hold most, keep most of their own, and work most."""
+        others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
+        much = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
+        return cls(
+            cap_bytes=cap_bytes,
+            under=table.at_most(),
+            over=table.of_passes(np.unique(much)),
+            table=table,
+        )
+
+    def holds(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Whether every stage fits. [stages]"""
+        fits = fits_cap(_peak_bytes(self.under, counts, recomputed), self.cap_bytes)
+        unsure = np.flatnonzero(~fits)
+        for table in (self.over, self.table):
+            peaks = _peak_bytes(table, counts[unsure], recomputed[unsure])
+            fits[unsure] = fits_cap(peaks, self.cap_bytes)
+            unsure = unsure[fits[unsure]]
+        return fits
 
 
 def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
@@ -95,7 +130,7 @@ def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarr
 
 
 def _fewest_of_last(
-    table: MemoryTable, counts: np.ndarray, layers: np.ndarray, memory_cap_bytes: float
+    cap: _Cap, counts: np.ndarray, layers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add the fewest recomputed layers of each stage's last kind that fit, and whether any do.
 
@@ -106,14 +141,14 @@ def _fewest_of_last(
     Returns:
         [stages, layer kinds] and [stages].
     """
-    kinds = np.array(layer_kinds(table.kinds))
+    kinds = np.array(layer_kinds(cap.table.kinds))
     recomputed = np.zeros_like(counts)
     recomputed[:, kinds] = layers
     last = kinds[_last_held(counts[:, kinds])]
 
     def fits(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
         recomputed[rows, last[rows]] = number
-        return fits_cap(_peak_bytes(table, counts[rows], recomputed[rows]), memory_cap_bytes)
+        return cap.holds(counts[rows], recomputed[rows])
 
     everyone = np.arange(len(counts))
     held = counts[everyone, last]

@@ -8,8 +8,8 @@ recomputed layer's do not come together. A recomputed layer keeps only its input
 back as working memory while its backward runs. A stage's output is free again once it is sent.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -172,6 +172,24 @@ class MemoryTable:
                 running = running + ((whole_k == 0) & (again_k > 0)) * brought_back
                 most = np.where(whole_k + again_k > 0, np.maximum(most, running), most)
         return others + most
+
+    def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
+        """The same of some of the passes."""
+        return self._each(lambda of_passes: of_passes[chosen])
+
+    def at_most(self) -> "MemoryTable":
+        """One pass that needs at least as much as any, whatever the stage holds."""
+        return self._each(lambda of_passes: of_passes.max(axis=0, keepdims=True))
+
+    def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
+        return replace(
+            self,
+            others_kept_bytes=change(self.others_kept_bytes),
+            others_input_bytes=change(self.others_input_bytes),
+            own_kept_bytes=change(self.own_kept_bytes),
+            own_input_bytes=change(self.own_input_bytes),
+            working_bytes=change(self.working_bytes),
+        )
 
 
 def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
