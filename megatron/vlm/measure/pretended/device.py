@@ -8,7 +8,6 @@ ends: pretend in a process of its own.
 import contextlib
 import ctypes
 import functools
-import hashlib
 import shutil
 import subprocess
 import sysconfig
@@ -40,21 +39,16 @@ _SMALL_ON_HOST = 1 << 16
 
 @functools.cache
 def install_device() -> None:
-    """Compile the device, unless that is done, and make it this process's.
+    """Compile the device and make it this process's, once.
 
     Raises:
         UserError: there is no g++, or it cannot compile against this torch.
     """
-    library = Path(tempfile.gettempdir()) / f"omnibal_pretended_{_fingerprint()}.so"
-    if not library.exists():
+    # Anew in every process, in a second: a file kept where others may write could be anyone's.
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "pretended_device.so"
         _compile(library)
-    ctypes.CDLL(str(library)).install()
-
-
-def _fingerprint() -> str:
-    """Hash of the source and of the torch that it is compiled against."""
-    parts = (_SOURCE.read_text(), torch.__version__, str(Path(torch.__file__).parent))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        ctypes.CDLL(str(library)).install()
 
 
 def _compile(library: Path) -> None:
@@ -66,18 +60,15 @@ def _compile(library: Path) -> None:
         )
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     folder = Path(torch.__file__).parent / "lib"
-    with tempfile.TemporaryDirectory(dir=library.parent) as made:
-        output = Path(made) / library.name
-        command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(_SOURCE)]
-        command += [*(f"-I{path}" for path in includes), f"-L{folder}", "-lc10", "-ltorch_cpu"]
-        ended = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
-        if ended.returncode:
-            error = (ended.stderr.strip().splitlines() or ["no message"])[0]
-            raise UserError(
-                f"{compiler} cannot compile {_SOURCE.name} against torch {torch.__version__} "
-                f"({error}); install a g++ that knows C++20 (version 10 or newer)"
-            )
-        output.replace(library)  # in one step, as several processes may compile at once
+    command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(_SOURCE), "-o", str(library)]
+    command += [*(f"-I{path}" for path in includes), f"-L{folder}", "-lc10", "-ltorch_cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        error = (ended.stderr.strip().splitlines() or ["no message"])[0]
+        raise UserError(
+            f"{compiler} cannot compile {_SOURCE.name} against torch {torch.__version__} "
+            f"({error}); install a g++ that knows C++20 (version 10 or newer)"
+        )
 
 
 class _PretendedEvent:
