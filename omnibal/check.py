@@ -15,7 +15,7 @@ from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
 from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.stage_cost import fits_cap, stage_memories
+from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.plan import PACKS_FILE, DataPlan, Plan, read_plan
 from omnibal.plan_data import model_of_lengths

@@ -12,7 +12,8 @@ from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import Prediction, StagePrediction
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import stage_memories, stage_times
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
 
