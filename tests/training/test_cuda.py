@@ -42,6 +42,19 @@ def test_on_device(check, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
+@pytest.mark.parametrize("check", ["activations", "residual", "head_norms", "rotary"])
+def test_kernels_on_device(check):
+    """Prevents: a kernel that is right in Triton's interpreter only."""
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    result = subprocess.run(
+        [sys.executable, str(CHECKS.with_name("kernel_checks.py")), check, "cuda"],
+        cwd=REPOSITORY, env={**environment, "PYTHONPATH": str(REPOSITORY)}, text=True,
+        capture_output=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def learn_on_a_cpu(links, plan):
     """Losses, and whether the micro-batch was moved to where the model is."""
     moved, to = [], MicroBatch.to

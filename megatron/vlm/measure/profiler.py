@@ -344,16 +344,13 @@ UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
     """The forward of a stage that holds every unit, cut into them."""
     stage: Any = whole  # where no unit of the model is None
-    packed = batch.packed_seq_params(current_device())
-    rotary = stage.rotary(max(batch.segment_tokens))
+    packing = stage.packing(batch)
 
     def vision_layer(layer: Any) -> UnitFunction:
         return lambda hidden: layer(hidden, None)[0]
 
     def language_layer(layer: Any) -> UnitFunction:
-        return lambda hidden: layer(hidden, None, rotary_pos_emb=rotary, packed_seq_params=packed)[
-            0
-        ]
+        return lambda hidden: layer(hidden, None, **packing)[0]
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
