@@ -304,9 +304,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     unpadded_forward_ms, unpadded_backward_ms = _times_ms(device, one, one.unpadded)
     counts, nothing = one.counts, 0 * forward_ms
     has_backward = one.trained or one.before_trained
-    kept_bytes = counts.kept_bytes
-    if not one.trained and counts.kept_frozen_bytes is not None:
-        kept_bytes = counts.kept_frozen_bytes
+    kept_bytes = counts.kept_bytes(trained=one.trained)
     # Products of measured times may be slower for being smaller.
     padding_ms = np.maximum(
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0

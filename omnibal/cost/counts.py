@@ -85,6 +85,20 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """One line of the table of what a unit keeps from its forward to its backward."""
+
+    what: str
+    made_by: str
+    """Module within the unit that makes it, by Megatron-core's names, or the fused operation
+    between modules; empty where the unit is given it."""
+    bytes: np.ndarray
+    """Bytes on one device, [features]."""
+    for_weights: bool = False
+    """Whether only the weights' gradient needs it, so that a frozen unit lets it go."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
 
@@ -102,9 +116,8 @@ class Counts:
     back_passes: int = 0
     passes_again: int = 0
     kernels: int
-    kept_bytes: np.ndarray
-    kept_frozen_bytes: np.ndarray | None = None
-    """Bytes kept where only the input's gradient is needed; None if nothing before is trainable."""
+    kept: tuple[Kept, ...]
+    """What is kept where the unit has a backward, its input included."""
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
     transient_bytes: np.ndarray
@@ -116,3 +129,8 @@ class Counts:
     def matmul_flops(self) -> np.ndarray:
         """Operations of all matrix products, [features]."""
         return np.sum([0 * self.moved_bytes, *(one.flops for one in self.products)], axis=0)
+
+    def kept_bytes(self, *, trained: bool) -> np.ndarray:
+        """Bytes from forward to backward; without those for weights where they are frozen."""
+        lines = [line.bytes for line in self.kept if trained or not line.for_weights]
+        return np.sum([0 * self.moved_bytes, *lines], axis=0)

@@ -6,7 +6,7 @@ Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padd
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Product
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product
 from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
 
 
@@ -34,7 +34,7 @@ def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Coun
         back_collective_bytes=0 * items,
         gathered_again_bytes=0 * items,
         kernels=5,
-        kept_bytes=pixel_bytes,
+        kept=(Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True),),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
         transient_bytes=output_bytes,
@@ -62,8 +62,12 @@ def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Coun
         back_collective_bytes=0 * items,
         gathered_again_bytes=0 * items,
         kernels=9,
-        # The frames, and what goes into each activation and comes out of the first.
-        kept_bytes=input_bytes + 2 * middle_bytes + output_bytes,
+        kept=(
+            Kept(what="frames", made_by="", bytes=input_bytes),
+            Kept(what="into GELU", made_by="conv1", bytes=middle_bytes),
+            Kept(what="out of GELU", made_by="gelu", bytes=middle_bytes),
+            Kept(what="into the second GELU", made_by="conv2", bytes=output_bytes),
+        ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         transient_bytes=middle_bytes,
@@ -87,11 +91,8 @@ def encoder_layer(
     # Heads that the ranks cannot share evenly are padded (25 heads become 28 on 4 ranks).
     a = h // tower.heads * (-(-tower.heads // t) * t) if padded else h
     rows = items * positions
-    # Whole: input, both norms' outputs, the middle residual, both outputs that layer scale scales.
-    # Divided: q, k, v, attention's output, and the feed-forward before and after GELU.
     normed = 2 * a if tower.qk_norm else 0
     scaled = 0 if tower.layer_scale_init is None else 2 * h
-    kept = 4 * h + scaled + (4 * a + 2 * f + normed) / t
     norm = h if tower.normalization == "RMSNorm" else 2 * h
     whole = 2 * norm + scaled + 2 * h  # norms, layer scales, biases of both row-parallel linears
     divided = 4 * h * a + 2 * h * f + f
@@ -100,7 +101,6 @@ def encoder_layer(
     # Divided: q, k, v into their own places, attention's reads and write, q and k norms, GELU.
     whole_passes = 2 * 2 * h + 2 * (2 + 3) * h + 2 * scaled
     moved = whole_passes + (6 * a + 4 * a + 2 * normed + 2 * f) / t
-    log_sum_exp_bytes = FP32_BYTES * (a * tower.heads / h) / t
     output_bytes = rows * h * size
     return Counts(
         products=(
@@ -118,12 +118,62 @@ def encoder_layer(
         passes=2 * 2,
         back_passes=2 * 2,
         kernels=24,
-        kept_bytes=rows * (kept * size + log_sum_exp_bytes),
+        kept=_layer_kept(tower, device, rows, a),
         boundary_bytes=output_bytes,
         output_bytes=output_bytes,
         transient_bytes=rows * (2 * h + 2 * f / t) * size,
         parameters=whole + -(-divided // t),
     )
+
+
+def _layer_kept(
+    tower: EncoderLayers, device: Device, rows: np.ndarray, heads_width: int
+) -> tuple[Kept, ...]:
+    """List what a layer keeps; what stands between its two blocks is whole on every rank.
+
+    Args:
+        rows: positions of all items, [features].
+        heads_width: of all attention heads, with padding.
+    """
+    t, size = device.tensor, device.element_bytes
+    h, f, heads = tower.hidden_size, tower.ffn_hidden_size, heads_width * tower.heads
+    hidden_bytes, width_bytes = rows * h * size, rows * heads_width / t * size
+    moments_bytes = rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
+    log_sum_exp_bytes = rows * FP32_BYTES * heads / tower.hidden_size / t
+    add_and_norm = "scaled_add_norm"
+    lines = [
+        Kept(what="input", made_by="", bytes=hidden_bytes),
+        Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
+        Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
+        Kept(what="q, k and v", made_by="self_attention.linear_qkv", bytes=3 * width_bytes),
+        Kept(
+            what="attention's output and log-sum-exp",
+            made_by="self_attention.core_attention",
+            bytes=width_bytes + log_sum_exp_bytes,
+        ),
+        Kept(what="middle residual", made_by=add_and_norm, bytes=hidden_bytes),
+        Kept(
+            what="second norm's output", made_by=add_and_norm, bytes=hidden_bytes, for_weights=True
+        ),
+        Kept(what="second norm's moments", made_by=add_and_norm, bytes=moments_bytes),
+        Kept(what="into GELU", made_by="mlp.linear_fc1", bytes=rows * f / t * size),
+        Kept(what="out of GELU", made_by="bias_gelu", bytes=rows * f / t * size, for_weights=True),
+    ]
+    if tower.qk_norm:
+        # Of each position the scales of q and of k.
+        norms_bytes = 2 * width_bytes + 2 * rows * FP32_BYTES
+        lines.append(
+            Kept(what="normed q and k", made_by="self_attention.head_norms", bytes=norms_bytes)
+        )
+    if tower.layer_scale_init is not None:
+        lines += [
+            Kept(what=what, made_by=module, bytes=hidden_bytes, for_weights=True)
+            for what, module in (
+                ("attention's block, for its layer scale", "self_attention.linear_proj"),
+                ("feed-forward's, for its layer scale", "mlp.linear_fc2"),
+            )
+        ]
+    return tuple(lines)
 
 
 def encoder_projector(
@@ -150,9 +200,15 @@ def encoder_projector(
         passes=2,
         back_passes=2,
         kernels=8,
-        # Shuffled input and norm's output are whole; before and after GELU are divided.
-        kept_bytes=rows * (2 * wide + 2 * h / t) * size,
-        kept_frozen_bytes=rows * (wide + h / t) * size,
+        kept=(
+            Kept(what="shuffled input", made_by="", bytes=rows * wide * size),
+            Kept(what="norm's output", made_by="norm", bytes=rows * wide * size, for_weights=True),
+            Kept(what="norm's moments", made_by="norm", bytes=rows * 2 * FP32_BYTES),
+            Kept(what="into GELU", made_by="linear_fc1", bytes=rows * h / t * size),
+            Kept(
+                what="out of GELU", made_by="bias_gelu", bytes=rows * h / t * size, for_weights=True
+            ),
+        ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         transient_bytes=rows * (wide + 2 * h / t) * size,
