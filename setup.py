@@ -45,7 +45,10 @@ setup(
     python_requires=">=3.11,<3.14",  # of megatron-core 0.16.1
     # No `megatron/__init__.py`, ever: it would hide the installed megatron.core.
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
-    package_data={"omnibal": ["presets/*/*.toml", "report/*.css", "report/*.jinja"]},
+    package_data={
+        "omnibal": ["presets/*/*.toml", "report/*.css", "report/*.jinja"],
+        "megatron.vlm.measure.pretended": ["device.cpp"],
+    },
     install_requires=PLANNER,
     extras_require={
         "train": TRAINER,

@@ -68,7 +68,7 @@ def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
     packs, lengths = files.data
     if plan.data is not None:
         passed += _check_data(plan, plan.data, lengths, packs)
-    passed.append(_check_costs(files, lengths, packs))
+    passed += [f"costs are of {job.cost.source}", _check_costs(files, lengths, packs)]
     return files, passed
 
 

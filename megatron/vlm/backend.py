@@ -56,7 +56,7 @@ def prepare_megatron_core() -> None:
     if not has_cuda():
         _route_cuda_calls_to_cpu()
         _route_cuda_tensors_to_cpu()
-        _route_random_state_to_cpu()
+        route_random_state_to_cpu()
         # Core compiles small fusions through Inductor, which costs minutes of g++ on a CPU.
         torch._dynamo.config.disable = True
     provide_weight_gradients()
@@ -65,13 +65,18 @@ def prepare_megatron_core() -> None:
     _repair_checkpoint_results_queue()
 
 
-class _ImmediateStream:
+def is_core_on_cpu() -> bool:
+    """Whether Megatron-core's CUDA calls have been pointed at the CPU in this process, for good."""
+    return torch.cuda.Stream is ImmediateStream
+
+
+class ImmediateStream:
     """Stand-in for CUDA streams and events: CPU operations are complete when they return."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, *args: object) -> "_ImmediateStream":
+    def record_event(self, *args: object) -> "ImmediateStream":
         return self
 
     def query(self) -> bool:
@@ -97,9 +102,9 @@ def _route_cuda_calls_to_cpu() -> None:
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
     for name in ("current_stream", "default_stream"):
-        setattr(cuda, name, lambda *args, **kwargs: _ImmediateStream())
+        setattr(cuda, name, lambda *args, **kwargs: ImmediateStream())
     cuda.stream = lambda stream=None: contextlib.nullcontext()
-    cuda.Stream = cuda.Event = _ImmediateStream
+    cuda.Stream = cuda.Event = ImmediateStream
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
@@ -144,7 +149,8 @@ def _route_cuda_tensors_to_cpu() -> None:
     torch.Tensor.to, torch.Tensor.type = to, type_
 
 
-def _route_random_state_to_cpu() -> None:
+def route_random_state_to_cpu() -> None:
+    """Have what core asks of the CUDA random state answered by the CPU's."""
     from megatron.core.tensor_parallel import random as core_random
 
     def seed(value: int) -> None:

@@ -225,8 +225,8 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     """
     units = cost.units.values()
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
-    grows: np.ndarray = (kept > 0).any(axis=(0, 1))
-    works: np.ndarray = grows | (np.array([unit.transient_bytes for unit in units]) > 0).any(axis=0)
+    grows = kept.max(axis=(0, 1)) > 0
+    works = grows | (np.array([unit.transient_bytes for unit in units]).max(axis=0) > 0)
     found = undominated(np.concatenate([passes.others[:, grows], passes.own[:, works]], axis=1))
     others, own = (np.zeros((len(found), len(grows))) for _ in range(2))
     others[:, grows], own[:, works] = np.split(found, [int(grows.sum())], axis=1)
