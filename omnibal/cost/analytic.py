@@ -50,6 +50,7 @@ from omnibal.cost.counts import (
     Counts,
     Device,
     Features,
+    Kept,
     Product,
 )
 from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
@@ -163,6 +164,23 @@ def layer_products(model: ModelConfig, cluster: ClusterConfig, parallel: Paralle
         _counts(model, kind, device, features)[0] for kind in unit_kinds(model) if kind.name != HEAD
     ]
     return [product for counts in counted for product in counts.products]
+
+
+def kept_lines(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    frozen: Collection[str] = (),
+) -> dict[str, tuple[Kept, ...]]:
+    """The table of what every kind of unit keeps from its forward to its backward, line by line."""
+    device = _device(cluster, parallel, precision)
+    return {
+        one.kind.name: tuple(
+            line for line in one.counts.kept if one.trained or not line.for_weights
+        )
+        for one in _counted(model, device, frozen)
+    }
 
 
 def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Device:

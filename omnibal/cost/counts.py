@@ -130,7 +130,11 @@ class Counts:
         """Operations of all matrix products, [features]."""
         return np.sum([0 * self.moved_bytes, *(one.flops for one in self.products)], axis=0)
 
+    def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
+        """What is kept; without what only weights need, where they are frozen."""
+        return tuple(line for line in self.kept if trained or not line.for_weights)
+
     def kept_bytes(self, *, trained: bool) -> np.ndarray:
-        """Bytes from forward to backward; without those for weights where they are frozen."""
-        lines = [line.bytes for line in self.kept if trained or not line.for_weights]
-        return np.sum([0 * self.moved_bytes, *lines], axis=0)
+        """Bytes of those lines, [features]."""
+        lines = self.kept_lines(trained=trained)
+        return np.sum([0 * self.moved_bytes, *(line.bytes for line in lines)], axis=0)

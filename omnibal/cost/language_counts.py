@@ -196,10 +196,7 @@ def head(language: LanguageConfig, device: Device, features: Features) -> Counts
     gathered_bytes = tokens * h * size
     gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * tokens
     reduced_bytes = 2 * device.sent * loss_tokens * h * size
-    # Besides the softmax, two fp32 gradients of the logits exist at a time: the loss's and the
-    # softmax's. Where ranks share the words, core turns it into a gradient in its place, and forward
-    # needs most: the logits as they come and in fp32, beside core's own copy.
-    logits_bytes = vocabulary * (2 * FP32_BYTES if device.tensor == 1 else size + FP32_BYTES)
+    logits_bytes = loss_tokens * vocabulary * size
     return Counts(
         products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
         attention_flops=0 * tokens,
@@ -223,12 +220,11 @@ def head(language: LanguageConfig, device: Device, features: Features) -> Counts
                 bytes=loss_tokens * h * size,
                 for_weights=True,
             ),
-            Kept(
-                what="softmax", made_by="cross_entropy", bytes=loss_tokens * vocabulary * FP32_BYTES
-            ),
+            Kept(what="logits", made_by="head", bytes=logits_bytes),
         ),
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,
-        transient_bytes=gathered_bytes + loss_tokens * logits_bytes,
+        # The logits' gradient has their type.
+        transient_bytes=gathered_bytes + logits_bytes,
         parameters=h + vocabulary * h,
     )
