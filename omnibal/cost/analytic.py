@@ -13,10 +13,10 @@ Time of a unit's forward pass is the sum of four counts, none of which overlaps 
   where only the input's gradient is wanted; attention's is 2.5 times forward, as it recomputes its
   scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, section 3.3).
 * element-wise passes (norms, biases, residuals, activation functions, rotary embedding), in bytes
-  read and written, at a share `memory_efficiency` of the memory's rate. They make a vision layer
-  slower than its operations say: tensor parallelism divides its products but not its norms and
-  residuals, as a sequence of 1,025 positions cannot be divided. Backward moves half as much again:
-  a norm, a scale or an activation function reads its input besides the gradient.
+  read and written by this project's fused kernels, at a share `memory_efficiency` of the memory's
+  rate. They make a vision layer slower than its operations say: tensor parallelism divides its
+  products but not its norms and residuals, as a sequence of 1,025 positions cannot be divided. A
+  system whose element-wise work is not fused moves more, which a smaller share stands for.
 * tensor-parallel collectives: two all-reduces of the layer's output in each direction, or with
   sequence parallelism an all-gather and a reduce-scatter in place of each, and in backward two
   gathers more (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
@@ -25,14 +25,15 @@ Time of a unit's forward pass is the sum of four counts, none of which overlaps 
 
 Activations: Korthikanti et al., section 4: 34 s h bytes per layer in 16 bit besides attention's
 squared term; here without dropout masks (32 s h), with flash attention (nothing quadratic, one fp32
-log-sum-exp per head), plus what layer scale and q/k norms keep. Tensors between the parallel blocks
-are whole on every tensor-parallel rank, or divided under sequence parallelism; those inside are
-divided. A frozen layer keeps only what its input's gradient needs: no inputs of linear layers.
+log-sum-exp per head), plus what layer scale and q/k norms keep; `kept_lines` lists it all. Tensors
+between the parallel blocks are whole on every tensor-parallel rank, or divided under sequence
+parallelism; those inside are divided. A frozen layer keeps only what its input's gradient needs: no
+inputs of linear layers.
 
 Not counted: rows of padding in the vocabulary; the exchange of sums that q/k norms over all heads
 need under tensor parallelism. A job that spans nodes pays the network's price at every cut, also
-where two stages share a node. The numbers of kernels are those of this project's layers, counted in
-their code, norms and biases unfused.
+where two stages share a node. Bytes moved and numbers of kernels are those of this project's fused
+layers, as `tools/replay.py --pretend` counts them.
 
 What each unit counts is in `omnibal.cost.encoder_counts` and `omnibal.cost.language_counts`.
 """
@@ -73,7 +74,6 @@ OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
 """Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
 
 _BACKWARD_OF_ATTENTION = 2.5
-_BACKWARD_OF_PASSES = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -421,7 +421,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     backward_ms = (
         back_matmul_ms
         + _BACKWARD_OF_ATTENTION * attention_ms
-        + _BACKWARD_OF_PASSES * moved_ms
+        + counts.back_moved_bytes / device.bytes_per_ms
         + 2 * kernels_ms
         + _back_collective_ms(device, one)
         + _fixed(accumulated_bytes / device.streamed_bytes_per_ms, forward_ms)

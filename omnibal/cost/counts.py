@@ -105,6 +105,9 @@ class Counts:
     products: tuple[Product, ...]
     attention_flops: np.ndarray
     moved_bytes: np.ndarray
+    """Bytes that element-wise kernels of forward read and write."""
+    back_moved_bytes: np.ndarray
+    """The same of backward."""
     collective_bytes: np.ndarray
     """Bytes that the rank sends in collectives of forward; the next two are of backward."""
     back_collective_bytes: np.ndarray

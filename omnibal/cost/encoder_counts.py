@@ -28,8 +28,10 @@ def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Coun
     return Counts(
         products=(Product(rows=items * patches, inner=patch_values, outer=tower.hidden_size),),
         attention_flops=0 * items,
-        # Pixels in, patches out, then read and written again with the positions added.
+        # Pixels in, patches out, then read and written again with the positions added; backward,
+        # gradients of positions and class token.
         moved_bytes=pixel_bytes + 3 * output_bytes,
+        back_moved_bytes=2 * output_bytes,
         collective_bytes=0 * items,
         back_collective_bytes=0 * items,
         gathered_again_bytes=0 * items,
@@ -58,6 +60,7 @@ def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Coun
         attention_flops=0 * items,
         # In and out of both convolutions and both activations, then positions are added.
         moved_bytes=input_bytes + 4 * middle_bytes + 5 * output_bytes,
+        back_moved_bytes=1.5 * (input_bytes + 4 * middle_bytes + 5 * output_bytes),
         collective_bytes=0 * items,
         back_collective_bytes=0 * items,
         gathered_again_bytes=0 * items,
@@ -97,10 +100,7 @@ def encoder_layer(
     whole = 2 * norm + scaled + 2 * h  # norms, layer scales, biases of both row-parallel linears
     divided = 4 * h * a + 2 * h * f + f
     divided += (3 * a if tower.qkv_bias else 0) + normed
-    # Read and written, whole: 2 norms, and after each branch a bias, a scale and a residual.
-    # Divided: q, k, v into their own places, attention's reads and write, q and k norms, GELU.
-    whole_passes = 2 * 2 * h + 2 * (2 + 3) * h + 2 * scaled
-    moved = whole_passes + (6 * a + 4 * a + 2 * normed + 2 * f) / t
+    forward_moved, backward_moved = _layer_moved(tower, t, a)
     output_bytes = rows * h * size
     return Counts(
         products=(
@@ -110,20 +110,37 @@ def encoder_layer(
             Product(rows=rows, inner=f / t, outer=h),
         ),
         attention_flops=rows * 4 * positions * a / t,
-        moved_bytes=rows * moved * size,
+        moved_bytes=rows * forward_moved * size,
+        back_moved_bytes=rows * backward_moved * size,
         # An all-reduce is a reduce-scatter and an all-gather.
         collective_bytes=2 * 2 * device.sent * output_bytes,
         back_collective_bytes=2 * 2 * device.sent * output_bytes,
         gathered_again_bytes=0 * rows,
         passes=2 * 2,
         back_passes=2 * 2,
-        kernels=24,
+        kernels=12,
         kept=_layer_kept(tower, device, rows, a),
         boundary_bytes=output_bytes,
         output_bytes=output_bytes,
         transient_bytes=rows * (2 * h + 2 * f / t) * size,
         parameters=whole + -(-divided // t),
     )
+
+
+def _layer_moved(tower: EncoderLayers, tensor: int, heads_width: int) -> tuple[float, float]:
+    """Elements that fused kernels of a layer read and write per position, forward and backward.
+
+    Between the blocks, whole: the first norm; an add with the norm after it; an add. Backward reads
+    each norm's input and the residual's gradient with the norm's. Divided: norms of q and k, for
+    whose sums tensor-parallel ranks read them once more, and GELU; without such norms, backward
+    puts the gradients of q, k and v together.
+    """
+    h, f, a = tower.hidden_size, tower.ffn_hidden_size, heads_width
+    shared = tensor > 1
+    norms, back_norms = (4 + 2 * shared, 8 + 4 * shared) if tower.qk_norm else (0, 6)
+    scale = 3 if tower.layer_scale_init is not None else 1
+    forward = (2 + 4 + 3) * h + (norms * a + 2 * f) / tensor
+    return forward, 2 * (4 + scale) * h + (back_norms * a + 3 * f) / tensor
 
 
 def _layer_kept(
@@ -191,8 +208,9 @@ def encoder_projector(
             Product(rows=rows, inner=h / t, outer=h),
         ),
         attention_flops=0 * rows,
-        # Shuffle and norm of the input, then GELU, then the bias.
+        # Shuffle and norm of the input, GELU, then the bias; backward the norm reads its input too.
         moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,
+        back_moved_bytes=(2 + 3) * input_bytes + rows * (3 * h / t + h) * size,
         collective_bytes=2 * device.sent * output_bytes,
         # Gradient of the first product's input, which the norm needs.
         back_collective_bytes=2 * device.sent * rows * wide * size,

@@ -29,6 +29,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         products=(),
         attention_flops=0 * tokens,
         moved_bytes=2 * (encoded_bytes + text_bytes),
+        back_moved_bytes=3 * (encoded_bytes + text_bytes),
         # All-reduced, and backward is then free; or scattered, and backward gathers.
         collective_bytes=(1 if device.sequence_parallel else 2) * device.sent * text_bytes,
         back_collective_bytes=(1 if device.sequence_parallel else 0) * device.sent * text_bytes,
@@ -60,10 +61,12 @@ def language_layer(
     key_value = 2 * h * language.kv_heads // language.heads
     divided = 2 * h * h + h * key_value
     biases = h + key_value if language.qkv_bias else 0
-    # Read and written between blocks: 2 norms, 2 residuals. Divided: q, k, v into their own places,
-    # rotary embedding of q and k, attention's reads and write, SwiGLU. Copies to and from experts.
-    moved = (2 * 2 + 2 * 3) * h * whole + 4 * routed
-    moved += (2 * (h + key_value) + 2 * (h + key_value / 2) + 2 * h + key_value + 3 * f) / t
+    # Read and written by fused kernels between blocks: the first norm, an add with the norm after
+    # it, an add; backward each norm's input, and the residual's gradient with the norm's. Divided:
+    # q, k and v into their own places, rotated, and SwiGLU. Copies to and from experts.
+    rotated = 2 * (h + key_value)
+    moved = (2 + 4 + 3) * h * whole + (rotated + 3 * f) / t + 4 * routed
+    back_moved = 2 * 4 * h * whole + (rotated + 5 * f) / t + 6 * routed
     block_bytes = tokens * h * size
     # Gathered and scattered are both blocks' inputs and outputs either way (section 4.2.2).
     collective_bytes = 2 * 2 * device.sent * block_bytes
@@ -75,13 +78,14 @@ def language_layer(
         ),
         attention_flops=attended * 2 * h / t,
         moved_bytes=tokens * moved * size,
+        back_moved_bytes=tokens * back_moved * size,
         collective_bytes=collective_bytes,
         back_collective_bytes=collective_bytes,
         gathered_again_bytes=collective_bytes / 2 if device.sequence_parallel else 0 * tokens,
         passes=2 * 2,
         back_passes=2 * 2,
         passes_again=2 if device.sequence_parallel else 0,
-        kernels=20 + (_KERNELS_OF_EXPERTS if kind.experts else 0),
+        kernels=10 + (_KERNELS_OF_EXPERTS if kind.experts else 0),
         kept=_layer_kept(language, kind, device, tokens),
         boundary_bytes=block_bytes * whole,
         output_bytes=block_bytes * whole,
@@ -200,8 +204,10 @@ def head(language: LanguageConfig, device: Device, features: Features) -> Counts
     return Counts(
         products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
         attention_flops=0 * tokens,
-        # Logits are written and read once, their fp32 softmax is read and written twice.
-        moved_bytes=2 * hidden_bytes + loss_tokens * vocabulary * (2 * size + 4 * FP32_BYTES),
+        # The norm, and the logits read once; backward they are read again, and their gradient
+        # written.
+        moved_bytes=2 * hidden_bytes + logits_bytes,
+        back_moved_bytes=3 * hidden_bytes + 2 * logits_bytes,
         # Backward all-reduces the gradient of what carries loss; or the input is gathered, its
         # gradient scattered, and the input gathered again.
         collective_bytes=gather_bytes,
@@ -210,7 +216,7 @@ def head(language: LanguageConfig, device: Device, features: Features) -> Counts
         passes=1 if device.sequence_parallel else 0,
         back_passes=1 if device.sequence_parallel else 2,
         passes_again=1 if device.sequence_parallel else 0,
-        kernels=15,
+        kernels=10,
         kept=(
             Kept(what="input", made_by="", bytes=hidden_bytes),
             Kept(what="norm's moments", made_by="norm", bytes=hidden_bytes / h / size * FP32_BYTES),

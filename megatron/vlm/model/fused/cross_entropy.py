@@ -134,8 +134,8 @@ class CrossEntropy(torch.autograd.Function):
         ctx: Any, logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWords
     ) -> torch.Tensor:
         logits_LW = logits_LW.contiguous()
-        partial = _partial(logits_LW, labels_L, words.first, words.count)
-        losses_L, normalizer_L = combined(*partial, words.group)
+        largest_L, sums_2L = _partial(logits_LW, labels_L, words.first, words.count)
+        losses_L, normalizer_L = combined(largest_L, sums_2L, words.group)
         ctx.save_for_backward(logits_LW, labels_L, normalizer_L)
         ctx.words = words
         return losses_L
