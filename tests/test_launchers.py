@@ -150,7 +150,7 @@ def test_one_node_under_torchrun(bench, script):
     """Prevents: two jobs of one node that meet at one port, and settings that do not arrive."""
     own = {
         "OMP_NUM_THREADS": "2", "NCCL_IB_HCA": "mlx5", "CUDA_MODULE_LOADING": "LAZY",
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }  # fmt: skip
     result = bench.start(*script, *bench.job, **own)
     assert result.returncode == 0, result.stderr

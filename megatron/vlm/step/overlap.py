@@ -1,13 +1,13 @@
 """What data-parallel ranks exchange while a stage computes: gradients summed, weights gathered.
 
-Megatron-core's DistributedDataParallel divides a stage's parameters into buckets and exchanges each
-by itself, without waiting. When, it leaves to the order in which gradients are ready and weights are
-used, which ranks with other packs do not share: a pack without images takes other ways through a
-stage, and a rank may have no pack at all. Collectives that ranks begin in different orders take each
-other's data. So the buckets are begun here, in one order on every rank: of the gradients, a bucket
-when all up to it are ready, in the last backward of the step; of the weights, all of them after the
-update, first those that the forward needs first. Core's hooks wait for a module's weights before
-its forward.
+Megatron-core's DistributedDataParallel divides a stage's parameters into buckets and exchanges
+each by itself, without waiting. When, it leaves to the order in which gradients are ready and
+weights are used, which ranks with other packs do not share: a pack without images takes other
+ways through a stage, and a rank may have no pack at all. Collectives that ranks begin in
+different orders take each other's data. So the buckets are begun here, in one order on every
+rank: of the gradients, a bucket when all up to it are ready, in the last backward of the step; of
+the weights, all of them after the update, first those that the forward needs first. Core's hooks
+wait for a module's weights before its forward.
 """
 
 from collections.abc import Iterator
