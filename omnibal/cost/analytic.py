@@ -33,6 +33,7 @@ their code, norms and biases unfused.
 What each unit counts is in `omnibal.cost.encoder_counts` and `omnibal.cost.language_counts`.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -83,13 +84,14 @@ def analytic_cost(
 
     Args:
         frozen: parts that are not trained.
-        distributed_optimizer: shard the optimizer's state over data-parallel ranks, as this
-            project's trainer always does; other systems do not.
+        distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
+            with them while computing, as this project's trainer always does; other systems do not.
     """
     element_bytes = ELEMENT_BYTES[precision]
     shards = parallel.data if distributed_optimizer else 1
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
     device = _device(cluster, parallel, precision)
+    ring_ms_per_byte = _ring_ms_per_byte(cluster, parallel)
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
     tied = model.language.tied_head
@@ -106,9 +108,12 @@ def analytic_cost(
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
         link_latency_ms=cluster.link_latency_us / 1e3,
         link_ms_per_byte=_link_ms_per_byte(cluster, parallel.world_size),
-        gradient_reduction_ms_per_parameter=_gradient_reduction_ms(
-            cluster, parallel, ELEMENT_BYTES[precision] if distributed_optimizer else GRADIENT_BYTES
-        ),
+        # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
+        gradient_reduction_ms_per_parameter=ring_ms_per_byte
+        * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
+        weight_gather_ms_per_parameter=ring_ms_per_byte
+        * (element_bytes if distributed_optimizer else 0),
+        bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
         source=f"analytic:{cluster.name}",
     )
 
@@ -153,16 +158,13 @@ def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
     return 1 / (rate * 1e6 * cluster.link_efficiency)
 
 
-def _gradient_reduction_ms(
-    cluster: ClusterConfig, parallel: Parallel, gathered_bytes: int
-) -> float:
-    """Ring reduce-scatter of the gradients and all-gather of weights or gradients, per parameter.
+def _ring_ms_per_byte(cluster: ClusterConfig, parallel: Parallel) -> float:
+    """Ring reduce-scatter or all-gather over data-parallel ranks, per byte of the whole buffer.
 
     A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data.
     """
     share = (parallel.data - 1) / parallel.data
-    sent_bytes = share * (GRADIENT_BYTES + gathered_bytes)
-    return sent_bytes * _link_ms_per_byte(cluster, parallel.tensor * parallel.data)
+    return share * _link_ms_per_byte(cluster, parallel.tensor * parallel.data)
 
 
 def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Iterator[_Counted]:
