@@ -28,10 +28,11 @@ PLANNER = [
 TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2.11"]
 # Tar shards as input. Energon brings webdataset; both are pinned since their parts are called.
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
-# transformers is what tests compare with: other implementations of models and tokenizers.
+# transformers is what tests compare with: other implementations of models and tokenizers. Triton's
+# interpreter runs the kernels in tests; CUDA builds of torch bring it.
 DEVELOPMENT = [
     *("hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist", "ruff", "scikit-learn"),
-    *("tensorboard", "transformers", *WEBDATASET),
+    *("tensorboard", "transformers", "triton", *WEBDATASET),
 ]
 
 setup(
@@ -44,7 +45,10 @@ setup(
     python_requires=">=3.11,<3.14",  # of megatron-core 0.16.1
     # No `megatron/__init__.py`, ever: it would hide the installed megatron.core.
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
-    package_data={"omnibal": ["presets/*/*.toml", "report/*.css", "report/*.jinja"]},
+    package_data={
+        "omnibal": ["presets/*/*.toml", "report/*.css", "report/*.jinja"],
+        "megatron.vlm.measure.pretended": ["device.cpp"],
+    },
     install_requires=PLANNER,
     extras_require={
         "train": TRAINER,

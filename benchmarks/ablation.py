@@ -63,7 +63,8 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.stage_cost import GIB, stage_times
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.replay import (
     ReplayInfo,
     ReplaySummary,

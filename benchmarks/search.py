@@ -33,7 +33,8 @@ from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, sear
 from omnibal.pipeline.recompute import useful_recomputes
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import GIB, memory_tables, model_ms
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.stage_memory import GIB, memory_tables
 from omnibal.pipeline.units import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names

@@ -15,7 +15,7 @@ from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
 from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.stage_cost import fits_cap, stage_memories
+from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.plan import PACKS_FILE, DataPlan, Plan, read_plan
 from omnibal.plan_data import model_of_lengths
@@ -68,7 +68,7 @@ def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
     packs, lengths = files.data
     if plan.data is not None:
         passed += _check_data(plan, plan.data, lengths, packs)
-    passed.append(_check_costs(files, lengths, packs))
+    passed += [f"costs are of {job.cost.source}", _check_costs(files, lengths, packs)]
     return files, passed
 
 

@@ -24,6 +24,7 @@ from omnibal.encoders import ENCODER_KINDS, Encoder, TilesEncoder, TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
+from omnibal.rates import Rates
 
 Precision = Literal["fp32", "bf16"]
 ChatTemplate = Literal[
@@ -323,6 +324,10 @@ class ClusterConfig(Frozen):
     inter_node_gb_per_s: Rate
     link_efficiency: Share = Field(description="share of both rates that transfers reach")
     link_latency_us: Rate
+    rates: dict[Precision, Rates] = Field(
+        default={},
+        description="measured rates by precision, of shapes, which count in place of the shares",
+    )
 
     def tflops(self, precision: Precision) -> float:
         """Peak of a device, dense.
@@ -346,7 +351,16 @@ def load_model(name_or_path: str) -> ModelConfig:
 
 def model_toml(model: ModelConfig) -> str:
     """The TOML text that `load_model` reads as this model."""
-    return "\n".join(_toml_lines(model.model_dump(mode="json", exclude_none=True), "")) + "\n"
+    return _toml(model)
+
+
+def cluster_toml(cluster: ClusterConfig) -> str:
+    """The TOML text that `load_cluster` reads as this cluster."""
+    return _toml(cluster)
+
+
+def _toml(config: Frozen) -> str:
+    return "\n".join(_toml_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
 
 
 def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
@@ -363,9 +377,11 @@ def _toml_line(name: str, value: Any) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """A value in one line."""
+    """A value in one line, or a list of tables with a line for each."""
     if isinstance(value, dict):
         return "{" + ", ".join(_toml_line(*entry) for entry in value.items()) + "}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + "".join(f"    {_toml_value(one)},\n" for one in value) + "]"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     # JSON writes text, numbers and truth values as TOML does, but for one control character.

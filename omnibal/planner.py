@@ -19,7 +19,7 @@ from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import GIB
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import DataPlan, Plan
 from omnibal.plan_data import PlanData

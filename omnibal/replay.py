@@ -24,11 +24,9 @@ from omnibal.frozen import Frozen
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import (
-    bytes_by_feature,
-    in_flight_features,
-    once_a_step,
-)
+from omnibal.pipeline.stage_cost import once_a_step
+from omnibal.pipeline.stage_memory import memory_table, running_passes
+from omnibal.pipeline.units import recomputed_counts, unit_counts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 
@@ -161,12 +159,15 @@ def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
 def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths
 ) -> tuple[np.ndarray, ...]:
-    """Rows of one rank's step of the run in which the stage is predicted to keep the most, and, if
-    it is another one, of that with the micro-batch that takes most working memory."""
+    """Rows of one rank's step of the run in which the stage is predicted to need the most memory,
+    and, if it is another one, of that in which it keeps the most."""
     features = pack_features(packs.packs, lengths, cost.features)
-    in_flight = in_flight_features(features, packs.slot, len(plan.stages), stage)
-    kept, working = bytes_by_feature(cost, plan.stages[stage])
-    worst = {int((in_flight @ kept).argmax()), int((features @ working.T).max(axis=1).argmax())}
+    passes = running_passes(features, packs.slot, len(plan.stages), stage)
+    table, held = memory_table(cost, passes), plan.stages[stage]
+    counts, again = unit_counts(cost.kinds, held), recomputed_counts(cost.kinds, held)
+    in_passes = table.pass_bytes(counts, again), table.activation_bytes(counts, again)
+    # Forwards in the packs' order, then backwards.
+    worst = {int(each_bytes.argmax()) % len(packs) for each_bytes in in_passes}
     places = {(int(packs.step[row]), int(packs.dp_rank[row])) for row in worst}
     return tuple(
         np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))

@@ -2,55 +2,105 @@
 
     python tools/replay.py PLAN -o REPLAY [--data META --tokenizer-model TOKENIZER]
     torchrun --nproc-per-node 8 tools/replay.py PLAN -o REPLAY
+    python tools/replay.py PLAN --pretend -o DIR [--json]
 
 Each stage has the shapes, the micro-batches in flight and, on CUDA, the memory cap that it would
 have in the job; what its neighbours would send is made up. Measured times are put together in the
 plan's schedule, and stand beside the prediction here and in `omnibal report PLAN --replay REPLAY`.
 Several processes replay several stages at a time, one a device. What is finished is kept: the same
 command goes on where it was stopped.
+
+With --pretend no device is needed: the trainer's own step runs with tensors that have no data, on a
+CUDA device that is only counted with. What it would allocate, launch and read is real; times are
+not measured.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from megatron.vlm.measure.pretended.job import pretend_stages
 from megatron.vlm.measure.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
 from megatron.vlm.run.launch import Launch, open_store
 from omnibal import tables
+from omnibal.cli.console import print_result
+from omnibal.cli.groups import with_groups
 from omnibal.errors import UserError
 from omnibal.frozen import MAX_COUNT
+from omnibal.limits import memory_cap_gib
 from omnibal.outputs import check_folder
+from omnibal.pretended import Roofline, read_pretended
 from omnibal.program import run_app
 from omnibal.replay import read_replay, read_stages
+from omnibal.report.pretended import contents_table, pretended_launches_table, pretended_table
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command(help=__doc__.split("\n\n")[0])
-def replay(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan directory")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="directory for what was measured")],
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions:
+    """Samples to replay in place of random content."""
+
     data: Annotated[
         Path | None, typer.Option(help="meta.json (default: random content of the same sizes)")
-    ] = None,
-    tokenizer_model: Annotated[Path | None, typer.Option(help="of that data")] = None,
-    stages: Annotated[str, typer.Option(help="all, or numbers such as 0,3")] = "all",
+    ] = None
+    tokenizer_model: Annotated[Path | None, typer.Option(help="of that data")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeOptions:
+    """How much of the run is timed."""
+
     steps: Annotated[
         int,
         typer.Option(min=1, max=MAX_COUNT, help="of the run, with the packs of all their ranks"),
-    ] = 10,
+    ] = 10
     repetitions: Annotated[
         int, typer.Option(min=1, max=10_000, help="of each step; medians count")
-    ] = 3,
+    ] = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretendOptions:
+    """Counting without a device."""
+
+    pretend: Annotated[
+        bool, typer.Option("--pretend", help="count memory and kernels without a device; no times")
+    ] = False
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print what --pretend counted as JSON")
+    ] = False
+
+
+@app.command(help=__doc__.split("\n\n")[0])
+@with_groups
+def replay(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan directory")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="directory for what was measured")],
+    samples: DataOptions,
+    timed: TimeOptions,
+    counting: PretendOptions,
+    stages: Annotated[str, typer.Option(help="all, or numbers such as 0,3")] = "all",
 ) -> None:
     launch = Launch.from_environment()
-    launch.check_device()
-    check_folder("-o", output, [path for path in (plan, data, tokenizer_model) if path is not None])
-    job = load_replay(plan, data, tokenizer_model)
+    if counting.as_json and not counting.pretend:
+        raise UserError("--json: prints what --pretend counts; give both, or neither")
+    if not counting.pretend:
+        launch.check_device()
+    inputs = (plan, samples.data, samples.tokenizer_model)
+    check_folder("-o", output, [path for path in inputs if path is not None])
+    job = load_replay(plan, samples.data, samples.tokenizer_model)
     numbers = _stage_numbers(stages, len(job.plan.stages))
-    options = ReplayOptions(steps=steps, repetitions=repetitions)
+    if counting.pretend:
+        pretend_stages(job, numbers, output, launch, open_store(launch))
+        if launch.rank == 0:
+            _print_pretended(job, numbers, output, counting.as_json)
+        return
+    options = ReplayOptions(steps=timed.steps, repetitions=timed.repetitions)
     replay_stages(job, options, numbers, output, launch, open_store(launch))
     if launch.rank == 0:
         _print_result(job, output)
@@ -66,6 +116,20 @@ def _stage_numbers(given: str, count: int) -> list[int]:
             "commas between, or all"
         )
     return sorted(set(numbers))
+
+
+def _print_pretended(job: ReplayJob, stages: Sequence[int], output: Path, as_json: bool) -> None:
+    plan = job.plan
+    counted = [one for one in read_pretended(output, plan) if one.stage in stages]
+    rates = Roofline.of_cluster(plan.cluster, plan.precision)
+    result = {
+        "cap_gib": memory_cap_gib(plan.cluster),
+        "roofline": rates.model_dump(),
+        "stages": [one.figures(rates) for one in counted],
+    }
+    tables_of_all = [pretended_table(plan, counted), pretended_launches_table(counted, rates)]
+    of_each = [contents_table(one) for one in counted]
+    print_result(as_json, result, *tables_of_all, *of_each, f"pretended replay: {output}")
 
 
 def _print_result(job: ReplayJob, output: Path) -> None:

@@ -4,12 +4,13 @@ Megatron-core 0.16.1 names CUDA in many places even where it does nothing that n
 `torch.cuda.current_device()`, writes `device="cuda"`, compares type strings, forks the CUDA random
 state. `prepare_megatron_core` points each of these at the CPU when there is no CUDA device, and
 touches none of them when there is one. Three repairs apply on every device: see `_repair_*`.
+
+Shapes: R rows (tokens), I inputs and O outputs of a linear.
 """
 
 import contextlib
 import datetime
 import functools
-import importlib.util
 import queue
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,9 +35,9 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def has_fused_weight_gradients() -> bool:
-    """Whether Apex's kernel that adds weight gradients to fp32 buffers can be used."""
-    return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+def fuses_weight_gradients() -> bool:
+    """Whether products for weight gradients add to core's fp32 buffers themselves."""
+    return has_cuda()
 
 
 def current_device() -> torch.device:
@@ -55,21 +56,27 @@ def prepare_megatron_core() -> None:
     if not has_cuda():
         _route_cuda_calls_to_cpu()
         _route_cuda_tensors_to_cpu()
-        _route_random_state_to_cpu()
+        route_random_state_to_cpu()
         # Core compiles small fusions through Inductor, which costs minutes of g++ on a CPU.
         torch._dynamo.config.disable = True
+    provide_weight_gradients()
     _repair_distributed_optimizer_load()
     _repair_distributed_optimizer_save()
     _repair_checkpoint_results_queue()
 
 
-class _ImmediateStream:
+def is_core_on_cpu() -> bool:
+    """Whether Megatron-core's CUDA calls have been pointed at the CPU in this process, for good."""
+    return torch.cuda.Stream is ImmediateStream
+
+
+class ImmediateStream:
     """Stand-in for CUDA streams and events: CPU operations are complete when they return."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, *args: object) -> "_ImmediateStream":
+    def record_event(self, *args: object) -> "ImmediateStream":
         return self
 
     def query(self) -> bool:
@@ -95,9 +102,9 @@ def _route_cuda_calls_to_cpu() -> None:
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
     for name in ("current_stream", "default_stream"):
-        setattr(cuda, name, lambda *args, **kwargs: _ImmediateStream())
+        setattr(cuda, name, lambda *args, **kwargs: ImmediateStream())
     cuda.stream = lambda stream=None: contextlib.nullcontext()
-    cuda.Stream = cuda.Event = _ImmediateStream
+    cuda.Stream = cuda.Event = ImmediateStream
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
@@ -142,7 +149,8 @@ def _route_cuda_tensors_to_cpu() -> None:
     torch.Tensor.to, torch.Tensor.type = to, type_
 
 
-def _route_random_state_to_cpu() -> None:
+def route_random_state_to_cpu() -> None:
+    """Have what core asks of the CUDA random state answered by the CPU's."""
     from megatron.core.tensor_parallel import random as core_random
 
     def seed(value: int) -> None:
@@ -168,6 +176,42 @@ def _route_random_state_to_cpu() -> None:
     core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     core_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     core_random.CudaRNGStatesTracker.fork = fork
+
+
+class WeightGradients:
+    """Products that add a linear's weight gradient to a buffer; named and called as Apex's are.
+
+    Core has no other way to do so, and without it writes the gradient in bf16, reads it and adds
+    it: 12 more bytes for each weight and micro-batch.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        input_RI: torch.Tensor, gradient_RO: torch.Tensor, buffer_OI: torch.Tensor
+    ) -> None:
+        """Add gradient^T @ input to a float32 buffer, in which the product is accumulated."""
+        if buffer_OI.is_cuda:
+            torch.addmm(
+                buffer_OI, gradient_RO.t(), input_RI, out_dtype=torch.float32, out=buffer_OI
+            )
+        else:
+            buffer_OI.addmm_(gradient_RO.t().float(), input_RI.float())
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(
+        input_RI: torch.Tensor, gradient_RO: torch.Tensor, buffer_OI: torch.Tensor
+    ) -> None:
+        """Add gradient^T @ input to a 16-bit buffer."""
+        buffer_OI.addmm_(gradient_RO.t(), input_RI)
+
+
+def provide_weight_gradients() -> None:
+    """Give core `WeightGradients` where Apex is not installed."""
+    from megatron.core.tensor_parallel import layers
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = WeightGradients
+        layers._grad_accum_fusion_available = True
 
 
 def _repair_distributed_optimizer_load() -> None:

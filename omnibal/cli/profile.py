@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,8 +20,17 @@ from omnibal.cli.options import (
     NeededMaxTilesOption,
     PrecisionOption,
     limits_given,
+    preset_help,
 )
-from omnibal.config import ModelConfig, load_model, model_file
+from omnibal.config import (
+    ClusterConfig,
+    ModelConfig,
+    cluster_file,
+    cluster_toml,
+    load_cluster,
+    load_model,
+    model_file,
+)
 from omnibal.data.lengths import length_files, read_lengths
 from omnibal.errors import UserError
 from omnibal.files import atomic
@@ -29,12 +38,15 @@ from omnibal.frozen import MAX_COUNT, MAX_LAYERS
 from omnibal.limits import check_limits
 from omnibal.outputs import check_files
 
+if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
+    from omnibal.cost.profile import Profile
+
 _MOST_REPETITIONS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
-    """Options for the micro-batches to measure, the number of layers and the repetitions."""
+    """Options for the micro-batches to measure, layers, repetitions and processes."""
 
     tokens_per_sample: Annotated[
         int | None,
@@ -51,6 +63,9 @@ class MeasureOptions:
         int | None,
         typer.Option(min=1, max=_MOST_REPETITIONS, help="timed runs of each pack [default: few]"),
     ] = None
+    processes: Annotated[
+        int, typer.Option(min=1, max=MOST_PROCESSES, help="that measure at the same time")
+    ] = 1
 
     def typical_tokens(self) -> int:
         """Find the tokens of a typical sample: as given, or the mean of the lengths.
@@ -68,16 +83,59 @@ class MeasureOptions:
         return round(read_lengths(self.lengths).tokens.mean())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredClusterOptions:
+    """Options for a cluster file with the measured rates, to plan other models with."""
+
+    cluster: Annotated[
+        str | None, typer.Option(help=f"{preset_help('cluster')}, to which rates are added")
+    ] = None
+    cluster_output: Annotated[
+        Path | None,
+        typer.Option(help="TOML file to write: --cluster with the rates that are measured"),
+    ] = None
+
+    def base(self) -> ClusterConfig | None:
+        """Read the cluster that is written with rates; None where none is.
+
+        Raises:
+            UserError: one of both options was given without the other, or the file is broken.
+        """
+        if (self.cluster is None) != (self.cluster_output is None):
+            given, missing = "--cluster", "--cluster-output"
+            if self.cluster is None:
+                given, missing = missing, given
+            raise UserError(
+                f"{given} was given without {missing}; a cluster file with measured rates needs "
+                "the cluster that they are added to, and the file to write: give both or none"
+            )
+        return None if self.cluster is None else load_cluster(self.cluster)
+
+    def outputs(self) -> dict[str, Path]:
+        """List the file that is written, if any, by its option."""
+        return {} if self.cluster_output is None else {"--cluster-output": self.cluster_output}
+
+    def files(self) -> list[Path]:
+        """List the file that is read, if any."""
+        return [] if self.cluster is None else [cluster_file(self.cluster)]
+
+    def write(self, base: ClusterConfig | None, measured: "Profile") -> None:
+        """Write the cluster with the rates of a profile, where it was asked for."""
+        from omnibal.cost.profile import with_measured_rates
+
+        if base is not None and self.cluster_output is not None:
+            with atomic(self.cluster_output) as written:
+                written.write_text(cluster_toml(with_measured_rates(base, measured)))
+
+
 def profile(
     model: ModelOption,
     max_tokens: MaxTokensOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     measured: MeasureOptions,
+    preset: MeasuredClusterOptions,
     max_tiles: NeededMaxTilesOption = None,
     precision: PrecisionOption = "bf16",
-    processes: Annotated[
-        int, typer.Option(min=1, max=MOST_PROCESSES, help="that measure at the same time")
-    ] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the model's layers on this device, and show how well the costs fit."""
@@ -90,7 +148,9 @@ def profile(
                 'install it with: pip install ".[train]" in its repository'
             )
     # A mistake is found here, before several processes start and each reports it.
-    check_files({"-o": output}, [model_file(model), *length_files(measured.lengths or [])])
+    read = [model_file(model), *length_files(measured.lengths or []), *preset.files()]
+    check_files({"-o": output, **preset.outputs()}, read)
+    base = preset.base()
     profiled_model = load_model(model)
     _check_model(profiled_model, limits_given(None, max_tiles, max_tokens))
     tokens_per_sample = measured.typical_tokens()
@@ -104,7 +164,12 @@ def profile(
         "--layers": measured.layers,
         "--repetitions": measured.repetitions,
     }
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={measured.processes}",
+    ]
     command = [sys.executable, *launcher, "-m", "megatron.vlm.measure.profiler"]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
@@ -114,7 +179,9 @@ def profile(
         returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
         if returncode:
             raise typer.Exit(returncode)
-        residuals = fit_residuals(read_profile(written), profiled_model)
+        result = read_profile(written)
+        residuals = fit_residuals(result, profiled_model)
+        preset.write(base, result)
     print_result(
         as_json,
         {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},

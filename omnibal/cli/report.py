@@ -22,26 +22,32 @@ def report(
         Path | None, typer.Option(help="directory of the run trained from it (its --save)")
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="directory of its replay (the -o of tools/replay.py)")
+        Path | None,
+        typer.Option(help="directory of its replay, or pretended one (the -o of tools/replay.py)"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a page that shows the plan, and beside it what its replay and its run took."""
     from omnibal.check import open_plan
+    from omnibal.pretended import Roofline, pretended_files
     from omnibal.replay import replay_files
     from omnibal.report.page import write_report
+    from omnibal.report.pretended import pretended_table
     from omnibal.report.summary import replay_figures
     from omnibal.report.tables import accuracy_table
 
     trained = _run_directory(run)
     inputs = [*plan_files(directory)]
     inputs += [] if trained is None else run_files(trained)
-    inputs += [] if replay is None else replay_files(replay)
+    inputs += [] if replay is None else [*replay_files(replay), *pretended_files(replay)]
     check_files({"-o": output}, inputs)
     shown = write_report(open_plan(directory), trained, output, replay)
     result: dict[str, Any] = {}
     if shown.replay is not None:
         result["replay"] = replay_figures(shown.plan, shown.replay)
+    if shown.pretended:
+        rates = Roofline.of_cluster(shown.plan.cluster, shown.plan.precision)
+        result["pretended"] = [one.figures(rates) for one in shown.pretended]
     if shown.run is not None:
         result["run"] = asdict(shown.run)
         if shown.plan.prediction is not None:
@@ -53,6 +59,7 @@ def report(
     measured = []
     if shown.replay is not None or shown.run is not None:
         measured.append(tables.run_table(shown.plan, shown.run, shown.replay))
+    measured += [pretended_table(shown.plan, shown.pretended)] if shown.pretended else []
     accuracy = accuracy_table(shown.evaluation) if shown.evaluation else None
     measured += [] if accuracy is None else [accuracy]
     print_result(as_json, result, *measured, f"report: {output}")

@@ -1,4 +1,8 @@
-"""Costs by counting operations and bytes against a cluster's data-sheet figures.
+"""Costs by counting operations and bytes against a cluster's rates.
+
+Rates are shares of the data sheet's, the same for all shapes; or, where the cluster has a table of
+measured ones (`rates`), those of matrix products and collectives are of their shapes, and weights
+and gradients are streamed at a copy's rate (`omnibal.cost.shaped_rates`).
 
 Time of a unit's forward pass is the sum of four counts, none of which overlaps another:
 
@@ -40,12 +44,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.counts import ELEMENT_BYTES, GRADIENT_BYTES, Counts, Device, Features
+from omnibal.cost.counts import (
+    ELEMENT_BYTES,
+    GRADIENT_BYTES,
+    Counts,
+    Device,
+    Features,
+    Product,
+)
 from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
 from omnibal.parallel import Parallel
-from omnibal.units import LANGUAGE, LANGUAGE_EMBED, UnitKind, feature_names, unit_kinds, unit_names
+from omnibal.rates import Rates
+from omnibal.units import (
+    HEAD,
+    LANGUAGE,
+    LANGUAGE_EMBED,
+    UnitKind,
+    feature_names,
+    unit_kinds,
+    unit_names,
+)
 
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
 """Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
@@ -91,8 +112,9 @@ def analytic_cost(
     shards = parallel.data if distributed_optimizer else 1
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
     device = _device(cluster, parallel, precision)
-    ring_ms_per_byte = _ring_ms_per_byte(cluster, parallel)
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
+    send = _send_line(cluster, parallel, precision)
+    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, precision)
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
     tied = model.language.tied_head
     return CostModel(
@@ -106,15 +128,15 @@ def analytic_cost(
         optimizer_ms_fixed=0.0,
         # Weight, gradient and state are read and written once, each rank its own share.
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
-        link_latency_ms=cluster.link_latency_us / 1e3,
-        link_ms_per_byte=_link_ms_per_byte(cluster, parallel.world_size),
+        link_latency_ms=send.fixed_ms,
+        link_ms_per_byte=send.each_ms,
         # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
-        gradient_reduction_ms_per_parameter=ring_ms_per_byte
+        gradient_reduction_ms_per_parameter=exchange_ms_per_byte
         * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
-        weight_gather_ms_per_parameter=ring_ms_per_byte
+        weight_gather_ms_per_parameter=exchange_ms_per_byte
         * (element_bytes if distributed_optimizer else 0),
         bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
-        source=f"analytic:{cluster.name}",
+        source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
     )
 
 
@@ -137,18 +159,65 @@ def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[s
     return flops
 
 
+def layer_products(model: ModelConfig, cluster: ClusterConfig, parallel: Parallel) -> list[Product]:
+    """Matrix products of the forward of every kind of unit but the head, on one device."""
+    device, features = _device(cluster, parallel, "bf16"), Features(names=feature_names(model))
+    counted = [
+        _counts(model, kind, device, features)[0] for kind in unit_kinds(model) if kind.name != HEAD
+    ]
+    return [product for counts in counted for product in counts.products]
+
+
 def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Device:
-    streamed_bytes_per_ms = cluster.memory_gb_per_s * 1e6
+    memory_bytes_per_ms = cluster.memory_gb_per_s * 1e6
+    rates = cluster.rates.get(precision)
+    ring = _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
+    products = rates.products if rates else ()
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
-        bytes_per_ms=streamed_bytes_per_ms * cluster.memory_efficiency,
-        streamed_bytes_per_ms=streamed_bytes_per_ms,
-        collective_bytes_per_ms=1 / _link_ms_per_byte(cluster, parallel.tensor),
+        product_times=ProductTimes.of(products) if products else None,
+        bytes_per_ms=memory_bytes_per_ms * cluster.memory_efficiency,
+        streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
+        collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
+        pass_ms=ring.fixed_ms,
         kernel_ms=cluster.kernel_us / 1e3,
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         element_bytes=ELEMENT_BYTES[precision],
     )
+
+
+def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
+    rates = cluster.rates.get(precision)
+    return f"rates measured on {rates.device}" if rates else "no measured rates"
+
+
+def _copied_bytes_per_ms(rates: Rates | None) -> float | None:
+    """Rate of the fastest copy that was measured; None where none was."""
+    copies = rates.copies if rates else ()
+    return max((one.bytes / one.ms for one in copies), default=None)
+
+
+def _send_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Line:
+    """Time of a send between stages and of a byte of it; measured ones are of one node."""
+    rates, ranks = cluster.rates.get(precision), parallel.world_size
+    measured = send_line(rates.collectives) if rates and ranks <= cluster.gpus_per_node else None
+    latency_ms = cluster.link_latency_us / 1e3
+    return measured or Line(fixed_ms=latency_ms, each_ms=_link_ms_per_byte(cluster, ranks))
+
+
+def _ring_line(
+    cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
+) -> Line:
+    """Time of a pass round a ring and of a byte that a rank sends; measured ones are of one node.
+
+    Args:
+        ranks: of the ring.
+        consecutive_ranks: of which the ring's are some.
+    """
+    rates, within_node = cluster.rates.get(precision), consecutive_ranks <= cluster.gpus_per_node
+    measured = ring_line(rates.collectives, ranks) if rates and within_node else None
+    return measured or Line(fixed_ms=0, each_ms=_link_ms_per_byte(cluster, consecutive_ranks))
 
 
 def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
@@ -158,13 +227,16 @@ def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
     return 1 / (rate * 1e6 * cluster.link_efficiency)
 
 
-def _ring_ms_per_byte(cluster: ClusterConfig, parallel: Parallel) -> float:
+def _exchange_ms_per_byte(
+    cluster: ClusterConfig, parallel: Parallel, precision: Precision
+) -> float:
     """Ring reduce-scatter or all-gather over data-parallel ranks, per byte of the whole buffer.
 
     A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data.
     """
     share = (parallel.data - 1) / parallel.data
-    return share * _link_ms_per_byte(cluster, parallel.tensor * parallel.data)
+    ring = _ring_line(cluster, parallel.data, parallel.tensor * parallel.data, precision)
+    return share * ring.each_ms
 
 
 def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Iterator[_Counted]:
@@ -221,8 +293,11 @@ def _counts(
 def _backward_products(one: _Counted) -> int:
     """Gradients of the input and of the weights are a product each; norms before a product are
     trained too."""
-    wants_input = one.before_trained or (one.trained and not one.counts.begins_with_weights)
-    return int(one.trained) + int(wants_input)
+    return int(one.trained) + int(_wants_input_gradient(one))
+
+
+def _wants_input_gradient(one: _Counted) -> bool:
+    return one.before_trained or (one.trained and not one.counts.begins_with_weights)
 
 
 def _unit_cost(device: Device, one: _Counted) -> UnitCost:
@@ -234,15 +309,19 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     kept_bytes = counts.kept_bytes
     if not one.trained and counts.kept_frozen_bytes is not None:
         kept_bytes = counts.kept_frozen_bytes
-    collective_ms = counts.collective_bytes / device.collective_bytes_per_ms
-    padding_ms = [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms]
+    # Products of measured times may be slower for being smaller.
+    padding_ms = np.maximum(
+        [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
+    )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         recompute_ms=forward_ms if has_backward else nothing,
-        collective_ms=np.stack([collective_ms, _back_collective_ms(device, one)]),
-        padding_ms=np.stack(padding_ms),
+        collective_ms=np.stack(
+            [_collective_ms(device, one.counts), _back_collective_ms(device, one)]
+        ),
+        padding_ms=padding_ms,
         activation_bytes=kept_bytes if has_backward else nothing,
         boundary_bytes=counts.boundary_bytes if has_backward else nothing,
         output_bytes=counts.output_bytes + one.carried_bytes,
@@ -253,34 +332,72 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     )
 
 
+def _collective_ms(device: Device, counts: Counts) -> np.ndarray:
+    """Time of a unit's collectives in forward, [features]."""
+    return _passes_ms(device, counts.collective_bytes, counts.passes)
+
+
 def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
     """Time of a unit's collectives in backward, [features]."""
     counts = one.counts
     if not one.trained and not one.before_trained:
         return 0 * counts.back_collective_bytes
     back_sent_bytes = counts.back_collective_bytes + one.trained * counts.gathered_again_bytes
-    return back_sent_bytes / device.collective_bytes_per_ms
+    passes = counts.back_passes + one.trained * counts.passes_again
+    return _passes_ms(device, back_sent_bytes, passes)
+
+
+def _passes_ms(device: Device, sent_bytes: np.ndarray, passes: int) -> np.ndarray:
+    """Time of passes round the tensor-parallel ring, [features]."""
+    return sent_bytes / device.collective_bytes_per_ms + _fixed(passes * device.pass_ms, sent_bytes)
+
+
+def _fixed(value: float, like: np.ndarray) -> np.ndarray:
+    """Vector of a value for every micro-batch and nothing for its features, [features]."""
+    vector = np.zeros(len(like))
+    vector[0] = value
+    return vector
+
+
+def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward of all matrix products, both [features]."""
+    times = device.product_times
+    if times is None:
+        matmul_ms = counts.matmul_flops / device.flops_per_ms
+        return matmul_ms, _backward_products(one) * matmul_ms
+    forward_ms = backward_ms = 0 * counts.moved_bytes
+    for each in counts.products:
+        sizes = each.inner, each.outer
+        forward_ms = forward_ms + _product_ms(each, times.forward(*sizes))
+        if _wants_input_gradient(one):
+            backward_ms = backward_ms + _product_ms(each, times.input_gradient(*sizes))
+        if one.trained:
+            backward_ms = backward_ms + _product_ms(each, times.weight_gradient(*sizes))
+    return forward_ms, backward_ms
+
+
+def _product_ms(counted: Product, line: Line) -> np.ndarray:
+    """Time of a counted product, [features]."""
+    return counted.rows * line.each_ms + _fixed(counted.groups * line.fixed_ms, counted.rows)
 
 
 def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of a unit with these counts, both [features]."""
-    fixed = np.zeros(len(counts.matmul_flops))
-    fixed[0] = 1.0
-    kernels_ms = fixed * counts.kernels * device.kernel_ms
-    matmul_ms = counts.matmul_flops / device.flops_per_ms
+    kernels_ms = _fixed(counts.kernels * device.kernel_ms, counts.moved_bytes)
+    matmul_ms, back_matmul_ms = _matmul_ms(device, one, counts)
     attention_ms = counts.attention_flops / device.flops_per_ms
     moved_ms = counts.moved_bytes / device.bytes_per_ms
-    collective_ms = counts.collective_bytes / device.collective_bytes_per_ms
+    collective_ms = _collective_ms(device, counts)
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
     if not one.trained and not one.before_trained:
         return forward_ms, 0 * forward_ms
-    accumulated_bytes = fixed * one.trained * counts.parameters * 2 * GRADIENT_BYTES
+    accumulated_bytes = one.trained * counts.parameters * 2 * GRADIENT_BYTES
     backward_ms = (
-        _backward_products(one) * matmul_ms
+        back_matmul_ms
         + _BACKWARD_OF_ATTENTION * attention_ms
         + _BACKWARD_OF_PASSES * moved_ms
         + 2 * kernels_ms
         + _back_collective_ms(device, one)
-        + accumulated_bytes / device.streamed_bytes_per_ms
+        + _fixed(accumulated_bytes / device.streamed_bytes_per_ms, forward_ms)
     )
     return forward_ms, backward_ms

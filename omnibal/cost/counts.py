@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import Precision
+from omnibal.cost.shaped_rates import ProductTimes
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 FP32_BYTES = 4
@@ -34,15 +35,38 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """Matrix product of forward, of inputs [rows, inner] and weights [inner, outer]."""
+
+    rows: np.ndarray
+    """Rows per feature of a micro-batch, [features]."""
+    inner: float
+    outer: float
+    groups: int = 1
+    """Products of these sizes that share the rows evenly, as experts do."""
+
+    @property
+    def flops(self) -> np.ndarray:
+        """Operations, [features]."""
+        return self.rows * 2 * (self.inner * self.outer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """Rates of one device, and how its tensor-parallel group divides a unit."""
 
     flops_per_ms: float
+    """Of attention, and of matrix products where their times were not measured."""
+    product_times: ProductTimes | None
+    """Times of matrix products by shape, where they were measured."""
     bytes_per_ms: float
     """Bytes that element-wise kernels read and write per millisecond."""
     streamed_bytes_per_ms: float
     """Bytes per millisecond of contiguous reads and writes of weights and gradients."""
     collective_bytes_per_ms: float
+    """Bytes that a rank sends in tensor-parallel collectives per millisecond."""
+    pass_ms: float
+    """Time of a collective's pass round the ring besides that of its bytes, as measured; else 0."""
     kernel_ms: float
     tensor: int
     sequence_parallel: bool
@@ -64,7 +88,7 @@ class Device:
 class Counts:
     """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
 
-    matmul_flops: np.ndarray
+    products: tuple[Product, ...]
     attention_flops: np.ndarray
     moved_bytes: np.ndarray
     collective_bytes: np.ndarray
@@ -72,6 +96,11 @@ class Counts:
     back_collective_bytes: np.ndarray
     gathered_again_bytes: np.ndarray
     """Bytes sent in backward on top, where the weights are trained."""
+    passes: int = 0
+    """All-gathers and reduce-scatters of forward; an all-reduce is one of each. The next two are of
+    backward, as the bytes are."""
+    back_passes: int = 0
+    passes_again: int = 0
     kernels: int
     kept_bytes: np.ndarray
     kept_frozen_bytes: np.ndarray | None = None
@@ -82,3 +111,8 @@ class Counts:
     parameters: int
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
+
+    @property
+    def matmul_flops(self) -> np.ndarray:
+        """Operations of all matrix products, [features]."""
+        return np.sum([0 * self.moved_bytes, *(one.flops for one in self.products)], axis=0)

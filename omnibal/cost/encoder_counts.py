@@ -6,7 +6,7 @@ Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padd
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Product
 from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
 
 
@@ -26,7 +26,7 @@ def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Coun
     pixel_bytes = items * patches * patch_values * size
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
     return Counts(
-        matmul_flops=items * 2 * patches * patch_values * tower.hidden_size,
+        products=(Product(rows=items * patches, inner=patch_values, outer=tower.hidden_size),),
         attention_flops=0 * items,
         # Pixels in, patches out, then read and written again with the positions added.
         moved_bytes=pixel_bytes + 3 * output_bytes,
@@ -50,9 +50,11 @@ def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Coun
     input_bytes = items * tower.frames * tower.mel_bins * size
     middle_bytes = items * tower.frames * h * size
     output_bytes = items * tower.positions_per_item * h * size
-    flops = tower.frames * taps * tower.mel_bins * h + tower.positions_per_item * taps * h * h
     return Counts(
-        matmul_flops=items * 2 * flops,
+        products=(
+            Product(rows=items * tower.frames, inner=taps * tower.mel_bins, outer=h),
+            Product(rows=items * tower.positions_per_item, inner=taps * h, outer=h),
+        ),
         attention_flops=0 * items,
         # In and out of both convolutions and both activations, then positions are added.
         moved_bytes=input_bytes + 4 * middle_bytes + 5 * output_bytes,
@@ -101,13 +103,20 @@ def encoder_layer(
     log_sum_exp_bytes = FP32_BYTES * (a * tower.heads / h) / t
     output_bytes = rows * h * size
     return Counts(
-        matmul_flops=rows * 2 * (4 * h * a + 2 * h * f) / t,
+        products=(
+            Product(rows=rows, inner=h, outer=3 * a / t),
+            Product(rows=rows, inner=a / t, outer=h),
+            Product(rows=rows, inner=h, outer=f / t),
+            Product(rows=rows, inner=f / t, outer=h),
+        ),
         attention_flops=rows * 4 * positions * a / t,
         moved_bytes=rows * moved * size,
         # An all-reduce is a reduce-scatter and an all-gather.
         collective_bytes=2 * 2 * device.sent * output_bytes,
         back_collective_bytes=2 * 2 * device.sent * output_bytes,
         gathered_again_bytes=0 * rows,
+        passes=2 * 2,
+        back_passes=2 * 2,
         kernels=24,
         kept_bytes=rows * (kept * size + log_sum_exp_bytes),
         boundary_bytes=output_bytes,
@@ -127,7 +136,10 @@ def encoder_projector(
     input_bytes = items * tower.positions_per_item * tower.hidden_size * size
     output_bytes = rows * h * size
     return Counts(
-        matmul_flops=rows * 2 * (wide * h + h * h) / t,
+        products=(
+            Product(rows=rows, inner=wide, outer=h / t),
+            Product(rows=rows, inner=h / t, outer=h),
+        ),
         attention_flops=0 * rows,
         # Shuffle and norm of the input, then GELU, then the bias.
         moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,
@@ -135,6 +147,8 @@ def encoder_projector(
         # Gradient of the first product's input, which the norm needs.
         back_collective_bytes=2 * device.sent * rows * wide * size,
         gathered_again_bytes=0 * rows,
+        passes=2,
+        back_passes=2,
         kernels=8,
         # Shuffled input and norm's output are whole; before and after GELU are divided.
         kept_bytes=rows * (2 * wide + 2 * h / t) * size,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import LanguageConfig, LayerKind, ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Product
 from omnibal.units import attended_feature
 
 _TOKEN_ID_BYTES = 8
@@ -26,13 +26,15 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
     text_bytes = tokens * h * size
     ids_bytes = tokens * _TOKEN_ID_BYTES
     return Counts(
-        matmul_flops=0 * tokens,
+        products=(),
         attention_flops=0 * tokens,
         moved_bytes=2 * (encoded_bytes + text_bytes),
         # All-reduced, and backward is then free; or scattered, and backward gathers.
         collective_bytes=(1 if device.sequence_parallel else 2) * device.sent * text_bytes,
         back_collective_bytes=(1 if device.sequence_parallel else 0) * device.sent * text_bytes,
         gathered_again_bytes=0 * tokens,
+        passes=1 if device.sequence_parallel else 2,
+        back_passes=1 if device.sequence_parallel else 0,
         kernels=6,
         kept_bytes=ids_bytes + encoded_bytes,
         kept_frozen_bytes=ids_bytes + encoded_bytes,
@@ -68,12 +70,19 @@ def language_layer(
     # Gathered and scattered are both blocks' inputs and outputs either way (section 4.2.2).
     collective_bytes = 2 * 2 * device.sent * block_bytes
     return Counts(
-        matmul_flops=tokens * 2 * ((divided + 3 * h * f) / t + feed_forward.router_parameters),
+        products=(
+            Product(rows=tokens, inner=h, outer=(h + key_value) / t),
+            Product(rows=tokens, inner=h / t, outer=h),
+            *_feed_forward_products(language, kind, device, tokens),
+        ),
         attention_flops=attended * 2 * h / t,
         moved_bytes=tokens * moved * size,
         collective_bytes=collective_bytes,
         back_collective_bytes=collective_bytes,
         gathered_again_bytes=collective_bytes / 2 if device.sequence_parallel else 0 * tokens,
+        passes=2 * 2,
+        back_passes=2 * 2,
+        passes_again=2 if device.sequence_parallel else 0,
         kernels=20 + (_KERNELS_OF_EXPERTS if kind.experts else 0),
         kept_bytes=tokens * (kept * size + FP32_BYTES * language.heads / t),
         kept_frozen_bytes=tokens * (kept_frozen * size + FP32_BYTES * language.heads / t),
@@ -112,6 +121,28 @@ def _feed_forward(language: LanguageConfig, kind: LayerKind) -> _FeedForward:
     )
 
 
+def _feed_forward_products(
+    language: LanguageConfig, kind: LayerKind, device: Device, tokens: np.ndarray
+) -> tuple[Product, ...]:
+    """Products of SwiGLU, whose gate and value are one; or of a router and its experts."""
+    h, t, experts = language.hidden_size, device.tensor, kind.experts
+    if experts is None:
+        return _swiglu(h, language.ffn_hidden_size / t, tokens)
+    routed, shared = tokens * experts.experts_per_token, experts.shared_ffn_hidden_size
+    return (
+        Product(rows=tokens, inner=h, outer=experts.experts),
+        *_swiglu(h, experts.ffn_hidden_size / t, routed, groups=experts.experts),
+        *(_swiglu(h, shared / t, tokens) if shared else ()),
+    )
+
+
+def _swiglu(h: int, width: float, rows: np.ndarray, groups: int = 1) -> tuple[Product, Product]:
+    return (
+        Product(rows=rows, inner=h, outer=2 * width, groups=groups),
+        Product(rows=rows, inner=width, outer=h, groups=groups),
+    )
+
+
 def head(language: LanguageConfig, device: Device, features: Features) -> Counts:
     """Final norm over all tokens; logits and loss only where there is one."""
     h, size = language.hidden_size, device.element_bytes
@@ -122,7 +153,7 @@ def head(language: LanguageConfig, device: Device, features: Features) -> Counts
     gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * tokens
     reduced_bytes = 2 * device.sent * loss_tokens * h * size
     return Counts(
-        matmul_flops=loss_tokens * 2 * h * vocabulary,
+        products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
         attention_flops=0 * tokens,
         # Logits are written and read once, their fp32 softmax is read and written twice.
         moved_bytes=2 * hidden_bytes + loss_tokens * vocabulary * (2 * size + 4 * FP32_BYTES),
@@ -131,6 +162,9 @@ def head(language: LanguageConfig, device: Device, features: Features) -> Counts
         collective_bytes=gather_bytes,
         back_collective_bytes=gather_bytes if device.sequence_parallel else reduced_bytes,
         gathered_again_bytes=gather_bytes,
+        passes=1 if device.sequence_parallel else 0,
+        back_passes=1 if device.sequence_parallel else 2,
+        passes_again=1 if device.sequence_parallel else 0,
         kernels=15,
         # The final norm's input and output, the part of it that carries loss, and the softmax that
         # the loss keeps in fp32.

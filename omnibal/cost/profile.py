@@ -23,6 +23,7 @@ from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Count, Frozen
 from omnibal.parallel import Parallel
+from omnibal.rates import Rates
 from omnibal.units import HEAD, LANGUAGE, UnitKind, attended_feature, feature_names, unit_kinds
 
 _NOT_COST = (
@@ -90,6 +91,8 @@ class Profile(Frozen):
     measurements: tuple[UnitMeasurement, ...]
     optimizer: tuple[OptimizerMeasurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = ()
+    rates: Rates | None = None
+    """Matrix products, collectives and a copy by shape; None in profiles without them."""
 
 
 Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]
@@ -179,6 +182,21 @@ def fitted_cost(
             weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * slower,
         )
     return cost
+
+
+def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
+    """Return the cluster with the profile's rates, in its precision, to plan any model with.
+
+    Raises:
+        UserError: the profile has none.
+    """
+    if profile.rates is None:
+        raise UserError(
+            f"the profile of {profile.model} on {profile.device} has no rates by shape, of which "
+            f"{cluster.name} was to have a table: measure it anew with `omnibal profile`"
+        )
+    rates = cluster.rates | {profile.precision: profile.rates}
+    return cluster.model_copy(update={"rates": rates})
 
 
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:

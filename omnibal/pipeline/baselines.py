@@ -34,7 +34,7 @@ from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
+from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.units import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 from omnibal.units import UnitKind, unit_kinds, unit_names

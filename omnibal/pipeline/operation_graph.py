@@ -116,37 +116,47 @@ def planned_graph(stages: int, micro_batches: int) -> OperationGraph:
     return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
 
 
-def in_flight(graph: OperationGraph, stage: int) -> np.ndarray:
-    """The micro-batches that a stage holds right after each of its forwards, chunk by chunk.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldInPasses:
+    """Micro-batches that a stage holds during each of its forwards, and each backward that ends
+    one."""
+
+    micro_batch: np.ndarray
+    """Micro-batch that runs, [passes]."""
+    is_forward: np.ndarray
+    """Whether the pass is a forward, [passes]."""
+    held: np.ndarray
+    """The first micro-batch of each chunk that is held, the running one included, and the first
+    after it that is not, [passes, chunks, 2]."""
+
+
+def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
+    """What a stage holds pass by pass, in the order in which it runs them.
 
     A micro-batch is held from its forward to the end of its backward, of both parts if it has two.
-
-    Returns:
-        [forwards, chunks, 2]; the first micro-batch of the chunk that is held, and the first after
-        it that is not.
 
     Raises:
         ValueError: the held ones are not consecutive, since a chunk's passes are out of order.
     """
     schedule, own = graph.schedule, graph.of_stage(stage)
     kind, micro_batch, part = graph.kind[own], graph.micro_batch[own], graph.part[own]
-    forwards = np.flatnonzero(kind == Pass.FORWARD)
-    held = np.empty((len(forwards), schedule.chunks, 2), np.int64)
+    begins = kind == Pass.FORWARD
     ends = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_WEIGHT)
+    passes = np.flatnonzero(begins | ends)
+    held = np.empty((len(passes), schedule.chunks, 2), np.int64)
     for chunk in range(schedule.chunks):
         of_chunk = part == schedule.part(stage, chunk)
-        begun = np.flatnonzero((kind == Pass.FORWARD) & of_chunk)
-        ended = np.flatnonzero(ends & of_chunk)
-        for passes in (begun, ended):
-            if not np.array_equal(micro_batch[passes], np.arange(schedule.micro_batches)):
+        begun, ended = np.flatnonzero(begins & of_chunk), np.flatnonzero(ends & of_chunk)
+        for own_passes in (begun, ended):
+            if not np.array_equal(micro_batch[own_passes], np.arange(schedule.micro_batches)):
                 raise ValueError(
                     f"{schedule.name}: stage {stage} runs passes of chunk {chunk} out of order, or "
                     "has no backward; memory is counted for schedules that hold consecutive "
                     "micro-batches"
                 )
-        held[:, chunk, 0] = np.searchsorted(ended, forwards)
-        held[:, chunk, 1] = np.searchsorted(begun, forwards, side="right")
-    return held
+        held[:, chunk, 0] = np.searchsorted(ended, passes)
+        held[:, chunk, 1] = np.searchsorted(begun, passes, side="right")
+    return HeldInPasses(micro_batch=micro_batch[passes], is_forward=begins[passes], held=held)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -30,7 +30,7 @@ from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import GIB, MemoryTable, fits_cap, memory_tables
+from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 

@@ -12,13 +12,8 @@ from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import (
-    OnceAStep,
-    StageTimes,
-    once_a_step,
-    stage_memories,
-    stage_times,
-)
+from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
+from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
 

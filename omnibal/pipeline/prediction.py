@@ -84,7 +84,7 @@ class Prediction(Frozen):
     """Result of simulating the plan on its own packs."""
 
     cost_source: str
-    """"analytic:<cluster>" or "profile:<device>, <n> processes"."""
+    """"analytic:<cluster>, <whose> rates" or "profile:<device>, <n> processes"."""
     step_ms: NonNegativeFloat
     """Step time, mean over the simulated steps."""
     lost: LostTime

@@ -2,18 +2,17 @@
 
 Layers of one kind cost the same, so a set is a count of each kind. For every choice of the others
 the fewest layers of the stage's last kind that fit are found by bisection: recomputing one more
-layer never needs more memory, once the first has brought its working memory. Of those sets, one
-that takes at least as long as another on every micro-batch cannot be better. (OmniBal, section on
-adaptive re-computation, recomputes from the front of the stage. Of each kind the earliest layers
-are taken, for determinism.)
+layer never needs more memory (`MemoryTable.pass_bytes`). Of those sets, one that takes at least as
+long as another on every micro-batch cannot be better. (OmniBal, section on adaptive
+re-computation, recomputes from the front of the stage, as is done here within each kind: what the
+earliest layers bring back comes when later ones have let go.)
 """
 
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
-from omnibal.pipeline.stage_cost import MemoryTable, fits_cap
+from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.units import layer_kinds
 
 _CHUNK_ENTRIES = 4_000_000
@@ -41,10 +40,11 @@ def useful_recomputes(
             those on any micro-batch are a sum of these, each times a number that is not negative.
     """
     kinds = layer_kinds(table.kinds)
-    nothing = fits_cap(_peak_bytes(table, counts, np.zeros_like(counts)), memory_cap_bytes)
+    cap = _Cap.of(table, memory_cap_bytes)
+    nothing = cap.holds(counts, np.zeros_like(counts))
     without = np.flatnonzero(nothing)
     stage, layers = _with_all_but_last(counts[:, kinds], np.flatnonzero(~nothing))
-    layers, fits = _fewest_of_last(table, counts[stage], layers, memory_cap_bytes)
+    layers, fits = _fewest_of_last(cap, counts[stage], layers)
     stage = np.concatenate([without, stage[fits]])
     layers = np.concatenate([np.zeros((len(without), len(kinds)), np.int64), layers[fits]])
     kept = _undominated(stage, layers @ extreme_ms.T)
@@ -53,21 +53,49 @@ def useful_recomputes(
 
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
-    """Smallest peak that recomputing can reach in each of many possible stages. [stages]
+    """Smallest peak that recomputing can reach in each of many possible stages. [stages]"""
+    recomputed, kinds = np.zeros_like(counts), layer_kinds(table.kinds)
+    recomputed[:, kinds] = counts[:, kinds]
+    return _peak_bytes(table, counts, recomputed)
 
-    All layers of a kind or none: a kind's layers share one working memory.
-    """
-    kinds, peaks = layer_kinds(table.kinds), []
-    for chosen in product((0, 1), repeat=len(kinds)):
-        recomputed = np.zeros_like(counts)
-        recomputed[:, kinds] = counts[:, kinds] * chosen
-        peaks.append(_peak_bytes(table, counts, recomputed))
-    return np.minimum.reduce(peaks)
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Cap:
+    """A memory cap, with tables by which most stages are found to be over or under it."""
+
+    cap_bytes: float
+    under: MemoryTable
+    """One pass that needs at least as much as any."""
+    over: MemoryTable
+    """A few passes that need much."""
+    table: MemoryTable
+
+    @classmethod
+    def of(cls, table: MemoryTable, cap_bytes: float) -> "_Cap":
+        """Choose the passes that hold most, keep most of their own, and work most."""
+        others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
+        much = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
+        return cls(
+            cap_bytes=cap_bytes,
+            under=table.at_most(),
+            over=table.of_passes(np.unique(much)),
+            table=table,
+        )
+
+    def holds(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Whether every stage fits. [stages]"""
+        fits = fits_cap(_peak_bytes(self.under, counts, recomputed), self.cap_bytes)
+        unsure = np.flatnonzero(~fits)
+        for table in (self.over, self.table):
+            peaks = _peak_bytes(table, counts[unsure], recomputed[unsure])
+            fits[unsure] = fits_cap(peaks, self.cap_bytes)
+            unsure = unsure[fits[unsure]]
+        return fits
 
 
 def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
     """Peak memory of every stage by `MemoryTable.peak_bytes`, in chunks of stages. [stages]"""
-    at_once = max(_CHUNK_ENTRIES // len(table.kept_bytes), 1)
+    at_once = max(_CHUNK_ENTRIES // len(table.working_bytes), 1)
     peaks = np.empty(len(counts))
     for first in range(0, len(counts), at_once):
         chunk = slice(first, first + at_once)
@@ -102,11 +130,9 @@ def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarr
 
 
 def _fewest_of_last(
-    table: MemoryTable, counts: np.ndarray, layers: np.ndarray, memory_cap_bytes: float
+    cap: _Cap, counts: np.ndarray, layers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add the fewest recomputed layers of each stage's last kind that fit, and whether any do.
-
-    Without any is tried first, since only from one layer on does memory fall with the number.
 
     Args:
         counts: [stages, kinds].
@@ -115,22 +141,20 @@ def _fewest_of_last(
     Returns:
         [stages, layer kinds] and [stages].
     """
-    kinds = np.array(layer_kinds(table.kinds))
+    kinds = np.array(layer_kinds(cap.table.kinds))
     recomputed = np.zeros_like(counts)
     recomputed[:, kinds] = layers
     last = kinds[_last_held(counts[:, kinds])]
 
     def fits(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
         recomputed[rows, last[rows]] = number
-        return fits_cap(_peak_bytes(table, counts[rows], recomputed[rows]), memory_cap_bytes)
+        return cap.holds(counts[rows], recomputed[rows])
 
     everyone = np.arange(len(counts))
     held = counts[everyone, last]
-    fitting = fits(everyone, np.zeros_like(held))
-    rows = everyone[~fitting & (held > 0)]
-    rows = rows[fits(rows, held[rows])]
-    fitting[rows] = True
-    low, high = np.ones_like(held)[rows], held[rows]
+    fitting = fits(everyone, held)
+    rows = everyone[fitting]
+    low, high = np.zeros_like(held)[rows], held[rows]
     while (low < high).any():
         middle = (low + high) // 2
         enough = fits(rows, middle)

@@ -16,7 +16,8 @@ from omnibal.errors import UserError
 from omnibal.files import atomic
 from omnibal.plan import Plan
 from omnibal.plan_files import PlanFiles
-from omnibal.replay import ReplaySummary, read_replay
+from omnibal.pretended import PretendedStage, check_pretended, is_pretended, read_pretended
+from omnibal.replay import INFO_FILE, ReplaySummary, plan_sha256, read_replay
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import (
     Figure,
@@ -62,6 +63,8 @@ class ReportInput:
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
     replay: ReplaySummary | None
+    pretended: tuple[PretendedStage, ...]
+    """Stages tried on pretended devices, as far as they are; empty without any."""
     records: list[StepRecord]
     validations: list[ValidationRecord]
     """Validations of the run; empty without a run."""
@@ -105,7 +108,13 @@ def _read(
     plan, cost, data = files.plan, files.job.cost, files.data
     records = [] if run_directory is None else _records_of(plan, run_directory)
     replay = None
-    if replay_directory is not None:
+    pretended: tuple[PretendedStage, ...] = ()
+    if replay_directory is not None and is_pretended(replay_directory):
+        check_pretended(replay_directory, plan_sha256(plan))
+        pretended = read_pretended(replay_directory, plan)
+    if replay_directory is not None and (
+        not is_pretended(replay_directory) or (replay_directory / INFO_FILE).exists()
+    ):
         if data is None:
             raise UserError(
                 "a plan with neither data nor shapes has no steps to replay; give the plan "
@@ -117,6 +126,7 @@ def _read(
         cost=cost,
         data=data,
         replay=replay,
+        pretended=pretended,
         records=records,
         validations=[] if run_directory is None else read_validations(run_directory),
         run=summarise_run(records, plan.parallel.world_size) if records else None,
@@ -173,7 +183,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "stages": stage_table(plan, run, replay),
         "waste": waste_figures(plan, replay),
         "timeline": timeline_figure(plan.stages, report.cost, *report.data) if report.data else "",
-        "memory": memory_table(plan, run, replay),
+        "memory": memory_table(plan, run, replay, report.pretended),
         "times": time_figure(plan, run, replay),
         "memories": memory_figure(plan, run, replay),
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",

@@ -11,8 +11,10 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.limits import memory_cap_gib
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.plan import DataPlan, Plan
+from omnibal.pretended import PretendedStage
 from omnibal.replay import ReplaySummary
 from omnibal.report.figures import MEMORY_PARTS, memory_parts, meter
+from omnibal.report.pretended import difference_cells
 from omnibal.report.summary import (
     RunSummary,
     accuracy_interval,
@@ -76,11 +78,15 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
 
 
 def memory_table(
-    plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
+    plan: Plan,
+    run: RunSummary | None = None,
+    replay: ReplaySummary | None = None,
+    pretended: Sequence[PretendedStage] = (),
 ) -> Table | None:
-    """Predicted memory by kind, the sum against the device's, and the replayed and measured peak.
+    """Predicted memory by kind, the sum against the device's, and the peak by other sources.
 
-    The replayed peak is shown beside its predicted value. None where there is nothing to show.
+    The replayed peak is shown beside its predicted value, and that allocated on a pretended device
+    with the prediction's difference from it. None where there is nothing to show.
     """
     cap_gib = memory_cap_gib(plan.cluster)
     columns = [_column("stage", [str(i) for i in range(len(plan.stages))], "left")]
@@ -97,6 +103,14 @@ def memory_table(
         if not all(stage.with_working_memory for stage in replay.stages):
             caption += " A replay on a CPU measures no working memory: predicted beside it is "
             caption += "the rest."
+    if pretended:
+        by_stage = {one.stage: difference_cells(one) for one in pretended}
+        cells = [by_stage.get(stage, [""] * 3) for stage in range(len(plan.stages))]
+        for index, title in enumerate(("predicted", "allocated", "difference")):
+            style: Style = "bold" if title == "allocated" else ""
+            column = [each[index] for each in cells]
+            columns.append(_column(title, column, style, "pretended, GiB"))
+        caption += " Pretended: what the code would allocate, counted without a device."
     if run:
         columns.append(_column("peak", aligned(run.peak_gib), "bold", "measured, GiB"))
     if len(columns) == 1:

@@ -19,7 +19,7 @@ from omnibal.limits import Caps, option_of, words
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.partition import least_peak_of_splits
-from omnibal.pipeline.stage_cost import GIB, fits_cap
+from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 from omnibal.planner import PlanRequest
 

@@ -28,7 +28,7 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
-from omnibal.pipeline.stage_cost import fits_cap
+from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import CapSpace, usual_samples_per_step
 from omnibal.search.feasible import gib_text, least_need_gib

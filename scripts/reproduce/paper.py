@@ -30,7 +30,8 @@ from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import GIB, model_ms
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.units import feature_names, unit_names

@@ -23,7 +23,7 @@ from paper import (
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.parallel import Parallel
-from omnibal.pipeline.stage_cost import stage_memories
+from omnibal.pipeline.stage_memory import stage_memories
 
 DEVICE_GB = 80.0
 

@@ -23,7 +23,7 @@ from paper import (
 
 from omnibal.config import ClusterConfig
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.stage_cost import stage_memories
+from omnibal.pipeline.stage_memory import stage_memories
 
 
 def compare(job: Job, data: Data, cluster: ClusterConfig) -> tuple[list[str], list[list[str]]]:

@@ -25,7 +25,8 @@ from omnibal.pipeline.baselines import (
 )
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Span, Stage, joined
-from omnibal.pipeline.stage_cost import GIB, stage_memories, stage_times
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.units import check_stages, recomputed_counts, stage_units, stages_from_cuts
 from omnibal.units import unit_names
 

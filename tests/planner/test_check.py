@@ -87,7 +87,7 @@ def backward_epochs(packs: ScheduledPacks) -> ScheduledPacks:
 
 def test_a_good_plan_passes(directory):
     """Prevents checks that refuse what the planner makes."""
-    assert len(check_plan(directory)) == 12
+    assert len(check_plan(directory)) == 13
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
     """Prevents training on data or tiles that the lengths are not of."""
     directory = tmp_path / "plan"
     save_plan(make_plan(request(lengths=example_lengths(origin_of(MODEL)))), directory)
-    assert len(check_plan(directory)) == 12
+    assert len(check_plan(directory)) == 13
     plan = read_plan(directory)
     for origin, expected in (
         (None, "data.origin of plan.json is not that"),

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import typer
 from plan_cases import example_lengths, example_profile
+from rate_cases import tiled_rates
 from replay_cases import write_replay
 
 import omnibal
 from omnibal import cli
-from omnibal.config import load_model, preset_names
+from omnibal.config import load_cluster, load_model, preset_names
 from omnibal.cost.profile import model_sha256, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import read_packs
@@ -51,7 +52,7 @@ FLAGS = {
     "--network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
-    "--precision --processes --layers --repetitions --json",
+    "--precision --processes --layers --repetitions --cluster --cluster-output --json",
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
@@ -180,7 +181,7 @@ def test_plan_check_and_report(capsys, tmp_path, lengths_file):
     assert printed["ideal_step_ms"] <= printed["step_ms"]
     run("check --json", tmp_path / "plan")
     checked = json.loads(capsys.readouterr().out)
-    assert (len(checked["passed"]), len(checked["notes"])) == (12, 1)
+    assert (len(checked["passed"]), len(checked["notes"])) == (13, 1)
     run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
     assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
@@ -227,7 +228,7 @@ def test_readable_output_shows_the_figures(capsys, tmp_path, lengths_file):
         assert word in printed
     run("check", tmp_path / "plan")
     printed = capsys.readouterr().out
-    assert (printed.count("ok: "), printed.count("note: ")) == (12, 1)
+    assert (printed.count("ok: "), printed.count("note: ")) == (13, 1)
     run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file)
     assert "300 of 300" in capsys.readouterr().out
 
@@ -668,6 +669,34 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
         "--tokens-per-sample": "64",
         "--layers": "3",
     }
+
+
+def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch, lengths_file):
+    """Prevents measured rates that no plan can be made with, or that replace another file."""
+    profile = example_profile().model_copy(update={"rates": tiled_rates()})
+
+    def run_profiler(command, check, stdout):
+        write_profile(profile, Path(command[-1]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
+    monkeypatch.setattr(subprocess, "run", run_profiler)
+    output, mine = tmp_path / "profile.json", tmp_path / "mine.toml"
+    command = f"{PROFILE} --precision fp32 -o {output} --cluster"
+    assert "give both or none" in failure(capsys, f"{PROFILE} -o {output} --cluster h100-80g")
+    assert "are one file" in failure(capsys, f"{command} h100-80g --cluster-output {output}")
+    assert not mine.exists()
+    run(f"{command} laptop-cpu --cluster-output", mine)
+    capsys.readouterr()
+    plan = PLAN.replace("laptop-cpu", str(mine)) + " --precision fp32 --json --lengths"
+    run(plan, lengths_file, "-o", tmp_path / "plan")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["cost_source"] == "analytic:laptop-cpu, rates measured on tiled device"
+    run("check", tmp_path / "plan")
+    assert "costs are of analytic:laptop-cpu, rates measured on" in capsys.readouterr().out
+    profile = profile.model_copy(update={"rates": None})
+    error = failure(capsys, f"{command} laptop-cpu --cluster-output", mine)
+    assert "has no rates by shape" in error and load_cluster(str(mine)).rates
 
 
 def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, lengths_file):

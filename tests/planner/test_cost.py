@@ -8,12 +8,8 @@ from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import (
-    GIB,
-    once_a_step,
-    stage_memories,
-    trained_parameters,
-)
+from omnibal.pipeline.stage_cost import once_a_step, trained_parameters
+from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.units import unit_kinds, unit_names
 

@@ -23,7 +23,7 @@ from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, sear
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import GIB, stage_memories
+from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.units import check_stages, recomputed_counts, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
@@ -38,9 +38,10 @@ class RunOptions:
     forward_ms: np.ndarray
     backward_ms: np.ndarray
     kept: np.ndarray
-    """Bytes of each micro-batch."""
-    other: np.ndarray
-    """[options]; bytes of state and working memory."""
+    """Bytes that each micro-batch keeps between its forward and its backward."""
+    running: np.ndarray
+    """Most bytes of each micro-batch while one of the run's units works on it."""
+    state: float
     trained: int
     exchange_ms: float
     """Of the gradient of a tied matrix, with the stage that has the other copy."""
@@ -56,45 +57,75 @@ def run_options(cost: CostModel, held: tuple[str, ...], features: np.ndarray) ->
     once = cost.tied_parameters if len(ends) == 2 else 0
     state -= once * 18
     both_ways_ms = 2 * (cost.link_latency_ms + cost.link_ms_per_byte * 2 * cost.tied_parameters)
-    backward_ms, kept_bytes, other = [], [], []
+    backward_ms, kept_bytes, running_bytes = [], [], []
     layers = [kind.name for kind in cost.kinds if kind.is_layer]
     for numbers in product(*(range(held.count(kind) + 1) for kind in layers)):
         left = dict(zip(layers, numbers, strict=True))
-        backward, kept, working = plain.copy(), np.zeros(len(features)), 0.0
+        backward, again = plain.copy(), []
         for unit in held:
-            unit_cost = cost.units[unit]
-            transient = features @ unit_cost.transient_bytes
-            if left.get(unit, 0):
+            again.append(left.get(unit, 0) > 0)
+            if again[-1]:
                 left[unit] -= 1
-                backward += features @ unit_cost.recompute_ms
-                kept += features @ unit_cost.boundary_bytes
-                transient += features @ (unit_cost.activation_bytes - unit_cost.boundary_bytes)
-            else:
-                kept += features @ unit_cost.activation_bytes
-            working = max(working, transient.max())
+                backward += features @ cost.units[unit].recompute_ms
+        kept, running = memory_of_run(cost, held, again, features)
         backward_ms.append(backward)
         kept_bytes.append(kept)
-        other.append(state + working)
+        running_bytes.append(running)
     return RunOptions(
-        forward_ms=np.repeat(forward[None], len(other), axis=0),
+        forward_ms=np.repeat(forward[None], len(kept_bytes), axis=0),
         backward_ms=np.array(backward_ms),
         kept=np.array(kept_bytes),
-        other=np.array(other),
+        running=np.array(running_bytes),
+        state=state,
         trained=sum(cost.units[unit].trained_parameters for unit in held) - once,
         exchange_ms=both_ways_ms if cost.tied_parameters and len(ends) == 1 else 0.0,
     )
 
 
+def memory_of_run(
+    cost: CostModel, held: tuple[str, ...], again: list[bool], features: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What micro-batches keep between forward and backward, and need while a unit runs. [packs]"""
+    layers = {kind.name: kind.tower for kind in cost.kinds if kind.is_layer}
+    kept, running = np.zeros((2, len(features)))
+    for place, unit in enumerate(held):
+        costs = cost.units[unit]
+        back = features @ (costs.activation_bytes - costs.boundary_bytes)
+        kept = kept + features @ costs.boundary_bytes + (0 if again[place] else back)
+        tower = layers.get(unit)
+        own = [i for i, name in enumerate(held) if tower and layers.get(name) == tower]
+        before = kept
+        if len({held[i] for i in own}) > 1:
+            # Layers of several kinds take turns, and all of them count as if they came before.
+            of_kind = [again[i] for i in own if held[i] == unit]
+            back = back if all(of_kind) else 0 * back
+            for i in own:
+                if i > place:
+                    later = cost.units[held[i]]
+                    bytes_ = later.boundary_bytes if again[i] else later.activation_bytes
+                    before = before + features @ bytes_
+        # Units after this one keep nothing yet, forward, and nothing any more, backward.
+        brought = back if again[place] else 0
+        running = np.maximum(running, before + brought + features @ costs.transient_bytes)
+    return kept, running
+
+
 def peaks(options: RunOptions, ranks: list[np.ndarray], in_flight: int) -> np.ndarray:
-    """Bytes with the most that so many micro-batches in a row of one rank's step keep. [options]
+    """Most bytes while a rank's step runs, of which so many micro-batches in a row are held and
+    the first or the last of them runs. [options]
 
     `ranks` are the packs of every rank of every step.
     """
-    most = np.zeros(len(options.other))
+    most = np.zeros(len(options.kept))
     for rank in ranks:
-        for first in range(len(rank)):
-            most = np.maximum(most, options.kept[:, rank[first : first + in_flight]].sum(axis=1))
-    return most + options.other
+        for first, last in combinations(range(len(rank) + 1), 2):
+            held = rank[first:last]
+            if len(held) > in_flight:
+                continue
+            for one in (held[0], held[-1]):
+                others = options.kept[:, held].sum(axis=1) - options.kept[:, one]
+                most = np.maximum(most, others + options.running[:, one])
+    return most + options.state
 
 
 def finish_times(
@@ -187,7 +218,7 @@ def split_times(
                 end = np.maximum(end, moment) + one_ms
             reduced.append(end + choice.exchange_ms)
         total_ms = total_ms + reduce(np.maximum, reduced) + update_ms
-    shape = [len(choice.other) for choice in choices]
+    shape = [len(choice.kept) for choice in choices]
     return np.broadcast_to(total_ms / len(np.unique(packs.step)), shape)
 
 

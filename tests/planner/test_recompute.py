@@ -1,7 +1,7 @@
 """Recomputation and stage memory against enumeration and figures worked out by hand."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -10,14 +10,14 @@ from cost_cases import model_of, random_cost, random_features, small_model
 from omnibal.cost.model import UnitCost
 from omnibal.pipeline import recompute
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
-from omnibal.pipeline.stage_cost import (
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_memory import (
     GIB,
+    RunningPasses,
     fits_cap,
-    in_flight_features,
     memory_table,
     memory_tables,
     stage_memory,
-    stage_times,
     undominated,
 )
 from omnibal.pipeline.units import layer_kinds, stages_from_cuts
@@ -38,7 +38,7 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
     for _ in range(60):
         cost = random_cost(rng, model)
         features = random_features(rng, 5, len(cost.features))
-        table = memory_table(cost, 2 * features, features)
+        table = memory_table(cost, RunningPasses(own=features, others=features[::-1]))
         layers = layer_kinds(cost.kinds)
         extreme_ms = rng.uniform(0.1, 1, (len(layers), len(layers)))
         times_ms = rng.dirichlet(np.ones(len(layers)), 20) @ extreme_ms
@@ -124,7 +124,8 @@ def test_stage_memory_and_time_by_hand():
     cost = replace(cost, units=units)
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
-    memory = stage_memory(cost, stage, features.sum(axis=0, keepdims=True), features)
+    others = RunningPasses(own=features, others=features[::-1])
+    memory = stage_memory(cost, stage, memory_table(cost, others))
     assert len(stage.layers("language")) == 2
     assert stage.recomputed("language") == (2,)
     np.testing.assert_allclose(memory.weights_gib * GIB, 2500 * 2)
@@ -145,7 +146,8 @@ def test_recomputed_layers_bring_back_their_activations_as_working_memory():
     cost = replace(cost, units={**cost.units, "language_layer": flat_unit((10, 1, 3), 0)})
     features = np.array([[1.0, 0, 7, 0, 0]])
     stages = stages_from_cuts(small_model(2, 4), (5, 6), [(0, 0), (0, 1), (0, 0)])
-    memory = stage_memory(cost, stages[1], features, features)
+    alone = RunningPasses(own=features, others=0 * features)
+    memory = stage_memory(cost, stages[1], memory_table(cost, alone))
     np.testing.assert_allclose(memory.activations_gib * GIB, 7e6)
     np.testing.assert_allclose(memory.transient_gib * GIB, 7 * (3 + 10 - 1) * 1e6)
 
@@ -166,30 +168,45 @@ def test_undominated_rows_are_exactly_the_front():
         assert len(found) == len(front)
 
 
-def test_tables_of_all_stages_have_every_set_in_flight():
+def test_tables_of_all_stages_have_every_pass():
     """Prevents a stage whose peak leaves out micro-batches, or is that of another stage: compared
-    with every run of micro-batches, more stages than a rank has of them included."""
+    with every run of micro-batches whose first or last one runs; more stages than a rank has of
+    them, and steps with fewer than others, included."""
     rng = np.random.default_rng(6)
     cost = random_cost(rng)
+    units = list(cost.units.values())
+    activation, boundary, working = (
+        np.stack([getattr(unit, f"{name}_bytes") for unit in units])
+        for name in ("activation", "boundary", "transient")
+    )
     counts = rng.integers(0, 5, (20, 6))
     recomputed = np.minimum(counts, rng.integers(0, 5, (20, 6))) * [0, 1, 0, 0, 1, 0]
     for micro_batches, stages in ((6, 4), (3, 5), (1, 3)):
-        slot = np.tile(np.arange(micro_batches), 7)
+        sizes = [micro_batches] * 6 + [max(micro_batches - 2, 1)]
+        slot = np.concatenate([np.arange(size) for size in sizes])
         features = random_features(rng, len(slot))
+        ranks = np.split(features, np.cumsum(sizes)[:-1])
         for stage, table in enumerate(memory_tables(cost, features, slot, stages)):
-            held = in_flight_features(features, slot, stages, stage)
-            sums = [
-                features[i - min(n, stages - stage - 1) : i + 1].sum(axis=0)
-                for i, n in enumerate(slot)
-            ]
-            np.testing.assert_allclose(held, sums)
-            units = list(cost.units.values())
-            kept = (counts - recomputed) @ np.stack([u.activation_bytes for u in units])
-            kept += recomputed @ np.stack([u.boundary_bytes for u in units])
-            most = (kept @ np.array(sums).T).max(axis=1)
-            np.testing.assert_allclose(table.activation_bytes(counts, recomputed), most)
-            working = np.stack([u.transient_bytes for u in units]) @ features.T
-            np.testing.assert_allclose(table.working_bytes, working.max(axis=1))
+            own, others = [], []
+            for rank in ranks:
+                for first, stop in combinations(range(len(rank) + 1), 2):
+                    if stop - first <= stages - stage:
+                        held = rank[first:stop]
+                        own += [held[0], held[-1]]
+                        others += [held[1:].sum(axis=0), held[:-1].sum(axis=0)]
+            kept = (counts - recomputed) @ activation + recomputed @ boundary
+            most = (kept @ (np.array(own) + others).T).max(axis=1)
+            np.testing.assert_allclose(table.activation_bytes(counts, recomputed).max(-1), most)
+            needed = kept @ np.array(others).T
+            for row, (held, again) in enumerate(zip(counts, recomputed, strict=True)):
+                upto = np.cumsum(
+                    (held - again)[:, None] * activation + again[:, None] * boundary, 0
+                )
+                whole = ((held > again) | (held == 0))[:, None]
+                running = upto + working + np.where(whole, 0, activation - boundary)
+                needed[row] += (running[held > 0] @ np.array(own).T).max(axis=0, initial=0)
+            found = table.pass_bytes(counts, recomputed).max(axis=-1)
+            np.testing.assert_allclose(found, needed.max(axis=1))
 
 
 def test_a_cap_holds_a_peak_of_its_size():

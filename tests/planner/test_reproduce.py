@@ -14,7 +14,7 @@ from calibration import stage_ms  # noqa: E402
 from omnibal.config import load_cluster  # noqa: E402
 from omnibal.cost.analytic import analytic_cost  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
-from omnibal.pipeline.stage_cost import stage_memories  # noqa: E402
+from omnibal.pipeline.stage_memory import stage_memories  # noqa: E402
 
 CLUSTER = load_cluster(paper.CLUSTER)
 

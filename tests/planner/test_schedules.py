@@ -8,7 +8,7 @@ import pytest
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     StageOrder,
-    in_flight,
+    held_in_passes,
     operation_graph,
     planned_graph,
 )
@@ -203,15 +203,17 @@ def test_other_schedules_have_their_textbook_bubbles():
     assert step_ms(zero_bubble, 1, {F: 1, BI: 1, BW: 1}) - 8 * 3 == pytest.approx(3)
 
 
-def held_at_forwards(operations: Sequence[Operation]) -> list[set[tuple[int, int]]]:
-    """(chunk, micro-batch) that are held right after each forward, by walking the list."""
+def held_in_list(operations: Sequence[Operation]) -> list[tuple[int, set[tuple[int, int]]]]:
+    """Every pass but backwards of the input alone: the micro-batch that runs, and all (chunk,
+    micro-batch) that are held meanwhile, by walking the list."""
     held: set[tuple[int, int]] = set()
     found = []
     for one in operations:
-        if one.kind is F:
-            held.add((one.chunk, one.micro_batch))
-            found.append(set(held))
-        elif one.kind is not BI:
+        if one.kind is BI:
+            continue
+        held.add((one.chunk, one.micro_batch))
+        found.append((one.micro_batch, set(held)))
+        if one.kind is not F:
             held.remove((one.chunk, one.micro_batch))
     return found
 
@@ -224,11 +226,14 @@ def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_bat
     """Prevents a memory count of another schedule than the one that is trained by."""
     graph = operation_graph(rule, stages, chunks, micro_batches)
     for stage, operations in enumerate(graph.schedule.operations):
+        passes = held_in_passes(graph, stage)
         counted = [
-            {(chunk, i) for chunk, (first, stop) in enumerate(runs) for i in range(first, stop)}
-            for runs in in_flight(graph, stage)
+            (own, {(chunk, i) for chunk, ends in enumerate(runs) for i in range(*ends)})
+            for own, runs in zip(passes.micro_batch, passes.held, strict=True)
         ]
-        assert counted == held_at_forwards(operations)
+        assert counted == held_in_list(operations)
+        begins = [one.kind is F for one in operations if one.kind is not BI]
+        assert passes.is_forward.tolist() == begins
 
 
 def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
@@ -236,9 +241,8 @@ def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
     for m, p in SIZES:
         graph = planned_graph(p, m)
         for stage in range(p):
-            assert max(map(len, held_at_forwards(graph.schedule.operations[stage]))) == min(
-                p - stage, m
-            )
+            held = [len(each) for _, each in held_in_list(graph.schedule.operations[stage])]
+            assert max(held) == min(p - stage, m)
         assert graph.depths == 2 * (m + p - 1)
 
 
@@ -322,7 +326,7 @@ def test_what_a_list_lacks_is_named_by_what_relies_on_it():
     with pytest.raises(ValueError, match="each run in micro-batch order"):
         StageOrder.of_stages(unordered)
     with pytest.raises(ValueError, match="out of order"):
-        in_flight(unordered, 0)
+        held_in_passes(unordered, 0)
     with pytest.raises(ValueError, match="does not hold for fewer"):
         rng = np.random.default_rng(0)
         durations, *links = random_durations(rng, two_parts.schedule, two_parts.kinds)

@@ -17,13 +17,8 @@ from omnibal.pipeline.simulate import (
     simulate_step,
     simulate_steps,
 )
-from omnibal.pipeline.stage_cost import (
-    GIB,
-    OnceAStep,
-    StageTimes,
-    in_flight_features,
-    stage_times,
-)
+from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, stage_times
+from omnibal.pipeline.stage_memory import GIB, running_passes
 from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -228,7 +223,9 @@ def test_in_flight_runs_are_what_the_schedule_holds(m: int, p: int):
             size[(forward_end[:, stage] <= now) & (backward_end[:, stage] > now)].sum(axis=0)
             for now in forward_end[:, stage]
         ]
-        runs = in_flight_features(size, np.arange(m), p, stage)
+        passes = running_passes(size, np.arange(m), p, stage)
+        runs = passes.own + passes.others
+        np.testing.assert_allclose(runs[:m], held)
         np.testing.assert_allclose(runs.max(axis=0), np.max(held, axis=0))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
 from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, request
+from rate_cases import tiled_rates
 from rich.console import Console
 
 from omnibal import cli, tables
@@ -520,3 +521,31 @@ def test_paper_sized_job_is_shared_as_in_the_paper():
     assert found.best.parallel.pipeline in (4, 8)
     needs = {each.parallel.pipeline: each.need_gib for each in found.ruled_out}
     assert needs[1] > 72
+
+
+def test_slices_that_are_measured_to_be_slow_are_not_chosen():
+    """Prevents: tensor parallelism chosen for slices that the device's table says are slow."""
+    cluster, tiled = load_cluster("h100-80g"), tiled_rates()
+    # Every product takes as long to begin as a slice of this model does to compute.
+    late = tuple(one.model_copy(update={"ms": one.ms + 0.03}) for one in tiled.products)
+    alone = tiled.model_copy(update={"products": late, "collectives": (), "copies": ()})
+
+    def searched(rates, **fixed) -> StrategySearch:
+        return search(
+            model=load_model("internvl2-2b"),
+            cluster=cluster.model_copy(update={"rates": rates}),
+            precision="bf16",
+            gpus=8,
+            samples_per_step=8,
+            samples=100,
+            caps=Caps.of(tiles=9, tokens=1024),
+            lengths=example_lengths(count=100),
+            **fixed,
+        )
+
+    chosen, penalty = [], []
+    for rates in ({}, {"bf16": alone}):
+        chosen.append(searched(rates).ranking[0].parallel.tensor)
+        whole, slices = (searched(rates, tensor=size).ranking[0] for size in (1, 8))
+        penalty.append(slices.ms_per_sample / whole.ms_per_sample)
+    assert chosen[1] < chosen[0] and penalty[0] < 1 < penalty[1]

@@ -11,11 +11,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
-from megatron.vlm.backend import current_device
+from megatron.vlm.backend import WeightGradients, current_device
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import random_batch
-from megatron.vlm.model.layers import attend_by_segment, attend_flash
+from megatron.vlm.model.attention import attend_by_segment, attend_flash
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
@@ -55,6 +55,21 @@ def varlen_attention(folder: Path) -> None:
         results.append([output_TND, *(tensor.grad for tensor in own)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+def weight_gradients(folder: Path) -> None:
+    """A product adds to a float32 buffer what float64 gives, in place and without a rounding."""
+    torch.manual_seed(0)
+    input_RI, gradient_RO, buffer = (
+        torch.randn(shape, device="cuda") for shape in ((300, 72), (300, 40), (40, 72))
+    )
+    inputs = [tensor.to(torch.bfloat16) for tensor in (input_RI, gradient_RO)]
+    expected = buffer.double() + inputs[1].double().t() @ inputs[0].double()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    WeightGradients.wgrad_gemm_accum_fp32(*inputs, buffer)
+    assert torch.cuda.max_memory_allocated() - before < 2 * buffer.numel()
+    torch.testing.assert_close(buffer.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def _steps(trainer: Trainer, first: int, last: int) -> list[float]:
@@ -136,5 +151,5 @@ def checkpoint(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    checks = (varlen_attention, precisions_agree, real_size_stage, checkpoint)
+    checks = (varlen_attention, weight_gradients, precisions_agree, real_size_stage, checkpoint)
     {check.__name__: check for check in checks}[sys.argv[1]](Path(sys.argv[2]))

@@ -24,7 +24,8 @@ from omnibal.errors import DoesNotFit, UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.stage_cost import stage_memories, stage_times
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan_files import save_plan

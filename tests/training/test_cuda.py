@@ -29,7 +29,8 @@ def has_device() -> bool:
 
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
 @pytest.mark.parametrize(
-    "check", ["varlen_attention", "precisions_agree", "real_size_stage", "checkpoint"]
+    "check",
+    ["varlen_attention", "weight_gradients", "precisions_agree", "real_size_stage", "checkpoint"],
 )
 def test_on_device(check, tmp_path):
     """Prevents: code that is only right on a CPU. See each check in cuda_checks.py."""
@@ -38,6 +39,19 @@ def test_on_device(check, tmp_path):
     result = subprocess.run(
         [sys.executable, str(CHECKS), check, str(tmp_path)],
         cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
+@pytest.mark.parametrize("check", ["activations", "residual", "head_norms", "rotary"])
+def test_kernels_on_device(check):
+    """Prevents: a kernel that is right in Triton's interpreter only."""
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    result = subprocess.run(
+        [sys.executable, str(CHECKS.with_name("kernel_checks.py")), check, "cuda"],
+        cwd=REPOSITORY, env={**environment, "PYTHONPATH": str(REPOSITORY)}, text=True,
+        capture_output=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.vlm.model.layers import attend_by_segment, attend_flash
+from megatron.vlm.model.attention import attend_by_segment, attend_flash
 
 SEGMENTS = [5, 1, 12, 7]
 BORDERS = torch.tensor([0, *SEGMENTS]).cumsum(0).to(torch.int32)

@@ -21,7 +21,7 @@ from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.profile import fitted_cost
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
-from omnibal.pipeline.stage_cost import GIB, stage_memories
+from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.units import feature_names, unit_names
 
 pytestmark = pytest.mark.quick

@@ -96,8 +96,8 @@ class MicroBatch:
     def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
         """Borders of the samples, for block-diagonal attention and for RoPE to restart.
 
-        The borders are there twice: for attention kernels on the device, and as `*_padded` on the
-        host, where core's RoPE reads them as Python numbers, four times a layer.
+        The borders are there twice: on the device for kernels, and as `*_padded` on the host, for
+        attention by one call a sample.
 
         Args:
             padding: tokens that follow the samples, as a segment of their own.

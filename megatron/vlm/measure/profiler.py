@@ -35,6 +35,7 @@ from rich.progress import track
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.model.stage import IMAGE_CHANNELS, VLMStage
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
@@ -47,6 +48,7 @@ from megatron.vlm.step.train import (
     global_sums,
 )
 from omnibal.config import ModelConfig, Precision, load_cluster, load_model
+from omnibal.cost.measured_sizes import measured_sizes
 from omnibal.cost.profile import (
     LinkMeasurement,
     OptimizerMeasurement,
@@ -57,10 +59,12 @@ from omnibal.cost.profile import (
 )
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.job import JobSpec
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
+from omnibal.rates import CollectiveTime, Rates
 from omnibal.units import HEAD, LANGUAGE_EMBED
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
@@ -99,9 +103,14 @@ class ProfileOptions:
     repetitions: int
     """Timed rounds, after one of warm-up; a round runs every micro-batch once."""
 
+    def caps(self, model: ModelConfig) -> Caps:
+        """Return the caps, of tiles only where the model takes images."""
+        tiles = {"tiles": self.max_tiles} if model.takes_images else {}
+        return Caps.of(**tiles, tokens=self.max_tokens)
+
 
 def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Console) -> Profile:
-    """Measure units, optimizer and links; collective over all processes.
+    """Measure units, optimizer, links, and rates by shape; collective over all processes.
 
     Args:
         job: whose model is measured, as one device without tensor parallelism has it.
@@ -112,6 +121,9 @@ def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Con
     _check_options(job.model, options)
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
+    # Before the model's layers take the device's memory.
+    sizes = measured_sizes(job.model, job.cluster, options.caps(job.model), job.precision)
+    rates = measure_rates(device_name(), job.precision, sizes, progress)
     profiler = Profiler(job, links, options)
     repetitions = track(
         range(options.repetitions),
@@ -121,7 +133,13 @@ def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Con
     )
     result = profiler.result([profiler.round() for _ in repetitions])
     shut_down_distributed()
-    return result
+    return result.model_copy(update={"rates": _with_sends(rates, result.links)})
+
+
+def _with_sends(rates: Rates, links: Sequence[LinkMeasurement]) -> Rates:
+    """Rates with the sends between two processes among the collectives."""
+    sends = [CollectiveTime(kind="send", ranks=2, bytes=one.bytes, ms=one.ms) for one in links]
+    return rates.model_copy(update={"collectives": (*rates.collectives, *sends)})
 
 
 def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
@@ -326,16 +344,13 @@ UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
     """The forward of a stage that holds every unit, cut into them."""
     stage: Any = whole  # where no unit of the model is None
-    packed = batch.packed_seq_params(current_device())
-    rotary = stage.rotary(max(batch.segment_tokens))
+    packing = stage.packing(batch)
 
     def vision_layer(layer: Any) -> UnitFunction:
         return lambda hidden: layer(hidden, None)[0]
 
     def language_layer(layer: Any) -> UnitFunction:
-        return lambda hidden: layer(hidden, None, rotary_pos_emb=rotary, packed_seq_params=packed)[
-            0
-        ]
+        return lambda hidden: layer(hidden, None, **packing)[0]
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))

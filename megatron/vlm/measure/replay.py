@@ -145,11 +145,16 @@ def predicted_waits(
     )
 
 
+OnPhase = Callable[[Phase], None]
+"""Function that is told when a phase of a step begins."""
+
+
 class _RecomputeClock(PhaseClock):
     """Phase clock that also measures the recomputation of layers in every backward."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, on_phase: OnPhase | None) -> None:
         super().__init__()
+        self._on_phase = on_phase
         self._again: list[list[tuple[object, object]]] = []
         self._begun: object = None
         self._in_backward = False
@@ -162,9 +167,15 @@ class _RecomputeClock(PhaseClock):
 
     def switch(self, phase: Phase) -> None:
         super().switch(phase)
+        self.announce(phase)
         self._in_backward = phase is Phase.BACKWARD
         if self._in_backward:
             self._again.append([])
+
+    def announce(self, phase: Phase) -> None:
+        """Tell who follows the step that a phase begins."""
+        if self._on_phase is not None:
+            self._on_phase(phase)
 
     def _begin(self, *_: object) -> None:
         if self._in_backward:
@@ -196,16 +207,22 @@ class StageReplayer:
     reads ahead, has the inputs of up to two more there.
     """
 
-    def __init__(self, plan: Plan, links: StandInLinks) -> None:
+    def __init__(self, plan: Plan, links: StandInLinks, on_phase: OnPhase | None = None) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
         self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False)
         self._update = RepeatedUpdate(self._trainer)
-        self._clock = _RecomputeClock(self._trainer)
+        self._clock = _RecomputeClock(self._trainer, on_phase)
         self.update_ms()  # which makes the optimizer's state
-        self.state_bytes = state_bytes_of(self._trainer)
         if has_cuda():
             self.state_bytes = torch.cuda.memory_allocated() - before
+        else:
+            self.state_bytes = state_bytes_of(self._trainer)
+
+    @property
+    def trainer(self) -> Trainer:
+        """The stage with its optimizer, as in training."""
+        return self._trainer
 
     def step(self, batches: Sequence[MicroBatch], waits: Waits | None = None) -> MicroBatchTimes:
         """Forward and backward of one rank's micro-batches of a step, in the plan's order.
@@ -246,6 +263,7 @@ class StageReplayer:
 
     def update_ms(self) -> float:
         """Time of the work done once a step; see `RepeatedUpdate`."""
+        self._clock.announce(Phase.OPTIMIZER)
         return self._update.timed_ms()
 
 

@@ -178,10 +178,11 @@ def replay_stages(
     open_replay(output, info)
     kept = {replay.stage for replay in read_stages(output, job.plan)}
     # Nobody may write before everybody has read.
-    _together(store, "read", launch.world_size)
+    together(store, "read", launch.world_size)
     left = [stage for stage in stages if stage not in kept]
     work = {stage: job.work_of(stage, info) for stage in left}
-    with _progress(launch, store, sum(one.runs for one in work.values())) as on_run:
+    runs = sum(one.runs for one in work.values())
+    with shared_progress("replaying steps of single ranks", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
             try:
                 replayed = replay_stage(job.plan, stage, work[stage], job.rows_of(stage), on_run)
@@ -189,16 +190,16 @@ def replay_stages(
             except UserError as error:
                 # The other stages are worth having. The error itself would hold this one's memory.
                 store.set(f"failed {stage}", str(error))
-        _together(store, "done", launch.world_size, lambda: on_run(0))
+        together(store, "done", launch.world_size, lambda: on_run(0))
     failures = [
         store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
     ]
-    _together(store, "told", launch.world_size)
+    together(store, "told", launch.world_size)
     if failures and launch.rank == 0:
         raise UserError("; ".join(failures))
 
 
-def _together(
+def together(
     store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
     """Wait until every process has come here, without the time limit of the store's barrier."""
@@ -209,11 +210,13 @@ def _together(
 
 
 @contextmanager
-def _progress(launch: Launch, store: dist.Store, total: int) -> Iterator[Callable[..., None]]:
+def shared_progress(
+    title: str, launch: Launch, store: dist.Store, total: int
+) -> Iterator[Callable[..., None]]:
     """Show a progress bar over the runs of all processes, on the first one's terminal."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=launch.rank != 0) as progress:
-        task = progress.add_task("replaying steps of single ranks", total=total)
+        task = progress.add_task(title, total=total)
 
         def on_run(runs: int = 1) -> None:
             progress.update(task, completed=store.add("runs", runs))

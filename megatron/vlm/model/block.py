@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
 
 
@@ -56,7 +57,7 @@ class PlannedBlock(TransformerBlock):
         """Run [S, B, H] through all layers; B may be 0, as in a pack without images.
 
         Args:
-            branch_scales_L2B: drop path of layers that end their branches in a LayerScaledAdd.
+            branch_scales_L2B: drop path of both branches of every layer.
         """
         self._branch_scales_L2B = branch_scales_L2B
         if hidden_states.numel():
@@ -69,7 +70,7 @@ class PlannedBlock(TransformerBlock):
         self,
         hidden_states: torch.Tensor,
         attention_mask: None,
-        rotary_pos_emb: torch.Tensor | None,
+        rotary_pos_emb: Rotation | None,
         packed_seq_params: PackedSeqParams | None,
         **unused: object,
     ) -> torch.Tensor:
@@ -82,14 +83,15 @@ class PlannedBlock(TransformerBlock):
             def run(
                 hidden_SBH: torch.Tensor, index: int = index, layer: Any = layer
             ) -> torch.Tensor:
+                scales_2B = None
                 if scales_L2B is not None:
-                    scales_2B1 = scales_L2B[index].unsqueeze(-1).to(hidden_SBH.dtype)
-                    layer.self_attn_bda.tile_scale_B1, layer.mlp_bda.tile_scale_B1 = scales_2B1
+                    scales_2B = scales_L2B[index].to(hidden_SBH.dtype)
                 return layer(
                     hidden_SBH,
                     attention_mask,
                     rotary_pos_emb=rotary_pos_emb,
                     packed_seq_params=packed_seq_params,
+                    tile_scales_2B=scales_2B,
                 )[0]
 
             # Core's checkpoint gives gradients only where its input wants one; before the first

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.vlm.backend import has_cuda, has_fused_weight_gradients
+from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
 from omnibal.config import ModelConfig, Precision
 from omnibal.parallel import Parallel
@@ -95,8 +95,7 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
-        # Weight gradients go straight into core's fp32 buffers where Apex brings the kernel.
-        "gradient_accumulation_fusion": has_fused_weight_gradients(),
+        "gradient_accumulation_fusion": fuses_weight_gradients(),
         # "full" routes training through PlannedBlock, which decides layer by layer.
         "recompute_granularity": "full",
         "recompute_method": "block",

@@ -26,6 +26,8 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
 from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.model.fused.activations import bias_gelu
+from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
 from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig
@@ -74,7 +76,9 @@ class Projector(MegatronModule):
         width, wide = model.language.hidden_size, model.vision.projector_input_size
         self.norm = torch.nn.LayerNorm(wide, dtype=config.params_dtype)
         divided = {"config": config, "init_method": config.init_method, "bias": True}
-        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(wide, width, **divided)
+        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
+            wide, width, **divided, skip_bias_add=True
+        )
         self.linear_fc2 = tensor_parallel.RowParallelLinear(
             width, width, **divided, input_is_parallel=True, skip_bias_add=False
         )
@@ -89,8 +93,7 @@ class Projector(MegatronModule):
             r=self.factor,
             c=self.factor,
         )
-        inner, _ = self.linear_fc1(self.norm(folded))
-        return self.linear_fc2(F.gelu(inner))[0]
+        return self.linear_fc2(bias_gelu(*self.linear_fc1(self.norm(folded))))[0]
 
 
 class VLMStage(MegatronModule):
@@ -146,11 +149,11 @@ class VLMStage(MegatronModule):
         if stage.layers("language") or stage.holds("head"):
             self.language = PlannedBlock(
                 language_config,
-                [language_layer_spec()] * len(stage.layers("language")),
+                [language_layer_spec(language_config)] * len(stage.layers("language")),
                 recompute_layers=stage.recomputed("language"),
                 final_norm=stage.holds("head"),
             )
-            self.rotary = _rotary_embedding(language, language_config.kv_channels)
+            self.rotary_frequencies = _rotary_frequencies(language, language_config.kv_channels)
         self.head = None
         if stage.holds("head"):
             # The sequence is brought together before the head, which takes some positions of it.
@@ -224,13 +227,19 @@ class VLMStage(MegatronModule):
         assert hidden is not None
         if self.language is not None:
             padding = -batch.tokens % self.sequence_parts
-            hidden = self.language(
-                hidden,
-                None,
-                rotary_pos_emb=self.rotary(max(*batch.segment_tokens, padding)),
-                packed_seq_params=batch.packed_seq_params(current_device(), padding),
-            )
+            hidden = self.language(hidden, None, **self.packing(batch, padding))
         return hidden
+
+    def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
+        """What language layers need to know of the samples, by core's names, for one micro-batch.
+
+        Args:
+            padding: tokens that follow the samples, as a segment of their own.
+        """
+        packed = batch.packed_seq_params(current_device(), padding)
+        tokens = batch.tokens + padding
+        turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies)
+        return {"rotary_pos_emb": turned_by, "packed_seq_params": packed}
 
     def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
         if batch.drop_path_keys_T is None or self.vision is None:
@@ -304,7 +313,8 @@ class VLMStage(MegatronModule):
         return state
 
 
-def _rotary_embedding(language: LanguageConfig, head_size: int) -> RotaryEmbedding:
+def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:
+    """RoPE's frequencies as core computes them, float32 [head_size / 2]."""
     rotary = RotaryEmbedding(
         head_size,
         rotary_percent=1.0,
@@ -321,7 +331,7 @@ def _rotary_embedding(language: LanguageConfig, head_size: int) -> RotaryEmbeddi
             high_freq_factor=scaling.high_frequency_factor,
             original_max_position_embeddings=scaling.original_positions,
         )
-    return rotary
+    return rotary.inv_freq.to(current_device())
 
 
 def _cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""CUDA devices that hold no memory and run nothing, for trying stages at their real size."""

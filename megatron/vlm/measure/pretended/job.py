@@ -1,0 +1,53 @@
+"""A run of `tools/replay.py --pretend`: distributes stages, writes what is counted as it comes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.vlm.measure.pretended.stage import pretend_stage
+from megatron.vlm.measure.replay_job import ReplayJob, shared_progress, together
+from megatron.vlm.run.launch import Launch
+from omnibal.pretended import (
+    PretendedInfo,
+    heaviest_windows,
+    open_pretended,
+    read_pretended,
+    write_pretended,
+)
+from omnibal.replay import plan_sha256
+
+
+def pretend_stages(
+    job: ReplayJob, stages: Sequence[int], output: Path, launch: Launch, store: dist.Store
+) -> None:
+    """Count those stages that are not kept yet, each in one process; returns when all are done.
+
+    Args:
+        output: directory that a file of each stage goes to.
+        store: through which the processes have met.
+
+    Raises:
+        UserError: `output` holds another pretended replay, or there is no compiler.
+        RefusedByDeviceError: a real device would refuse an operation of a stage.
+    """
+    torch.set_num_threads(1)
+    info = PretendedInfo(plan_sha256=plan_sha256(job.plan), torch=torch.__version__)
+    if launch.rank == 0:
+        open_pretended(output, info)
+        store.set("pretended", "open")
+    store.wait(["pretended"])
+    open_pretended(output, info)
+    kept = {counted.stage for counted in read_pretended(output, job.plan)}
+    # Nobody may write before everybody has read.
+    together(store, "read", launch.world_size)
+    left = [stage for stage in stages if stage not in kept]
+    data = job.packs, job.lengths
+    windows = {stage: heaviest_windows(job.cost, job.plan, stage, *data) for stage in left}
+    runs = sum(1 + len(windows[stage]) for stage in left)
+    with shared_progress("trying stages", launch, store, runs) as on_run:
+        for stage in left[launch.rank :: launch.world_size]:
+            counted = pretend_stage(job.plan, stage, windows[stage], job.rows_of(stage), on_run)
+            write_pretended(counted, output)
+        together(store, "done", launch.world_size, lambda: on_run(0))

@@ -1,0 +1,147 @@
+"""Rates of this device by shape: matrix products, collectives and a copy, for `omnibal profile`.
+
+`omnibal.cost.measured_sizes` says of which sizes. All processes measure at the same moment, in
+neighbouring groups of every size, as tensor-parallel groups run side by side in training.
+
+Shapes: M rows, K inner, N outer; E elements of a buffer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+
+from megatron.vlm.backend import current_device, has_cuda
+from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.step.clock import elapsed_ms, moment
+from omnibal.config import Precision
+from omnibal.cost.measured_sizes import MeasuredSizes
+from omnibal.rates import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
+
+_RING_KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+_COPY_BYTES = 1 << 27
+"""Read and written in a copy: more than any cache holds."""
+_ROUNDS = 5
+"""Timed rounds of everything, of which the median counts."""
+_BATCH_MS, _MOST_CALLS = 1.0, 50
+"""What is quicker than so many ms is timed in a row, up to so many times."""
+
+
+def measure_rates(
+    device: str, precision: Precision, sizes: MeasuredSizes, progress: Console
+) -> Rates:
+    """Measure this device; collective over all processes, whose mean counts.
+
+    Of a single process there are no collectives.
+    """
+    dtype = parameter_dtype(precision)
+    points = list(product(sizes.rows, sizes.inner, sizes.outer))
+    shown = track(
+        points, "measuring matrix products", console=progress, disable=dist.get_rank() != 0
+    )
+    return Rates(
+        device=device,
+        products=tuple(
+            ProductTime(rows=m, inner=k, outer=n, ms=_mean_ms(_product_ms(m, k, n, dtype)))
+            for m, k, n in shown
+        ),
+        collectives=tuple(_collectives(sizes.collective_bytes, dtype)),
+        copies=(CopyTime(bytes=_COPY_BYTES, ms=_mean_ms(_copy_ms())),),
+    )
+
+
+def _product_ms(m: int, k: int, n: int, dtype: torch.dtype) -> float:
+    """Time of a product as a linear layer's forward has it."""
+    input_MK = torch.randn(m, k, device=current_device(), dtype=dtype)
+    weight_NK = torch.randn(n, k, device=current_device(), dtype=dtype)
+    output_MN = torch.empty(m, n, device=current_device(), dtype=dtype)
+    return _typical_ms(lambda: torch.mm(input_MK, weight_NK.t(), out=output_MN))
+
+
+def _copy_ms() -> float:
+    source_E = torch.zeros(_COPY_BYTES // 2, dtype=torch.uint8, device=current_device())
+    target_E = torch.empty_like(source_E)
+    return _typical_ms(lambda: target_E.copy_(source_E))
+
+
+def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[CollectiveTime]:
+    """Time every kind in groups of every size, all groups of a size side by side."""
+    for ranks in group_sizes(dist.get_world_size()):
+        group = _own_group(ranks)
+        for kind, size in product(_RING_KINDS, sizes):
+            own_ms = None
+            if group is not None:
+                buffer_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
+                own_ms = _typical_ms(_collective(kind, buffer_E, ranks, group), together=group)
+            yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=_mean_ms(own_ms))
+
+
+def group_sizes(processes: int) -> list[int]:
+    """Sizes of groups to measure: powers of two, and all processes."""
+    powers = [2**exponent for exponent in range(1, processes.bit_length())]
+    return sorted({*powers, processes} - {1})
+
+
+def _own_group(ranks: int) -> dist.ProcessGroup | None:
+    """The group of so many neighbours that this process is in; None for those left over.
+
+    Collective over all processes.
+    """
+    own = None
+    for first in range(0, dist.get_world_size() - ranks + 1, ranks):
+        members = range(first, first + ranks)
+        group = dist.new_group(list(members))
+        if dist.get_rank() in members:
+            own = group
+    return own
+
+
+def _collective(
+    kind: CollectiveKind, whole_E: torch.Tensor, ranks: int, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    share_E = whole_E[: len(whole_E) // ranks].clone()
+    match kind:
+        case "all_reduce":
+            return lambda: dist.all_reduce(whole_E, group=group)
+        case "all_gather":
+            return lambda: dist.all_gather_into_tensor(whole_E, share_E, group=group)
+        case _:
+            return lambda: dist.reduce_scatter_tensor(share_E, whole_E, group=group)
+
+
+def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None = None) -> float:
+    """Median time of a call, over rounds of as many in a row as make a time that can be told.
+
+    Args:
+        together: whose processes make the same calls, as many.
+    """
+    work()
+    first_ms = torch.tensor(_timed_ms(work, calls=1))
+    if together is not None:
+        first_ms = first_ms.to(current_device())
+        dist.all_reduce(first_ms, group=together)
+    calls = min(max(int(_BATCH_MS / max(first_ms.item(), 1e-6)), 1), _MOST_CALLS)
+    return float(np.median([_timed_ms(work, calls) for _ in range(_ROUNDS)]))
+
+
+def _timed_ms(work: Callable[[], object], calls: int) -> float:
+    start = moment()
+    for _ in range(calls):
+        work()
+    end = moment()
+    if has_cuda():
+        torch.cuda.synchronize()
+    return max(elapsed_ms(start, end), 1e-6) / calls
+
+
+def _mean_ms(own_ms: float | None) -> float:
+    """Mean over the processes that measured; collective over all."""
+    given = [0.0, 0.0] if own_ms is None else [own_ms, 1.0]
+    total = torch.tensor(given, dtype=torch.float64, device=current_device())
+    dist.all_reduce(total)
+    sum_ms, count = total.tolist()
+    return float(sum_ms / count)

@@ -1,0 +1,242 @@
+"""InternViT's norms of q and k, each over all heads of all ranks together, for both at once.
+
+They take q, k and v as their product gives them, interleaved by head, and backward gives the
+gradient of that product. Between ranks, one sum a position goes for q and one for k, in one message
+a direction.
+
+Shapes: S sequence, B batch (tiles), N heads of this rank, D head size, W = N * D.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v, [S, B, N, D]."""
+
+
+def split_with_norms(
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor],
+    width: int,
+    eps: float,
+    group: dist.ProcessGroup | None,
+) -> Heads:
+    """Take q, k and v apart, with q and k divided by their root mean square over all heads.
+
+    Args:
+        qkv_SBN3D: [S, B, N, 3 D]; a head's q, k and v.
+        weights_W: of q's norm and of k's.
+        width: of all ranks' heads together, without padding; padded heads are zero.
+        group: ranks that the heads are divided over; None where this one has all.
+
+    Returns:
+        q, k and v; v is a view of what was given.
+    """
+    if qkv_SBN3D.is_cuda:
+        return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
+    query_SBND, key_SBND, value_SBND = qkv_SBN3D.chunk(3, -1)
+    heads = (query_SBND, key_SBND)
+    if group is None:
+        query_SBND, key_SBND = eager_norms(heads, weights_W, eps)
+    else:
+        query_SBND, key_SBND = DividedNorms.apply(*heads, *weights_W, width, eps, group)
+    return query_SBND, key_SBND, value_SBND
+
+
+def eager_norms(
+    heads_SBND: Sequence[torch.Tensor], weights_W: Sequence[torch.Tensor], eps: float
+) -> list[torch.Tensor]:
+    """Norms of some tensors over all heads in plain torch, where one rank has all of them."""
+    return [
+        F.rms_norm(x_SBND.flatten(2), weight_W.shape, weight_W, eps).view(x_SBND.shape)
+        for x_SBND, weight_W in zip(heads_SBND, weights_W, strict=True)
+    ]
+
+
+class DividedNorms(torch.autograd.Function):
+    """RMSNorms of q and k over heads of several ranks in plain torch; computes in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_SBND: torch.Tensor,
+        key_SBND: torch.Tensor,
+        query_weight_W: torch.Tensor,
+        key_weight_W: torch.Tensor,
+        width: int,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, ...]:
+        heads, weights_ND = (
+            (query_SBND, key_SBND),
+            [weight_W.view(query_SBND.shape[2:]) for weight_W in (query_weight_W, key_weight_W)],
+        )
+        squares_2SB = torch.stack([x_SBND.float().square().sum((2, 3)) for x_SBND in heads])
+        dist.all_reduce(squares_2SB, group=group)
+        rstds_2SB11 = torch.rsqrt(squares_2SB / width + eps)[..., None, None]
+        ctx.save_for_backward(*heads, *weights_ND, rstds_2SB11)
+        ctx.width, ctx.group = width, group
+        return tuple(
+            (x * rstd * weight).to(x.dtype)
+            for x, rstd, weight in zip(heads, rstds_2SB11, weights_ND, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        *heads, query_weight_ND, key_weight_ND, rstds_2SB11 = ctx.saved_tensors
+        weights_ND = (query_weight_ND, key_weight_ND)
+        units = [x * rstd for x, rstd in zip(heads, rstds_2SB11, strict=True)]
+        owns = [grad.float() * weight for grad, weight in zip(gradients, weights_ND, strict=True)]
+        pairs = list(zip(owns, units, strict=True))
+        along_2SB = torch.stack([(own * unit).sum((2, 3)) for own, unit in pairs])
+        dist.all_reduce(along_2SB, group=ctx.group)
+        along_2SB11 = (along_2SB / ctx.width)[..., None, None]
+        of_heads = [
+            (rstd * (own - unit * along)).to(unit_of.dtype)
+            for (own, unit), rstd, along, unit_of in zip(
+                pairs, rstds_2SB11, along_2SB11, heads, strict=True
+            )
+        ]
+        of_weights = [
+            (grad * unit).sum((0, 1)).flatten().to(weight.dtype)
+            for grad, unit, weight in zip(gradients, units, weights_ND, strict=True)
+        ]
+        return *of_heads, *of_weights, None, None, None
+
+
+def _kernels() -> ModuleType:
+    from megatron.vlm.model.kernels import head_norms  # needs Triton, which CUDA's torch brings
+
+    return head_norms
+
+
+def _fake_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
+    return qkv_SBN3D.new_empty((2, *qkv_SBN3D.shape[:2]), dtype=torch.float32)
+
+
+@torch.library.custom_op("omnibal::head_squares", mutates_args=())
+def _squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
+    sums_2SB = _fake_squares(qkv_SBN3D)
+    _kernels().squares(qkv_SBN3D, sums_2SB)
+    return sums_2SB
+
+
+def _fake_norms(
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor],
+    sums_2SB: torch.Tensor | None,
+    width: int,
+    eps: float,
+) -> Heads:
+    *rows, three_sizes = qkv_SBN3D.shape
+    query_SBND, key_SBND = (qkv_SBN3D.new_empty((*rows, three_sizes // 3)) for _ in range(2))
+    return query_SBND, key_SBND, _fake_squares(qkv_SBN3D)
+
+
+@torch.library.custom_op("omnibal::head_norms", mutates_args=())
+def _norms(
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor],
+    sums_2SB: torch.Tensor | None,
+    width: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    outputs = _fake_norms(qkv_SBN3D, weights_W, sums_2SB, width, eps)
+    _kernels().norms(qkv_SBN3D, weights_W, sums_2SB, width, eps, outputs)
+    return outputs
+
+
+def _fake_along(
+    gradients_SBND: Sequence[torch.Tensor],
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor],
+    rstds_2SB: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty_like(rstds_2SB)
+
+
+@torch.library.custom_op("omnibal::head_norms_along", mutates_args=())
+def _along(
+    gradients_SBND: Sequence[torch.Tensor],
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor],
+    rstds_2SB: torch.Tensor,
+) -> torch.Tensor:
+    sums_2SB = torch.empty_like(rstds_2SB)
+    _kernels().along(gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB, sums_2SB)
+    return sums_2SB
+
+
+def _fake_backward(
+    gradients_SBND: Sequence[torch.Tensor],
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor],
+    rstds_2SB: torch.Tensor,
+    along_2SB: torch.Tensor | None,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    own_width = len(weights_W[0])
+    return torch.empty_like(qkv_SBN3D), weights_W[0].new_empty((2, own_width))
+
+
+@torch.library.custom_op("omnibal::head_norms_backward", mutates_args=())
+def _backward(
+    gradients_SBND: Sequence[torch.Tensor],
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor],
+    rstds_2SB: torch.Tensor,
+    along_2SB: torch.Tensor | None,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = (gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB, along_2SB, width)
+    result_SBN3D, _ = _fake_backward(*arguments)
+    of_weights_2W = _kernels().backward(*arguments, result_SBN3D)
+    return result_SBN3D, of_weights_2W.to(weights_W[0].dtype)
+
+
+_squares.register_fake(_fake_squares)
+_norms.register_fake(_fake_norms)
+_along.register_fake(_fake_along)
+_backward.register_fake(_fake_backward)
+
+
+class HeadNorms(torch.autograd.Function):
+    """`split_with_norms` by kernels, for any device that runs them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_SBN3D: torch.Tensor,
+        query_weight_W: torch.Tensor,
+        key_weight_W: torch.Tensor,
+        width: int,
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> Heads:
+        qkv_SBN3D = qkv_SBN3D.contiguous()
+        weights_W = [query_weight_W, key_weight_W]
+        sums_2SB = None
+        if group is not None:
+            sums_2SB = _squares(qkv_SBN3D)
+            dist.all_reduce(sums_2SB, group=group)
+        query_SBND, key_SBND, rstds_2SB = _norms(qkv_SBN3D, weights_W, sums_2SB, width, eps)
+        ctx.save_for_backward(qkv_SBN3D, *weights_W, rstds_2SB)
+        ctx.width, ctx.group = width, group
+        return query_SBND, key_SBND, qkv_SBN3D.chunk(3, -1)[2]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        qkv_SBN3D, *weights_W, rstds_2SB = ctx.saved_tensors
+        gradients_SBND = [gradient.contiguous() for gradient in gradients]
+        along_2SB = None
+        if ctx.group is not None:
+            along_2SB = _along(gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB)
+            dist.all_reduce(along_2SB, group=ctx.group)
+        arguments = (gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB, along_2SB, ctx.width)
+        of_qkv_SBN3D, of_weights_2W = _backward(*arguments)
+        return of_qkv_SBN3D, *of_weights_2W, None, None, None

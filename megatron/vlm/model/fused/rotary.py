@@ -1,0 +1,138 @@
+"""Rotary position embedding of packed samples: q, k and v taken out of their product and turned by
+one kernel, and backward by one.
+
+Shapes: T packed tokens, G key/value heads of this rank, Q queries' heads of each, N = G * Q,
+D head size.
+"""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q [T, N, D], k and v [T, G, D]."""
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of every token's angles, float32 [T, D / 2]; made once a micro-batch."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
+def rotation(borders: torch.Tensor, tokens: int, frequencies: torch.Tensor) -> Rotation:
+    """Angles of every token at its position within its sample, without a word to the host.
+
+    Args:
+        borders: where samples begin and, at last, end, int32 [samples + 1], on the device.
+        tokens: tokens of all samples together.
+        frequencies: of RoPE (Su et al. 2021, arXiv 2104.09864), float32 [D / 2].
+    """
+    places_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
+    samples_T = torch.bucketize(places_T, borders[1:], right=True)
+    positions_T = places_T - borders[samples_T]
+    angles = positions_T.to(frequencies.dtype).outer(frequencies)
+    return Rotation(angles.cos(), angles.sin())
+
+
+def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> Heads:
+    """Take q, k and v out of [T, G, (Q + 2) D], with q and k turned by their positions' angles.
+
+    What is given is not kept.
+    """
+    if qkv.is_cuda:
+        return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)
+    return eager_split_and_rotate(qkv, queries_per_group, turned_by)
+
+
+def eager_split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> Heads:
+    """`split_and_rotate` in plain torch, for every device."""
+    size = qkv.shape[-1] // (queries_per_group + 2)
+    query, key_TGD, value_TGD = qkv.split([queries_per_group * size, size, size], -1)
+    cosines, sines = (table.to(qkv.dtype).unsqueeze(1) for table in turned_by)
+
+    def turned(heads_TND: torch.Tensor) -> torch.Tensor:
+        first, second = heads_TND.chunk(2, -1)
+        return torch.cat(
+            (first * cosines - second * sines, second * cosines + first * sines), dim=-1
+        )
+
+    return (
+        turned(query.reshape(len(qkv), queries_per_group * qkv.shape[1], size)),
+        turned(key_TGD),
+        value_TGD,
+    )
+
+
+def _kernels() -> ModuleType:
+    from megatron.vlm.model.kernels import rotary  # needs Triton, which CUDA's torch brings
+
+    return rotary
+
+
+def _fake_rotate(
+    qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
+) -> Heads:
+    tokens, groups, width = qkv.shape
+    size = width // (queries_per_group + 2)
+    query_TND = qkv.new_empty((tokens, groups * queries_per_group, size))
+    return query_TND, *(qkv.new_empty((tokens, groups, size)) for _ in range(2))
+
+
+@torch.library.custom_op("omnibal::split_and_rotate", mutates_args=())
+def _rotate(
+    qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    parts = _fake_rotate(qkv, queries_per_group, cosines, sines)
+    _kernels().rotate(qkv, parts, cosines, sines, back=False)
+    return parts
+
+
+def _fake_rotate_back(
+    query_TND: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+) -> torch.Tensor:
+    tokens, groups, size = key_TGD.shape
+    return query_TND.new_empty((tokens, groups, (query_TND.shape[1] // groups + 2) * size))
+
+
+@torch.library.custom_op("omnibal::split_and_rotate_backward", mutates_args=())
+def _rotate_back(
+    query_TND: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+) -> torch.Tensor:
+    parts = (query_TND, key_TGD, value_TGD)
+    qkv = _fake_rotate_back(*parts, cosines, sines)
+    _kernels().rotate(qkv, parts, cosines, sines, back=True)
+    return qkv
+
+
+_rotate.register_fake(_fake_rotate)
+_rotate_back.register_fake(_fake_rotate_back)
+
+
+class SplitAndRotate(torch.autograd.Function):
+    """`split_and_rotate` by kernels, for any device that runs them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: torch.Tensor,
+        queries_per_group: int,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+    ) -> Heads:
+        ctx.save_for_backward(cosines, sines)
+        return _rotate(qkv.contiguous(), queries_per_group, cosines, sines)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        parts = [gradient.contiguous() for gradient in gradients]
+        return _rotate_back(*parts, *ctx.saved_tensors), None, None, None

@@ -1,0 +1,91 @@
+"""Which sizes of matrix products and collectives to measure for a model."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.cost.analytic import layer_products
+from omnibal.cost.counts import ELEMENT_BYTES, Product
+from omnibal.errors import UserError
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel, check_parallel
+from omnibal.units import feature_names
+
+_TENSOR_SIZES = (1, 2, 4, 8)
+_SMALL_BATCH = 1 / 8
+"""Smallest micro-batch, as a share of the caps."""
+_SMALL_TENSOR = 1 / 16
+"""Small tensor of a collective, as a share of the hidden states of a pack at its caps."""
+_STEP = 4
+"""Largest ratio of neighbouring sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredSizes:
+    """Sizes of matrix products, of which every combination is measured, and of collectives."""
+
+    rows: tuple[int, ...]
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+    collective_bytes: tuple[int, ...]
+
+
+def measured_sizes(
+    model: ModelConfig, cluster: ClusterConfig, caps: Caps, precision: Precision
+) -> MeasuredSizes:
+    """Sizes that span the model's linear layers, whole and on each of 2, 4 and 8 tensor-parallel
+    ranks, on packs at the caps and at an eighth of them.
+
+    The head's vocabulary is left out: its products are the largest and few.
+    """
+    products = list(chain.from_iterable(_on_ranks(model, cluster)))
+    at_caps = np.array([_at_caps(name, caps) for name in feature_names(model)])
+    rows = [float(one.rows @ at_caps) / one.groups for one in products]
+    tensor_bytes = caps["tokens"] * model.language.hidden_size * ELEMENT_BYTES[precision]
+    return MeasuredSizes(
+        rows=_spanning(rows, _SMALL_BATCH),
+        inner=_spanning(one.inner for one in products),
+        outer=_spanning(one.outer for one in products),
+        # Every rank's share is of whole elements.
+        collective_bytes=(_in_shares(tensor_bytes * _SMALL_TENSOR), _in_shares(tensor_bytes)),
+    )
+
+
+def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Product]]:
+    """Products of one rank, for every tensor-parallel size that the model can be cut for."""
+    for tensor in _TENSOR_SIZES:
+        parallel = Parallel(tensor=tensor, pipeline=1)
+        wide = cluster.model_copy(update={"gpus_per_node": max(_TENSOR_SIZES)})
+        try:
+            check_parallel(model, parallel, wide)
+        except UserError:
+            continue
+        yield layer_products(model, cluster, parallel)
+
+
+def _at_caps(feature: str, caps: Caps) -> float:
+    return float(caps.get(feature) or caps["tokens"])
+
+
+def _spanning(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:
+    """Sizes from the least to the greatest value, none more than `_STEP` times the one before."""
+    found = sorted(value for value in values if value >= 1)
+    least, most = max(found[0] * smallest_share, 1), found[-1]
+    count = math.ceil(math.log(most / least, _STEP) - 1e-9) + 1 if most > least else 1
+    return tuple(sorted({_rounded(size) for size in np.geomspace(least, most, count)}))
+
+
+def _rounded(size: float) -> int:
+    """A size near this one that kernels are made for, as nearly all sizes of models are."""
+    multiple = 64 if size >= 512 else 8 if size >= 32 else 1
+    return max(round(size / multiple) * multiple, 1)
+
+
+def _in_shares(size: float) -> int:
+    """Bytes near this that any number of ranks up to 8, and any type, divides evenly."""
+    multiple = 4 * math.lcm(*range(1, 9))
+    return max(round(size / multiple), 1) * multiple

@@ -1,0 +1,307 @@
+"""Memory of pipeline stages: the one formula that search, plan, check and replay use.
+
+A device of a stage holds the static state of its parameters, what the micro-batches in flight keep
+for their backward, and the working memory of the unit that runs. The peak is looked for at every
+pass of the schedule and at every kind of unit in it. While a unit runs backward, the units after
+it have let go of what they kept of that micro-batch, so the head's working memory, for one, and a
+recomputed layer's do not come together. A recomputed layer keeps only its input; the rest comes
+back as working memory while its backward runs. A stage's output is free again once it is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.operation_graph import (
+    held_in_passes,
+    planned_graph,
+    require_in_order,
+    require_shortens,
+)
+from omnibal.pipeline.prediction import StageMemory
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import trained_parameters
+from omnibal.pipeline.units import holds_both_ends, recomputed_counts, unit_counts
+from omnibal.units import UnitKind
+
+GIB = 1024**3
+_CAP_TOLERANCE = 1e-12
+"""Relative tolerance; sums of the same bytes in another order differ by less."""
+_KEPT_COUNTS = 8
+"""Pairs of pipeline size and micro-batches whose in-flight counts are cached, as they repeat."""
+
+
+def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
+    """Whether peaks are within a memory cap, to rounding: a cap that is a peak holds it. [...]"""
+    return np.asarray(peak) <= memory_cap * (1 + _CAP_TOLERANCE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunningPasses:
+    """Passes of a stage: the micro-batch that each runs, and what is held besides."""
+
+    own: np.ndarray
+    """Features of that micro-batch, [passes, features]."""
+    others: np.ndarray
+    """Summed features of the other micro-batches that are held meanwhile, [passes, features]."""
+
+
+def running_passes(
+    features: np.ndarray, slot: np.ndarray, pipeline_size: int, stage: int
+) -> RunningPasses:
+    """Every forward of a stage in a run, in the packs' order, and then every backward.
+
+    Args:
+        features: [packs, features]; packs are sorted by step, rank and slot.
+        slot: [packs]; slots count from 0 without gaps.
+    """
+    held = _held_besides(pipeline_size, int(slot.max()) + 1)[stage]
+    return _passes(features, _running_sums(features), slot, held)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _HeldBesides:
+    """Number of other micro-batches that a stage of the planned schedule holds in each pass; both
+    [m], by the micro-batch that runs."""
+
+    earlier_in_forward: np.ndarray
+    later_in_backward: np.ndarray
+
+    @property
+    def key(self) -> bytes:
+        """What distinguishes it from that of other stages."""
+        return self.earlier_in_forward.tobytes() + self.later_in_backward.tobytes()
+
+
+@lru_cache(maxsize=_KEPT_COUNTS)
+def _held_besides(pipeline_size: int, micro_batches: int) -> tuple[_HeldBesides, ...]:
+    graph = planned_graph(pipeline_size, micro_batches)
+    require_in_order(graph)
+    require_shortens(graph.schedule)
+    held = []
+    for stage in range(pipeline_size):
+        passes = held_in_passes(graph, stage)
+        own, forward = passes.micro_batch, passes.is_forward
+        first, stop = passes.held[:, 0].T
+        held.append(
+            _HeldBesides(
+                earlier_in_forward=(own - first)[forward],
+                later_in_backward=(stop - 1 - own)[~forward],
+            )
+        )
+    return tuple(held)
+
+
+def _running_sums(features: np.ndarray) -> np.ndarray:
+    """Sum of each feature over the packs before each one and over all. [packs + 1, features]"""
+    total = np.zeros((len(features) + 1, features.shape[1]))
+    np.cumsum(features, axis=0, out=total[1:])
+    return total
+
+
+def _passes(
+    features: np.ndarray, total: np.ndarray, slot: np.ndarray, held: _HeldBesides
+) -> RunningPasses:
+    pack = np.arange(len(slot))
+    # A step may have fewer micro-batches than others: what comes after its last is not held.
+    ends = np.append(np.flatnonzero(slot == 0)[1:], len(slot))
+    end = ends[np.cumsum(slot == 0) - 1]
+    before = total[pack] - total[pack - held.earlier_in_forward[slot]]
+    last = np.minimum(pack + 1 + held.later_in_backward[slot], end)
+    after = total[last] - total[pack + 1]
+    return RunningPasses(
+        own=np.concatenate([features, features]),
+        others=np.concatenate([before, after]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MemoryTable:
+    """Bytes of passes by kind of unit. Methods take `counts` and `recomputed` [..., kinds]."""
+
+    kinds: tuple[UnitKind, ...]
+    state_bytes: np.ndarray
+    """Bytes of weights, gradients and optimizer state, [kinds]."""
+    tied_bytes: float
+    """Part of the state that a stage with both language embed and head has once and not twice."""
+    others_kept_bytes: np.ndarray
+    """Kept of the other micro-batches that are held in a pass; this and the rest are [passes,
+    kinds]."""
+    others_input_bytes: np.ndarray
+    """The same where the unit is recomputed."""
+    own_kept_bytes: np.ndarray
+    """Kept of the micro-batch that runs."""
+    own_input_bytes: np.ndarray
+    """The same where the unit is recomputed."""
+    working_bytes: np.ndarray
+    """Working memory of a unit of the micro-batch that runs."""
+
+    def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Activations of all micro-batches that are held in every pass. [..., passes]"""
+        kept = (counts - recomputed) @ (self.others_kept_bytes + self.own_kept_bytes).T
+        return kept + recomputed @ (self.others_input_bytes + self.own_input_bytes).T
+
+    def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Peak memory of a stage, all kinds of memory together. [...]"""
+        state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
+        return state + self.pass_bytes(counts, recomputed).max(axis=-1)
+
+    def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Peak of every pass besides the state. [..., passes]
+
+        Recomputing one layer more never raises it: of a kind's layers the earliest are recomputed,
+        so that as long as one is not, it runs backward before them with more kept than they bring
+        back. Layers of several kinds may follow one another in any order, so all of a tower's count
+        as kept while one of them runs.
+        """
+        whole = counts - recomputed
+        others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
+        own, most = np.zeros_like(others), np.zeros_like(others)
+        for kinds in _in_model_order(self.kinds):
+            kept, inputs = self.own_kept_bytes[:, kinds], self.own_input_bytes[:, kinds]
+            # Backward, what comes after these has let go of what it kept.
+            own = own + whole[..., kinds] @ kept.T + recomputed[..., kinds] @ inputs.T
+            for kind in kinds:
+                whole_k, again_k = whole[..., kind, None], recomputed[..., kind, None]
+                brought_back = self.own_kept_bytes[:, kind] - self.own_input_bytes[:, kind]
+                running = own + self.working_bytes[:, kind]
+                running = running + ((whole_k == 0) & (again_k > 0)) * brought_back
+                most = np.where(whole_k + again_k > 0, np.maximum(most, running), most)
+        return others + most
+
+    def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
+        """The same of some of the passes."""
+        return self._each(lambda of_passes: of_passes[chosen])
+
+    def at_most(self) -> "MemoryTable":
+        """One pass that needs at least as much as any, whatever the stage holds."""
+        return self._each(lambda of_passes: of_passes.max(axis=0, keepdims=True))
+
+    def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
+        return replace(
+            self,
+            others_kept_bytes=change(self.others_kept_bytes),
+            others_input_bytes=change(self.others_input_bytes),
+            own_kept_bytes=change(self.own_kept_bytes),
+            own_input_bytes=change(self.own_input_bytes),
+            working_bytes=change(self.working_bytes),
+        )
+
+
+def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
+    """Indices of kinds, those of a tower's layers together."""
+    groups = groupby(enumerate(kinds), lambda each: each[1].is_layer or each[1].name)
+    return [[index for index, _ in same] for _, same in groups]
+
+
+def memory_tables(
+    cost: CostModel, features: np.ndarray, slot: np.ndarray, pipeline_size: int
+) -> list[MemoryTable]:
+    """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
+
+    Args:
+        features: [packs, features]; packs are sorted by step, rank and slot.
+        slot: [packs].
+    """
+    besides = _held_besides(pipeline_size, int(slot.max()) + 1)
+    total = _running_sums(features)
+    # Stages that hold the same micro-batches share a table.
+    distinct = {held.key: held for held in besides}
+    tables = {
+        key: memory_table(cost, _largest(cost, _passes(features, total, slot, held)))
+        for key, held in distinct.items()
+    }
+    return [tables[held.key] for held in besides]
+
+
+def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
+    """Those passes of which no other one needs as much memory for sure.
+
+    Bytes never fall where a feature of either micro-batch grows.
+    """
+    units = cost.units.values()
+    kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
+    grows = kept.max(axis=(0, 1)) > 0
+    works = grows | (np.array([unit.transient_bytes for unit in units]).max(axis=0) > 0)
+    found = undominated(np.concatenate([passes.others[:, grows], passes.own[:, works]], axis=1))
+    others, own = (np.zeros((len(found), len(grows))) for _ in range(2))
+    others[:, grows], own[:, works] = np.split(found, [int(grows.sum())], axis=1)
+    return RunningPasses(own=own, others=others)
+
+
+def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
+    """Memory of the given passes by kind of unit."""
+    units = cost.units.values()
+    activation = np.stack([unit.activation_bytes for unit in units], axis=1)
+    boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
+    working = np.stack([unit.transient_bytes for unit in units], axis=1)
+    state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
+    return MemoryTable(
+        kinds=cost.kinds,
+        state_bytes=np.array(state_bytes),
+        tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
+        others_kept_bytes=passes.others @ activation,
+        others_input_bytes=passes.others @ boundary,
+        own_kept_bytes=passes.own @ activation,
+        own_input_bytes=passes.own @ boundary,
+        working_bytes=passes.own @ working,
+    )
+
+
+def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
+    trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
+    return parameters * cost.weight_bytes_per_parameter + trained * trained_bytes
+
+
+def stage_memories(
+    cost: CostModel, stages: Sequence[Stage], slot: np.ndarray, features: np.ndarray
+) -> list[StageMemory]:
+    """Peak memory of one device of every stage, over all packs of a run.
+
+    Args:
+        slot: [packs]; packs are sorted by step, rank and slot.
+        features: [packs, features].
+    """
+    tables = memory_tables(cost, features, slot, len(stages))
+    return [stage_memory(cost, *each) for each in zip(stages, tables, strict=True)]
+
+
+def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemory:
+    """Peak memory of one device of the stage over the passes of its table."""
+    kinds = cost.kinds
+    counts, recomputed = unit_counts(kinds, stage), recomputed_counts(kinds, stage)
+    parameters = sum(
+        number * unit.parameters
+        for unit, number in zip(cost.units.values(), counts.tolist(), strict=True)
+    )
+    parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
+    trained = float(trained_parameters(cost, [stage])[0])
+    activation_bytes = float(table.activation_bytes(counts, recomputed).max())
+    running_bytes = float(table.pass_bytes(counts, recomputed).max())
+    return StageMemory(
+        weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
+        gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,
+        optimizer_gib=trained * cost.optimizer_bytes_per_parameter / GIB,
+        activations_gib=activation_bytes / GIB,
+        transient_gib=(running_bytes - activation_bytes) / GIB,
+    )
+
+
+def undominated(rows: np.ndarray) -> np.ndarray:
+    """The distinct rows [n, k] that no other row equals or exceeds in every column."""
+    columns = np.ascontiguousarray(rows.T)
+    sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
+    found = []
+    while len(sums):
+        # A row with the largest scaled sum is dominated by no other.
+        top = columns[:, sums.argmax()]
+        found.append(top)
+        left = np.zeros(len(sums), bool)
+        for column, value in zip(columns, top, strict=True):
+            left |= column > value
+        columns, sums = columns[:, left], sums[left]
+    return np.array(found)

@@ -1,0 +1,302 @@
+"""Stages tried on a pretended device: what a real one would allocate, launch and read.
+
+`tools/replay.py --pretend` runs the trainer's own step at real size with tensors that have no data,
+and keeps what it counted, a file per stage. Bytes and kernels are those of the code; no time is
+measured. A time that is made of them is a roofline at the rates of the plan's cluster.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from omnibal.config import ClusterConfig, Precision
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
+from omnibal.files import read_json_model, write_json_model
+from omnibal.frozen import Frozen
+from omnibal.pipeline.stage_cost import GIB, bytes_by_feature, in_flight_features
+from omnibal.plan import Plan
+
+INFO_FILE = "pretended.json"
+_REMEDY = "count anew with tools/replay.py --pretend, into another directory"
+
+OperationKind = Literal["matrix product", "attention", "communication", "element-wise"]
+
+
+class PretendedInfo(Frozen):
+    """Identity of a pretended replay, written before the first stage."""
+
+    plan_sha256: str
+    """SHA-256 of the plan without its prediction."""
+    torch: str
+    """Version of torch, whose operations were counted."""
+
+
+class OperationCount(Frozen):
+    """Launches of one operation in one phase of a step, over all its micro-batches."""
+
+    phase: str
+    operation: str
+    kind: OperationKind
+    kernels: NonNegativeInt
+    tflop: NonNegativeFloat
+    gigabytes: NonNegativeFloat
+    """Bytes of device memory read and written, in 10^9."""
+
+
+class PeakContent(Frozen):
+    """Storages that one operation made and that are there at the peak; layers of a tower as one."""
+
+    where: str
+    """Path of the module, with * for the layer's number; empty outside of the stage's modules."""
+    operation: str
+    phase: str
+    tensors: NonNegativeInt
+    gib: NonNegativeFloat
+
+
+class HostRead(Frozen):
+    """A value of the device that the host waits for, within a step."""
+
+    phase: str
+    operation: str
+    where: str
+    """File and line that reads it."""
+    count: NonNegativeInt
+
+
+class UnalignedProduct(Frozen):
+    """A 16 bit matrix product whose rows do not all begin at multiples of 16 bytes."""
+
+    where: str
+    operation: str
+    sizes: tuple[NonNegativeInt, ...]
+    """Rows, inner size and columns."""
+    leading_dimensions: tuple[NonNegativeInt, ...]
+    count: NonNegativeInt
+    tflop: NonNegativeFloat
+
+
+class Roofline(Frozen):
+    """Rates at which the operations of a stage are turned into time."""
+
+    name: str
+    matrix_tflop_per_s: NonNegativeFloat
+    attention_tflop_per_s: NonNegativeFloat
+    attention_backward_tflop_per_s: NonNegativeFloat
+    memory_gb_per_s: NonNegativeFloat
+
+    @classmethod
+    def of_cluster(cls, cluster: ClusterConfig, precision: Precision) -> "Roofline":
+        """The rates that the plan's cluster is counted with; attention at that of products."""
+        reached = cluster.tflops(precision) * cluster.matmul_efficiency
+        return cls(
+            name=cluster.name,
+            matrix_tflop_per_s=reached,
+            attention_tflop_per_s=reached,
+            attention_backward_tflop_per_s=reached,
+            memory_gb_per_s=cluster.memory_gb_per_s * cluster.memory_efficiency,
+        )
+
+    def operation_ms(self, one: OperationCount) -> float:
+        """Time of an operation's launches: of its arithmetic or its bytes, whichever is longer.
+
+        Communication takes none here.
+        """
+        if one.kind == "communication":
+            return 0.0
+        rate = self.matrix_tflop_per_s
+        if one.kind == "attention":
+            backward = "backward" in one.operation
+            rate = self.attention_backward_tflop_per_s if backward else self.attention_tflop_per_s
+        return 1e3 * max(one.tflop / rate, one.gigabytes / self.memory_gb_per_s)
+
+
+def step_ms_by_kind(
+    operations: Iterable[OperationCount], rates: Roofline
+) -> dict[OperationKind, float]:
+    """Time of forward and backward by kind of operation, at these rates."""
+    times: dict[OperationKind, float] = dict.fromkeys(
+        ("matrix product", "attention", "element-wise"), 0.0
+    )
+    for one in operations:
+        if one.phase in ("forward", "backward") and one.kind != "communication":
+            times[one.kind] += rates.operation_ms(one)
+    return times
+
+
+class PretendedStage(Frozen):
+    """What one device of a stage allocates and launches in its heaviest step."""
+
+    stage: NonNegativeInt
+    predicted_gib: NonNegativeFloat | None
+    """Peak that the plan predicts; None without a prediction."""
+    allocated_gib: NonNegativeFloat
+    """Peak of what the code allocates, in blocks of the caching allocator."""
+    state_gib: NonNegativeFloat
+    """Memory of weights, gradients and optimizer state."""
+    activations_gib: NonNegativeFloat
+    """All else at the peak."""
+    peak_phase: str
+    """Part of the step in which the peak is: forward, backward or update."""
+    peak_at: str
+    """Module and operation that reach it."""
+    rows: tuple[NonNegativeInt, ...]
+    """Rows of the packs of that step of one rank."""
+    micro_batches: NonNegativeInt
+    kernels: NonNegativeInt
+    """Kernels launched in forward and backward of the step, communication left out."""
+    tflop: NonNegativeFloat
+    gigabytes: NonNegativeFloat
+    contents: tuple[PeakContent, ...]
+    """What fills the peak, largest first; adds up to `allocated_gib`."""
+    operations: tuple[OperationCount, ...]
+    """Launches of the step, and of the update after it."""
+    host_reads: tuple[HostRead, ...]
+    """Reads within the step's forward and backward, and within the update."""
+    unaligned: tuple[UnalignedProduct, ...]
+
+    @property
+    def deviation(self) -> float | None:
+        """Predicted peak relative to the allocated one: negative where the plan says too little."""
+        if self.predicted_gib is None:
+            return None
+        return self.predicted_gib / self.allocated_gib - 1
+
+    def element_wise_share(self, rates: Roofline) -> float:
+        """Share of the stage's computing that is neither matrix product nor attention."""
+        times = step_ms_by_kind(self.operations, rates)
+        total = sum(times.values())
+        return times["element-wise"] / total if total else 0.0
+
+    def figures(self, rates: Roofline) -> dict[str, Any]:
+        """All that was counted as plain values, with times at these rates."""
+        return self.model_dump(mode="json") | {
+            "roofline_ms": step_ms_by_kind(self.operations, rates),
+            "element_wise_share": self.element_wise_share(rates),
+        }
+
+
+def pretended_file(directory: Path, stage: int) -> Path:
+    """File of a pretended stage."""
+    return directory / f"pretended_{stage}.json"
+
+
+def pretended_files(directory: Path) -> list[Path]:
+    """List every file of a pretended replay, its first one whether it exists or not."""
+    return [directory / INFO_FILE, *sorted(directory.glob("pretended_*.json"))]
+
+
+def write_pretended(stage: PretendedStage, directory: Path) -> None:
+    """Write what was counted of a stage."""
+    write_json_model(stage, pretended_file(directory, stage.stage))
+
+
+def read_pretended(directory: Path, plan: Plan) -> tuple[PretendedStage, ...]:
+    """Read the stages that have been counted so far, in order.
+
+    Raises:
+        UserError: a file does not follow the schema.
+    """
+    paths = [pretended_file(directory, stage) for stage in range(len(plan.stages))]
+    return tuple(read_json_model(PretendedStage, path, _REMEDY) for path in paths if path.exists())
+
+
+def open_pretended(directory: Path, info: PretendedInfo) -> None:
+    """Begin a pretended replay in a directory, or go on with one of the same plan and torch.
+
+    Raises:
+        UserError: the directory holds another one.
+    """
+    path = directory / INFO_FILE
+    if path.exists():
+        check_pretended(directory, info.plan_sha256)
+        kept = read_json_model(PretendedInfo, path, _REMEDY)
+        if kept.torch != info.torch:
+            raise UserError(
+                f"{directory}: was counted with torch {kept.torch}, and this is {info.torch}; "
+                f"{_REMEDY}"
+            )
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json_model(info, path)
+
+
+def is_pretended(directory: Path) -> bool:
+    """Whether a directory holds a pretended replay."""
+    return (directory / INFO_FILE).exists()
+
+
+def check_pretended(directory: Path, plan_sha256: str) -> None:
+    """Refuse a directory with the pretended replay of another plan.
+
+    Raises:
+        UserError: it is of another plan, or has no valid file.
+    """
+    kept = read_json_model(PretendedInfo, directory / INFO_FILE, _REMEDY)
+    if kept.plan_sha256 != plan_sha256:
+        raise UserError(
+            f"{directory}: is the pretended replay of another plan (sha256 "
+            f"{kept.plan_sha256[:12]}, not {plan_sha256[:12]}); give the one of this plan, or "
+            f"{_REMEDY}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Window:
+    """Consecutive micro-batches of a rank's step, about those in flight at one moment."""
+
+    rows: np.ndarray
+    """Rows of the packs: those in flight, and where there are any the one before and after them."""
+    predicted_gib: float
+    """Memory besides the state that is predicted for that moment."""
+
+
+_UNSURE = 0.1
+"""Share by which costs of one feature may be wrong beside those of another."""
+
+
+def heaviest_windows(
+    cost: CostModel, plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths
+) -> list[Window]:
+    """Moments of the run at one of which the stage needs most memory, heaviest first.
+
+    The heaviest as predicted, and those that would be if what is kept or needed for a moment grew
+    by a tenth faster with one of the features.
+    """
+    features = pack_features(packs.packs, lengths, cost.features)
+    size = len(plan.stages)
+    sums = in_flight_features(features, packs.slot, size, stage)
+    ones = np.ones((len(features), 1))
+    counts = in_flight_features(ones, packs.slot, size, stage)[:, 0].astype(int)
+    kept, working = bytes_by_feature(cost, plan.stages[stage])
+    # The one whose backward runs next and the one that was just run forward.
+    first = np.arange(len(counts)) - counts + 1
+
+    def predicted(factors: np.ndarray) -> np.ndarray:
+        needed = ((features * factors) @ working.T).max(axis=1)
+        return (sums * factors) @ kept + np.maximum(needed, needed[first])
+
+    even = np.ones(features.shape[1])
+    unsure = even + _UNSURE * np.eye(features.shape[1])
+    as_predicted = predicted(even)
+    last = {int(predicted(factors).argmax()) for factors in (even, *unsure)}
+    return [
+        Window(
+            rows=_rows_about(packs, row, counts[row]), predicted_gib=float(as_predicted[row]) / GIB
+        )
+        for row in sorted(last, key=lambda row: -as_predicted[row])
+    ]
+
+
+def _rows_about(packs: ScheduledPacks, last: int, in_flight: int) -> np.ndarray:
+    """Rows of the micro-batches in flight after the forward of row `last`, and their neighbours."""
+    near = np.arange(max(last - in_flight, 0), min(last + 2, len(packs)))
+    same = (packs.step[near] == packs.step[last]) & (packs.dp_rank[near] == packs.dp_rank[last])
+    return near[same]

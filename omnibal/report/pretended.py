@@ -1,0 +1,108 @@
+"""Tables of a pretended replay: allocated beside predicted memory, and what fills and takes it."""
+
+from collections.abc import Sequence
+
+from omnibal.limits import memory_cap_gib
+from omnibal.plan import Plan
+from omnibal.pretended import PretendedStage, Roofline, step_ms_by_kind
+from omnibal.report.table import Cell, Column, Marked, Table
+from omnibal.report.text import percent
+
+_SHOWN_CONTENTS = 14
+
+
+def pretended_table(plan: Plan, stages: Sequence[PretendedStage]) -> Table:
+    """Predicted and allocated peak of every stage that was counted, and their difference."""
+    cap_gib = memory_cap_gib(plan.cluster)
+    rows: list[Sequence[Cell]] = [
+        [
+            f"{one.stage}",
+            *difference_cells(one),
+            Marked(
+                percent(one.allocated_gib / cap_gib),
+                "good" if one.allocated_gib <= cap_gib else "bad",
+            ),
+            f"{one.state_gib:.2f}",
+            f"{one.activations_gib:.2f}",
+            one.peak_phase,
+        ]
+        for one in stages
+    ]
+    titles = ("stage", "predicted", "allocated", "difference", "of usable", "state", "rest", "in")
+    caption = (
+        "What the code would allocate on one device of each stage, counted without one, beside "
+        "what the plan predicts. A difference below zero: the plan predicts too little."
+    )
+    return Table(
+        title=f"Allocated on pretended devices, GiB of {cap_gib:.2f}",
+        columns=[Column(title=title) for title in titles],
+        sections=[rows],
+        caption=caption,
+        tight=True,
+    )
+
+
+def difference_cells(one: PretendedStage) -> list[str]:
+    """Predicted and allocated peak, and how far the prediction is from it."""
+    predicted = "" if one.predicted_gib is None else f"{one.predicted_gib:.2f}"
+    deviation = "" if one.deviation is None else f"{one.deviation:+.1%}"
+    return [predicted, f"{one.allocated_gib:.2f}", deviation]
+
+
+def pretended_launches_table(stages: Sequence[PretendedStage], rates: Roofline) -> Table:
+    """Kernels, arithmetic and bytes per micro-batch, and the share of element-wise work."""
+    rows = []
+    for one in stages:
+        times, count = step_ms_by_kind(one.operations, rates), one.micro_batches
+        reads = sum(read.count for read in one.host_reads if read.phase != "optimizer")
+        rows.append(
+            [
+                f"{one.stage}",
+                f"{one.kernels / count:,.0f}",
+                f"{one.tflop / count:,.1f}",
+                f"{one.gigabytes / count:,.1f}",
+                *(f"{ms / count:,.1f}" for ms in times.values()),
+                percent(one.element_wise_share(rates)),
+                f"{reads / count:.3g}",
+                f"{sum(product.count for product in one.unaligned) / count:.3g}",
+            ]
+        )
+    titles = ("stage", "kernels", "TFLOP", "GB", "products", "attention", "rest", "its share")
+    return Table(
+        title=(
+            f"Per micro-batch; ms are a roofline at {rates.matrix_tflop_per_s:,.0f} TFLOP/s "
+            f"and {rates.memory_gb_per_s:,.0f} GB/s ({rates.name})"
+        ),
+        columns=[Column(title=title) for title in (*titles, "host reads", "unaligned")],
+        sections=[rows],
+        tight=True,
+    )
+
+
+def contents_table(one: PretendedStage) -> Table:
+    """What fills the peak of a stage, largest first."""
+    shown = one.contents[:_SHOWN_CONTENTS]
+    rows = [
+        [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
+        for part in shown
+    ]
+    rest = one.contents[_SHOWN_CONTENTS:]
+    if rest:
+        rows.append(
+            [
+                f"{sum(part.gib for part in rest):.2f}",
+                f"{sum(p.tensors for p in rest):,}",
+                "",
+                "rest",
+                "",
+            ]
+        )
+    titles = ("GiB", "tensors", "made in", "by", "operation")
+    return Table(
+        title=f"Stage {one.stage} at its peak, {one.allocated_gib:.2f} GiB, in {one.peak_at}",
+        columns=[
+            Column(title=title, style="left" if i > 1 else "") for i, title in enumerate(titles)
+        ],
+        sections=[rows],
+        tight=True,
+    )

@@ -1,0 +1,44 @@
+"""Sizes that `omnibal profile` measures, beside the linear layers of models."""
+
+import numpy as np
+import pytest
+
+from omnibal.config import load_cluster, load_model, preset_names
+from omnibal.cost.analytic import layer_products
+from omnibal.cost.measured_sizes import measured_sizes
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+
+pytestmark = pytest.mark.quick
+
+CLUSTER = load_cluster("h100-80g")
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+def test_few_sizes_span_what_models_compute(name):
+    """Prevents: rates held constant where a model's slices are, or minutes of measuring."""
+    model = load_model(name)
+    items = {tower.feature: 9 for tower in model.encoders.values()}
+    sizes = measured_sizes(model, CLUSTER, Caps.of(**items, tokens=4096), "bf16")
+    assert 8 <= len(sizes.rows) * len(sizes.inner) * len(sizes.outer) <= 216
+    for axis in (sizes.rows, sizes.inner, sizes.outer):
+        assert (np.diff(np.log(axis)) <= np.log(4.6)).all()
+    for tensor in (1, 2):
+        for one in layer_products(model, CLUSTER, Parallel(tensor=tensor, pipeline=1)):
+            for size, axis in ((one.inner, sizes.inner), (one.outer, sizes.outer)):
+                assert 0.9 * axis[0] <= size <= 1.1 * axis[-1]
+    # The largest product with its weights and output fits beside nothing else on a device.
+    m, k, n = sizes.rows[-1], sizes.inner[-1], sizes.outer[-1]
+    assert 2 * (m * k + k * n + m * n) < 16 * 2**30
+    width = model.language.hidden_size
+    assert sizes.collective_bytes[-1] == pytest.approx(4096 * width * 2, rel=0.01)
+    assert all(size % (4 * ranks) == 0 for size in sizes.collective_bytes for ranks in range(2, 9))
+
+
+def test_sizes_are_multiples_that_kernels_are_made_for():
+    """Prevents: rates of odd sizes, which matrix kernels are slow at and models do not have."""
+    model = load_model("internvl-chat-1.5-6b-20b")
+    sizes = measured_sizes(model, CLUSTER, Caps.of(tiles=9, tokens=4096), "bf16")
+    assert all(size % 8 == 0 for axis in (sizes.rows, sizes.inner, sizes.outer) for size in axis)
+    # 512 is a slice of 32 padded vision heads; 32,768 both halves of InternLM2's feed-forward.
+    assert (sizes.inner[0], sizes.outer[-1]) == (512, 32768)

@@ -1,0 +1,255 @@
+"""Costs from measured rates, against a device whose every time is known."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from rate_cases import ring_ms, tiled_ms, tiled_rates
+
+from omnibal.config import ClusterConfig, cluster_toml, load_cluster, load_model, preset_names
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.counts import Counts, Device, Features
+from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
+from omnibal.cost.language_counts import head, language_layer
+from omnibal.cost.model import CostModel
+from omnibal.cost.shaped_rates import ProductTimes, ring_line, send_line
+from omnibal.errors import UserError
+from omnibal.parallel import Parallel
+from omnibal.rates import CollectiveTime, ProductTime, Rates
+from omnibal.units import feature_names
+
+pytestmark = pytest.mark.quick
+
+MODEL = load_model("internvl-chat-1.5-6b-20b")
+H100 = load_cluster("h100-80g")
+MEASURED = H100.model_copy(update={"rates": {"bf16": tiled_rates()}})
+SIZES = st.floats(1, 1e6)
+
+
+def cost_of(cluster: ClusterConfig, **sizes: int) -> CostModel:
+    return analytic_cost(MODEL, cluster, Parallel(pipeline=1, **sizes), "bf16")
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> list[ProductTime]:
+    """Products of any times, of one to three sizes an axis."""
+    axes = [
+        draw(st.lists(st.integers(1, 4096), min_size=1, max_size=3, unique=True)) for _ in "mkn"
+    ]
+    return [
+        ProductTime(rows=m, inner=k, outer=n, ms=draw(st.floats(1e-4, 1e2)))
+        for m in axes[0]
+        for k in axes[1]
+        for n in axes[2]
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(measured=grids(), rows=SIZES, inner=SIZES, outer=SIZES)
+def test_a_product_is_as_measured_or_between(measured, rows, inner, outer):
+    """Prevents: times that no device reached, or others than those that were measured."""
+    times = ProductTimes.of(measured)
+    for one in measured:
+        assert times.ms(one.rows, one.inner, one.outer) == pytest.approx(one.ms)
+    rates = [2 * one.rows * one.inner * one.outer / one.ms for one in measured]
+    rate = 2 * rows * inner * outer / times.ms(rows, inner, outer)
+    assert min(rates) * (1 - 1e-9) <= rate <= max(rates) * (1 + 1e-9)
+    for line in (times.forward, times.input_gradient, times.weight_gradient):
+        fitted = line(inner, outer)
+        fitted_ms = fitted.fixed_ms + fitted.each_ms * rows
+        assert fitted.fixed_ms >= 0
+        assert 2 * rows * inner * outer / fitted_ms <= max(rates) * (1 + 1e-9)
+
+
+def test_larger_products_are_not_faster_where_none_was():
+    """Prevents: a dip between two measured sizes, in which a search would settle."""
+    times = ProductTimes.of(tiled_rates().products)
+    sizes = np.geomspace(100, 50_000, 40)
+    for axis in range(3):
+        shapes = np.full((40, 3), 1000.0)
+        shapes[:, axis] = sizes
+        assert (np.diff([times.ms(*shape) for shape in shapes]) > -1e-12).all()
+
+
+def test_sizes_that_were_not_measured_are_near_a_device_of_tiles():
+    """Prevents: an interpolation that is no better than one share for all sizes."""
+    times, rng = ProductTimes.of(tiled_rates().products), np.random.default_rng(0)
+    shapes = np.exp(rng.uniform(np.log([256, 384, 384]), np.log([16384, 24576, 24576]), (500, 3)))
+    found = np.array([times.ms(*shape) for shape in shapes])
+    true = np.array([tiled_ms(*shape) for shape in shapes])
+    errors = np.abs(found / true - 1)
+    assert np.median(errors) < 0.07 and np.quantile(errors, 0.9) < 0.25
+    flops = 2 * shapes.prod(axis=1)
+    one_share = np.abs(flops / np.median(flops / true) / true - 1)
+    assert np.median(errors) < np.median(one_share) / 3
+
+
+def test_lines_through_rows_are_near_a_device_of_tiles():
+    """Prevents: a product of gradients that is taken for the forward's, and rows for widths."""
+    times, rng, errors = ProductTimes.of(tiled_rates().products), np.random.default_rng(1), []
+    for inner, outer in np.exp(rng.uniform(np.log(384), np.log(24576), (60, 2))):
+        rows = np.exp(rng.uniform(np.log(256), np.log(16384)))
+        for line, shape in (
+            (times.forward(inner, outer), (rows, inner, outer)),
+            (times.input_gradient(inner, outer), (rows, outer, inner)),
+            (times.weight_gradient(inner, outer), (inner, rows, outer)),
+        ):
+            errors.append(abs((line.fixed_ms + rows * line.each_ms) / tiled_ms(*shape) - 1))
+    assert np.median(errors) < 0.1 and np.quantile(errors, 0.9) < 0.3
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_collectives_are_of_their_group_size(ranks):
+    """Prevents: a ring of other ranks, and a pass that is counted once for an all-reduce."""
+    line = ring_line(tiled_rates().collectives, ranks)
+    for kind, passes in (("all_reduce", 2), ("all_gather", 1)):
+        for size in (2**17, 2**23):
+            sent = passes * size * (ranks - 1) / ranks
+            expected = ring_ms(kind, ranks, size)
+            assert passes * line.fixed_ms + sent * line.each_ms == pytest.approx(expected)
+    send = send_line(tiled_rates().collectives)
+    assert send.fixed_ms + 5e6 * send.each_ms == pytest.approx(ring_ms("send", 2, 5e6))
+
+
+def test_group_sizes_that_were_not_measured_take_the_nearest():
+    """Prevents: no rate at all, or that of a single device, for six ranks of a measured eight."""
+    collectives = tiled_rates().collectives
+    assert ring_line(collectives, 6) == ring_line(collectives, 8)
+    assert ring_line(collectives, 64) == ring_line(collectives, 8)
+    assert ring_line(collectives, 1) is None
+    assert ring_line((), 8) is None and send_line(()) is None
+
+
+def products_of(counts: Counts) -> float:
+    return sum(each.inner * each.outer * each.groups for each in counts.products)
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_products_hold_every_weight_of_a_layer_once(name, tensor):
+    """Prevents: a linear layer that is counted at a wrong size, twice, or not at all."""
+    model = load_model(name)
+    features = Features(names=feature_names(model))
+    device = Device(
+        flops_per_ms=1, product_times=None, bytes_per_ms=1, streamed_bytes_per_ms=1,
+        collective_bytes_per_ms=1, pass_ms=0, kernel_ms=0, tensor=tensor,
+        sequence_parallel=False, element_bytes=2,
+    )  # fmt: skip
+    h = model.language.hidden_size
+    layer = language_layer(model.language, model.language.kinds[0], device, features)
+    # Norms and biases are parameters and no product: a few vectors of the width.
+    assert 0 < layer.parameters - products_of(layer) <= 5 * h
+    last = head(model.language, device, features)
+    assert products_of(last) == last.parameters - h
+    for tower in model.encoders.values():
+        width, items = tower.hidden_size, features.one(tower.feature)
+        block = encoder_layer(tower, device, items, tower.positions_per_item)
+        assert 0 < block.parameters - products_of(block) <= 20 * width
+        projector = encoder_projector(tower, model, device, features)
+        vectors = projector.parameters - products_of(projector)
+        assert vectors == 2 * tower.projector_input_size + h + h // tensor
+        embed = encoder_embed(tower, device, features)
+        assert embed.parameters - products_of(embed) == (2 + tower.positions_per_item) * width
+
+
+def test_costs_are_of_the_table_that_the_cluster_has():
+    """Prevents: a table that is read and not used, or used without saying so."""
+    plain, measured = cost_of(H100, tensor=4), cost_of(MEASURED, tensor=4)
+    assert plain.source == "analytic:h100-80g, no measured rates"
+    assert measured.source == "analytic:h100-80g, rates measured on tiled device"
+    fp32 = analytic_cost(MODEL, MEASURED, Parallel(pipeline=1), "fp32")
+    assert fp32.source == "analytic:h100-80g, no measured rates"
+    tokens = feature_names(MODEL).index("tokens")
+    unit = measured.units["language_layer"]
+    # Two all-reduces in each direction, of 1,000 tokens of 6,144 values in bf16.
+    expected = 2 * ring_ms("all_reduce", 4, 1000 * 6144 * 2)
+    assert unit.collective_ms[:, 0] + 1000 * unit.collective_ms[:, tokens] == pytest.approx(
+        expected
+    )
+    assert measured.link_latency_ms + 5e6 * measured.link_ms_per_byte == pytest.approx(
+        ring_ms("send", 2, 5e6)
+    )
+    assert measured.optimizer_ms_per_parameter == pytest.approx(2 * (2 + 4 + 12) * 0.1 / 2**28)
+    for name, counted in plain.units.items():
+        assert measured.units[name].parameters == counted.parameters
+        np.testing.assert_array_equal(
+            measured.units[name].activation_bytes, counted.activation_bytes
+        )
+
+
+def test_rates_of_one_node_do_not_price_the_network():
+    """Prevents: sends and reductions between nodes at the rates of links within one."""
+    plain, measured = cost_of(H100, tensor=4, data=4), cost_of(MEASURED, tensor=4, data=4)
+    assert measured.link_ms_per_byte == plain.link_ms_per_byte
+    found = measured.gradient_reduction_ms_per_parameter
+    assert found == plain.gradient_reduction_ms_per_parameter
+    within = cost_of(MEASURED, tensor=1, data=8), cost_of(H100, tensor=1, data=8)
+    assert within[0].gradient_reduction_ms_per_parameter > (
+        2 * within[1].gradient_reduction_ms_per_parameter
+    )
+
+
+def layer_ms(cluster: ClusterConfig, tensor: int, tokens: int) -> float:
+    """Products of a language layer's forward, counted whole."""
+    cost = cost_of(cluster, tensor=tensor)
+    features = np.array([1, 0, tokens, 0, 0])
+    unit = cost.units["language_layer"]
+    return float(features @ (unit.forward_ms - unit.collective_ms[0]))
+
+
+@pytest.mark.parametrize("tokens", [512, 8192])
+def test_slices_and_small_micro_batches_cost_what_the_device_takes(tokens):
+    """Prevents: tensor parallelism that divides a layer's time as if slices were as efficient."""
+    h, key_value, f, waits_ms = 6144, 2 * 6144 * 8 // 48, 16384, 0.0
+    for tensor in (1, 8):
+        shapes = [
+            (h, (h + key_value) / tensor), (h / tensor, h), (h, 2 * f / tensor), (f / tensor, h),
+        ]  # fmt: skip
+        true = sum(tiled_ms(tokens, *shape) for shape in shapes)
+        plain = layer_ms(MEASURED.model_copy(update={"rates": {}}), tensor, tokens)
+        share = sum(2 * tokens * k * n for k, n in shapes) / (989e9 * 0.55)
+        waits_ms = plain - share  # passes over memory and launches, equal in both
+        assert layer_ms(MEASURED, tensor, tokens) - waits_ms == pytest.approx(true, rel=0.25)
+
+
+def test_a_cluster_with_rates_is_read_as_it_was_written(tmp_path: Path):
+    """Prevents: a preset of measured rates that no later plan can be made with."""
+    path = tmp_path / "mine.toml"
+    path.write_text(cluster_toml(MEASURED))
+    assert load_cluster(str(path)) == MEASURED
+    assert load_cluster(str(cluster_file_of(tmp_path, H100))) == H100
+
+
+def cluster_file_of(folder: Path, cluster: ClusterConfig) -> Path:
+    path = folder / "plain.toml"
+    path.write_text(cluster_toml(cluster))
+    return path
+
+
+def test_a_table_with_holes_is_refused(tmp_path: Path):
+    """Prevents: an interpolation between sizes that were not measured together."""
+    products = tiled_rates().products
+    for wrong in (products[:-1], (*products, products[0])):
+        with pytest.raises(ValidationError, match="every combination of their rows, inner and"):
+            Rates(device="x", products=wrong)
+    path = tmp_path / "mine.toml"
+    text = cluster_toml(MEASURED)
+    row = next(line for line in text.splitlines() if line.startswith("    {rows"))
+    path.write_text(text.replace(row + "\n", "", 1))
+    with pytest.raises(UserError, match=r"mine.toml: rates: bf16: .*every combination.*compare"):
+        load_cluster(str(path))
+
+
+def test_bytes_without_a_slope_take_no_time_of_their_own():
+    """Prevents: a division by zero for collectives that take as long at any size."""
+    flat = [
+        CollectiveTime(kind="all_reduce", ranks=8, bytes=size, ms=0.05) for size in (2**10, 2**12)
+    ]
+    rates = Rates(device="x", collectives=tuple(flat))
+    cost = cost_of(H100.model_copy(update={"rates": {"bf16": rates}}), tensor=8)
+    assert cost.units["language_layer"].collective_ms == pytest.approx(
+        np.array([[0.1, 0, 0, 0, 0]] * 2), abs=1e-3
+    )

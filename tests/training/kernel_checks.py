@@ -1,0 +1,265 @@
+"""Kernels against plain torch: PYTHONPATH=. python tests/training/kernel_checks.py NAME DEVICE.
+
+On the device `cpu`, Triton's interpreter runs them, with TRITON_INTERPRET=1 in the environment.
+
+Shapes: S sequence, B batch, H hidden size, F feed-forward width, N heads, D head size, T tokens.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.vlm.model.fused import activations, head_norms, residual, rotary
+
+DTYPES = (torch.float32, torch.bfloat16)
+BF16_ROUNDING = 2.0**-8
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+class Case:
+    """Random tensors of a type on a device, and what is computed of them in two ways."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(0)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+    def few(self, shapes: Sequence[Any]) -> Sequence[Any]:
+        """All in fp32; in bf16, which changes loads and stores only, the first two."""
+        return shapes if self.dtype == torch.float32 else shapes[:2]
+
+    def compare(
+        self,
+        kernels: Callable[..., Any],
+        eager: Callable[..., Any],
+        inputs: Sequence[torch.Tensor | None],
+        fixed: Sequence[object] = (),
+        roundings: int = 1,
+    ) -> None:
+        """Outputs and all inputs' gradients agree: in fp32 to its last digits, in bf16 to some
+        roundings of what float64 gives."""
+        found = self._outputs_and_gradients(kernels, inputs, fixed, self.dtype)
+        expected = self._outputs_and_gradients(eager, inputs, fixed, torch.float64)
+        tight = self.dtype == torch.float32
+        rounding = roundings * BF16_ROUNDING
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert one.dtype == self.dtype and one.shape == other.shape, number
+            if not one.numel():
+                continue
+            largest = other.abs().max().item()
+            tolerance = (2e-6 if tight else rounding) * max(largest, 1e-3)
+            torch.testing.assert_close(
+                one.double(), other, rtol=2e-5 if tight else rounding, atol=tolerance,
+                msg=lambda text, number=number: f"{kernels}, tensor {number}: {text}",
+            )  # fmt: skip
+
+    def _outputs_and_gradients(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[torch.Tensor | None],
+        fixed: Sequence[object],
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        own = [
+            None if tensor is None else tensor.detach().to(dtype).requires_grad_()
+            for tensor in inputs
+        ]
+        outputs = function(*own, *fixed)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        generator = torch.Generator().manual_seed(1)
+        weights = [
+            torch.randn(output.shape, generator=generator).to(self.device, self.dtype).to(dtype)
+            for output in outputs
+        ]
+        # Not contiguous, as gradients may come.
+        weights = [weight.transpose(0, -1).contiguous().transpose(0, -1) for weight in weights]
+        torch.autograd.backward(outputs, weights)
+        gradients = [tensor.grad for tensor in own if tensor is not None]
+        return [tensor.detach() for tensor in (*outputs, *gradients)]
+
+
+def promised(op: Any, *arguments: object) -> None:
+    """The fake of an operation gives the shapes, types and strides that the real one gives."""
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def check_activations(case: Case) -> None:
+    """SwiGLU and GELU, over widths that are no multiple of a block."""
+    for shape in case.few([(5, 1, 6), (1, 1, 1030), (0, 1, 8), (270, 2, 14)]):
+        inner = case.random(*shape)
+        case.compare(activations.Swiglu.apply, activations.eager_swiglu, [inner])
+        bias = case.random(shape[-1])
+        case.compare(activations.BiasGelu.apply, activations.eager_bias_gelu, [inner, bias])
+    # A view whose rows lie apart.
+    strided = case.random(6, 2, 10)[:, 1:, :8]
+    case.compare(activations.Swiglu.apply, activations.eager_swiglu, [strided])
+    inner, bias, gradient = case.random(3, 2, 8), case.random(8), case.random(3, 2, 4)
+    promised(activations._swiglu, inner)
+    promised(activations._swiglu_backward, gradient, inner)
+    promised(activations._bias_gelu, inner, bias)
+    promised(activations._bias_gelu_backward, inner, inner, bias)
+
+
+def _eager_norm(hidden: Any, weight: Any, bias: Any, eps: float) -> Any:
+    return residual.eager_norm(hidden, residual.NormWeights(weight, bias, eps)), hidden * 1
+
+
+def _eager_add(shortcut: Any, output: Any, bias: Any, scale: Any, tile_scale: Any) -> Any:
+    return residual.eager_add(shortcut, residual.Branch(output, bias, scale, tile_scale))
+
+
+def _eager_both(shortcut: Any, *branch_and_norm: Any) -> Any:
+    *branch, weight, bias, eps = branch_and_norm
+    return _eager_norm(_eager_add(shortcut, *branch), weight, bias, eps)
+
+
+def _add_and_norm(shortcut: Any, output: Any, bias: Any, scale: Any, *rest: Any) -> Any:
+    weight, norm_bias, tile_scale, eps = rest
+    return residual.ScaledAddAndNorm.apply(
+        shortcut, output, bias, scale, tile_scale, weight, norm_bias, eps
+    )
+
+
+def _eager_add_and_norm(shortcut: Any, output: Any, bias: Any, scale: Any, *rest: Any) -> Any:
+    weight, norm_bias, tile_scale, eps = rest
+    return _eager_both(shortcut, output, bias, scale, _like(tile_scale, shortcut), weight,
+                       norm_bias, eps)  # fmt: skip
+
+
+def _like(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(other.dtype)
+
+
+def check_residual(case: Case) -> None:
+    """Norms and residual adds, with and without each of their parts."""
+    for tokens, tiles, width in case.few(
+        [(1, 1, 5), (7, 3, 20), (0, 2, 8), (130, 2, 3), (2, 1, 3200)]
+    ):
+        shape = (tokens, tiles, width)
+        hidden, output = case.random(*shape), case.random(*shape)
+        bias, scale, weight, norm_bias = (case.random(width) for _ in range(4))
+        drop = case.random(tiles)
+        for shift in (None, norm_bias):
+            case.compare(
+                residual.NormAndResidual.apply, _eager_norm, [hidden, weight, shift], [1e-6]
+            )
+        parts = ((bias, scale, drop), (bias, None, None), (None, scale, None), (None, None, drop))
+        for some_bias, some_scale, some_drop in parts:
+            case.compare(
+                residual.ScaledAdd.apply,
+                lambda *inputs: _eager_add(*inputs[:4], _like(inputs[4], inputs[0])),
+                [hidden, output, some_bias, some_scale], [some_drop],
+            )  # fmt: skip
+        for shift, add in ((None, (bias, scale, drop)), (norm_bias, (None, None, None))):
+            case.compare(
+                _add_and_norm, _eager_add_and_norm, [hidden, output, *add[:2], weight, shift],
+                [add[2], 1e-5], roundings=4,  # the sum's own is normalised with it
+            )  # fmt: skip
+    strided = case.random(4, 4, 12)[:, ::2, 2:10]
+    case.compare(
+        residual.NormAndResidual.apply, _eager_norm, [strided, case.random(8), None], [1e-6]
+    )
+    _check_residual_promises(case)
+
+
+def _check_residual_promises(case: Case) -> None:
+    hidden, output = case.random(4, 2, 8), case.random(4, 2, 8)
+    vector, drop = case.random(8), case.random(2)
+    moments = torch.ones((2, 4, 2), device=case.device)
+    for shift in (None, vector):
+        promised(residual._norm, hidden, vector, shift, 1e-5)
+        promised(residual._scaled_add_norm, hidden, output, vector, shift, drop, vector, shift, 1.0)
+        promised(residual._scaled_add, hidden, output, vector, shift, drop)
+        promised(residual._scaled_add_backward, hidden, output, vector, shift, None)
+    for count, passed in ((1, None), (2, output)):
+        promised(residual._norm_backward, hidden, passed, output, moments[:count], vector)
+
+
+def _eager_heads(qkv: Any, query_weight: Any, key_weight: Any, *rest: Any) -> Any:
+    query, key, value = qkv.chunk(3, -1)
+    weights = (query_weight, key_weight)
+    return *head_norms.eager_norms((query, key), weights, rest[1]), value
+
+
+def check_head_norms(case: Case) -> None:
+    """Norms of q and k on one rank, and as two ranks compute them with sums from each other."""
+    for shape in case.few([(5, 2, 3, 8), (1, 1, 2, 4), (260, 1, 1, 2), (0, 1, 2, 4)]):
+        tokens, tiles, heads, size = shape
+        qkv = case.random(tokens, tiles, heads, 3 * size)
+        weights = [case.random(heads * size) for _ in range(2)]
+        fixed = [heads * size, 1e-6, None]
+        case.compare(head_norms.HeadNorms.apply, _eager_heads, [qkv, *weights], fixed)
+        promised(head_norms._norms, qkv, weights, None, heads * size, 1e-6)
+    _check_divided_head_norms(case, case.random(7, 2, 4, 3 * 6))
+
+
+def _check_divided_head_norms(case: Case, qkv: torch.Tensor) -> None:
+    width = 4 * 6
+    weights = [case.random(width) for _ in range(2)]
+    gradients = [case.random(7, 2, 4, 6) for _ in range(3)]
+    whole = [tensor.clone().double().requires_grad_() for tensor in (qkv, *weights)]
+    outputs = _eager_heads(*whole, width, 1e-6)
+    torch.autograd.backward(outputs, [gradient.double() for gradient in gradients])
+    parts = [
+        (
+            qkv[:, :, own].contiguous(),
+            [weight.view(4, 6)[own].flatten() for weight in weights],
+            [gradient[:, :, own].contiguous() for gradient in gradients],
+        )
+        for own in (slice(0, 2), slice(2, 4))
+    ]
+    sums = sum(head_norms._squares(own) for own, _, _ in parts)
+    normed = [head_norms._norms(own, mine, sums, width, 1e-6) for own, mine, _ in parts]
+    rstds = normed[0][2]
+    alongs = [head_norms._along(grads, own, mine, rstds) for own, mine, grads in parts]
+    total = alongs[0] + alongs[1]
+    backs = [
+        head_norms._backward(grads, own, mine, rstds, total, width) for own, mine, grads in parts
+    ]
+    found = [torch.cat([part[which] for part in normed], 2) for which in range(2)]
+    found += [torch.cat([part[0] for part in backs], 2), torch.cat([part[1] for part in backs], 1)]
+    expected = [*outputs[:2], whole[0].grad, torch.stack([tensor.grad for tensor in whole[1:]])]
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2 * BF16_ROUNDING
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            one.double(), other.detach(), rtol=tolerance, atol=tolerance * other.abs().max().item()
+        )
+    own, mine, grads = parts[0]
+    promised(head_norms._squares, own)
+    promised(head_norms._along, grads, own, mine, rstds)
+    promised(head_norms._backward, grads, own, mine, rstds, total, width)
+
+
+def _eager_rotary(qkv: Any, per_group: int, cosines: Any, sines: Any) -> Any:
+    turned_by = rotary.Rotation(cosines, sines)
+    query, key, value = rotary.eager_split_and_rotate(qkv, per_group, turned_by)
+    return query, key, value * 1
+
+
+def check_rotary(case: Case) -> None:
+    """Rotation of q and k of groups of heads, and back."""
+    cases = [((3, 1, 6), 2, 3, 8), ((1,), 1, 1, 2), ((0,), 1, 2, 4), ((2, 4), 5, 6, 64)]
+    for samples, groups, per_group, size in case.few(cases):
+        borders = torch.tensor([0, *samples], device=case.device).cumsum(0).to(torch.int32)
+        tokens = sum(samples)
+        frequencies = 0.1 ** torch.arange(size // 2, device=case.device)
+        tables = rotary.rotation(borders, tokens, frequencies)
+        qkv = case.random(tokens, groups, (per_group + 2) * size)
+        case.compare(rotary.SplitAndRotate.apply, _eager_rotary, [qkv], [per_group, *tables])
+        promised(rotary._rotate, qkv, per_group, *tables)
+        parts = rotary._rotate(qkv, per_group, *tables)
+        promised(rotary._rotate_back, *parts, *tables)
+
+
+if __name__ == "__main__":
+    name, device = sys.argv[1:]
+    checks = (check_activations, check_residual, check_head_norms, check_rotary)
+    for dtype in DTYPES:
+        {check.__name__.removeprefix("check_"): check for check in checks}[name](
+            Case(device, dtype)
+        )
