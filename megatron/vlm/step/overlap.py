@@ -6,8 +6,8 @@ weights are used, which ranks with other packs do not share: a pack without imag
 ways through a stage, and a rank may have no pack at all. Collectives that ranks begin in
 different orders take each other's data. So the buckets are begun here, in one order on every
 rank: of the gradients, a bucket when all up to it are ready, in the last backward of the step; of
-the weights, all of them after the update, first those that the forward needs first. Core's hooks
-wait for a module's weights before its forward.
+the weights, all of them after the update, first those that the forward needs first. Each layer, and
+each other unit, waits for its weights before its forward.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,8 @@ from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+
+from megatron.vlm.model.block import PlannedBlock
 
 
 class DataParallelOverlap:
@@ -42,6 +44,8 @@ class DataParallelOverlap:
         # On core's own nodes: behind its hook, which adds the gradient to the bucket.
         for parameter, node in zip(trained, model.grad_accs, strict=True):
             node.register_hook(partial(self._on_gradient, parameter))
+        for unit in _units(model.module):
+            unit.register_forward_pre_hook(self._wait_for_unit)
         self._mark_gathered()
 
     @contextmanager
@@ -96,7 +100,25 @@ class DataParallelOverlap:
         for bucket in self._buckets:
             bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
+    def _wait_for_unit(self, unit: torch.nn.Module, _: object) -> None:
+        # Core's hooks wait for the parameters of the module that is called. A fused operation of a
+        # layer takes those of its norms, which nobody calls.
+        numbers = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
+        for number in numbers:
+            self._buckets[number].finish_param_sync(skip_next_bucket_dispatch=True)
+
     def _mark_gathered(self) -> None:
         """Say that this rank's weights are whole: core would gather them before the forward."""
         for bucket in self._buckets:
             bucket.param_gather_dispatched = True
+
+
+def _units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules that a stage calls one after another, each layer by itself."""
+    for part in stage.children():
+        if isinstance(part, PlannedBlock):
+            yield from part.layers
+            if part.final_layernorm is not None:
+                yield part.final_layernorm
+        else:
+            yield part
