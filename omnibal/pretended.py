@@ -20,7 +20,8 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Frozen
-from omnibal.pipeline.stage_cost import GIB, bytes_by_feature, in_flight_features
+from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes
+from omnibal.pipeline.units import recomputed_counts, unit_counts
 from omnibal.plan import Plan
 
 INFO_FILE = "pretended.json"
@@ -265,38 +266,40 @@ _UNSURE = 0.1
 def heaviest_windows(
     cost: CostModel, plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths
 ) -> list[Window]:
-    """Moments of the run at one of which the stage needs most memory, heaviest first.
+    """Passes of the run in one of which the stage needs most memory, heaviest first.
 
-    The heaviest as predicted, and those that would be if what is kept or needed for a moment grew
-    by a tenth faster with one of the features.
+    The heaviest as predicted, and those that would be if memory grew by a tenth faster with one of
+    the features.
     """
     features = pack_features(packs.packs, lengths, cost.features)
-    size = len(plan.stages)
-    sums = in_flight_features(features, packs.slot, size, stage)
-    ones = np.ones((len(features), 1))
-    counts = in_flight_features(ones, packs.slot, size, stage)[:, 0].astype(int)
-    kept, working = bytes_by_feature(cost, plan.stages[stage])
-    # The one whose backward runs next and the one that was just run forward.
-    first = np.arange(len(counts)) - counts + 1
+    kinds, size = cost.kinds, len(plan.stages)
+    held = unit_counts(kinds, plan.stages[stage]), recomputed_counts(kinds, plan.stages[stage])
 
-    def predicted(factors: np.ndarray) -> np.ndarray:
-        needed = ((features * factors) @ working.T).max(axis=1)
-        return (sums * factors) @ kept + np.maximum(needed, needed[first])
+    def pass_bytes(factors: np.ndarray) -> np.ndarray:
+        passes = running_passes(features * factors, packs.slot, size, stage)
+        return memory_table(cost, passes).pass_bytes(*held)
 
     even = np.ones(features.shape[1])
     unsure = even + _UNSURE * np.eye(features.shape[1])
-    as_predicted = predicted(even)
-    last = {int(predicted(factors).argmax()) for factors in (even, *unsure)}
+    predicted = pass_bytes(even)
+    heaviest = {int(pass_bytes(factors).argmax()) for factors in (even, *unsure)}
+    ones = running_passes(np.ones((len(features), 1)), packs.slot, size, stage)
+    others = ones.others[:, 0].astype(int)
     return [
-        Window(
-            rows=_rows_about(packs, row, counts[row]), predicted_gib=float(as_predicted[row]) / GIB
-        )
-        for row in sorted(last, key=lambda row: -as_predicted[row])
+        Window(rows=_rows_about(packs, one, others[one]), predicted_gib=float(predicted[one]) / GIB)
+        for one in sorted(heaviest, key=lambda one: -predicted[one])
     ]
 
 
-def _rows_about(packs: ScheduledPacks, last: int, in_flight: int) -> np.ndarray:
-    """Rows of the micro-batches in flight after the forward of row `last`, and their neighbours."""
-    near = np.arange(max(last - in_flight, 0), min(last + 2, len(packs)))
-    same = (packs.step[near] == packs.step[last]) & (packs.dp_rank[near] == packs.dp_rank[last])
+def _rows_about(packs: ScheduledPacks, one: int, others: int) -> np.ndarray:
+    """Rows that are held in a pass, and their neighbours in the same step of the same rank.
+
+    Args:
+        one: the pass, of all forwards in the packs' order and then all backwards.
+        others: micro-batches held besides its own: before it in a forward, after it in a backward.
+    """
+    row = one % len(packs)
+    first, last = (row - others, row) if one < len(packs) else (row, row + others)
+    near = np.arange(max(first - 1, 0), min(last + 2, len(packs)))
+    same = (packs.step[near] == packs.step[row]) & (packs.dp_rank[near] == packs.dp_rank[row])
     return near[same]

@@ -96,7 +96,12 @@ def refusals() -> None:
         host = torch.empty(8, 8, dtype=torch.bfloat16)
         mixed = (on_device(8, 8), on_device(8, 8, dtype=torch.float32))
         borders = torch.tensor([0, 8], dtype=torch.int64).to("cuda")
+        summed = on_device(8, 8, dtype=torch.float32)
+        torch.addmm(
+            summed, on_device(8, 8), on_device(8, 8), out_dtype=torch.float32, out=summed
+        )  # a sum in the type that is asked for
         cases = {
+            "a matrix product": lambda: torch.addmm(summed, on_device(8, 8), on_device(8, 8)),
             "one type": lambda: torch.mm(*mixed),
             "on the device": lambda: torch.mm(on_device(8, 8), host),
             "devices": lambda: on_device(8, 8) + host,

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.vlm.measure.pretended.kernels import (
     ALIGNED_ELEMENTS,
+    factors,
     leading_dimensions,
     tensors_in,
 )
@@ -74,7 +75,11 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> float:
     """Floating-point operations of a product or attention; 0 of all else."""
-    count = _FLOPS.get(func.name().partition(".")[0])
+    operation = func.name().partition(".")[0]
+    if operation in PRODUCTS:
+        left, right = factors(args)
+        return 2.0 * left.numel() * right.shape[-1]
+    count = _FLOPS.get(operation)
     if count is not None:
         return count(args)
     rule = flop_registry.get(func._overloadpacket)
@@ -134,7 +139,7 @@ class LaunchCounts:
         """Note a product of 16 bit matrices whose rows do not begin at multiples of 16 bytes."""
         steps = leading_dimensions(args, output)
         if output.element_size() == 2 and any(step % ALIGNED_ELEMENTS for step in steps):
-            left, right = list(tensors_in(args))[-2:]
+            left, right = factors(args)
             sizes = (left.shape[-2], left.shape[-1], right.shape[-1])
             sums = self._unaligned[where, operation, sizes, steps]
             sums[0] += 1

@@ -44,13 +44,22 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def factors(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two matrices of a product, which some add to a third that comes first."""
+    first, second, *rest = tensors_in(args)
+    return (second, rest[0]) if rest else (first, second)
+
+
 def check_product(operation: str, args: Sequence[Any]) -> None:
     """Refuse a matrix product of different types or devices.
 
-    Fake tensors promote types here, and a device does not.
+    Fake tensors promote types here, and a device does not. What is added to may have the type that
+    the product is asked for.
     """
     tensors = list(tensors_in(args))
-    if len({one.dtype for one in tensors}) > 1:
+    asked = next((one for one in args if isinstance(one, torch.dtype)), tensors[-1].dtype)
+    types = {one.dtype for one in factors(args)}
+    if len(types) > 1 or (len(tensors) > 2 and tensors[0].dtype not in {asked, *types}):
         _refuse(operation, "a matrix product needs tensors of one type", tensors)
     _check_one_device(operation, tensors)
 

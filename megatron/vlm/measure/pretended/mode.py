@@ -142,7 +142,8 @@ class PretendedDevice(TorchDispatchMode):
         if not rule.launches:
             return
         flops = flops_of(func, args, kwargs, results)
-        moved = moved_bytes(rule.operation, [*args, *kwargs.values()], outputs)
+        read = [*args, *(value for name, value in kwargs.items() if name != "out")]
+        moved = moved_bytes(rule.operation, read, outputs)
         self.counts.add(self.phase, rule.operation, flops, moved)
         if rule.is_product:
             self.counts.add_product(label.where, rule.operation, args, outputs[0], flops)
