@@ -45,6 +45,7 @@ def train_range(links, plan, first, last, load, save, seed=3):
         batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
         losses.append(train_step(trainer, MicroBatchStream.of(own)).loss)
+    trainer.wait_for_weights()
     if save is not None:
         writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
         with logged() as lines:
@@ -143,6 +144,7 @@ def saved_while_training(links, plan, directory):
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
         train_step(trainer, MicroBatchStream.of(own))
         if step == 1:
+            trainer.wait_for_weights()
             at_once.save(2, {"skipped": 1})
             later.save(2, {"skipped": 1})
         with logged() as lines:

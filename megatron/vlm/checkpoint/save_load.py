@@ -129,6 +129,8 @@ class CheckpointWriter:
     def save(self, step: int, training_state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; waits for an earlier save first.
 
+        The stage's weights must be whole, as they are after `Trainer.wait_for_weights`.
+
         Weights and optimizer may change as soon as this returns. A step that is the newest
         checkpoint's is saved already.
 

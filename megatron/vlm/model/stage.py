@@ -27,6 +27,7 @@ from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.fused.activations import bias_gelu
+from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
 from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
@@ -120,7 +121,8 @@ class VLMStage(MegatronModule):
         dtype = language_config.params_dtype
         language = model.language
         tensor = language_config.tensor_model_parallel_size
-        vocabulary = padded_size(language.vocab_size, tensor)
+        own_words = language.words_of_rank(tensor)
+        vocabulary = own_words * tensor
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
         self.vision_embedding = self.vision = self.projector = None
         if stage.holds("vision embed"):
@@ -167,9 +169,12 @@ class VLMStage(MegatronModule):
                 bias=False,
                 skip_weight_param_allocation=language.tied_head and stage.holds("language embed"),
             )
-            own_words = vocabulary // tensor
             start = parallel_state.get_tensor_model_parallel_rank() * own_words
-            self.padded_words = min(max(start + own_words - language.vocab_size, 0), own_words)
+            self.own_words = OwnWords(
+                first=start,
+                count=min(max(language.vocab_size - start, 0), own_words),
+                group=parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
+            )
         describe_partitions(self)
         if language.tied_head:
             self._describe_tied_weight()
@@ -287,13 +292,11 @@ class VLMStage(MegatronModule):
             weight_WE = self.shared_embedding_or_output_weight()
         logits_L1W, _ = self.head(hidden_S1E.index_select(0, wanted), weight_WE)
         logits_LW = logits_L1W.squeeze(1)
-        if self.padded_words:
-            real_LW = logits_LW[:, : -self.padded_words]
-            logits_LW = F.pad(real_LW, (0, self.padded_words), value=-torch.inf)
         if batch.labels_L is None:
+            hide_padding(logits_LW, self.own_words)
             whole_AW = tensor_parallel.gather_from_tensor_model_parallel_region(logits_LW)
             return whole_AW.argmax(-1)
-        losses_L = _cross_entropy(logits_LW.float(), batch.labels_L)
+        losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
         weights_L = batch.loss_weights_L
         return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
 
@@ -332,13 +335,6 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
             original_max_position_embeddings=scaling.original_positions,
         )
     return rotary.inv_freq.to(current_device())
-
-
-def _cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
-    """Loss of each position, [L]; logits may be divided over tensor-parallel ranks."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return F.cross_entropy(logits_LW, labels_L, reduction="none")
-    return tensor_parallel.vocab_parallel_cross_entropy(logits_LW, labels_L)
 
 
 def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> VLMStage:

@@ -43,18 +43,19 @@ def eager_cross_entropy(
     logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWords
 ) -> torch.Tensor:
     """`cross_entropy` in plain torch, for every device."""
-    logits_LW = without_padding(logits_LW, words).float()
+    logits_LW = logits_LW.float()
+    hide_padding(logits_LW, words)
     if words.group is None:
         return F.cross_entropy(logits_LW, labels_L, reduction="none")
     return tensor_parallel.vocab_parallel_cross_entropy(logits_LW, labels_L)
 
 
-def without_padding(logits_LW: torch.Tensor, words: OwnWords) -> torch.Tensor:
-    """Return the logits with minus infinity in the place of padded words."""
-    padding = logits_LW.shape[1] - words.count
-    if not padding:
-        return logits_LW
-    return F.pad(logits_LW[:, : words.count], (0, padding), value=-torch.inf)
+def hide_padding(logits_LW: torch.Tensor, words: OwnWords) -> None:
+    """Take words of padding out of the softmax, in place.
+
+    Autograd need not know: their share of the softmax is 0, and so is their gradient.
+    """
+    logits_LW.detach()[:, words.count :].fill_(-torch.inf)
 
 
 def _kernels() -> ModuleType:
