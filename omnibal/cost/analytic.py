@@ -29,10 +29,10 @@ log-sum-exp per head), plus what layer scale and q/k norms keep. Tensors between
 are whole on every tensor-parallel rank, or divided under sequence parallelism; those inside are
 divided. A frozen layer keeps only what its input's gradient needs: no inputs of linear layers.
 
-Not counted: rows of padding in the vocabulary; the exchange of sums that q/k norms over all heads
-need under tensor parallelism. A job that spans nodes pays the network's price at every cut, also
-where two stages share a node. The numbers of kernels are those of this project's layers, counted in
-their code, norms and biases unfused.
+Not counted: the exchange of sums that q/k norms over all heads need under tensor parallelism. A job
+that spans nodes pays the network's price at every cut, also where two stages share a node. The
+numbers of kernels are those of this project's layers, counted in their code, norms and biases
+unfused.
 
 What each unit counts is in `omnibal.cost.encoder_counts` and `omnibal.cost.language_counts`.
 """
@@ -82,7 +82,7 @@ class _Counted:
     kind: UnitKind
     counts: Counts
     unpadded: Counts
-    """The same without padded attention heads."""
+    """The same without padded attention heads and words."""
     trained: bool
     before_trained: bool
     """Whether anything that the unit's input comes from is trained."""
@@ -165,9 +165,8 @@ def unit_flops(
     for one in _counted(model, device, frozen):
         products = 1 + _backward_products(one)
         attention = 3 if one.trained or one.before_trained else 1
-        flops[one.kind.name] = (
-            products * one.counts.matmul_flops + attention * one.counts.attention_flops
-        )
+        counts = one.unpadded
+        flops[one.kind.name] = products * counts.matmul_flops + attention * counts.attention_flops
     return flops
 
 
@@ -282,14 +281,15 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
 def _counts(
     model: ModelConfig, kind: UnitKind, device: Device, features: Features
 ) -> tuple[Counts, Counts]:
-    """Counts of one kind of unit, with padded attention heads and without."""
+    """Counts of one kind of unit, with padded attention heads and words and without."""
     if kind.tower == LANGUAGE:
         if kind.layer is not None:
             counts = language_layer(model.language, kind.layer, device, features)
         elif kind.is_embed:
             counts = language_embed(model, device, features)
         else:
-            counts = head(model.language, device, features)
+            sizes_of_head = model.language, device, features
+            return head(*sizes_of_head), head(*sizes_of_head, padded=False)
         return counts, counts
     tower = model.encoders[kind.tower]
     if kind.is_layer:

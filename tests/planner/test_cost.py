@@ -183,7 +183,7 @@ def test_the_head_costs_what_reaches_it():
     # Measured with torch's cross entropy of bf16 logits: 12 bytes per logit at the peak.
     # Besides them five tensors of the hidden size: norm's input and output, what carries loss and
     # its gradient, and the gradient of the norm's output.
-    logits, hidden = 4096 * 92553, 4096 * 6144
+    logits, hidden = 4096 * 92672, 4096 * 6144  # 92,553 words, padded to a multiple of 128
     both = PACK @ (head.activation_bytes + head.transient_bytes)
     assert both == pytest.approx(12 * logits + 5 * 2 * hidden)
 
@@ -235,7 +235,7 @@ def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
     """Prevents charging a stage for a matrix twice, or two stages for half of one."""
     parallel = Parallel(tensor=2, pipeline=2, data=4)
     plain, one = (analytic_cost(model, CLUSTER, parallel, "bf16") for model in (MODEL, tied(MODEL)))
-    matrix = 46_277 * 6144  # 92,553 words on two ranks
+    matrix = 46_336 * 6144  # 92,553 words on two ranks, each of which has a multiple of 128
     features, slot = np.stack([PACK] * 4), np.arange(4)
     for cuts, saved in (((47,), [0, matrix]), ((60,), [0, 0])):
         stages = stages_from_cuts(MODEL, cuts)
@@ -265,7 +265,7 @@ def test_tied_gradient_crosses_between_two_stages_only():
         return once.exposed_ms(np.zeros(3)) + once.first_wait_ms(np.zeros(3))
 
     # An all-reduce of two sends its fp32 gradient once: half of it each way and half back.
-    sent_ms = 92_553 * 6144 * 4 / (100e6 * 0.5)
+    sent_ms = 92_672 * 6144 * 4 / (100e6 * 0.5)
     np.testing.assert_allclose(
         exchanged_ms(apart, tied(MODEL)), [0, sent_ms, sent_ms], rtol=1e-6, atol=1e-9
     )
