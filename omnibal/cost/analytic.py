@@ -105,16 +105,16 @@ def analytic_cost(
 
     Args:
         frozen: parts that are not trained.
-        distributed_optimizer: shard the optimizer's state over data-parallel ranks, as this
-            project's trainer always does; other systems do not.
+        distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
+            with them while computing, as this project's trainer always does; other systems do not.
     """
     element_bytes = ELEMENT_BYTES[precision]
-    gathered_bytes = element_bytes if distributed_optimizer else GRADIENT_BYTES
     shards = parallel.data if distributed_optimizer else 1
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
     device = _device(cluster, parallel, precision)
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
     send = _send_line(cluster, parallel, precision)
+    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, precision)
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
     tied = model.language.tied_head
     return CostModel(
@@ -130,9 +130,12 @@ def analytic_cost(
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
-        gradient_reduction_ms_per_parameter=_gradient_reduction_ms(
-            cluster, parallel, precision, gathered_bytes
-        ),
+        # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
+        gradient_reduction_ms_per_parameter=exchange_ms_per_byte
+        * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
+        weight_gather_ms_per_parameter=exchange_ms_per_byte
+        * (element_bytes if distributed_optimizer else 0),
+        bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
     )
 
@@ -235,17 +238,16 @@ def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
     return 1 / (rate * 1e6 * cluster.link_efficiency)
 
 
-def _gradient_reduction_ms(
-    cluster: ClusterConfig, parallel: Parallel, precision: Precision, gathered_bytes: int
+def _exchange_ms_per_byte(
+    cluster: ClusterConfig, parallel: Parallel, precision: Precision
 ) -> float:
-    """Ring reduce-scatter of the gradients and all-gather of weights or gradients, per parameter.
+    """Ring reduce-scatter or all-gather over data-parallel ranks, per byte of the whole buffer.
 
     A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data.
     """
     share = (parallel.data - 1) / parallel.data
-    sent_bytes = share * (GRADIENT_BYTES + gathered_bytes)
     ring = _ring_line(cluster, parallel.data, parallel.tensor * parallel.data, precision)
-    return sent_bytes * ring.each_ms
+    return share * ring.each_ms
 
 
 def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Iterator[_Counted]:

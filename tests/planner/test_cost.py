@@ -8,7 +8,7 @@ from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import once_a_step_ms, trained_parameters
+from omnibal.pipeline.stage_cost import once_a_step, trained_parameters
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.units import unit_kinds, unit_names
@@ -261,7 +261,8 @@ def test_tied_gradient_crosses_between_two_stages_only():
 
     def exchanged_ms(stages: tuple[Stage, ...], model: ModelConfig, frozen=()) -> np.ndarray:
         cost = analytic_cost(model, bare, parallel, "bf16", frozen)
-        return once_a_step_ms(cost, stages)[0]
+        once = once_a_step(cost, stages)
+        return once.exposed_ms(np.zeros(3)) + once.first_wait_ms(np.zeros(3))
 
     # An all-reduce of two sends its fp32 gradient once: half of it each way and half back.
     sent_ms = 92_672 * 6144 * 4 / (100e6 * 0.5)
@@ -312,10 +313,9 @@ def test_links_leave_the_node_only_when_the_job_does():
     assert cost_of(tensor=2, pipeline=4).link_ms_per_byte == pytest.approx(1 / 150e6)
     assert cost_of(tensor=4, pipeline=4).link_ms_per_byte == pytest.approx(1 / 12.5e6)
     assert cost_of(data=1).gradient_reduction_ms_per_parameter == 0
-    within = cost_of(tensor=2, data=4).gradient_reduction_ms_per_parameter
-    across = cost_of(tensor=4, data=4).gradient_reduction_ms_per_parameter
-    assert within == pytest.approx(3 / 4 * 6 / 150e6)
-    assert across == pytest.approx(3 / 4 * 6 / 12.5e6)
+    for cost, rate in ((cost_of(tensor=2, data=4), 150e6), (cost_of(tensor=4, data=4), 12.5e6)):
+        assert cost.gradient_reduction_ms_per_parameter == pytest.approx(3 / 4 * 4 / rate)
+        assert cost.weight_gather_ms_per_parameter == pytest.approx(3 / 4 * 2 / rate)
 
 
 def test_every_unit_of_every_preset_costs_something():

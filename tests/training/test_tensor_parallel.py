@@ -74,6 +74,7 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)
         gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
+    trainer.wait_for_weights()
     if save is not None:
         writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
         writer.save(first + len(steps), {})
