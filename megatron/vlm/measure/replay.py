@@ -290,7 +290,8 @@ LoadRows = Callable[[np.ndarray], list[MicroBatch]]
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
     """Make a loader of random content in the packs' own sizes."""
-    loss_tokens = packs.packs.sums(lengths.loss_tokens)
+    # Where lengths do not say which tokens carry loss, all are planned to reach the head.
+    loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
 
     def load(rows: np.ndarray) -> list[MicroBatch]:
         return [
