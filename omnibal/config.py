@@ -329,6 +329,12 @@ class ClusterConfig(Frozen):
         description="measured rates by precision, of shapes, which count in place of the shares",
     )
 
+    @model_serializer(mode="wrap")
+    def _without_empty_rates(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # As before there were any: plans are known by the hash of what is written.
+        fields: dict[str, Any] = serialize(self)
+        return fields if fields["rates"] else {k: v for k, v in fields.items() if k != "rates"}
+
     def tflops(self, precision: Precision) -> float:
         """Peak of a device, dense.
 

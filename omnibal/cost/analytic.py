@@ -139,20 +139,32 @@ def analytic_cost(
 
 def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[str]) -> np.ndarray:
     """Operations of forward and backward that training needs per feature of a micro-batch,
-    [features].
+    [features]: those of all units together (`unit_flops`)."""
+    names = unit_names(model)
+    flops = np.zeros(len(feature_names(model)))
+    for name, once in unit_flops(model, cluster, frozen).items():
+        flops += names.count(name) * once
+    return flops
+
+
+def unit_flops(
+    model: ModelConfig, cluster: ClusterConfig, frozen: Collection[str]
+) -> dict[str, np.ndarray]:
+    """Operations of forward and backward that training needs of a unit of each kind, by its name,
+    per feature of a micro-batch, [features].
 
     The numerator of model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311,
     appendix B): neither recomputation nor padding counts, and backward is two more products for
     each of forward's, or one where only the input's or only the weights' gradient is wanted.
     """
     device = _device(cluster, Parallel(pipeline=1), "bf16")
-    names = unit_names(model)
-    flops = np.zeros(len(feature_names(model)))
+    flops = {}
     for one in _counted(model, device, frozen):
         products = 1 + _backward_products(one)
         attention = 3 if one.trained or one.before_trained else 1
-        once = products * one.counts.matmul_flops + attention * one.counts.attention_flops
-        flops += names.count(one.kind.name) * once
+        flops[one.kind.name] = (
+            products * one.counts.matmul_flops + attention * one.counts.attention_flops
+        )
     return flops
 
 

@@ -1,0 +1,1 @@
+"""What one GPU says of this project: `scripts/gpu_proof.sh OUT`."""

@@ -1,0 +1,105 @@
+"""The page of a proof, and the same tables for the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+from pydantic import JsonValue
+
+from omnibal.files import atomic
+from omnibal.report.table import Column, Facts, Table
+from scripts.gpu_proof.result import PartResult, Proof
+
+
+def write_page(proof: Proof, path: Path) -> None:
+    """Write the page, which loads nothing."""
+    folder = Path(__file__).parent
+    loader = ChoiceLoader([FileSystemLoader(folder), PackageLoader("omnibal", "report")])
+    pages = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )  # fmt: skip
+    page = pages.get_template("proof.html.jinja").render(
+        proof=proof, machine=machine_facts(proof), tables=tables_of(proof)
+    )
+    with atomic(path) as written:
+        written.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
+
+
+def machine_facts(proof: Proof) -> Facts:
+    """What the parts ran on."""
+    machine = proof.machine
+    device = "pretended: no figure is of a GPU" if proof.pretended else str(machine.device)
+    entries = [("Device", device), ("Python", machine.python), *machine.versions.items()]
+    if machine.memory_gib is not None:
+        entries.insert(1, ("Device memory", f"{machine.memory_gib:.1f} GiB"))
+    if machine.cuda is not None:
+        entries.append(("CUDA of torch", machine.cuda))
+    return Facts("", entries)
+
+
+def tables_of(proof: Proof) -> list[Table]:
+    """All tables, of what has run so far."""
+    parts = {part.name: part for part in proof.parts}
+    found = [_parts_table(proof)]
+    for part in parts.values():
+        plain = {name: value for name, value in part.figures.items() if not _is_many(value)}
+        if plain:
+            found.append(_figures_table(part.name, plain))
+        found += [
+            _list_table(part, name, value)
+            for name, value in part.figures.items()
+            if isinstance(value, list) and value
+        ]
+        found += [
+            _figures_table(f"{part.name}: {name}", value)
+            for name, value in part.figures.items()
+            if isinstance(value, dict) and value
+        ]
+    return found
+
+
+def _is_many(value: JsonValue) -> bool:
+    return isinstance(value, list | dict)
+
+
+def _parts_table(proof: Proof) -> Table:
+    rows = [(part.name, part.status, f"{part.seconds:.0f}", part.reason) for part in proof.parts]
+    columns = [
+        Column(title="part", style="left"),
+        Column(title="status", style="left"),
+        Column(title="seconds"),
+        Column(title="reason", style="wrap"),
+    ]
+    title = "Parts, pretended" if proof.pretended else "Parts"
+    return Table(title=title, columns=columns, sections=[rows])
+
+
+def _figures_table(title: str, figures: dict[str, JsonValue]) -> Table:
+    rows = [(_words(name), _shown(name, value)) for name, value in figures.items()]
+    columns = [Column(title="figure", style="left"), Column(title="value")]
+    return Table(title=title.capitalize(), columns=columns, sections=[rows])
+
+
+def _list_table(part: PartResult, name: str, entries: Sequence[JsonValue]) -> Table:
+    """A table of entries of equal fields, with how far predicted figures are off."""
+    records = [entry for entry in entries if isinstance(entry, dict)]
+    fields = list(dict.fromkeys(field for record in records for field in record))
+    rows = [[_shown(field, record.get(field)) for field in fields] for record in records]
+    columns = [Column(title=_words(field)) for field in fields]
+    return Table(title=f"{part.name}: {name}".capitalize(), columns=columns, sections=[rows])
+
+
+def _words(field: str) -> str:
+    units = {"gib": "GiB", "ms": "ms", "mfu": "MFU", "tflops": "TFLOP/s"}
+    # A terminal takes brackets for colours.
+    text = field.replace("gb_per_s", "GB/s").replace("[", " (").replace("]", ")")
+    return " ".join(units.get(word, word) for word in text.split("_"))
+
+
+def _shown(field: str, value: JsonValue) -> str:
+    if isinstance(value, bool) or not isinstance(value, float):
+        return "" if value is None else str(value)
+    if field == "mfu" or field.endswith(("share", "error", "difference")):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"

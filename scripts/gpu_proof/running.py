@@ -1,0 +1,125 @@
+"""Programs of a part: run under what is left of the part's time, with their output in a log."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from pydantic import JsonValue
+
+from scripts.gpu_proof.result import Machine, PartResult, Status
+from scripts.gpu_proof.settings import Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class PartEndedError(Exception):
+    """A part that ends early: with this status, for this reason."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+@dataclass(kw_only=True, slots=True)
+class Context:
+    """What a part is given, and what it has found so far."""
+
+    output: Path
+    settings: Settings
+    machine: Machine
+    pretended: bool
+    end_s: float
+    """On the monotonic clock."""
+    figures: dict[str, JsonValue] = field(default_factory=dict)
+
+    def run(self, name: str, *arguments: object, **environment: str) -> Path:
+        """Run a program of this project by the name of its log, which is returned.
+
+        Raises:
+            PartEndedError: it failed, or the part's time is over.
+        """
+        log = self.output / "logs" / f"{name}.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, *map(str, arguments)]
+        with log.open("w") as written:
+            written.write(" ".join(command) + "\n")
+            written.flush()
+            code = run_within(command, written, self.left_s, self._environment(environment))
+        if code is None:
+            raise PartEndedError("timed-out", f"{name} was ended when the part's time was over")
+        if code:
+            raise PartEndedError("failed", f"{name}: {_last_line(log)}")
+        return log
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the part must end."""
+        return self.end_s - time.monotonic()
+
+    def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
+        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
+        return {**os.environ, **own, **(_NO_DEVICE if self.pretended else {}), **more}
+
+
+Part = Callable[[Context], None]
+
+
+def run_part(name: str, part: Part, context: Context) -> PartResult:
+    """Run a part to its end, whatever that is."""
+    start_s = time.monotonic()
+    status: Status = "ok"
+    reason = ""
+    try:
+        if context.left_s <= 0:
+            raise PartEndedError("skipped", "no time was left")
+        part(context)
+    except PartEndedError as ended:
+        status, reason = ended.status, ended.reason
+    except Exception as error:  # whatever a part does wrong, the next must run
+        status, reason = "failed", f"{type(error).__name__}: {error}"
+    return PartResult(
+        name=name,
+        status=status,
+        reason=reason,
+        seconds=round(time.monotonic() - start_s, 1),
+        figures=context.figures,
+    )
+
+
+def run_within(
+    command: list[str], log: IO[str], limit_s: float, environment: Mapping[str, str]
+) -> int | None:
+    """Run a program and all that it starts; its exit status, or None if its time was over."""
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.wait(timeout=max(limit_s, 0.1))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Also what a program that ended has left behind.
+        _kill_group(process.pid)
+        process.wait()
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    told = [line for line in lines if line.startswith("error: ")]
+    return (told or [line for line in lines if line] or ["no message"])[-1][:300]

@@ -1,0 +1,81 @@
+"""Sizes of the jobs that a proof runs, and how long each part may take."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Jobs of all parts. Limits are in seconds."""
+
+    limits_s: Mapping[str, float]
+    tests: tuple[str, ...]
+    """Arguments of pytest."""
+    model: str
+    """Model whose stages are replayed and whose layers are profiled."""
+    precision: str
+    cluster: str
+    """Preset that is planned with; --cluster-output adds measured rates to it."""
+    sizes: tuple[str, ...]
+    """Parallel sizes of the replayed plan."""
+    max_tiles: int
+    max_tokens: int
+    tokens_per_sample: int
+    samples: int
+    """Synthetic samples of the replayed plan; 0: every micro-batch is at the caps."""
+    micro_batches: int
+    profile_layers: int
+    profile_repetitions: int
+    replayed: tuple[int, ...]
+    """Stages in the order of what they tell: vision in front, the language model with the head,
+    then those between."""
+    trained_samples: int
+    trained_steps: int
+
+
+REAL = Settings(
+    limits_s={"tests": 120, "profile": 80, "replay": 170, "train": 95, "providers": 65},
+    tests=("tests/training/test_cuda.py",),
+    model="internvl-chat-1.5-6b-20b",
+    precision="bf16",
+    cluster="h100-80g",
+    sizes=("--tp", "2", "--pp", "4", "--dp", "4"),
+    max_tiles=9,
+    max_tokens=4096,
+    tokens_per_sample=1000,
+    samples=4000,
+    micro_batches=8,
+    profile_layers=2,
+    profile_repetitions=5,
+    replayed=(0, 3, 1, 2),
+    trained_samples=600,
+    trained_steps=30,
+)
+"""InternViT-6B with InternLM2-20B on two tensor-parallel ranks, of which one is there."""
+
+_ON_A_CPU = ("tests/training/test_kernels.py", "tests/training/test_pretended.py")
+
+PRETENDED = replace(
+    REAL,
+    limits_s={"tests": 300, "profile": 300, "replay": 600, "train": 300, "providers": 300},
+    tests=_ON_A_CPU,
+    replayed=(0, 3),
+    trained_steps=10,
+)
+"""The same plan on pretended devices; what must be computed is computed for a small model."""
+
+TINY = replace(
+    PRETENDED,
+    tests=("tests/training/test_pretended.py", "-k", "memory"),
+    model="internvl-digits",
+    sizes=("--tp", "2", "--pp", "2", "--dp", "2"),
+    max_tiles=8,
+    max_tokens=256,
+    tokens_per_sample=60,
+    samples=0,
+    micro_batches=2,
+    replayed=(0,),
+    trained_samples=60,
+    trained_steps=2,
+)
+"""Of the smallest sizes, to test the proof itself."""

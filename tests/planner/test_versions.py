@@ -1,0 +1,53 @@
+"""Sources beside the versions of Python that setup.py allows, of which one is here."""
+
+import ast
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+DROPPED = {
+    *("asynchat", "asyncore", "distutils", "imp", "smtpd"),  # 3.12
+    *("aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr", "mailcap", "msilib", "nis"),
+    *("nntplib", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib"),
+    *("lib2to3",),  # 3.13
+    "pkg_resources",  # of setuptools, which no new environment has
+}
+"""Modules that Python 3.12 and 3.13 no longer have."""
+SOURCES = [
+    path
+    for folder in ("omnibal", "megatron", "tools", "benchmarks", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+] + [ROOT / "pretrain_vlm.py", ROOT / "setup.py"]
+
+
+def test_sources_are_of_every_version_that_is_allowed():
+    """Prevents: syntax of a newer Python than the oldest, and modules that a newer one lacks."""
+    [allowed] = re.findall(r'python_requires="([^"]+)"', (ROOT / "setup.py").read_text())
+    assert allowed == ">=3.11,<3.14"
+    assert len(SOURCES) > 200
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(), feature_version=(3, 11))
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(str(node.module))
+            dropped = {name.partition(".")[0] for name in names} & DROPPED
+            assert not dropped, f"{path.relative_to(ROOT)}:{node.lineno} imports {dropped}"
+
+
+def test_no_source_has_what_newer_versions_warn_of():
+    """Prevents: dates without a time zone and escapes that are none, of which Python 3.12 warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in SOURCES:
+            calls = [
+                node.attr
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute)
+            ]
+            assert not {"utcnow", "utcfromtimestamp"} & set(calls), path
