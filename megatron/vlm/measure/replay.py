@@ -280,7 +280,7 @@ def state_bytes_of(trainer: Trainer) -> int:
         kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
         for parameter, state in kept.items():
             tensors += [parameter, *(value for value in state.values() if torch.is_tensor(value))]
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
