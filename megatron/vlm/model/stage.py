@@ -26,6 +26,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
 from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
@@ -354,6 +355,7 @@ def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> 
 
     Megatron's parallel state must be initialized with the plan's sizes.
     """
+    prefer_flash_attention_3()
     arguments = (plan.model, plan.stages, plan.parallel, plan.precision)
     stage = VLMStage(
         plan.model,
