@@ -14,7 +14,7 @@ import numpy as np
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import StageTimes
+from omnibal.pipeline.stage_cost import OnceAStep, StageTimes
 from omnibal.pipeline.workload import Workload
 
 MICRO_BATCHES, STAGES, RANKS = 32, 8, 16
@@ -70,8 +70,16 @@ def main() -> None:
         slot=index % MICRO_BATCHES,
         data_parallel_size=RANKS,
     )
+    nothing = np.zeros(STAGES)
+    once = OnceAStep(
+        reduction_ms=nothing,
+        gather_ms=nothing,
+        buckets=np.ones(STAGES),
+        tied_ms=nothing,
+        update_ms=nothing,
+    )
     start = time.perf_counter()
-    simulated = predict_steps(times, workload, np.zeros(STAGES), np.zeros(STAGES))
+    simulated = predict_steps(times, workload, once)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     looped = [loop_step_ms(times, step * per_step) for step in range(arguments.loop_steps)]

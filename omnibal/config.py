@@ -105,6 +105,10 @@ class RopeScaling(Frozen):
         return self
 
 
+_VOCABULARY_MULTIPLE = 128
+"""Of the words on each tensor-parallel rank, as in Megatron-LM: matrix products are faster."""
+
+
 class LanguageConfig(Frozen):
     """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU."""
 
@@ -137,6 +141,10 @@ class LanguageConfig(Frozen):
         description="runs of layers of other kinds, repeated until there are `layers`; left out: "
         "all have full attention and a dense feed-forward",
     )
+
+    def words_of_rank(self, tensor: int) -> int:
+        """Words of the vocabulary, with padding, that each of `tensor` parallel ranks holds."""
+        return -(-self.vocab_size // (_VOCABULARY_MULTIPLE * tensor)) * _VOCABULARY_MULTIPLE
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "LanguageConfig":

@@ -11,6 +11,8 @@ from omnibal.frozen import Frozen
 
 MAX_DEVICES = 1_000_000
 """Most devices in any one dimension of parallelism."""
+_SMALLEST_BUCKET = 40_000_000
+_BUCKET_PER_RANK = 1_000_000
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
@@ -33,6 +35,11 @@ class Parallel(Frozen):
     def world_size(self) -> int:
         """Processes of the job, one per device."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def bucket_parameters(self) -> int:
+        """Parameters that data-parallel ranks exchange at a time; Megatron-core's own rule."""
+        return max(_SMALLEST_BUCKET, _BUCKET_PER_RANK * self.data)
 
     def __str__(self) -> str:
         return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"

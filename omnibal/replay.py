@@ -24,7 +24,7 @@ from omnibal.frozen import Frozen
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import once_a_step_ms
+from omnibal.pipeline.stage_cost import once_a_step
 from omnibal.pipeline.stage_memory import memory_table, running_passes
 from omnibal.pipeline.units import recomputed_counts, unit_counts
 from omnibal.pipeline.workload import Workload
@@ -262,12 +262,13 @@ def summarise_replay(
             )
     features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.of(packs, features, plan.parallel.data).of_steps(info.steps)
-    reduction_ms, predicted_update_ms = once_a_step_ms(cost, plan.stages)
+    predicted_once = once_a_step(cost, plan.stages)
     update_ms = np.array([replay.update_ms for replay in replays])
+    once = replace(predicted_once, update_ms=update_ms)
     predicted = causes_of(cost, plan.stages, workload.features)
-    predicted_steps = predict_steps(predicted.all, workload, reduction_ms, predicted_update_ms)
+    predicted_steps = predict_steps(predicted.all, workload, predicted_once)
     causes = measured_causes(replays, predicted)
-    steps = predict_steps(causes.all, workload, reduction_ms, update_ms)
+    steps = predict_steps(causes.all, workload, once)
     ranks = len(steps.step_ms) * plan.parallel.data
     return ReplaySummary(
         info=info,
@@ -278,7 +279,7 @@ def summarise_replay(
         backward_ms=causes.all.backward_ms.sum(axis=0) / ranks,
         recompute_ms=causes.all.recompute_ms.sum(axis=0) / ranks,
         wait_fractions=steps.wait_fractions,
-        lost=lost_time_of(causes, workload, reduction_ms, update_ms, float(steps.step_ms.mean())),
+        lost=lost_time_of(causes, workload, once, float(steps.step_ms.mean())),
     )
 
 

@@ -187,6 +187,10 @@ def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
         entries.append(("data", f"{samples} in {packs}"))
     entries.append(("step", f"{prediction.step_ms:,.1f} ms"))
     entries.append(("stages wait", f"{prediction.bubble_fraction:.1%} of it"))
+    exchange = prediction.exchange
+    if exchange is not None and exchange.total_ms:
+        exposed = f"{exchange.exposed_ms:,.1f} ms exposed"
+        entries.append(("data-parallel exchange", f"{exchange.total_ms:,.1f} ms, {exposed}"))
     if prediction.samples_per_second_per_gpu is not None:
         per_second = prediction.samples_per_second_per_gpu * parallel.world_size
         entries.append(("samples per second", f"{per_second:,.2f}"))

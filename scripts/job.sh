@@ -39,5 +39,8 @@ export CUDA_MODULE_LOADING="${CUDA_MODULE_LOADING:-EAGER}"
 # Packs differ in size: segments that grow leave no gaps between them, so that memory is seldom given
 # back to the driver, which may wait for the whole device as well.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+# Kernels start in the order of their launches, so that a tensor-parallel linear's exchange begins
+# before the product that it shall run beside; core asks for it on devices before Blackwell.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # A lost store is told in one line by the watch, and not in forty by torch.
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

@@ -21,7 +21,7 @@ _RECORD = """#!/bin/sh
 ''''exec '{python}' "$0" "$@" # '''
 import json, os, sys
 kept = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_IB_HCA".split()
-kept += "CUDA_MODULE_LOADING PYTORCH_CUDA_ALLOC_CONF".split()
+kept += "CUDA_MODULE_LOADING PYTORCH_CUDA_ALLOC_CONF CUDA_DEVICE_MAX_CONNECTIONS".split()
 with open("{log}", "a") as log:
     environment = {{name: os.environ[name] for name in kept if name in os.environ}}
     print(json.dumps([sys.argv[1:], environment]), file=log)
@@ -54,6 +54,7 @@ RANK_SETTINGS = {
     "OMP_NUM_THREADS": "4",
     "CUDA_MODULE_LOADING": "EAGER",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 
 
@@ -149,7 +150,7 @@ def test_one_node_under_torchrun(bench, script):
     """Prevents: two jobs of one node that meet at one port, and settings that do not arrive."""
     own = {
         "OMP_NUM_THREADS": "2", "NCCL_IB_HCA": "mlx5", "CUDA_MODULE_LOADING": "LAZY",
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }  # fmt: skip
     result = bench.start(*script, *bench.job, **own)
     assert result.returncode == 0, result.stderr

@@ -29,10 +29,10 @@ log-sum-exp per head), plus what layer scale and q/k norms keep. Tensors between
 are whole on every tensor-parallel rank, or divided under sequence parallelism; those inside are
 divided. A frozen layer keeps only what its input's gradient needs: no inputs of linear layers.
 
-Not counted: rows of padding in the vocabulary; the exchange of sums that q/k norms over all heads
-need under tensor parallelism. A job that spans nodes pays the network's price at every cut, also
-where two stages share a node. The numbers of kernels are those of this project's layers, counted in
-their code, norms and biases unfused.
+Not counted: the exchange of sums that q/k norms over all heads need under tensor parallelism. A job
+that spans nodes pays the network's price at every cut, also where two stages share a node. The
+numbers of kernels are those of this project's layers, counted in their code, norms and biases
+unfused.
 
 What each unit counts is in `omnibal.cost.encoder_counts` and `omnibal.cost.language_counts`.
 """
@@ -82,7 +82,7 @@ class _Counted:
     kind: UnitKind
     counts: Counts
     unpadded: Counts
-    """The same without padded attention heads."""
+    """The same without padded attention heads and words."""
     trained: bool
     before_trained: bool
     """Whether anything that the unit's input comes from is trained."""
@@ -105,16 +105,16 @@ def analytic_cost(
 
     Args:
         frozen: parts that are not trained.
-        distributed_optimizer: shard the optimizer's state over data-parallel ranks, as this
-            project's trainer always does; other systems do not.
+        distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
+            with them while computing, as this project's trainer always does; other systems do not.
     """
     element_bytes = ELEMENT_BYTES[precision]
-    gathered_bytes = element_bytes if distributed_optimizer else GRADIENT_BYTES
     shards = parallel.data if distributed_optimizer else 1
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
     device = _device(cluster, parallel, precision)
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
     send = _send_line(cluster, parallel, precision)
+    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, precision)
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
     tied = model.language.tied_head
     return CostModel(
@@ -130,9 +130,12 @@ def analytic_cost(
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
-        gradient_reduction_ms_per_parameter=_gradient_reduction_ms(
-            cluster, parallel, precision, gathered_bytes
-        ),
+        # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
+        gradient_reduction_ms_per_parameter=exchange_ms_per_byte
+        * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
+        weight_gather_ms_per_parameter=exchange_ms_per_byte
+        * (element_bytes if distributed_optimizer else 0),
+        bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
     )
 
@@ -162,9 +165,8 @@ def unit_flops(
     for one in _counted(model, device, frozen):
         products = 1 + _backward_products(one)
         attention = 3 if one.trained or one.before_trained else 1
-        flops[one.kind.name] = (
-            products * one.counts.matmul_flops + attention * one.counts.attention_flops
-        )
+        counts = one.unpadded
+        flops[one.kind.name] = products * counts.matmul_flops + attention * counts.attention_flops
     return flops
 
 
@@ -236,17 +238,16 @@ def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
     return 1 / (rate * 1e6 * cluster.link_efficiency)
 
 
-def _gradient_reduction_ms(
-    cluster: ClusterConfig, parallel: Parallel, precision: Precision, gathered_bytes: int
+def _exchange_ms_per_byte(
+    cluster: ClusterConfig, parallel: Parallel, precision: Precision
 ) -> float:
-    """Ring reduce-scatter of the gradients and all-gather of weights or gradients, per parameter.
+    """Ring reduce-scatter or all-gather over data-parallel ranks, per byte of the whole buffer.
 
     A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data.
     """
     share = (parallel.data - 1) / parallel.data
-    sent_bytes = share * (GRADIENT_BYTES + gathered_bytes)
     ring = _ring_line(cluster, parallel.data, parallel.tensor * parallel.data, precision)
-    return sent_bytes * ring.each_ms
+    return share * ring.each_ms
 
 
 def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Iterator[_Counted]:
@@ -280,14 +281,15 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
 def _counts(
     model: ModelConfig, kind: UnitKind, device: Device, features: Features
 ) -> tuple[Counts, Counts]:
-    """Counts of one kind of unit, with padded attention heads and without."""
+    """Counts of one kind of unit, with padded attention heads and words and without."""
     if kind.tower == LANGUAGE:
         if kind.layer is not None:
             counts = language_layer(model.language, kind.layer, device, features)
         elif kind.is_embed:
             counts = language_embed(model, device, features)
         else:
-            counts = head(model.language, device, features)
+            sizes_of_head = model.language, device, features
+            return head(*sizes_of_head), head(*sizes_of_head, padded=False)
         return counts, counts
     tower = model.encoders[kind.tower]
     if kind.is_layer:

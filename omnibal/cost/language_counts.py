@@ -41,7 +41,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         boundary_bytes=ids_bytes + encoded_bytes,
         output_bytes=text_bytes * device.whole,
         transient_bytes=text_bytes,
-        parameters=-(-model.language.vocab_size // device.tensor) * h,
+        parameters=model.language.words_of_rank(device.tensor) * h,
     )
 
 
@@ -143,11 +143,15 @@ def _swiglu(h: int, width: float, rows: np.ndarray, groups: int = 1) -> tuple[Pr
     )
 
 
-def head(language: LanguageConfig, device: Device, features: Features) -> Counts:
+def head(
+    language: LanguageConfig, device: Device, features: Features, *, padded: bool = True
+) -> Counts:
     """Final norm over all tokens; logits and loss only where there is one."""
     h, size = language.hidden_size, device.element_bytes
     tokens, loss_tokens = features.one("tokens"), features.one("loss_tokens")
     vocabulary = -(-language.vocab_size // device.tensor)
+    if padded:
+        vocabulary = language.words_of_rank(device.tensor)
     hidden_bytes = tokens * h * size * device.whole
     gathered_bytes = tokens * h * size
     gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * tokens

@@ -11,6 +11,7 @@ The analytic source counts operations and bytes (`omnibal.cost.analytic`); the f
 measured profile (`omnibal.cost.profile`). Both give the types below.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,11 @@ class CostModel:
     gradient_reduction_ms_per_parameter: float
     """Gradient reduction time per trained parameter, once a step; 0 without data parallelism."""
     source: str
+    weight_gather_ms_per_parameter: float = 0.0
+    """Time per trained parameter to gather new weights from data-parallel ranks, once a step."""
+    bucket_parameters: float = math.inf
+    """Parameters that the first stage reduces or gathers at a time while it computes. Later stages
+    exchange all at once, as in Megatron-core, and so does the first one where this is infinite."""
     tied_parameters: int = 0
     """Parameters on this device of the matrix that is both language embed and head. Both units
     count it, but a stage that holds both units has it once."""

@@ -179,6 +179,7 @@ def fitted_cost(
             link_latency_ms=latency,
             link_ms_per_byte=rate,
             gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * slower,
+            weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * slower,
         )
     return cost
 

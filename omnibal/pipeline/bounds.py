@@ -22,6 +22,7 @@ from omnibal.cost.model import CostModel
 from omnibal.pipeline.critical_path import SampledSteps, TermLayout
 from omnibal.pipeline.operation_graph import StageOrder, planned_graph, require_shortens
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
+from omnibal.pipeline.stage_cost import bucket_counts
 from omnibal.pipeline.units import holds_both_ends, holds_one_end, layer_kinds
 from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
@@ -41,11 +42,31 @@ class Runs:
     counts: np.ndarray
     """Number of units of each kind, [runs, kinds]."""
     terms: np.ndarray
-    """Cost terms without recomputation, [runs, terms]."""
+    """Cost terms without recomputation and without those of buckets, [runs, terms]."""
+    buckets: np.ndarray
+    """Buckets that the run's parameters are exchanged in where it is the first stage, [runs]."""
+    tied_ms: np.ndarray
+    """Part of the reduction that is a tied matrix's, after all buckets, [runs]."""
     prefix: np.ndarray
     """Summed terms of all units before each position, [units + 1, terms]."""
     cut: np.ndarray
     """Terms of a cut at each position, [units + 1, terms]."""
+
+    def with_buckets(self, terms: np.ndarray, run: np.ndarray, stage: int) -> np.ndarray:
+        """Cost terms of runs as a stage, with those of one bucket. [options, terms]
+
+        Args:
+            terms: without them, [options, terms].
+            run: the run of each, [options].
+        """
+        layout, terms = TermLayout.of_length(terms.shape[1]), terms.copy()
+        share = 1 / (self.buckets[run] if stage == 0 else np.ones(len(run)))
+        terms[:, layout.forward_share] = terms[:, layout.forward] * share[:, None]
+        terms[:, layout.backward_share] = terms[:, layout.backward] * share[:, None]
+        terms[:, layout.first_gather] = terms[:, layout.gather] * share
+        tied_ms = self.tied_ms[run]
+        terms[:, layout.last_reduction] = (terms[:, layout.reduction] - tied_ms) * share + tied_ms
+        return terms
 
     @property
     def units(self) -> int:
@@ -121,8 +142,11 @@ def least_step_ms(
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS))
     structure = Structure.of(cost, model, steps, pipeline_size)
     runs = structure.runs
+    every = np.arange(len(runs.start))
     bounds_ms = [
-        structure.longest_ms(stage, runs.start, runs.end, runs.terms)
+        structure.longest_ms(
+            stage, runs.start, runs.end, runs.with_buckets(runs.terms, every, stage)
+        )
         for stage in range(pipeline_size)
     ]
     return least_largest([(runs.start, runs.end)] * pipeline_size, bounds_ms, runs.units)
@@ -182,12 +206,19 @@ def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
     terms[:, layout.optimizer] += cost.optimizer_ms_fixed
     once = cost.tied_trained_parameters * holds_both_ends(kinds, counts)
     terms[:, layout.reduction] -= cost.gradient_reduction_ms_per_parameter * once
-    terms[:, layout.reduction] += cost.tied_exchange_ms * holds_one_end(kinds, counts)
+    terms[:, layout.gather] -= cost.weight_gather_ms_per_parameter * once
+    tied_ms = cost.tied_exchange_ms * holds_one_end(kinds, counts)
+    terms[:, layout.reduction] += tied_ms
     terms[:, layout.optimizer] -= cost.optimizer_ms_per_parameter * once
     prefix = before @ unit_terms
     cut = np.zeros_like(prefix)
     cut[1:-1] = unit_terms[sequence[:-1]]
-    return Runs(start=start, end=end, counts=counts, terms=terms, prefix=prefix, cut=cut)
+    per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
+    return Runs(
+        start=start, end=end, counts=counts, terms=terms,
+        buckets=bucket_counts(cost, counts @ per_unit - once),
+        tied_ms=np.broadcast_to(tied_ms, start.shape), prefix=prefix, cut=cut,
+    )  # fmt: skip
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
@@ -206,6 +237,7 @@ def _unit_terms(cost: CostModel) -> np.ndarray:
         )
         trained = unit_cost.trained_parameters
         terms[kind, layout.reduction] = cost.gradient_reduction_ms_per_parameter * trained
+        terms[kind, layout.gather] = cost.weight_gather_ms_per_parameter * trained
         terms[kind, layout.optimizer] = cost.optimizer_ms_per_parameter * trained
     return terms
 
@@ -288,6 +320,8 @@ def _paths_through(
             way[:, stage:, forward] = way[:, stage:, backward] = weight @ later
         way[:, stage, layout.forward] = weight @ own_forward
         way[:, stage, layout.backward] = weight @ own_backward
-    weights[0, :, 0, layout.reduction] = weights[1, :, stage, layout.reduction] = 1
+    # Of an exchange, what nothing can hide: the last bucket's, and before a path the first's.
+    weights[0, :, 0, layout.last_reduction] = weights[1, :, stage, layout.last_reduction] = 1
+    weights[:, :, 0, layout.first_gather] = 1
     weights[:, :, stage, layout.optimizer] = 1
     return weights.reshape(-1, stages, len(layout))

@@ -7,7 +7,11 @@ for one candidate bounds every other at the price of a dot product.
 
 What a stage costs is a vector of terms, as `TermLayout` has them: coefficients over the features of
 a micro-batch, of its forward, of its backward, of the activation it sends on and of the gradient it
-receives for that, then gradient reduction and optimizer in ms. A path's weights are laid out alike.
+receives for that, of a bucket's share of its forward and backward, then exchanges and optimizer in
+ms. A path's weights are laid out alike. A path begins with the gather of all weights, on which a
+bucket's share of the stage's first forward follows, or with that of the first bucket and the whole
+forward; it ends with the reduction of all gradients after a share of the last backward, or with
+that of the last bucket after all of it (`omnibal.pipeline.stage_cost.OnceAStep`).
 """
 
 from dataclasses import dataclass
@@ -37,8 +41,13 @@ class TermLayout:
     features: int
     """Number of features of a micro-batch."""
 
+    @classmethod
+    def of_length(cls, length: int) -> "TermLayout":
+        """The layout of so many terms."""
+        return cls((length - 5) // 6)
+
     def __len__(self) -> int:
-        return 4 * self.features + 2
+        return 6 * self.features + 5
 
     def _block(self, index: int) -> slice:
         return slice(index * self.features, (index + 1) * self.features)
@@ -64,19 +73,48 @@ class TermLayout:
         return self._block(3)
 
     @property
+    def forward_share(self) -> slice:
+        """Part of a forward that uses one bucket of weights."""
+        return self._block(4)
+
+    @property
+    def backward_share(self) -> slice:
+        """Part of a backward that makes one bucket of gradients."""
+        return self._block(5)
+
+    @property
     def by_feature(self) -> slice:
         """All of these together."""
-        return slice(0, 4 * self.features)
+        return slice(0, 6 * self.features)
 
     @property
     def reduction(self) -> int:
-        """Time of the gradient reduction."""
-        return 4 * self.features
+        """Time of the gradient reduction, and of a tied matrix's after it."""
+        return 6 * self.features
+
+    @property
+    def last_reduction(self) -> int:
+        """Time of the last bucket's part of it."""
+        return 6 * self.features + 1
+
+    @property
+    def gather(self) -> int:
+        """Time to gather the weights."""
+        return 6 * self.features + 2
+
+    @property
+    def first_gather(self) -> int:
+        """Time to gather the first bucket of them."""
+        return 6 * self.features + 3
 
     @property
     def optimizer(self) -> int:
         """Time of the weight update."""
-        return 4 * self.features + 1
+        return 6 * self.features + 4
+
+
+_FORWARD, _BACKWARD, _SEND, _FORWARD_SHARE, _BACKWARD_SHARE = 0, 1, 2, 4, 5
+"""Blocks of the layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -135,6 +173,9 @@ class PipelineSimulator:
     """Delay besides the link, [operations, 1, rows]: 0, or `_NEVER_MS` where a row lacks it."""
     last: np.ndarray
     """Last operation of every stage, [p]."""
+    before: np.ndarray
+    """Operation that its stage runs before each one, [operations]; before stage s's first one, the
+    number of operations + 1 + s."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
@@ -142,6 +183,7 @@ class PipelineSimulator:
         graph = planned_graph(stages, steps.features.shape[1])
         require_in_order(graph)
         missing = graph.micro_batch[:, None] >= steps.counts
+        firsts = graph.before == len(graph)
         if missing.any():
             require_shortens(graph.schedule)
         return cls(
@@ -150,6 +192,7 @@ class PipelineSimulator:
             features=np.ascontiguousarray(steps.features.transpose(1, 2, 0)[graph.micro_batch]),
             delay_ms=np.where(missing, _NEVER_MS, 0.0)[:, None],
             last=graph.last_of_stages(),
+            before=np.where(firsts, len(graph) + 1 + graph.stage, graph.before),
         )
 
     @property
@@ -197,23 +240,27 @@ class PipelineSimulator:
         candidate, step = (axis.ravel() for axis in np.indices((n, steps)))
         rank, stage = np.divmod(last.ravel(), self.stages)
         weights = np.zeros((n, steps, self.stages, len(layout)))
-        weights[candidate, step, stage, layout.reduction] = 1
         slowest_update = terms[:, :, layout.optimizer].argmax(axis=1)
         weights[np.arange(n), :, slowest_update, layout.optimizer] = 1
-        of_kind = weights[..., layout.by_feature].reshape(n, steps, self.stages, 4, -1)
+        of_kind = weights[..., layout.by_feature].reshape(n, steps, self.stages, 6, -1)
         row, operation = self.steps.rows[step, rank], self.last[stage]
+        exposed = self._exposed(terms)
+        self._take_exposed(exposed[1], weights, of_kind, (candidate, step, stage, row))
         graph, backwards = self.graph, self._backwards
         while len(operation):
             features = self.steps.features[row, graph.micro_batch[operation]]
             backward, stage = backwards[operation], graph.stage[operation]
             of_kind[candidate, step, stage, backward] += features
-            before, sender = graph.before[operation], graph.source[operation]
+            before, sender = self.before[operation], graph.source[operation]
             arrival = end[sender, candidate, row] + link[operation, candidate, row]
             waits = arrival > end[before, candidate, row]
             cut = np.where(backward, stage, stage - 1)
-            sent = candidate[waits], step[waits], cut[waits], 2 + backward[waits]
+            sent = candidate[waits], step[waits], cut[waits], _SEND + backward[waits]
             of_kind[sent] += features[waits]
             operation = np.where(waits, sender, before)
+            begun = operation > len(graph)
+            at = candidate[begun], step[begun], stage[begun], row[begun]
+            self._take_exposed(exposed[0], weights, of_kind, at)
             going = operation < len(graph)
             operation, candidate, step, row = (
                 values[going] for values in (operation, candidate, step, row)
@@ -221,30 +268,112 @@ class PipelineSimulator:
         weights[..., layout.by_feature] = of_kind.reshape(n, steps, self.stages, -1)
         return np.einsum("s,nspt->npt", self.steps.weight, weights)
 
+    @staticmethod
+    def _take_exposed(
+        exposed: "_Exposed",
+        weights: np.ndarray,
+        of_kind: np.ndarray,
+        at: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    ) -> None:
+        """Add what is exposed at an end of paths, each at (candidate, step, stage, row), to their
+        weights [n, steps, p, terms]; `of_kind` are those by feature."""
+        candidate, step, stage, row = at
+        whole = exposed.whole[candidate, stage, row]
+        term = np.where(whole, exposed.whole_term, exposed.one_term)
+        weights[candidate, step, stage, term] += 1
+        beside = candidate[whole], step[whole], stage[whole]
+        features = exposed.features[row[whole]]
+        of_kind[(*beside, exposed.block)] -= features
+        of_kind[(*beside, exposed.share_block)] += features
+
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """End of operations [operations + 1, n, rows], the last entry 0, and their links' times."""
+        """End of operations [operations + 1 + p, n, rows], and their links' times.
+
+        After the operations come a 0 and the time at which each stage has weights to begin with.
+        """
         n, rows = len(terms), len(self.steps.counts)
         graph, backwards = self.graph, self._backwards
         of_kind = terms[:, :, self.steps.layout.by_feature]
-        of_kind = of_kind.reshape(n, self.stages, 4, -1).transpose(1, 2, 0, 3)
+        of_kind = of_kind.reshape(n, self.stages, 6, -1).transpose(1, 2, 0, 3)
         duration = np.matmul(of_kind[graph.stage, backwards], self.features)
         cut = np.where(backwards, graph.stage, graph.stage - 1)
-        sent = of_kind[cut, 2 + backwards]
+        sent = of_kind[cut, _SEND + backwards]
         sent[graph.source == len(graph)] = 0
         link = np.matmul(sent, self.features)
         if self.delay_ms.any():
             link += self.delay_ms
-        end = np.empty((len(graph) + 1, n, rows))
-        end[-1] = 0.0
+        end = np.empty((len(graph) + 1 + self.stages, n, rows))
+        end[len(graph)] = 0.0
+        end[len(graph) + 1 :] = self._exposed(terms)[0].ms.transpose(1, 0, 2)
         for first, stop in pairwise(graph.levels):
             level = slice(first, stop)
             start = end[graph.source[level]]
             start += link[level]
-            np.maximum(start, end[graph.before[level]], out=start)
+            np.maximum(start, end[self.before[level]], out=start)
             np.add(start, duration[level], out=end[level])
         return end, link
 
+    def _exposed(self, terms: np.ndarray) -> tuple["_Exposed", "_Exposed"]:
+        """What the first forwards do not hide of the gather, and the last backwards of the
+        reduction."""
+        layout, steps = self.steps.layout, self.steps
+        last = np.maximum(steps.counts - 1, 0)
+        gather = layout.gather, layout.first_gather
+        reduction = layout.reduction, layout.last_reduction
+        return (
+            _Exposed.of(terms, layout, _FORWARD, gather, steps.features[:, 0]),
+            _Exposed.of(
+                terms, layout, _BACKWARD, reduction, steps.features[np.arange(len(last)), last]
+            ),
+        )
+
     def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
         """End of every stage's reduction, did it wait for this rank alone. [n, steps, ranks, p]"""
-        finish = end[self.last][:, :, self.steps.rows].transpose(1, 2, 3, 0)
-        return finish + terms[:, None, None, :, self.steps.layout.reduction]
+        reduced_ms = end[self.last].transpose(1, 0, 2) + self._exposed(terms)[1].ms
+        return reduced_ms[:, :, self.steps.rows].transpose(0, 2, 3, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Exposed:
+    """What an operation does not hide of the exchange beside it."""
+
+    ms: np.ndarray
+    """Exposed time, [n, p, rows]."""
+    whole: np.ndarray
+    """Whether it is the whole exchange less what is hidden, and not the one bucket that nothing
+    can hide, [n, p, rows]."""
+    features: np.ndarray
+    """Features of the operation's micro-batch, [rows, features]; 0 where there is none."""
+    block: int
+    share_block: int
+    whole_term: int
+    one_term: int
+
+    @classmethod
+    def of(
+        cls,
+        terms: np.ndarray,
+        layout: TermLayout,
+        block: int,
+        exchange: tuple[int, int],
+        features: np.ndarray,
+    ) -> "_Exposed":
+        """Of candidates [n, p, terms], beside the operation of a block.
+
+        Args:
+            exchange: terms of the whole exchange and of one bucket's.
+        """
+        share_block = {_FORWARD: _FORWARD_SHARE, _BACKWARD: _BACKWARD_SHARE}[block]
+        of_kind = terms[:, :, layout.by_feature].reshape(*terms.shape[:2], 6, -1)
+        hidden_ms = (of_kind[:, :, block] - of_kind[:, :, share_block]) @ features.T
+        whole_ms = terms[:, :, exchange[0], None] - hidden_ms
+        one_ms = terms[:, :, exchange[1], None]
+        return cls(
+            ms=np.maximum(whole_ms, one_ms),
+            whole=whole_ms > one_ms,
+            features=features,
+            block=block,
+            share_block=share_block,
+            whole_term=exchange[0],
+            one_term=exchange[1],
+        )

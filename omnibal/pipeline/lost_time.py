@@ -14,7 +14,7 @@ from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
+from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
 from omnibal.pipeline.workload import Workload
 
 
@@ -27,7 +27,7 @@ def lost_time(
         step_ms: of the mean step, as `predict_steps` gives it for the same workload.
     """
     times = causes_of(cost, stages, workload.features)
-    return lost_time_of(times, workload, *once_a_step_ms(cost, stages), step_ms)
+    return lost_time_of(times, workload, once_a_step(cost, stages), step_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,28 +52,20 @@ def causes_of(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) ->
 
 
 def lost_time_of(
-    causes: CauseTimes,
-    workload: Workload,
-    reduction_ms: np.ndarray,
-    update_ms: np.ndarray,
-    step_ms: float,
+    causes: CauseTimes, workload: Workload, once: OnceAStep, step_ms: float
 ) -> LostTime:
-    """`lost_time` of times that need not be a cost model's.
-
-    Args:
-        reduction_ms, update_ms: [stages], once a step.
-    """
+    """`lost_time` of times that need not be a cost model's."""
     alone = workload.each_rank_alone()
-    nothing = np.zeros_like(update_ms)
+    update, nothing = once.without_exchange(), once.nothing()
     bare = _without_links(causes.silent)
     times = _without_recompute(_without_links(causes.needed))
-    steps: tuple[tuple[StageTimes, np.ndarray, np.ndarray], ...] = (
-        (causes.all, reduction_ms, update_ms),
-        (bare, nothing, update_ms),
-        (bare, nothing, nothing),
-        (_without_recompute(bare), nothing, nothing),
-        (times, nothing, nothing),
-        (_evened_out(times), nothing, nothing),
+    steps = (
+        (causes.all, once),
+        (bare, update),
+        (bare, nothing),
+        (_without_recompute(bare), nothing),
+        (times, nothing),
+        (_evened_out(times), nothing),
     )
     ranks = len(np.unique(workload.step)) * workload.data_parallel_size
     left = [step_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
@@ -91,17 +83,11 @@ def lost_time_of(
     )
 
 
-def _mean_of_ranks_ms(
-    times: StageTimes,
-    reduction_ms: np.ndarray,
-    update_ms: np.ndarray,
-    workload: Workload,
-    ranks: int,
-) -> float:
+def _mean_of_ranks_ms(times: StageTimes, once: OnceAStep, workload: Workload, ranks: int) -> float:
     """Mean time of `ranks` single-rank steps, including those without a micro-batch, in ms."""
-    simulated = predict_steps(times, workload, reduction_ms, update_ms)
+    simulated = predict_steps(times, workload, once)
     idle = ranks - len(simulated.step_ms)
-    idle_ms = reduction_ms.max() + update_ms.max()
+    idle_ms = once.exchange_ms.max() + once.update_ms.max()
     return float(simulated.step_ms.sum() + idle * idle_ms) / ranks
 
 

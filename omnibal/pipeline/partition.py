@@ -252,8 +252,12 @@ def _even_ms(problem: _Problem) -> float:
 def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
     """Options that every stage may have in a split of at most `limit_ms`."""
     structure, runs = problem.structure, problem.structure.runs
+    every = np.arange(len(runs.start))
     fast = [
-        structure.longest_ms(stage, runs.start, runs.end, runs.terms) <= limit_ms
+        structure.longest_ms(
+            stage, runs.start, runs.end, runs.with_buckets(runs.terms, every, stage)
+        )
+        <= limit_ms
         for stage in range(problem.stages)
     ]
     usable = _on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
@@ -279,6 +283,7 @@ def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Opti
     which = np.repeat(first[kind], number) + place
     recomputed, terms = sets.layers[which], runs.terms[run].copy()
     terms[:, structure.layout.backward] += recomputed @ structure.recompute_ms
+    terms = runs.with_buckets(terms, run, stage)
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)
     options = _Options(start=start, end=end, recomputed=recomputed, terms=terms, bound_ms=bound_ms)

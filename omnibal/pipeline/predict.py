@@ -9,10 +9,10 @@ from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
 from omnibal.parallel import Parallel
 from omnibal.pipeline.lost_time import lost_time
-from omnibal.pipeline.prediction import Prediction, StagePrediction
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
+from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
@@ -40,8 +40,8 @@ def predict(
     check_stages(model, stages)
     memories = stage_memories(cost, stages, scheduled.slot, features)
     workload = Workload.of(scheduled, features, parallel.data).some_steps(MAX_SIMULATED_STEPS)
-    simulated = simulate_run(cost, stages, workload)
-    times = stage_times(cost, stages, workload.features)
+    times, once = stage_times(cost, stages, workload.features), once_a_step(cost, stages)
+    simulated = predict_steps(times, workload, once)
     total_ms = float(simulated.step_ms.sum())
     step_ms = total_ms / len(simulated.step_ms)
     wait_fraction = simulated.wait_fractions
@@ -55,6 +55,7 @@ def predict(
         / (run_ms / 1e3)
         / parallel.world_size,
         gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,
+        exchange=_exchange(times, once, workload, step_ms),
         stages=tuple(
             StagePrediction(
                 forward_ms=float(times.forward_ms[:, index].mean()),
@@ -64,4 +65,13 @@ def predict(
             )
             for index, memory in enumerate(memories)
         ),
+    )
+
+
+def _exchange(
+    times: StageTimes, once: OnceAStep, workload: Workload, step_ms: float
+) -> DataParallelExchange:
+    without_ms = predict_steps(times, workload, once.without_exchange()).step_ms.mean()
+    return DataParallelExchange(
+        total_ms=float(once.exchange_ms.max()), exposed_ms=step_ms - float(without_ms)
     )

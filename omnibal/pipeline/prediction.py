@@ -41,7 +41,7 @@ class LostTime(Frozen):
     """Waiting for the slowest data-parallel rank."""
     communication_ms: float
     """Sends between stages as far as any stage waits for them, tensor-parallel collectives, and
-    gradient reduction."""
+    what is exposed of the exchange of data-parallel ranks."""
     weight_update_ms: float
     recompute_ms: float
     padding_ms: float
@@ -60,6 +60,15 @@ class LostTime(Frozen):
         return {name.removesuffix("_ms").replace("_", " "): ms for name, ms in entries}
 
 
+class DataParallelExchange(Frozen):
+    """Sum of gradients and gather of weights over data-parallel ranks, in a mean step."""
+
+    total_ms: NonNegativeFloat
+    """Time of the stage that exchanges longest, were nothing hidden behind computation."""
+    exposed_ms: float
+    """Time by which it prolongs the step."""
+
+
 class StagePrediction(Frozen):
     """Mean times per micro-batch over the planned packs, and memory."""
 
@@ -67,7 +76,7 @@ class StagePrediction(Frozen):
     backward_ms: NonNegativeFloat
     """Backward time, recomputation included."""
     wait_fraction: Annotated[float, Field(ge=0, le=1)]
-    """Share of the step in which the stage neither computes nor updates weights."""
+    """Share of the step in which the stage neither computes, exchanges nor updates weights."""
     memory: StageMemory
 
 
@@ -86,6 +95,8 @@ class Prediction(Frozen):
     """Samples per second and GPU; None, as `gpu_days`, for a plan of shapes only."""
     gpu_days: NonNegativeFloat | None
     """GPU-days of all planned epochs."""
+    exchange: DataParallelExchange | None = None
+    """None in plans made before it was predicted apart; their steps take it as exposed whole."""
     stages: tuple[StagePrediction, ...]
 
     @property

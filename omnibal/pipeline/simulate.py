@@ -18,7 +18,7 @@ from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import OperationGraph, planned_graph, require_shortens
 from omnibal.pipeline.schedules import Pass, Schedule
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import StageTimes, once_a_step_ms, stage_times
+from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 2_000_000
@@ -90,6 +90,7 @@ def simulate_steps(
     forward_link_ms: np.ndarray,
     backward_link_ms: np.ndarray,
     counts: np.ndarray,
+    ready_ms: np.ndarray | None = None,
 ) -> Timeline:
     """Many steps side by side, in the schedule that plans are made for.
 
@@ -97,6 +98,7 @@ def simulate_steps(
         forward_ms: [steps, m, p], and `backward_ms` likewise.
         forward_link_ms: [steps, m, p - 1], and `backward_link_ms` likewise.
         counts: [steps] micro-batches of each step.
+        ready_ms: when each stage may begin, [steps, p]; None for all at 0.
     """
     _, micro_batches, stages = forward_ms.shape
     return simulate_schedule(
@@ -105,6 +107,7 @@ def simulate_steps(
         forward_link_ms,
         backward_link_ms,
         counts,
+        ready_ms,
     )
 
 
@@ -114,6 +117,7 @@ def simulate_schedule(
     forward_link_ms: np.ndarray,
     backward_link_ms: np.ndarray,
     counts: np.ndarray,
+    ready_ms: np.ndarray | None = None,
 ) -> Timeline:
     """Many steps side by side, in any schedule.
 
@@ -124,6 +128,7 @@ def simulate_schedule(
         counts: [steps]; micro-batches from `counts` on do not exist. They take no time and wait
             for nothing, which is exact where the schedule of fewer micro-batches runs in the same
             order.
+        ready_ms: when each stage may begin, [steps, p]; None for all at 0.
 
     Raises:
         ValueError: some steps have fewer micro-batches than the schedule, and it is another one
@@ -139,7 +144,7 @@ def simulate_schedule(
     duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
     end = np.empty_like(duration)  # [kinds, m, k, steps]
-    free = np.zeros((schedule.stages, steps))
+    free = np.zeros((schedule.stages, steps)) if ready_ms is None else ready_ms.T.copy()
     for stage, place, sender, over in _orders(graph):
         start = free[stage]
         if sender is not None:
@@ -207,17 +212,15 @@ class StepTimes:
     step_ms: np.ndarray
     """Step time from the first forward to the end of the weight update, [steps]."""
     busy_ms: np.ndarray
-    """Time of compute, reduction and update, mean over the data-parallel ranks, [steps, p]."""
+    """Compute, exposed exchange and update, mean over the data-parallel ranks, [steps, p]."""
 
     @property
     def wait_fractions(self) -> np.ndarray:
-        """Share of the steps in which each stage neither computes nor updates weights. [p]"""
+        """Share of the steps in which each stage neither computes, exchanges nor updates. [p]"""
         return np.maximum(1 - self.busy_ms.sum(axis=0) / self.step_ms.sum(), 0)
 
 
-def predict_steps(
-    times: StageTimes, workload: Workload, reduction_ms: np.ndarray, optimizer_ms: np.ndarray
-) -> StepTimes:
+def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> StepTimes:
     """Simulate the steps of a workload; numbers between them that do not occur are left out.
 
     A stage's gradients are reduced when its slowest data-parallel rank has finished. The gradient
@@ -225,11 +228,11 @@ def predict_steps(
 
     Args:
         times: of every pack of the workload.
-        reduction_ms, optimizer_ms: [p], once a step.
+        once: what is exchanged and updated.
     """
     dp_rank, slot = workload.dp_rank, workload.slot
     _, step_index = np.unique(workload.step, return_inverse=True)
-    steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(optimizer_ms)
+    steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
     micro_batches = int(slot.max()) + 1
     at_once = max(_CHUNK_ENTRIES // (ranks * micro_batches * stages), 1)
     finish_ms, busy_ms = np.empty((2, steps, stages))
@@ -248,14 +251,18 @@ def predict_steps(
             )
         )
         counts = np.bincount(row, minlength=rows)
+        ready_ms = once.first_wait_ms(forward_ms[:, 0])
         timeline = simulate_steps(
-            forward_ms, backward_ms, forward_link_ms, backward_link_ms, counts
+            forward_ms, backward_ms, forward_link_ms, backward_link_ms, counts, ready_ms
         )
-        finish_ms[chunk] = timeline.finish_ms.reshape(-1, ranks, stages).max(axis=1)
-        busy_ms[chunk] = timeline.busy_ms.reshape(-1, ranks, stages).mean(axis=1)
+        last = np.maximum(counts - 1, 0)
+        exposed_ms = once.exposed_ms(backward_ms[np.arange(rows), last])
+        reduced_ms = timeline.finish_ms + exposed_ms
+        used_ms = timeline.busy_ms + ready_ms + exposed_ms
+        finish_ms[chunk] = reduced_ms.reshape(-1, ranks, stages).max(axis=1)
+        busy_ms[chunk] = used_ms.reshape(-1, ranks, stages).mean(axis=1)
     return StepTimes(
-        step_ms=(finish_ms + reduction_ms).max(axis=1) + optimizer_ms.max(),
-        busy_ms=busy_ms + reduction_ms + optimizer_ms,
+        step_ms=finish_ms.max(axis=1) + once.update_ms.max(), busy_ms=busy_ms + once.update_ms
     )
 
 
@@ -271,4 +278,4 @@ def _padded(
 def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
     """Simulate every step of the workload on the given stages."""
     times = stage_times(cost, stages, workload.features)
-    return predict_steps(times, workload, *once_a_step_ms(cost, stages))
+    return predict_steps(times, workload, once_a_step(cost, stages))

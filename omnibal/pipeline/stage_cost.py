@@ -1,7 +1,7 @@
 """Time of pipeline stages: unit costs summed over what a stage holds and recomputes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,10 +70,68 @@ def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
     return counts @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, counts)
 
 
-def once_a_step_ms(cost: CostModel, stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:
-    """Gradient reduction and weight update of every stage. Both [stages]"""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OnceAStep:
+    """What every stage does once a step, in ms. All are [stages].
+
+    A stage's exchange with its data-parallel ranks is in equal buckets. One is reduced when its
+    share of the last backward has run, and a share of the first forward waits for one to be
+    gathered: what these leave is exposed. Traffic between stages on the same links is not modelled.
+    """
+
+    reduction_ms: np.ndarray
+    """Time of the gradient reduction, were it alone."""
+    gather_ms: np.ndarray
+    """Time of the gather of new weights, at the start of the step, were it alone."""
+    buckets: np.ndarray
+    """Number of buckets."""
+    tied_ms: np.ndarray
+    """Exchange of a tied matrix's gradient with its other stage, after the reduction."""
+    update_ms: np.ndarray
+    """Weight update."""
+
+    @property
+    def exchange_ms(self) -> np.ndarray:
+        """All that a stage exchanges, were nothing hidden."""
+        return self.reduction_ms + self.gather_ms + self.tied_ms
+
+    def first_wait_ms(self, first_forward_ms: np.ndarray) -> np.ndarray:
+        """Wait for weights before the first forward, given its time. Both [..., stages]"""
+        hidden_ms = first_forward_ms * (1 - 1 / self.buckets)
+        return np.maximum(self.gather_ms / self.buckets, self.gather_ms - hidden_ms)
+
+    def exposed_ms(self, last_backward_ms: np.ndarray) -> np.ndarray:
+        """Time from the end of the last backward to that of the exchange of gradients, given the
+        time of this backward. Both [..., stages]"""
+        hidden_ms = last_backward_ms * (1 - 1 / self.buckets)
+        rest_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
+        return rest_ms + self.tied_ms
+
+    def without_exchange(self) -> "OnceAStep":
+        """The same with the weight update alone."""
+        nothing = np.zeros_like(self.update_ms)
+        return replace(self, reduction_ms=nothing, gather_ms=nothing, tied_ms=nothing)
+
+    def nothing(self) -> "OnceAStep":
+        """The same without anything."""
+        return replace(self.without_exchange(), update_ms=np.zeros_like(self.update_ms))
+
+
+def once_a_step(cost: CostModel, stages: Sequence[Stage]) -> OnceAStep:
+    """Exchange with data-parallel ranks and weight update of every stage."""
     parameters = trained_parameters(cost, stages)
-    reduction_ms = cost.gradient_reduction_ms_per_parameter * parameters
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
-    reduction_ms += cost.tied_exchange_ms * holds_one_end(cost.kinds, counts)
-    return reduction_ms, cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters
+    buckets = np.ones(len(stages))
+    buckets[0] = bucket_counts(cost, parameters[0])
+    return OnceAStep(
+        reduction_ms=cost.gradient_reduction_ms_per_parameter * parameters,
+        gather_ms=cost.weight_gather_ms_per_parameter * parameters,
+        buckets=buckets,
+        tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, counts),
+        update_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
+    )
+
+
+def bucket_counts(cost: CostModel, parameters: np.ndarray) -> np.ndarray:
+    """Buckets of a first stage with so many trained parameters, at least 1. [...]"""
+    return np.maximum(np.ceil(parameters / cost.bucket_parameters), 1.0)

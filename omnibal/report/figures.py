@@ -352,6 +352,13 @@ def waste_figures(plan: Plan, replay: ReplaySummary | None) -> list[Figure]:
             "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
             "simulated again without one cause after another; the differences add up to it."
         )
+        exchange = plan.prediction.exchange
+        if exchange is not None and exchange.total_ms:
+            caption += (
+                f" Data-parallel ranks exchange gradients and weights for "
+                f"{milliseconds(exchange.total_ms)}, of which {milliseconds(exchange.exposed_ms)} "
+                "are exposed and count as communication."
+            )
         figures.append(
             _lost_figure("predicted", plan.prediction.lost, plan.prediction.step_ms, caption)
         )

@@ -8,7 +8,7 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import causes_of
-from omnibal.pipeline.stage_cost import once_a_step_ms
+from omnibal.pipeline.stage_cost import once_a_step
 from omnibal.plan import Plan
 from omnibal.replay import (
     ReplayInfo,
@@ -47,7 +47,7 @@ def stage_replays(
     rows = rows_of_steps(packs, steps)
     features = pack_features(packs.packs.take(rows), lengths, cost.features)
     silent = causes_of(cost, plan.stages, features).silent
-    _, update_ms = once_a_step_ms(cost, plan.stages)
+    update_ms = once_a_step(cost, plan.stages).update_ms
     return [
         StageReplay(
             stage=stage,

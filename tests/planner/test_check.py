@@ -304,7 +304,7 @@ def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, data):
     path = tmp_path / "plan" / "plan.json"
     text = path.read_text()
     places = list(every_figure(json.loads(text)["prediction"]))
-    assert len(places) == (28 if data else 26)
+    assert len(places) == (30 if data else 28)
     for *parents, last in places:
         for factor, passes in ((1 + 1e-9, True), (1.001, False)):
             plan = json.loads(text)

@@ -36,8 +36,8 @@ PACK_KEYS = (
     "load model"
 ).split()
 PLAN_KEYS = (
-    "stages step_ms ideal_step_ms lost_ms bubble_fraction samples_per_second_per_gpu gpu_days "
-    "memory_cap_gib cost_source packs steps search_gap"
+    "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
+    "gpu_days memory_cap_gib cost_source packs steps search_gap"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "

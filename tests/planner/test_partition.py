@@ -1,5 +1,6 @@
 """The joint search against brute force, and stages against the model they are cut from."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -128,13 +129,18 @@ def peaks(options: RunOptions, ranks: list[np.ndarray], in_flight: int) -> np.nd
 
 
 def finish_times(
-    forward: list[np.ndarray], backward: list[np.ndarray], send: np.ndarray, receive: np.ndarray
+    forward: list[np.ndarray],
+    backward: list[np.ndarray],
+    send: np.ndarray,
+    receive: np.ndarray,
+    gathers: list[np.ndarray],
 ) -> list[np.ndarray]:
     """When each stage's last backward ends, by letting stages act whenever they can.
 
     A stage runs a forward while fewer than p - s micro-batches are in flight on it and some are
-    left, else a backward. `forward` and `backward` are [..., m] of each stage and broadcast against
-    each other; `send` and `receive` are [p - 1, m].
+    left, else a backward. Each part of its first forward waits for a bucket of weights. `forward`
+    and `backward` are [..., m] of each stage and broadcast against each other; `send` and `receive`
+    are [p - 1, m]; `gathers` are the times at which every bucket of a stage has come.
     """
     p, m = len(forward), forward[0].shape[-1]
     free: list[np.ndarray] = [np.zeros(1)] * p
@@ -146,7 +152,10 @@ def finish_times(
                 if s > 0 and len(done[s - 1]["f"]) <= forwards:
                     continue
                 ready = done[s - 1]["f"][forwards] + send[s - 1, forwards] if s > 0 else 0.0
-                free[s] = np.maximum(free[s], ready) + forward[s][..., forwards]
+                free[s] = np.maximum(free[s], ready)
+                parts = gathers[s] if not forwards else np.zeros(1)
+                for come in parts:
+                    free[s] = np.maximum(free[s], come) + forward[s][..., forwards] / len(parts)
                 done[s]["f"].append(free[s])
             elif backwards < m:
                 if s < p - 1 and len(done[s + 1]["b"]) <= backwards:
@@ -180,8 +189,14 @@ def split_times(
     trained = np.array([choice.trained for choice in choices])
     update_ms = cost.optimizer_ms_fixed + (cost.optimizer_ms_per_parameter * trained).max()
     total_ms = 0.0
+    buckets = [max(math.ceil(trained[0] / cost.bucket_parameters), 1)] + [1] * (p - 1)
+    gathers = [
+        cost.weight_gather_ms_per_parameter * number * np.arange(1, n + 1) / n
+        for number, n in zip(trained, buckets, strict=True)
+    ]
     for step in np.unique(packs.step):
-        latest: list[np.ndarray] = [np.zeros(1)] * p
+        # When every bucket of a stage's gradients is ready on all ranks.
+        ready: list[list[np.ndarray]] = [[np.zeros(1)] * n for n in buckets]
         for rank in range(packs.data_parallel_size):
             mine = np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
             finish = finish_times(
@@ -189,12 +204,19 @@ def split_times(
                 [b[..., mine] for b in backward],
                 send_ms[:, mine] if p > 1 else send_ms,
                 receive_ms[:, mine] if p > 1 else receive_ms,
+                gathers,
             )
-            latest = [np.maximum(a, b) for a, b in zip(latest, finish, strict=True)]
-        reduced = [
-            end + cost.gradient_reduction_ms_per_parameter * n + choice.exchange_ms
-            for end, n, choice in zip(latest, trained, choices, strict=True)
-        ]
+            for s, (end, n) in enumerate(zip(finish, buckets, strict=True)):
+                for k in range(n):
+                    left = backward[s][..., mine[-1]] * (n - 1 - k) / n if len(mine) else 0.0
+                    ready[s][k] = np.maximum(ready[s][k], end - left)
+        reduced = []
+        for number, n, choice, moments in zip(trained, buckets, choices, ready, strict=True):
+            end = np.zeros(1)
+            for moment in moments:
+                one_ms = cost.gradient_reduction_ms_per_parameter * number / n
+                end = np.maximum(end, moment) + one_ms
+            reduced.append(end + choice.exchange_ms)
         total_ms = total_ms + reduce(np.maximum, reduced) + update_ms
     shape = [len(choice.kept) for choice in choices]
     return np.broadcast_to(total_ms / len(np.unique(packs.step)), shape)
@@ -284,8 +306,19 @@ def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, 
         cost = replace(cost, units=units)
     packs = random_packs(rng, int(rng.integers(1, 7)))
     # Drawn apart, so that cases which are known by their seed stay what they are.
-    cost = tied(cost) if rng.spawn(1)[0].random() < 0.3 else cost
-    return cost, model, packs, p
+    apart = rng.spawn(1)[0]
+    cost = tied(cost) if apart.random() < 0.3 else cost
+    return overlapped(cost, apart), model, packs, p
+
+
+def overlapped(cost: CostModel, rng: np.random.Generator) -> CostModel:
+    """The costs with a gather of weights, and in most cases with buckets that are hidden."""
+    whole = sum(unit.trained_parameters for unit in cost.units.values())
+    return replace(
+        cost,
+        weight_gather_ms_per_parameter=10 ** rng.uniform(-7, -4.5),
+        bucket_parameters=math.inf if rng.random() < 0.2 else whole / rng.uniform(0.5, 8),
+    )
 
 
 def random_case_of(

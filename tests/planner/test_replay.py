@@ -20,7 +20,7 @@ from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import once_a_step_ms, stage_times
+from omnibal.pipeline.stage_cost import once_a_step, stage_times
 from omnibal.pipeline.stage_memory import GIB, memory_tables, stage_memories
 from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts
 from omnibal.plan import Plan
@@ -118,7 +118,10 @@ def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_pat
     write_replay(tmp_path / "replay", small.plan, small.cost, small.data, steps, factors=factors)
     replay = read_replay(tmp_path / "replay", small.plan, small.cost, small.data)
     times = stage_times(small.cost, small.plan.stages, small.features)
-    reduction_ms, update_ms = once_a_step_ms(small.cost, small.plan.stages)
+    once = once_a_step(small.cost, small.plan.stages)
+    # The first stage has one bucket; later ones gather while they wait for the first micro-batch.
+    reduction_ms, update_ms = once.reduction_ms, once.update_ms
+    assert once.buckets.tolist() == [1] * 4 and not once.tied_ms.any()
     expected, busy = [], []
     for step in steps:
         ranks = []
@@ -131,10 +134,10 @@ def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_pat
                 times.backward_link_ms[rows],
             )
             ranks.append(one)
-        ends = np.max([one.finish_ms for one in ranks], axis=0) + reduction_ms
+        ends = np.max([one.finish_ms for one in ranks], axis=0) + once.gather_ms[0] + reduction_ms
         expected.append(ends.max() + update_ms.max())
         computes = np.mean([one.busy_ms for one in ranks], axis=0)
-        busy.append(computes + reduction_ms + update_ms)
+        busy.append(computes + once.gather_ms + reduction_ms + update_ms)
     assert replay.each_step_ms == pytest.approx(expected)
     assert (replay.each_step_ms > replay.predicted_each_step_ms).all()
     waits = 1 - np.sum(busy, axis=0) / np.sum(expected)

@@ -22,7 +22,13 @@ from omnibal.data.packs import Packs, ScheduledPacks, write_packs
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
-from omnibal.pipeline.prediction import LostTime, Prediction, StageMemory, StagePrediction
+from omnibal.pipeline.prediction import (
+    DataParallelExchange,
+    LostTime,
+    Prediction,
+    StageMemory,
+    StagePrediction,
+)
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
@@ -121,6 +127,7 @@ PREDICTION = Prediction(
     bubble_fraction=0.1337,
     samples_per_second_per_gpu=32.5,
     gpu_days=0.00123,
+    exchange=DataParallelExchange(total_ms=6.25, exposed_ms=1.75),
     stages=(
         StagePrediction(
             forward_ms=10.25,
@@ -749,6 +756,7 @@ def test_replay_has_its_own_step_bubble_and_memory(
     )
     ideal = milliseconds(replay.lost.ideal_ms).split()
     assert stacks == [("predicted", "141", "ms"), ("replayed", *ideal)]
+    assert "exchange gradients and weights for 6.25 ms, of which 1.75 ms are exposed" in text
     assert "3 steps of the plan, each stage by itself on one device" in text
     assert "with random content of the plan's sizes; median of 3 repetitions" in text
     assert "3, 50, 110, on one device" in text

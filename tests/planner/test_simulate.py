@@ -17,7 +17,7 @@ from omnibal.pipeline.simulate import (
     simulate_step,
     simulate_steps,
 )
-from omnibal.pipeline.stage_cost import StageTimes, stage_times
+from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, stage_times
 from omnibal.pipeline.stage_memory import GIB, running_passes
 from omnibal.pipeline.units import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -186,6 +186,10 @@ def test_a_step_waits_for_the_slowest_rank_then_reduces_and_updates(
         backward_link_ms=back_link,
     )
     reduction, optimizer = np.array([5.0, 1, 9]), np.array([0.5, 0.25, 2])
+    once = OnceAStep(
+        reduction_ms=reduction - 1, gather_ms=np.zeros(3), buckets=np.ones(3),
+        tied_ms=np.ones(3), update_ms=optimizer,
+    )  # fmt: skip
     expected_step, expected_busy = [], []
     for chosen in range(3):
         finish, busy = np.zeros(3), np.zeros(3)
@@ -202,7 +206,7 @@ def test_a_step_waits_for_the_slowest_rank_then_reduces_and_updates(
     )
     for entries in (simulate._CHUNK_ENTRIES, 1):
         monkeypatch.setattr(simulate, "_CHUNK_ENTRIES", entries)
-        predicted = predict_steps(times, workload, reduction, optimizer)
+        predicted = predict_steps(times, workload, once)
         np.testing.assert_allclose(predicted.step_ms, expected_step)
         np.testing.assert_allclose(predicted.busy_ms, expected_busy)
 

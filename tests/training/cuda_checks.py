@@ -15,7 +15,8 @@ from megatron.vlm.backend import WeightGradients, current_device
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import random_batch
-from megatron.vlm.model.attention import attend_by_segment, attend_flash
+from megatron.vlm.model.attention import attend_by_segment
+from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step

@@ -160,7 +160,7 @@ def reference_loss(model, weights, sample):
     hidden = F.rms_norm(
         hidden, hidden.shape[-1:], w["language.final_layernorm.weight"], language.norm_eps
     )
-    logits = hidden @ w["head.weight"].T
+    logits = hidden @ w["head.weight"][: language.vocab_size].T  # the rest is padding
     mask = torch.tensor(sample.loss_mask)
     return F.cross_entropy(logits[:-1][mask[1:]], ids[1:][mask[1:]], reduction="sum")
 

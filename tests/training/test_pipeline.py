@@ -38,6 +38,7 @@ def train_steps(links, plan, steps, data_size=1, new_samples=True):
         own = batches[parallel_state.get_data_parallel_rank() :: data_size]
         before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
         result = train_step(trainer, MicroBatchStream.of(own))
+        trainer.wait_for_weights()
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gradients.append(
             {

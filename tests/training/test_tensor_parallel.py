@@ -14,6 +14,7 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.config import LanguageConfig
 
 # A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of
 # the embedding differed by more than 1e-4 on some processors, whose sums round otherwise.
@@ -73,6 +74,7 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)
         gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
+    trainer.wait_for_weights()
     if save is not None:
         writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
         writer.save(first + len(steps), {})
@@ -248,6 +250,20 @@ def test_resumes_under_another_tensor_size(tmp_path, before, after):
     done = len(steps)
     rest = (results[done:], gradients[done:], weights)
     assert_same_training(ranks, after[1], rest)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_resumes_from_a_vocabulary_padded_otherwise(tmp_path, monkeypatch, tensor):
+    """Prevents: checkpoints of before words were padded to 128 a rank that no longer fit."""
+    model = MODELS["6B-like"]
+    plan = toy_plan(model, stages_of(model), tensor=tensor)
+    results, gradients, weights = single_process("6B-like")
+    with monkeypatch.context() as earlier:
+        least = lambda language, ranks: -(-language.vocab_size // ranks)  # noqa: E731
+        earlier.setattr(LanguageConfig, "words_of_rank", least)
+        run(plan, STEPS[:1], save=tmp_path)
+    ranks = run(plan, STEPS[1:], load=tmp_path, first=1)
+    assert_same_training(ranks, tensor, (results[1:], gradients[1:], weights))
 
 
 def answers(links, plan):

@@ -120,7 +120,7 @@ def reference_loss(model, w, batch):
             hidden = reference_layer(language, own, hidden)
         hidden = rms_norm(hidden, w["language.final_layernorm.weight"], language.norm_eps)
         head = w["embedding.word_embeddings.weight" if language.tied_head else "head.weight"]
-        logits = hidden @ head.T
+        logits = hidden @ head[: language.vocab_size].T  # the rest is padding
         total = total + F.cross_entropy(logits[learned], ids.roll(-1)[learned], reduction="sum")
         start += tokens
     return total

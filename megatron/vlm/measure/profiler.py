@@ -579,6 +579,7 @@ class RepeatedUpdate:
         for buffer in trainer.model.buffers:
             buffer.grad_data.fill_(1.0)
         updating_ms = _timed_ms(self._exchange_and_update)
+        trainer.wait_for_weights()
         # Restore the weights: a replay's lone rank gathers its own shard in place of others.
         with torch.no_grad():
             for weight, kept in zip(trainer.stage.parameters(), self._weights, strict=True):

@@ -32,12 +32,7 @@ from megatron.vlm.measure.profiler import (
 )
 from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
-from megatron.vlm.step.schedule import (
-    Inbox,
-    PipelineLinks,
-    create_pipeline_links,
-    run_forward_backward,
-)
+from megatron.vlm.step.schedule import Inbox, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
@@ -244,22 +239,23 @@ class StageReplayer:
         self._trainer.zero_gradients()
         self._run(batches)
         links.waits_ms.clear()
+        self._trainer.discard_gradients()
         return self._clock.times()
 
     def _run(self, batches: Sequence[MicroBatch]) -> None:
-        trainer = self._trainer
         coming = MicroBatchStream(
             batches=(batch.to(current_device()) for batch in batches),
             shapes=[batch.shape for batch in batches],
         )
         self._clock.switch(Phase.WAIT)
-        run_forward_backward(trainer.plan, trainer.model, trainer.links, coming, self._clock)
+        self._trainer.run_micro_batches(coming, self._clock)
 
     def activation_bytes(self, batches: Sequence[MicroBatch]) -> int:
         """Peak bytes of the step, or of the update after it, besides the state; see
         `peak_activation_bytes`."""
         self._trainer.zero_gradients()
         peak = peak_activation_bytes(self._trainer, partial(self._run, batches))
+        self._trainer.discard_gradients()
         self._clock.times()
         if has_cuda():
             peak = max(peak, peak_activation_bytes(self._trainer, self.update_ms))

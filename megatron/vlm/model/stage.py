@@ -26,6 +26,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
 from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
@@ -120,7 +121,8 @@ class VLMStage(MegatronModule):
         dtype = language_config.params_dtype
         language = model.language
         tensor = language_config.tensor_model_parallel_size
-        vocabulary = padded_size(language.vocab_size, tensor)
+        own_words = language.words_of_rank(tensor)
+        vocabulary = own_words * tensor
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
         self.vision_embedding = self.vision = self.projector = None
         if stage.holds("vision embed"):
@@ -167,7 +169,6 @@ class VLMStage(MegatronModule):
                 bias=False,
                 skip_weight_param_allocation=language.tied_head and stage.holds("language embed"),
             )
-            own_words = vocabulary // tensor
             start = parallel_state.get_tensor_model_parallel_rank() * own_words
             self.padded_words = min(max(start + own_words - language.vocab_size, 0), own_words)
         describe_partitions(self)
@@ -287,15 +288,23 @@ class VLMStage(MegatronModule):
             weight_WE = self.shared_embedding_or_output_weight()
         logits_L1W, _ = self.head(hidden_S1E.index_select(0, wanted), weight_WE)
         logits_LW = logits_L1W.squeeze(1)
-        if self.padded_words:
-            real_LW = logits_LW[:, : -self.padded_words]
-            logits_LW = F.pad(real_LW, (0, self.padded_words), value=-torch.inf)
         if batch.labels_L is None:
+            self._hide_padded_words(logits_LW)
             whole_AW = tensor_parallel.gather_from_tensor_model_parallel_region(logits_LW)
             return whole_AW.argmax(-1)
-        losses_L = _cross_entropy(logits_LW.float(), batch.labels_L)
+        logits_LW = logits_LW.float()
+        self._hide_padded_words(logits_LW)
+        losses_L = _cross_entropy(logits_LW, batch.labels_L)
         weights_L = batch.loss_weights_L
         return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
+
+    def _hide_padded_words(self, logits_LW: torch.Tensor) -> None:
+        """Take words of padding out of the softmax, in place.
+
+        Autograd need not know: their share of the softmax is 0, and so is their gradient.
+        """
+        if self.padded_words:
+            logits_LW.detach()[:, -self.padded_words :].fill_(-torch.inf)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -346,6 +355,7 @@ def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> 
 
     Megatron's parallel state must be initialized with the plan's sizes.
     """
+    prefer_flash_attention_3()
     arguments = (plan.model, plan.stages, plan.parallel, plan.precision)
     stage = VLMStage(
         plan.model,

@@ -186,6 +186,7 @@ class TrainingLoop:
         last = stopped or step == options.last_step
         # No save while steps are skipped, as the weights may be at fault.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
+            self._trainer.wait_for_weights()
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
         is_due = options.eval_interval is not None and step % options.eval_interval == 0
         validation = self._data.validation if is_due else None

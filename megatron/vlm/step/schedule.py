@@ -21,7 +21,7 @@ their devices could block each other; the launchers' settings (scripts/job.sh) k
 A boundary that carries nothing (no tile in the pack, cut before the language embed) is not sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -236,13 +236,19 @@ class _StageRun:
         if not links.is_first and self.plan.gradient_crosses(links.rank - 1):
             self.input_gradients = Outbox(links.previous_rank, links.gradients)
 
-    def run(self, operations: StageOperations) -> list[torch.Tensor]:
+    def run(
+        self, operations: StageOperations, before_last_backward: Callable[[], None] | None = None
+    ) -> list[torch.Tensor]:
         """Run the stage's list; returns the last stage's output of every micro-batch."""
-        trains = any(operation.kind is Pass.BACKWARD for operation in operations)
+        backwards = sum(operation.kind is Pass.BACKWARD for operation in operations)
+        trains = backwards > 0
         if trains:
             self._open_gradients()
         for operation in operations:
             if operation.kind is Pass.BACKWARD:
+                backwards -= 1
+                if backwards == 0 and before_last_backward is not None:
+                    before_last_backward()
                 self._backward(operation.micro_batch)
             else:
                 self._forward(operation.micro_batch, trains)
@@ -311,19 +317,21 @@ def run_forward_backward(
     links: PipelineLinks,
     batches: MicroBatchStream,
     clock: PhaseClock,
+    before_last_backward: Callable[[], None] | None = None,
 ) -> list[torch.Tensor]:
     """Run forward and backward of one step's micro-batches in the planned schedule.
 
     Args:
         model: the stage inside Megatron-core's DistributedDataParallel.
         batches: this stage's micro-batches, in slot order.
+        before_last_backward: called once, if there is a micro-batch.
 
     Returns:
         The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
         those of the sum over micro-batches, in core's gradient buffers.
     """
     operations = _operations(planned_graph(links.size, len(batches)), links)
-    return _StageRun(plan, model, links, batches, clock).run(operations)
+    return _StageRun(plan, model, links, batches, clock).run(operations, before_last_backward)
 
 
 @torch.no_grad()

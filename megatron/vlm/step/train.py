@@ -26,7 +26,9 @@ from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import VLMStage, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
+from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.schedule import PipelineLinks, all_pipelines, run_forward_backward
+from omnibal.parallel import Parallel
 from omnibal.plan import Plan
 
 _SMALLEST_WEIGHT = 1e-12
@@ -65,22 +67,54 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     tied_groups: ProcessGroupCollection | None
     """Process groups of the gradient reduction, if the stage holds one of two tied copies."""
+    overlap: DataParallelOverlap | None
+    """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def run_micro_batches(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
+        """Run a step's forwards and backwards, and begin to reduce the gradients.
+
+        Returns:
+            As `run_forward_backward`.
+        """
+        arguments = (self.plan, self.model, self.links, batches, clock)
+        if self.overlap is None:
+            return run_forward_backward(*arguments)
+        with self.overlap.reducing():
+            return run_forward_backward(*arguments, self.overlap.before_last_backward)
+
     def update_weights(self, divisor: float) -> float | None:
-        """Reduce gradients over all ranks, divide them by `divisor`, clip and step.
+        """Reduce gradients over all ranks, divide them by `divisor`, clip, step, begin to gather.
 
         Returns:
             The gradients' norm before clipping; None where it or a gradient is not finite, and
             nothing was changed.
         """
+        self.wait_for_weights()
         finalize_model_grads([self.model], pg_collection=self.tied_groups)
         self.model.scale_gradients(1 / divisor)
-        return _update(self.optimizer, self.options.clip_grad)
+        grad_norm = _update(self.optimizer, self.options.clip_grad)
+        if self.overlap is not None:
+            self.overlap.begin_gather(changed=grad_norm is not None)
+        return grad_norm
+
+    def discard_gradients(self) -> None:
+        """End a step without an update; collective over data-parallel ranks."""
+        self.wait_for_weights()
+        if self.overlap is not None:
+            self.overlap.finish_reduction()
+
+    def wait_for_weights(self) -> None:
+        """Wait until the weights of all ranks' shares are here; before they are saved or read.
+
+        A forward waits for what it needs by itself.
+        """
+        if self.overlap is not None:
+            self.overlap.wait_for_weights()
 
 
 def build_trainer(
@@ -100,11 +134,8 @@ def build_trainer(
     """
     stage = build_stage(plan, links.rank, options.drop_path_rate)
     initialize_parameters(stage, seed)
-    model = DistributedDataParallel(
-        stage.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        stage,
-    )
+    overlaps = plan.parallel.data > 1
+    model = DistributedDataParallel(stage.config, _data_parallel_config(plan.parallel), stage)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -118,6 +149,7 @@ def build_trainer(
             bf16=plan.precision == "bf16",
             params_dtype=parameter_dtype(plan.precision),
             use_distributed_optimizer=True,
+            overlap_param_gather=overlaps,
             # A constant scale of 1 changes nothing but makes core look for gradients that are not
             # finite, and leave the weights alone where there are any.
             loss_scale=1.0,
@@ -147,6 +179,20 @@ def build_trainer(
         optimizer=optimizer,
         scheduler=scheduler,
         tied_groups=_tied_groups(tied_copies(plan)),
+        overlap=DataParallelOverlap(model) if overlaps else None,
+    )
+
+
+def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:
+    overlaps = parallel.data > 1
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+        # Core's hooks then wait for weights and leave it to us to ask for the next ones.
+        align_param_gather=overlaps,
+        bucket_size=parallel.bucket_parameters,
     )
 
 
@@ -213,9 +259,7 @@ def train_step(
     clock.switch(Phase.OPTIMIZER)
     trainer.zero_gradients()
     seen = SeenBatches()
-    losses = run_forward_backward(
-        trainer.plan, trainer.model, trainer.links, seen.count(batches), clock
-    )
+    losses = trainer.run_micro_batches(seen.count(batches), clock)
     # Every stage needs the sum of weights to scale its gradients. This is also where a stage that
     # is done waits for the others, so that waiting is not mistaken for the optimizer's time.
     clock.switch(Phase.WAIT)
@@ -231,6 +275,8 @@ def train_step(
     grad_norm = None
     if math.isfinite(sums.loss):
         grad_norm = trainer.update_weights(sums.divisor)
+    else:
+        trainer.discard_gradients()
     return StepResult(
         loss=sums.mean_loss,
         loss_tokens=int(sums.loss_tokens),
