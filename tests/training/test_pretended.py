@@ -2,11 +2,10 @@
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
-from commands import Completed, launcher
+from commands import launcher
 from toy import toy_model
 
 from omnibal.config import load_cluster
@@ -63,22 +62,6 @@ def planned(tmp_path):
     return tmp_path / "plan"
 
 
-def pair(*command: object) -> list[Completed]:
-    """The command on two ranks that are told where to meet."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = [
-        {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank),
-            "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        }
-        for rank in range(2)
-    ]  # fmt: skip
-    with launcher().start(command, ranks) as started:
-        return started.ended
-
-
 def test_the_command_goes_on_and_reports(planned, tmp_path):
     """Prevents: work that is done twice, output that is no JSON, and times shown as if measured."""
     kept = tmp_path / "kept"
@@ -86,10 +69,8 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
     first = json.loads(succeed(*command, "--stages", "1", "--json"))
     assert [one["stage"] for one in first["stages"]] == [1]
     written = (kept / "pretended_1.json").stat()
-    for rank in pair(*command):
-        assert rank.returncode == 0, rank.stderr
-    assert (kept / "pretended_1.json").stat().st_mtime_ns == written.st_mtime_ns
     stages = json.loads(succeed(*command, "--json"))["stages"]
+    assert (kept / "pretended_1.json").stat().st_mtime_ns == written.st_mtime_ns
     assert [one["stage"] for one in stages] == [0, 1]
     for one in stages:
         total = one["state_gib"] + one["activations_gib"]
