@@ -3,11 +3,15 @@
 Shapes: T packed tokens, N heads of queries, G of keys and values, D head size.
 """
 
+import importlib.util
+
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.nn.attention import list_flash_attention_impls
 
-from megatron.vlm.model.attention import attend_by_segment, attend_flash
+from megatron.vlm.model.attention import attend_by_segment
+from megatron.vlm.model.flash_attention import attend_flash, prefer_flash_attention_3
 
 SEGMENTS = [5, 1, 12, 7]
 BORDERS = torch.tensor([0, *SEGMENTS]).cumsum(0).to(torch.int32)
@@ -59,3 +63,22 @@ def test_every_torch_gets_the_arguments_it_knows(monkeypatch, kernel, heads, cau
     )  # fmt: skip
     expected = attend_by_segment(*qkv, packed, causal)
     torch.testing.assert_close(attend_flash(*qkv, packed, causal), expected)
+
+
+@pytest.mark.parametrize(
+    ("installed", "major", "used"), [(True, 9, True), (True, 8, False), (False, 9, False)]
+)
+def test_flash_attention_3_is_asked_for_where_it_can_run(monkeypatch, installed, major, used):
+    """Prevents: a slower kernel on Hopper, and a crash on other devices or without the package."""
+    asked = []
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: installed or None if name == "flash_attn_interface" else find(name),
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", asked.append)
+    assert prefer_flash_attention_3.__wrapped__() == used
+    assert asked == ["FA3"] * used
+    assert "FA3" in list_flash_attention_impls()

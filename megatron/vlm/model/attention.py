@@ -5,9 +5,6 @@ H hidden size, N heads, G key/value heads, D head size, T packed tokens, W width
 heads.
 """
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +18,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
 from megatron.vlm.model.fused.rotary import Rotation, split_and_rotate
+
+_HEAD_SIZE_MULTIPLE = 8
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
@@ -142,7 +142,9 @@ class PackedCoreAttention(MegatronModule):
             query_BNSD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             context_BNSD = _attend(query_BNSD, key_BGSD, value_BGSD, self.causal)
             return context_BNSD.permute(2, 0, 1, 3).flatten(2)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        # The packed kernel takes no other head sizes; for one sample at a time, torch pads them.
+        takes_heads = query.shape[-1] % _HEAD_SIZE_MULTIPLE == 0
+        if query.is_cuda and takes_heads and query.dtype in (torch.bfloat16, torch.float16):
             return attend_flash(query, key, value, packed_seq_params, self.causal).flatten(1)
         return attend_by_segment(query, key, value, packed_seq_params, self.causal).flatten(1)
 
@@ -170,38 +172,3 @@ def attend_by_segment(
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
         contexts.append(_attend(query, key, value, causal).squeeze(0).transpose(0, 1))
     return torch.cat(contexts)
-
-
-def attend_flash(
-    query_TND: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    packed: PackedSeqParams,
-    causal: bool,
-) -> torch.Tensor:
-    """Attention by one kernel call for the whole pack, for CUDA and 16 bit only."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    heads_per_group = query_TND.shape[1] // key_TGD.shape[1]
-    options = {}
-    if heads_per_group > 1 and _takes_groups(varlen_attn):
-        options["enable_gqa"] = True
-    elif heads_per_group > 1:
-        key_TGD, value_TGD = (x.repeat_interleave(heads_per_group, 1) for x in (key_TGD, value_TGD))
-    return varlen_attn(
-        query_TND,
-        key_TGD,
-        value_TGD,
-        packed.cu_seqlens_q,
-        packed.cu_seqlens_kv,
-        packed.max_seqlen_q,
-        packed.max_seqlen_kv,
-        window_size=(-1, 0) if causal else (-1, -1),
-        **options,
-    )
-
-
-@functools.cache
-def _takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
-    """Whether the kernel supports grouped-query attention; not in torch 2.11."""
-    return "enable_gqa" in inspect.signature(attention).parameters

@@ -26,10 +26,12 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
 from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
+from megatron.vlm.model.providers import Provider, layer_parts
 from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.pipeline.stage import Stage
@@ -110,6 +112,7 @@ class VLMStage(MegatronModule):
         vision_config: TransformerConfig | None,
         language_config: TransformerConfig,
         drop_path_rate: float = 0.0,
+        provider: Provider = "local",
     ) -> None:
         super().__init__(config=language_config)
         self.model_config = model
@@ -119,6 +122,7 @@ class VLMStage(MegatronModule):
         self.share_embeddings_and_output_weights = _holds_tied_copy(model, stage)
         self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
         dtype = language_config.params_dtype
+        parts = layer_parts(provider)
         language = model.language
         tensor = language_config.tensor_model_parallel_size
         own_words = language.words_of_rank(tensor)
@@ -128,7 +132,7 @@ class VLMStage(MegatronModule):
         if stage.holds("vision embed"):
             self.vision_embedding = VisionEmbedding(model, dtype)
         if vision_config is not None and stage.layers("vision"):
-            spec = vision_layer_spec(vision_config, model.vision)
+            spec = vision_layer_spec(vision_config, model.vision, parts)
             self.vision = PlannedBlock(
                 vision_config,
                 [spec] * len(stage.layers("vision")),
@@ -151,7 +155,7 @@ class VLMStage(MegatronModule):
         if stage.layers("language") or stage.holds("head"):
             self.language = PlannedBlock(
                 language_config,
-                [language_layer_spec(language_config)] * len(stage.layers("language")),
+                [language_layer_spec(language_config, parts)] * len(stage.layers("language")),
                 recompute_layers=stage.recomputed("language"),
                 final_norm=stage.holds("head"),
             )
@@ -175,7 +179,7 @@ class VLMStage(MegatronModule):
                 count=min(max(language.vocab_size - start, 0), own_words),
                 group=parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
             )
-        describe_partitions(self)
+        describe_partitions(self, parts)
         if language.tied_head:
             self._describe_tied_weight()
         self._input: torch.Tensor | None = None
@@ -337,11 +341,17 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
     return rotary.inv_freq.to(current_device())
 
 
-def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> VLMStage:
+def build_stage(
+    plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0, provider: Provider = "local"
+) -> VLMStage:
     """Build the stage of a pipeline rank on this device; its weights are not yet initialized.
 
     Megatron's parallel state must be initialized with the plan's sizes.
+
+    Args:
+        provider: of the layers' linears and attention.
     """
+    prefer_flash_attention_3()
     arguments = (plan.model, plan.stages, plan.parallel, plan.precision)
     stage = VLMStage(
         plan.model,
@@ -349,6 +359,7 @@ def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> 
         vision_transformer_config(*arguments) if plan.model.takes_images else None,
         language_transformer_config(*arguments),
         drop_path_rate,
+        provider,
     )
     _freeze(stage, plan.frozen)
     return stage.to(current_device())

@@ -1,0 +1,70 @@
+"""Torch's flash attention over packed samples, in every torch from 2.11 on.
+
+Shapes: T packed tokens, N heads, G key/value heads, D head size.
+"""
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+_HOPPER = 9
+"""Major compute capability of the devices that FlashAttention 3 is for."""
+
+
+@functools.cache
+def prefer_flash_attention_3() -> bool:
+    """Let torch attend by FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608) where it can.
+
+    It can on a Hopper device where the package is installed; elsewhere torch keeps to the second.
+    Both towers' attention goes through torch's own functions, so that nothing else changes.
+
+    Returns:
+        Whether FlashAttention 3 is used.
+    """
+    if importlib.util.find_spec("flash_attn_interface") is None or not torch.cuda.is_available():
+        return False
+    if torch.cuda.get_device_capability()[0] != _HOPPER:
+        return False
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl("FA3")
+    return True
+
+
+def attend_flash(
+    query_TND: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    packed: PackedSeqParams,
+    causal: bool,
+) -> torch.Tensor:
+    """Attention by one kernel call for the whole pack, for CUDA and 16 bit only."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    heads_per_group = query_TND.shape[1] // key_TGD.shape[1]
+    options = {}
+    if heads_per_group > 1 and _takes_groups(varlen_attn):
+        options["enable_gqa"] = True
+    elif heads_per_group > 1:
+        key_TGD, value_TGD = (x.repeat_interleave(heads_per_group, 1) for x in (key_TGD, value_TGD))
+    return varlen_attn(
+        query_TND,
+        key_TGD,
+        value_TGD,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        window_size=(-1, 0) if causal else (-1, -1),
+        **options,
+    )
+
+
+@functools.cache
+def _takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
+    """Whether the kernel supports grouped-query attention; not in torch 2.11."""
+    return "enable_gqa" in inspect.signature(attention).parameters
