@@ -47,6 +47,7 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
+    FP32_BYTES,
     GRADIENT_BYTES,
     Counts,
     Device,
@@ -126,6 +127,9 @@ def analytic_cost(
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
+        # Torch's AdamW has the square roots of all second moments for a moment; the kernels of Apex
+        # and Transformer Engine have none.
+        update_bytes_per_parameter=FP32_BYTES / shards,
         optimizer_ms_fixed=0.0,
         # Weight, gradient and state are read and written once, each rank its own share.
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
@@ -342,6 +346,10 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
+    transient_bytes = counts.transient_bytes
+    if not has_backward:
+        # Forward needs its input and output meanwhile, which otherwise count as kept.
+        transient_bytes = transient_bytes + counts.boundary_bytes + counts.output_bytes
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
@@ -354,7 +362,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         boundary_bytes=counts.boundary_bytes if has_backward else nothing,
         output_bytes=counts.output_bytes + one.carried_bytes,
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
-        transient_bytes=counts.transient_bytes,
+        transient_bytes=transient_bytes,
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
     )

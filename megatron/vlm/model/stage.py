@@ -208,7 +208,9 @@ class VLMStage(MegatronModule):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Run the stage; returns hidden states, or the head's summed loss or next tokens."""
-        hidden = self.read_text(batch, self.encode_images(batch, self._input))
+        # Taken, so that it goes with its micro-batch.
+        received, self._input = self._input, None
+        hidden = self.read_text(batch, self.encode_images(batch, received))
         if self.head is not None:
             return self.head_output(batch, hidden)
         return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
