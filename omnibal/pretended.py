@@ -37,6 +37,8 @@ class PretendedInfo(Frozen):
     """SHA-256 of the plan without its prediction."""
     torch: str
     """Version of torch, whose operations were counted."""
+    trainer_sha256: str
+    """SHA-256 of the trainer's code, whose allocations were counted."""
 
 
 class OperationCount(Frozen):
@@ -200,13 +202,23 @@ def write_pretended(stage: PretendedStage, directory: Path) -> None:
 
 
 def read_pretended(directory: Path, plan: Plan) -> tuple[PretendedStage, ...]:
-    """Read the stages that have been counted so far, in order.
+    """Read the stages that have been counted so far, in order, with the plan's prediction.
 
     Raises:
         UserError: a file does not follow the schema.
     """
     paths = [pretended_file(directory, stage) for stage in range(len(plan.stages))]
-    return tuple(read_json_model(PretendedStage, path, _REMEDY) for path in paths if path.exists())
+    found = [read_json_model(PretendedStage, path, _REMEDY) for path in paths if path.exists()]
+    return tuple(
+        one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
+        for one in found
+    )
+
+
+def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
+    """Peak that the plan predicts for a stage; None without a prediction."""
+    prediction = plan.prediction
+    return None if prediction is None else prediction.stages[stage].memory.peak_gib
 
 
 def open_pretended(directory: Path, info: PretendedInfo) -> None:
@@ -219,11 +231,9 @@ def open_pretended(directory: Path, info: PretendedInfo) -> None:
     if path.exists():
         check_pretended(directory, info.plan_sha256)
         kept = read_json_model(PretendedInfo, path, _REMEDY)
-        if kept.torch != info.torch:
-            raise UserError(
-                f"{directory}: was counted with torch {kept.torch}, and this is {info.torch}; "
-                f"{_REMEDY}"
-            )
+        if kept != info:
+            differs = "torch" if kept.torch != info.torch else "code of the trainer"
+            raise UserError(f"{directory}: was counted with another {differs}; {_REMEDY}")
         return
     directory.mkdir(parents=True, exist_ok=True)
     write_json_model(info, path)

@@ -37,6 +37,12 @@ def join() -> PipelineLinks:
 
 def varlen_attention(folder: Path) -> None:
     """The packed kernel gives what one call a sample gives, forward and backward."""
+    for one, other in zip(*attended_both_ways(), strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+def attended_both_ways() -> list[list[torch.Tensor]]:
+    """Outputs and gradients of inputs by one call a sample, and by the packed kernel."""
     segments = [5, 300, 1, 128]
     borders = torch.tensor([0, *segments]).cumsum(0).to(torch.int32)
     packed = PackedSeqParams(
@@ -54,8 +60,7 @@ def varlen_attention(folder: Path) -> None:
         output_TND = attend(*own, packed, True)
         output_TND.float().square().sum().backward()
         results.append([output_TND, *(tensor.grad for tensor in own)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+    return results
 
 
 def weight_gradients(folder: Path) -> None:
@@ -112,10 +117,12 @@ def real_size_plan() -> Plan:
     )  # fmt: skip
 
 
-def losses_on_one_pack(links: PipelineLinks, plan: Plan, *sizes: object) -> list[float]:
+def losses_on_one_pack(
+    links: PipelineLinks, plan: Plan, *sizes: object, can_save: bool = True
+) -> list[float]:
     """Of a few steps at a rate for models of real size, all on the same random pack."""
     options = replace(OPTIONS, lr=1e-5, min_lr=0.0)
-    trainer = build_trainer(plan, links, options, steps=10, seed=0)
+    trainer = build_trainer(plan, links, options, steps=10, seed=0, can_save=can_save)
     batch = random_batch(plan.model, *sizes).to(current_device())
     return [train_step(trainer, MicroBatchStream.of([batch])).loss for _ in range(4)]
 

@@ -6,13 +6,33 @@ Shapes: T tokens, N heads, D head size.
 
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
+from toy import OPTIONS, stages_of, toy_model, toy_plan
 
+from megatron.vlm.checkpoint.save_load import _on_host
 from megatron.vlm.measure.pretended.kernels import RefusedByDeviceError
 from megatron.vlm.measure.pretended.mode import Pretence, pretended_cuda
+from megatron.vlm.measure.pretended.stage import pretend_stage
+from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
+from megatron.vlm.model.stage import VLMStage
+from megatron.vlm.step.train import build_trainer
+from omnibal.config import load_cluster, load_model
+from omnibal.cost.model import CostModel
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.plan import Plan
+from omnibal.plan_data import MockData
+from omnibal.planner import PlanRequest, make_plan
+from omnibal.pretended import PretendedStage, heaviest_windows
 
 MIB = 1 << 20
 
@@ -158,7 +178,158 @@ def counts() -> None:
         assert odd.sizes == (8, 30, 8) and 30 in odd.leading_dimensions
 
 
-CASES = (memory, attention, refusals, host_reads, counts)
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A preset with few layers, and how it is laid out."""
+
+    model: str
+    tensor: int = 1
+    sequence: bool = False
+    vision: int = 2
+    frozen: tuple[str, ...] = ()
+    recompute: RecomputeRule = RecomputeRule.NONE
+    tied: bool = False
+    stages: int = 1
+
+
+LAYOUTS = (
+    Layout(model="internvl2.5-1b", stages=2),
+    Layout(model="internvl2.5-1b", tied=True),
+    Layout(model="internvl2.5-1b", tied=True, stages=2),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=2, recompute=RecomputeRule.FULL),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=4, sequence=True, frozen=("vision",)),
+    Layout(model="internvl2.5-78b", tensor=8, sequence=True, recompute=RecomputeRule.CHEAPEST),
+    Layout(model="internvl2.5-8b", frozen=("vision", "language"), stages=2),
+    Layout(model="llama3.1-8b", tensor=2, sequence=True, vision=0),
+    Layout(model="qwen2.5-32b", tensor=4, vision=0, recompute=RecomputeRule.FULL),
+)
+
+
+def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
+    """A plan of micro-batches at caps, and these."""
+    model = load_model(layout.model)
+    towers = {"language": 2} | ({"vision": layout.vision} if layout.vision else {})
+    model = model.with_layers(**towers).with_tower("language", tied_head=layout.tied)
+    images = {"tiles": 3} if layout.vision else {}
+    job = JobSpec(
+        model=model,
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(
+            tensor=layout.tensor, pipeline=layout.stages, sequence_parallel=layout.sequence
+        ),
+        precision="bf16",
+        frozen=layout.frozen,
+    )
+    data = MockData(caps=Caps.of(**images, tokens=1000), micro_batches_per_step=3)
+    searched = layout.recompute == RecomputeRule.CHEAPEST
+    method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER
+    request = PlanRequest(job=job, data=data, method=method, recompute=layout.recompute)
+    return make_plan(request).plan, data.schedule(job)
+
+
+def whole_stages() -> None:
+    """State to the byte, and a peak whose contents add up, of stages of many layouts."""
+    for layout in LAYOUTS:
+        plan, (packs, lengths) = plan_of(layout)
+        for stage in range(layout.stages):
+            _state_is_exact(plan, stage)
+            windows = heaviest_windows(cost_of(plan), plan, stage, packs, lengths)[:1]
+            load = random_rows(plan, stage, packs, lengths)
+            counted = pretend_stage(plan, stage, windows, load, lambda: None)
+            total = sum(part.gib for part in counted.contents)
+            assert abs(total - counted.allocated_gib) < 1e-9, layout
+            assert counted.peak_phase in ("forward", "backward", "optimizer"), layout
+            state = [part.gib for part in counted.contents if part.phase == "state"]
+            assert abs(sum(state) - counted.state_gib) < 1e-9, layout
+            inside = [read for read in counted.host_reads if read.phase != "optimizer"]
+            assert not inside, (layout, inside)
+
+
+def cost_of(plan: Plan) -> CostModel:
+    return JobSpec(
+        model=plan.model, cluster=plan.cluster, parallel=plan.parallel, precision=plan.precision,
+        frozen=plan.frozen,
+    ).cost  # fmt: skip
+
+
+def _state_is_exact(plan: Plan, stage: int) -> None:
+    """What the plan says, and what core and torch add, which no plan is told: room between
+    parameters in core's buffers, the optimizer's step counts, frequencies of rotary embedding."""
+    with pretended_cuda(), standing_in(plan.parallel, stage) as links:
+        replayer = StageReplayer(plan, links)
+        trainer = replayer.trainer
+        room = sum(
+            buffer.numel - sum(one.numel() for one in buffer.params)
+            for buffer in trainer.model.buffers
+        )
+        others = sum(one.nbytes for one in trainer.stage.buffers())
+        for optimizer in trainer.optimizer.chained_optimizers:
+            kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
+            others += sum(state["step"].nbytes for state in kept.values())
+        memory = plan.prediction.stages[stage].memory
+        planned = memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
+        exact = round(planned * 2**30) + room * (2 + 4) + others
+        assert state_bytes_of(trainer) == exact, (plan.model.name, stage)
+
+
+def device_checks() -> None:
+    """What runs on one device in cuda_checks.py, but for the comparison of numbers."""
+    import cuda_checks
+
+    with pretended_cuda() as pretence:
+        shapes = [[one.shape for one in way] for way in cuda_checks.attended_both_ways()]
+        assert shapes[0] == shapes[1]
+        assert {one.phase for one in pretence.device.counts.operations()} == {"build"}
+    toy = toy_plan(toy_model(), stages_of(toy_model()))
+    for precision in ("fp32", "bf16"):
+        plan = toy.model_copy(update={"precision": precision})
+        with pretended_cuda(), standing_in(plan.parallel, 0) as links:
+            trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3, can_save=False)
+            assert len(cuda_checks._steps(trainer, 0, 1)) == 1
+            weights = list(trainer.stage.parameters())
+            bucket = ("file", "file", ([], [(None, weight) for weight in weights]))
+            [(_, _, (_, copied))] = _on_host([bucket], set())
+            assert {one.device.type for one in weights} == {"cuda"}
+            assert {one.device.type for _, one in copied} == {"cpu"}
+    real = cuda_checks.real_size_plan()
+    with pretended_cuda(), standing_in(real.parallel, 0) as links:
+        sizes = (9, (1500, 1500, 1096), 400)
+        losses = cuda_checks.losses_on_one_pack(links, real, *sizes, can_save=False)
+        assert len(losses) == 4
+        assert torch.cuda.max_memory_allocated() > 5 << 30
+
+
+def planted() -> None:
+    """Mistakes in the model, each found by running one stage."""
+    layout = Layout(model="internvl2.5-1b")
+    plan, (packs, lengths) = plan_of(layout)
+    forward = VLMStage.forward
+
+    def run_with(change: Callable[[torch.Tensor], torch.Tensor]) -> PretendedStage:
+        VLMStage.forward = lambda stage, batch: change(forward(stage, batch))
+        windows = heaviest_windows(cost_of(plan), plan, 0, packs, lengths)[:1]
+        return pretend_stage(plan, 0, windows, random_rows(plan, 0, packs, lengths), lambda: None)
+
+    def mixed(loss: torch.Tensor) -> torch.Tensor:
+        return loss + torch.mm(on_device(8, 8), on_device(8, 8, dtype=torch.float32)).sum()
+
+    for change, words in (
+        (mixed, "one type"),
+        (lambda loss: loss + torch.ones(3).sum(0, keepdim=True), "device"),
+    ):
+        try:
+            run_with(change)
+        except (RefusedByDeviceError, RuntimeError) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"not found: {words}")
+    found = run_with(lambda loss: loss * (1 + loss.item()))
+    [read] = [one for one in found.host_reads if one.phase == "forward"]
+    assert "pretended_cases.py" in read.where and read.count == found.micro_batches
+
+
+CASES = (memory, attention, refusals, host_reads, counts, whole_stages, device_checks, planted)
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

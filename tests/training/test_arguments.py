@@ -47,7 +47,7 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
         train_iters=None,
         seed=42,
         max_skipped_steps=5,
-        num_workers=2,
+        num_workers=2, provider="local",
         samples=DataOptions(seed=42, augment=True),
         optimization=OptimizationOptions(
             lr=4e-5, min_lr=0.0, lr_decay_style="cosine", lr_warmup_fraction=0.03,

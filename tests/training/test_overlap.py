@@ -131,6 +131,16 @@ def test_late_exchanges_train_as_one_process(small_buckets, model, cuts, recompu
     assert all(sum(inside) == len(inside) * 3 // 4 for inside in during[plan.parallel.tensor :])
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied-in-one-stage"])
+def test_late_exchanges_train_with_fused_weight_gradients(small_buckets, monkeypatch, tied):
+    """Prevents: a bucket that is summed before a product adds its weight gradient to it."""
+    expected = single_process(tied, ())
+    monkeypatch.setattr("megatron.vlm.model.configs.fuses_weight_gradients", lambda: True)
+    model = TIED if tied else MODEL
+    plan = toy_plan(model, stages_of(model, **RECOMPUTE), data=2)
+    assert_same_training(run_ranks(plan.parallel, watched_training, plan), 1, expected)
+
+
 def poisoned_steps(links, plan, spoil_loss):
     """Weights after a step, after a skipped one and after another, and whether it was skipped."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)

@@ -1,9 +1,20 @@
 """Stages on a pretended device; each check runs in a process that has prepared no other."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 from commands import launcher
+from toy import toy_model
+
+from omnibal.config import load_cluster
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.plan_data import MockData
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanRequest, make_plan
 
 CASES = Path(__file__).with_name("pretended_cases.py")
 
@@ -14,7 +25,80 @@ def succeed(*command: object, **environment: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("case", ["memory", "attention", "refusals", "host_reads", "counts"])
-def test_what_is_counted(case):
+def test_what_is_counted_of_single_operations():
     """Prevents: bytes, launches, host reads or refusals other than those counted by hand."""
-    assert f"passed {case}" in succeed(CASES, case)
+    cases = ("memory", "attention", "refusals", "host_reads", "counts")
+    said = succeed(CASES, *cases)
+    assert [f"passed {case}" in said for case in cases] == [True] * len(cases)
+
+
+def test_whole_stages_of_many_layouts():
+    """Prevents: a stage that a device cannot build or run, state that no plan counts, and a peak
+    whose contents are not all of it."""
+    assert "passed whole_stages" in succeed(CASES, "whole_stages")
+
+
+def test_what_runs_on_a_device_runs_on_a_pretended_one():
+    """Prevents: checks for a GPU that end in an error of types or devices when one is there."""
+    assert "passed device_checks" in succeed(CASES, "device_checks")
+
+
+def test_mistakes_that_only_a_device_shows_are_found():
+    """Prevents: a product of mixed types, a tensor on the host or a host read that goes unseen."""
+    assert "passed planted" in succeed(CASES, "planted")
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """A plan of shapes for two stages of the toy model."""
+    job = JobSpec(
+        model=toy_model(),
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=2, data=2),
+        precision="bf16",
+    )
+    data = MockData(caps=Caps.of(tiles=3, tokens=100), micro_batches_per_step=4)
+    save_plan(make_plan(PlanRequest(job=job, data=data)), tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def test_the_command_goes_on_and_reports(planned, tmp_path):
+    """Prevents: work that is done twice, output that is no JSON, and times shown as if measured."""
+    kept = tmp_path / "kept"
+    command = ("tools/replay.py", planned, "--pretend", "-o", kept)
+    first = json.loads(succeed(*command, "--stages", "1", "--json"))
+    assert [one["stage"] for one in first["stages"]] == [1]
+    written = (kept / "pretended_1.json").stat()
+    stages = json.loads(succeed(*command, "--json"))["stages"]
+    assert (kept / "pretended_1.json").stat().st_mtime_ns == written.st_mtime_ns
+    assert [one["stage"] for one in stages] == [0, 1]
+    for one in stages:
+        total = one["state_gib"] + one["activations_gib"]
+        assert one["allocated_gib"] == pytest.approx(total) and one["predicted_gib"] > 0
+        assert sum(part["gib"] for part in one["contents"]) == pytest.approx(total)
+        assert one["kernels"] > 0 and 0 < one["element_wise_share"] < 1
+    page = tmp_path / "report.html"
+    report = ("-m", "omnibal", "report", planned, "--replay", kept, "-o", page)
+    shown = json.loads(succeed(*report, "--json"))
+    assert [one["allocated_gib"] for one in shown["pretended"]] == [
+        one["allocated_gib"] for one in stages
+    ]
+    assert "replay" not in shown
+    assert "pretended, GiB" in page.read_text() and "replayed, GiB" not in page.read_text()
+
+
+def test_what_is_missing_or_of_another_plan_is_said(planned, tmp_path):
+    """Prevents: a traceback where g++ is missing, and another plan's figures in a report."""
+    command = ("tools/replay.py", planned, "--pretend", "-o", tmp_path / "kept")
+    nowhere = tmp_path / "nowhere"
+    nowhere.mkdir()
+    ended = launcher().run(*command, PATH=os.fspath(nowhere))
+    assert ended.returncode == 2
+    [line] = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert "g++" in line and not list((tmp_path / "kept").glob("pretended_*"))
+    ended = launcher().run("tools/replay.py", planned, "--json", "-o", tmp_path / "other")
+    assert ended.returncode == 2 and "--pretend" in ended.stderr
+    info = tmp_path / "kept" / "pretended.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"plan_sha256": "0" * 64}))
+    ended = launcher().run(*command)
+    assert ended.returncode == 2 and "another plan" in ended.stderr

@@ -276,7 +276,7 @@ def state_bytes_of(trainer: Trainer) -> int:
         kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
         for parameter, state in kept.items():
             tensors += [parameter, *(value for value in state.values() if torch.is_tensor(value))]
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
@@ -286,7 +286,8 @@ LoadRows = Callable[[np.ndarray], list[MicroBatch]]
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
     """Make a loader of random content in the packs' own sizes."""
-    loss_tokens = packs.packs.sums(lengths.loss_tokens)
+    # Where lengths do not say which tokens carry loss, all are planned to reach the head.
+    loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
 
     def load(rows: np.ndarray) -> list[MicroBatch]:
         return [

@@ -22,6 +22,8 @@ from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
 from megatron.vlm.model.fused.rotary import Rotation, split_and_rotate
 
+_HEAD_SIZE_MULTIPLE = 8
+
 
 class AllHeadsRMSNorm(torch.nn.Module):
     """Weight of InternViT's q or k norm: RMSNorm over the whole width, all heads together.
@@ -140,7 +142,9 @@ class PackedCoreAttention(MegatronModule):
             query_BNSD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             context_BNSD = _attend(query_BNSD, key_BGSD, value_BGSD, self.causal)
             return context_BNSD.permute(2, 0, 1, 3).flatten(2)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        # The packed kernel takes no other head sizes; for one sample at a time, torch pads them.
+        takes_heads = query.shape[-1] % _HEAD_SIZE_MULTIPLE == 0
+        if query.is_cuda and takes_heads and query.dtype in (torch.bfloat16, torch.float16):
             return attend_flash(query, key, value, packed_seq_params, self.causal).flatten(1)
         return attend_by_segment(query, key, value, packed_seq_params, self.causal).flatten(1)
 

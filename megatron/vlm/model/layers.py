@@ -4,11 +4,8 @@ Shapes: S sequence (packed language tokens, or positions of one tile), B batch (
 H hidden size, F feed-forward width of this rank.
 """
 
-from typing import Any
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -23,7 +20,6 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.vlm.model.attention import (
     AllHeadsRMSNorm,
     PackedAttention,
-    PackedCoreAttention,
     TileAttention,
 )
 from megatron.vlm.model.fused.activations import bias_gelu, swiglu
@@ -36,6 +32,7 @@ from megatron.vlm.model.fused.residual import (
     norm_and_residual,
 )
 from megatron.vlm.model.fused.rotary import Rotation
+from megatron.vlm.model.providers import LayerParts, without_bias
 from omnibal.encoders import TilesEncoder
 
 
@@ -61,16 +58,6 @@ class Norm(torch.nn.Module):
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Normalise every position, [S, B, H] to the same shape."""
         return norm(hidden_SBH, self.weights)
-
-
-class UnbiasedColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear without a bias, for q, k and v of InternViT-6B.
-
-    Its other linears have one, and core's `add_bias_linear` gives every linear of the tower a bias.
-    """
-
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
-        super().__init__(input_size, output_size, bias=False, **arguments)
 
 
 class LayerScale(torch.nn.Module):
@@ -142,39 +129,45 @@ class Layer(TransformerLayer):
         return self.mlp.linear_fc2(active_SBF)
 
 
-def vision_layer_spec(config: TransformerConfig, vision: TilesEncoder) -> ModuleSpec:
+def vision_layer_spec(
+    config: TransformerConfig, vision: TilesEncoder, parts: LayerParts
+) -> ModuleSpec:
     """An InternViT layer: full attention within a tile, layer scale (if any) after each branch."""
-    linear_qkv = ColumnParallelLinear if vision.qkv_bias else UnbiasedColumnParallelLinear
+    qk_norm = AllHeadsRMSNorm if vision.qk_norm else IdentityOp
+    column = parts.column_linear
     attention = ModuleSpec(
         module=TileAttention,
         params={"attn_mask_type": AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linear_qkv,
-            core_attention=PackedCoreAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=AllHeadsRMSNorm if vision.qk_norm else IdentityOp,
-            k_layernorm=AllHeadsRMSNorm if vision.qk_norm else IdentityOp,
+            linear_qkv=column if vision.qkv_bias else without_bias(column),
+            core_attention=parts.core_attention,
+            linear_proj=parts.row_linear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
-    return _layer_spec(config, attention, vision.layer_scale_init)
+    return _layer_spec(config, attention, parts, vision.layer_scale_init)
 
 
-def language_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
     """An InternLM2 layer: causal attention within a sample."""
     attention = ModuleSpec(
         module=PackedAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedCoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_qkv=parts.column_linear,
+            core_attention=parts.core_attention,
+            linear_proj=parts.row_linear,
         ),
     )
-    return _layer_spec(config, attention, layer_scale_init=None)
+    return _layer_spec(config, attention, parts, layer_scale_init=None)
 
 
 def _layer_spec(
-    config: TransformerConfig, attention: ModuleSpec, layer_scale_init: float | None
+    config: TransformerConfig,
+    attention: ModuleSpec,
+    parts: LayerParts,
+    layer_scale_init: float | None,
 ) -> ModuleSpec:
     scale = {
         "hidden_size": config.hidden_size,
@@ -182,7 +175,7 @@ def _layer_spec(
         "dtype": config.params_dtype,
     }
     layer_scale = ModuleSpec(module=LayerScale, params=scale)
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=parts.row_linear)
     return ModuleSpec(
         module=Layer,
         submodules=TransformerLayerSubmodules(

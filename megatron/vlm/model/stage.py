@@ -30,6 +30,7 @@ from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
+from megatron.vlm.model.providers import Provider, layer_parts
 from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.pipeline.stage import Stage
@@ -110,6 +111,7 @@ class VLMStage(MegatronModule):
         vision_config: TransformerConfig | None,
         language_config: TransformerConfig,
         drop_path_rate: float = 0.0,
+        provider: Provider = "local",
     ) -> None:
         super().__init__(config=language_config)
         self.model_config = model
@@ -119,6 +121,7 @@ class VLMStage(MegatronModule):
         self.share_embeddings_and_output_weights = _holds_tied_copy(model, stage)
         self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
         dtype = language_config.params_dtype
+        parts = layer_parts(provider)
         language = model.language
         tensor = language_config.tensor_model_parallel_size
         own_words = language.words_of_rank(tensor)
@@ -128,7 +131,7 @@ class VLMStage(MegatronModule):
         if stage.holds("vision embed"):
             self.vision_embedding = VisionEmbedding(model, dtype)
         if vision_config is not None and stage.layers("vision"):
-            spec = vision_layer_spec(vision_config, model.vision)
+            spec = vision_layer_spec(vision_config, model.vision, parts)
             self.vision = PlannedBlock(
                 vision_config,
                 [spec] * len(stage.layers("vision")),
@@ -151,7 +154,7 @@ class VLMStage(MegatronModule):
         if stage.layers("language") or stage.holds("head"):
             self.language = PlannedBlock(
                 language_config,
-                [language_layer_spec(language_config)] * len(stage.layers("language")),
+                [language_layer_spec(language_config, parts)] * len(stage.layers("language")),
                 recompute_layers=stage.recomputed("language"),
                 final_norm=stage.holds("head"),
             )
@@ -171,7 +174,7 @@ class VLMStage(MegatronModule):
             )
             start = parallel_state.get_tensor_model_parallel_rank() * own_words
             self.padded_words = min(max(start + own_words - language.vocab_size, 0), own_words)
-        describe_partitions(self)
+        describe_partitions(self, parts)
         if language.tied_head:
             self._describe_tied_weight()
         self._input: torch.Tensor | None = None
@@ -350,10 +353,15 @@ def _cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor) -> torch.Ten
     return tensor_parallel.vocab_parallel_cross_entropy(logits_LW, labels_L)
 
 
-def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> VLMStage:
+def build_stage(
+    plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0, provider: Provider = "local"
+) -> VLMStage:
     """Build the stage of a pipeline rank on this device; its weights are not yet initialized.
 
     Megatron's parallel state must be initialized with the plan's sizes.
+
+    Args:
+        provider: of the layers' linears and attention.
     """
     prefer_flash_attention_3()
     arguments = (plan.model, plan.stages, plan.parallel, plan.precision)
@@ -363,6 +371,7 @@ def build_stage(plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0) -> 
         vision_transformer_config(*arguments) if plan.model.takes_images else None,
         language_transformer_config(*arguments),
         drop_path_rate,
+        provider,
     )
     _freeze(stage, plan.frozen)
     return stage.to(current_device())

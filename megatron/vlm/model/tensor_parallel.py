@@ -7,6 +7,7 @@ zero gradients, stays zero, and changes nothing.
 """
 
 import re
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -15,10 +16,10 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.mlp import MLP
 
+from megatron.vlm.model.providers import LayerParts
 from omnibal.config import ModelConfig
 
 _VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head)\.weight$")
@@ -43,24 +44,32 @@ def unpadded_size(model: ModelConfig, name: str) -> int | None:
     return model.vision.hidden_size * (3 if match[1] else 1)
 
 
-def describe_partitions(stage: torch.nn.Module) -> None:
+def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
     """Give every parameter Megatron-core's attributes of how it is divided over the ranks.
 
     Core gives matrices theirs only when it draws them itself. The optimizer tells by them which
     parameters are on every rank and count once in the gradient's norm.
     """
+    columns: Any = (ColumnParallelLinear, VocabParallelEmbedding, parts.column_linear)
+    rows: Any = (RowParallelLinear, parts.row_linear)
     for module in stage.modules():
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            if module.weight is not None:  # the head of a stage may use the embedding's
-                set_tensor_model_parallel_attributes(module.weight, True, dim=0, stride=1)
-        elif isinstance(module, RowParallelLinear):
-            set_tensor_model_parallel_attributes(module.weight, True, dim=1, stride=1)
+        if isinstance(module, columns):
+            for parameter in module.parameters(recurse=False):
+                _divide(parameter, dim=0)
+        elif isinstance(module, rows):
+            _divide(module.weight, dim=1)
     for module in stage.modules():
         if isinstance(module, MLP) and module.config.gated_linear_unit:
             # A rank holds its part of the gate, then its part of what is gated.
             module.linear_fc1.weight.partition_stride = 2
     for parameter in stage.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+def _divide(parameter: Any, dim: int) -> None:
+    """Give a parameter core's attributes; Transformer Engine's have some of them already."""
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim, parameter.partition_stride = dim, 1
 
 
 def whole_shape(parameter: torch.nn.Parameter, unpadded: int | None) -> torch.Size:

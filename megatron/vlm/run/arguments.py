@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
+from megatron.vlm.model.providers import Provider
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.errors import UserError
 
@@ -79,6 +80,8 @@ class RunArguments:
     """Steps in a row that may be skipped because loss or gradients are not finite."""
     num_workers: int
     """Number of loader processes of each rank."""
+    provider: Provider
+    """Where linears and attention of the layers come from."""
     samples: DataOptions
     """Options by which samples become micro-batches of training."""
     optimization: OptimizationOptions
@@ -294,6 +297,13 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         type=_FRACTION,
         default=0.0,
         help="of the last vision layer's branches; rises linearly from 0 at the first layer",
+    )
+    group.add_argument(
+        "--provider",
+        choices=get_args(Provider),
+        default="local",
+        help="of the layers' linears and attention: this project and Megatron-core, or "
+        "Transformer Engine; checkpoints are the same",
     )
 
 

@@ -19,6 +19,7 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint,
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
 from megatron.vlm.inputs.validation_packs import pack_validation
+from megatron.vlm.model.providers import check_provider
 from megatron.vlm.run.arguments import RunArguments
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
@@ -119,6 +120,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     """
     plan = planned.plan
     launch.check_against(plan.parallel)
+    check_provider(arguments.provider)
     if arguments.samples.drop_path and not plan.model.takes_images:
         raise UserError(
             f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
@@ -171,6 +173,7 @@ def execute(run: Run, store: dist.Store) -> None:
             arguments.optimization,
             steps=run.packs.steps,
             seed=arguments.seed,
+            provider=arguments.provider,
         )
         if arguments.skip_train:
             assert arguments.load is not None

@@ -24,6 +24,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.providers import Provider
 from megatron.vlm.model.stage import VLMStage, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.overlap import DataParallelOverlap
@@ -125,14 +126,16 @@ def build_trainer(
     seed: int,
     *,
     can_save: bool = True,
+    provider: Provider = "local",
 ) -> Trainer:
     """Build this rank's stage with its initial weights; collective over all ranks.
 
     Args:
         steps: of the whole run, over which the learning rate is scheduled.
         can_save: whether core has the gloo groups that the optimizer's state is gathered in.
+        provider: of the layers' linears and attention.
     """
-    stage = build_stage(plan, links.rank, options.drop_path_rate)
+    stage = build_stage(plan, links.rank, options.drop_path_rate, provider)
     initialize_parameters(stage, seed)
     overlaps = plan.parallel.data > 1
     model = DistributedDataParallel(stage.config, _data_parallel_config(plan.parallel), stage)

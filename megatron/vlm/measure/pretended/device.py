@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import random as core_random
 from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
 from torch.utils import cpp_extension
 
 from megatron.vlm.backend import (
@@ -33,6 +35,7 @@ from omnibal.errors import UserError
 
 DEVICE_NAME = "pretended CUDA device"
 _SOURCE = Path(__file__).with_name("device.cpp")
+_MULTI_TENSOR_TYPES = optimizer._foreach_supported_types
 _SMALL_ON_HOST = 1 << 16
 """Most elements of host tensors whose values are known, such as borders of samples."""
 
@@ -156,6 +159,8 @@ def _replacements(memory: MemoryTracker) -> list[tuple[Any, dict[str, Any]]]:
         (torch.cuda.nvtx, {"range_push": nothing(), "range_pop": nothing()}),
         (torch.nn.Module, {"to": _moved_module, "cuda": _moved_module}),
         (dist, {"all_gather_object": gather_object, "barrier": nothing()}),
+        # Else Adam takes one tensor after another, which needs less memory than all at once.
+        (optimizer, {"_foreach_supported_types": [*_MULTI_TENSOR_TYPES, FakeTensor]}),
         (fake_tensor, {"CONSTANT_NUMEL_LIMIT": _SMALL_ON_HOST, "init_gpu_context": nothing()}),
     ]
 

@@ -1,5 +1,6 @@
 """A run of `tools/replay.py --pretend`: distributes stages, writes what is counted as it comes."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from megatron.vlm.measure.pretended.stage import pretend_stage
 from megatron.vlm.measure.replay_job import ReplayJob, shared_progress, together
 from megatron.vlm.run.launch import Launch
+from omnibal.plan import Plan
 from omnibal.pretended import (
     PretendedInfo,
     heaviest_windows,
@@ -17,6 +19,20 @@ from omnibal.pretended import (
     write_pretended,
 )
 from omnibal.replay import plan_sha256
+
+_TRAINER = Path(__file__).parents[2]
+
+
+def pretended_info(plan: Plan) -> PretendedInfo:
+    """Describe what distinguishes this pretended replay from others."""
+    digest = hashlib.sha256()
+    for path in sorted(_TRAINER.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return PretendedInfo(
+        plan_sha256=plan_sha256(plan),
+        torch=torch.__version__,
+        trainer_sha256=digest.hexdigest(),
+    )
 
 
 def pretend_stages(
@@ -33,7 +49,7 @@ def pretend_stages(
         RefusedByDeviceError: a real device would refuse an operation of a stage.
     """
     torch.set_num_threads(1)
-    info = PretendedInfo(plan_sha256=plan_sha256(job.plan), torch=torch.__version__)
+    info = pretended_info(job.plan)
     if launch.rank == 0:
         open_pretended(output, info)
         store.set("pretended", "open")

@@ -16,7 +16,7 @@ from megatron.vlm.measure.replay import LoadRows, StageReplayer, standing_in
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import Trainer
 from omnibal.plan import Plan
-from omnibal.pretended import PeakContent, PretendedStage, Window
+from omnibal.pretended import PeakContent, PretendedStage, Window, predicted_peak_gib
 
 _GIB = 2**30
 _COMPUTING = ("forward", "backward")
@@ -111,10 +111,9 @@ def _run(
     computing = [
         one for one in operations if one.phase in _COMPUTING and one.kind != "communication"
     ]
-    predicted = plan.prediction and plan.prediction.stages[stage].memory.peak_gib
     return PretendedStage(
         stage=stage,
-        predicted_gib=predicted,
+        predicted_gib=predicted_peak_gib(plan, stage),
         allocated_gib=memory.highest_bytes / _GIB,
         state_gib=replayer.state_bytes / _GIB,
         activations_gib=(memory.highest_bytes - replayer.state_bytes) / _GIB,

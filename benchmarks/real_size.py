@@ -1,0 +1,249 @@
+"""Plans of real size beside what the code allocates: every stage of many models, without a device.
+
+    python benchmarks/real_size.py [--quick] [--work work/real_size]
+
+Plans each job, runs all of its stages on pretended CUDA devices (`tools/replay.py --pretend`) and
+prints
+
+1. the predicted and the allocated peak of every stage, and the worst of all differences;
+2. kernels, arithmetic and element-wise share of each stage of InternViT-6B with InternLM2-20B for
+   TP 2 x PP 4 x DP 4, every micro-batch at 9 tiles and 4,096 tokens.
+
+Lengths are those of `tools/make_lengths.py`. It takes about half an hour, and --quick some minutes;
+what is finished stays in --work, and the same command goes on. It begins anew where plans or the
+trainer's code have changed. No GPU takes part, and no time is measured.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron.vlm.measure.pretended.job import pretend_stages, pretended_info
+from megatron.vlm.measure.replay_job import load_replay
+from megatron.vlm.run.launch import Launch, open_store
+from omnibal.config import load_cluster, load_model
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.job import JobSpec
+from omnibal.limits import Caps, memory_cap_gib
+from omnibal.parallel import Parallel
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.plan import Plan
+from omnibal.plan_data import MockData, SampleData
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanRequest, make_plan
+from omnibal.pretended import PretendedStage, Roofline, read_pretended
+from omnibal.report.pretended import pretended_launches_table
+from omnibal.report.table import Column, Table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
+from paper import described  # noqa: E402
+
+from tools.make_lengths import make_lengths  # noqa: E402
+
+SAMPLES = 6_000
+MICRO_BATCHES = 16
+LARGE_KERNELS = Roofline(
+    name="H100, rates that large kernels reach as published; assumed, not measured here",
+    matrix_tflop_per_s=600,
+    attention_tflop_per_s=380,
+    attention_backward_tflop_per_s=280,
+    memory_gb_per_s=2600,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RealSizeJob:
+    """One plan to be compared."""
+
+    model: str
+    cluster: str
+    sizes: tuple[int, int, int]
+    """Tensor, pipeline and data parallel."""
+    tiles: int = 9
+    tokens: int = 4096
+    sequence_parallel: bool = True
+    frozen: tuple[str, ...] = ()
+    recompute: RecomputeRule = RecomputeRule.CHEAPEST
+    at_caps: bool = False
+    """Whether every micro-batch is at the caps, in place of packed samples."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """Parallel sizes."""
+        tensor, pipeline, data = self.sizes
+        divides = self.sequence_parallel and tensor > 1
+        return Parallel(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=divides)
+
+    @property
+    def name(self) -> str:
+        """Name of its folder and of its rows."""
+        tensor, pipeline, data = self.sizes
+        parts = [self.model, self.cluster.split("-")[0], f"tp{tensor} pp{pipeline} dp{data}"]
+        parts += ["no sp"] * (tensor > 1 and not self.sequence_parallel)
+        parts += [f"{part} frozen" for part in self.frozen]
+        parts += [f"recompute {self.recompute}"] * (self.recompute != RecomputeRule.CHEAPEST)
+        parts += [f"{self.tiles}/{self.tokens}"] * ((self.tiles, self.tokens) != (9, 4096))
+        return ", ".join([*parts, *["at caps"] * self.at_caps])
+
+    def request(self) -> PlanRequest:
+        """The plan to make."""
+        model = load_model(self.model)
+        job = JobSpec(
+            model=model,
+            cluster=load_cluster(self.cluster),
+            parallel=self.parallel,
+            precision="bf16",
+            frozen=self.frozen,
+        )
+        limits = {"tiles": self.tiles} if model.takes_images else {}
+        caps = Caps.of(**limits, tokens=self.tokens)
+        data: MockData | SampleData = MockData(caps=caps, micro_batches_per_step=MICRO_BATCHES)
+        if model.takes_images and not self.at_caps:
+            data = SampleData(
+                lengths=make_lengths("internvl", SAMPLES, seed=0),
+                caps=caps,
+                packing=PackingMethod.BALANCED,
+                packs_per_step=MICRO_BATCHES * self.parallel.data,
+                epochs=1,
+                seed=0,
+            )
+        searched = self.recompute == RecomputeRule.CHEAPEST
+        method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER
+        return PlanRequest(job=job, data=data, method=method, recompute=self.recompute)
+
+
+_TITLES = (
+    *("job", "stage", "layers (recomputed)", "predicted", "allocated", "difference", "of usable"),
+    "peak in",
+)
+_6B_20B = "internvl-chat-1.5-6b-20b"
+COUNTED = RealSizeJob(model=_6B_20B, cluster="h100-80g", sizes=(2, 4, 4), at_caps=True)
+"""The job whose kernels are shown."""
+QUICK = (
+    RealSizeJob(model="internvl2.5-8b", cluster="a100-80g", sizes=(1, 2, 4)),
+    RealSizeJob(model=_6B_20B, cluster="a100-80g", sizes=(2, 4, 4)),
+    RealSizeJob(model="llama3.1-8b", cluster="h100-80g", sizes=(2, 2, 4), tokens=8192),
+)
+JOBS = (
+    *QUICK,
+    # Table 9 of the paper, and the first of its jobs on other devices and layouts.
+    RealSizeJob(model="internvit-6b-llama3-8b", cluster="a100-80g", sizes=(1, 4, 8)),
+    RealSizeJob(model=_6B_20B, cluster="a100-80g", sizes=(4, 4, 2)),
+    RealSizeJob(model="internvl-chat-1.5-6b-34b", cluster="a100-80g", sizes=(4, 4, 2)),
+    RealSizeJob(model="internvit-6b-llama3-70b", cluster="a100-80g", sizes=(4, 8, 2)),
+    RealSizeJob(model="internvit-6b-qwen1.5-110b", cluster="a100-80g", sizes=(8, 8, 1)),
+    RealSizeJob(model=_6B_20B, cluster="h100-80g", sizes=(2, 4, 4), frozen=("vision",)),
+    RealSizeJob(model=_6B_20B, cluster="h100-80g", sizes=(4, 2, 2), sequence_parallel=False),
+    RealSizeJob(
+        model=_6B_20B, cluster="a100-80g", sizes=(8, 2, 2), recompute=RecomputeRule.FULL
+    ),
+    RealSizeJob(
+        model="internvl2.5-8b", cluster="h100-80g", sizes=(1, 1, 8), tiles=12, tokens=6144
+    ),
+    RealSizeJob(
+        model="internvl2.5-8b", cluster="h100-80g", sizes=(2, 2, 4), tiles=24, tokens=16384
+    ),
+    RealSizeJob(model="internvl2.5-38b", cluster="h100-80g", sizes=(4, 4, 2)),
+    RealSizeJob(model="internvl2.5-38b", cluster="a100-80g", sizes=(8, 2, 2), tokens=8192),
+    RealSizeJob(model="internvl2.5-78b", cluster="h100-80g", sizes=(8, 4, 2)),
+    RealSizeJob(
+        model="internvl2.5-78b", cluster="a100-80g", sizes=(8, 8, 1), frozen=("vision",),
+        recompute=RecomputeRule.FULL,
+    ),
+    RealSizeJob(model="qwen2.5-32b", cluster="h100-80g", sizes=(4, 4, 2), tokens=16384),
+)  # fmt: skip
+
+
+def counted_stages(job: RealSizeJob, work: Path) -> tuple[Plan, tuple[PretendedStage, ...]]:
+    """Plan a job and count all of its stages, or take what is kept of them.
+
+    Raises:
+        UserError: no plan fits, or there is no compiler.
+    """
+    result = make_plan(job.request())
+    identity = pretended_info(result.plan)
+    key = f"{identity.plan_sha256[:8]}-{identity.trainer_sha256[:8]}"
+    folder = work / job.name.replace(", ", "_").replace(" ", "-").replace("/", "-") / key
+    save_plan(result, folder / "plan")
+    launch = Launch(rank=0, world_size=1, local_rank=0)
+    replayed = load_replay(folder / "plan", None, None)
+    stages = range(len(result.plan.stages))
+    pretend_stages(replayed, stages, folder / "pretended", launch, open_store(launch))
+    return result.plan, read_pretended(folder / "pretended", result.plan)
+
+
+def comparison_rows(job: RealSizeJob, plan: Plan, stages: Sequence[PretendedStage]) -> list[list]:
+    """A row of each stage; the job's name is on its first."""
+    return [
+        [
+            job.name if one.stage == 0 else "",
+            f"{one.stage}",
+            described([plan.stages[one.stage]]),
+            f"{one.predicted_gib:.2f}",
+            f"{one.allocated_gib:.2f}",
+            f"{one.deviation:+.2%}",
+            f"{one.allocated_gib / memory_cap_gib(plan.cluster):.0%}",
+            one.peak_at.rsplit("::", 1)[-1] + f", {one.peak_phase}",
+        ]
+        for one in stages
+    ]
+
+
+def compare(jobs: Sequence[RealSizeJob], work: Path, console: Console) -> None:
+    """Print predicted beside allocated peaks of all jobs, each as soon as it is counted."""
+    found: list[tuple[float, str]] = []
+    rows: list[list] = []
+    for number, job in enumerate(jobs, 1):
+        print(f"{number} of {len(jobs)}: {job.name}", file=sys.stderr)
+        try:
+            plan, stages = counted_stages(job, work)
+        except UserError as error:
+            print(f"left out, {job.name}: {error}", file=sys.stderr)
+            rows.append([job.name, "", "no plan", *[""] * 5])
+            continue
+        rows += comparison_rows(job, plan, stages)
+        found += [(one.deviation or 0.0, f"{job.name}, stage {one.stage}") for one in stages]
+        worst = max(stages, key=lambda one: abs(one.deviation or 0.0))
+        print(f"  worst: {worst.deviation:+.2%}, stage {worst.stage}", file=sys.stderr)
+    columns = [Column(title=title, style="left" if title == "job" else "") for title in _TITLES]
+    console.print(Table(title="Peak memory, GiB", columns=columns, sections=[rows], tight=True))
+    if found:
+        least, most = min(found), max(found)
+        console.print(f"predicted too little, at most: {least[0]:+.2%} ({least[1]})")
+        console.print(f"predicted too much, at most: {most[0]:+.2%} ({most[1]})")
+        within = sum(-0.01 <= deviation <= 0.02 for deviation, _ in found)
+        console.print(f"between -1 % and +2 %: {within} of {len(found)} stages")
+
+
+def show_kernels(work: Path, console: Console) -> None:
+    """Print what each stage of `COUNTED` launches, at two sets of rates."""
+    plan, stages = counted_stages(COUNTED, work)
+    console.print(f"\n{COUNTED.name}: {described(plan.stages)}")
+    for rates in (Roofline.of_cluster(plan.cluster, plan.precision), LARGE_KERNELS):
+        console.print(pretended_launches_table(stages, rates))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three jobs only")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "real_size")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    console = Console(width=200)
+    try:
+        compare(QUICK if given.quick else JOBS, given.work, console)
+        show_kernels(given.work, console)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

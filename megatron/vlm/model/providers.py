@@ -1,0 +1,86 @@
+"""Where the linears and the attention of a layer come from: this project and core, or Transformer
+Engine.
+
+Either way names, shapes and checkpoints are the same. Norms, activation functions and residual adds
+are `model.fused`'s under both: Transformer Engine has no norm over all heads and no layer scale,
+and joins its norms with the linear after them, under other names.
+"""
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron.vlm.model.attention import PackedCoreAttention
+from omnibal.errors import UserError
+
+Provider = Literal["local", "te"]
+"""`te` is Transformer Engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Classes that layers are made of, each called as core's own."""
+
+    column_linear: type
+    row_linear: type
+    core_attention: type
+
+
+def check_provider(provider: Provider) -> None:
+    """Refuse a provider that is not installed.
+
+    Raises:
+        UserError: it is Transformer Engine, and that cannot be imported.
+    """
+    if provider == "te" and importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            "--provider te needs Transformer Engine, which is not installed: pip install "
+            "'omnibal[cuda]' on a machine with CUDA, or leave --provider out"
+        )
+
+
+def layer_parts(provider: Provider) -> LayerParts:
+    """The parts that a provider has for layers of both towers."""
+    parts: BackendSpecProvider = TESpecProvider() if provider == "te" else LocalSpecProvider()
+    attention: type = PackedCoreAttention
+    if provider == "te":
+        attention = _on_device_borders(parts.core_attention())
+    return LayerParts(parts.column_parallel_linear(), parts.row_parallel_linear(), attention)
+
+
+def without_bias(linear: type) -> type:
+    """A column-parallel linear that has no bias, for q, k and v of InternViT-6B.
+
+    Its other linears have one, and core's `add_bias_linear` gives every linear of the tower a bias.
+    """
+
+    class UnbiasedLinear(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *sizes: int, bias: bool, **arguments: Any) -> None:
+            super().__init__(*sizes, bias=False, **arguments)
+
+    return UnbiasedLinear
+
+
+def _on_device_borders(attention: type) -> type:
+    """Attention that is told samples' borders once, on the device: `*_padded` are on the host."""
+
+    class DeviceBorders(attention):  # type: ignore[misc, valid-type]
+        def forward(
+            self, *heads: torch.Tensor, packed_seq_params: PackedSeqParams | None, **arguments: Any
+        ) -> torch.Tensor:
+            if packed_seq_params is not None:
+                packed_seq_params = dataclasses.replace(
+                    packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None
+                )
+            context: torch.Tensor = super().forward(
+                *heads, packed_seq_params=packed_seq_params, **arguments
+            )
+            return context
+
+    return DeviceBorders

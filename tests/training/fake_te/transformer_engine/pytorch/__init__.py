@@ -1,0 +1,71 @@
+"""Modules of the stand-in: parameters and numbers of a linear, and of attention.
+
+Shapes: S sequence, B batch, T packed tokens, N heads, D head size.
+"""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+LayerNormLinear = GroupedLinear = torch.nn.Module
+distributed = SimpleNamespace(CudaRNGStatesTracker=object)
+
+
+class Linear(torch.nn.Module):
+    """y = x W^T + b, whose rows ("column") or columns ("row") are divided over `tp_size` ranks."""
+
+    def __init__(
+        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None,
+        init_method=None, bias=True, return_bias=False, params_dtype=None, parallel_mode=None,
+        device="cuda",
+    ):  # fmt: skip
+        super().__init__()
+        shape = [out_features, in_features]
+        shape[parallel_mode == "row"] //= tp_size
+        self.return_bias, self.use_bias = return_bias, bias
+        self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=params_dtype, device=device))
+        self.bias = None
+        if bias:
+            zeros = torch.zeros(shape[0], dtype=params_dtype, device=device)
+            self.bias = torch.nn.Parameter(zeros)
+
+    def get_extra_state(self):
+        return torch.empty(0)
+
+    def set_extra_state(self, state):
+        pass
+
+    def forward(self, inputs, is_first_microbatch=None):
+        if self.return_bias:
+            return F.linear(inputs, self.weight), self.bias
+        return F.linear(inputs, self.weight, self.bias)
+
+
+class DotProductAttention(torch.nn.Module):
+    """Attention of [S, B, N, D], or of packed samples [T, N, D] by their borders."""
+
+    def __init__(
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+        attn_mask_type="causal", sequence_parallel=False, tp_size=1, get_rng_state_tracker=None,
+        tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, softmax_scale=None,
+    ):  # fmt: skip
+        super().__init__()
+
+    def forward(
+        self, query, key, value, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+    ):  # fmt: skip
+        if qkv_format != "thd":
+            heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            assert attn_mask_type == "no_mask"
+            return F.scaled_dot_product_attention(*heads).permute(2, 0, 1, 3).flatten(2)
+        assert attn_mask_type == "padding_causal"
+        parts = []
+        for first, last in pairwise(cu_seqlens_q.tolist()):
+            heads = (x[first:last].transpose(0, 1) for x in (query, key, value))
+            parts.append(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True))
+        return torch.cat(parts, 1).transpose(0, 1).flatten(1)

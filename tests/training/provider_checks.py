@@ -1,0 +1,54 @@
+"""A model over Transformer Engine's layers, beside the local one, in a process that has a stand-in
+for Transformer Engine: PYTHONPATH=.:tests/training/fake_te python tests/training/provider_checks.py
+"""
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
+from ranks import run_ranks
+from toy import pack, stages_of, toy_model, toy_plan, toy_sample
+
+from megatron.vlm.backend import prepare_megatron_core
+from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.stage import build_stage
+from omnibal.parallel import Parallel
+
+MODELS = (toy_model(), toy_model(normalization="RMSNorm", qkv_bias=False))
+SAMPLES = [(2, 9), (0, 12), (1, 6)]
+
+
+def described(provider, model, tensor):
+    """Parameters by name: shape, and how they are divided; and keys of the checkpoint."""
+    stage = build_stage(toy_plan(model, stages_of(model), tensor=tensor), 0, provider=provider)
+    assert any(isinstance(part, TELinear) for part in stage.modules()) == (provider == "te")
+    initialize_parameters(stage, seed=5)
+    parameters = {
+        name: (p.shape, p.tensor_model_parallel, p.partition_dim, p.partition_stride)
+        for name, p in stage.named_parameters()
+    }
+    return stage, parameters, sorted(stage.sharded_state_dict(metadata={"dp_cp_group": None}))
+
+
+def compare(links, model, tensor):
+    """Both providers' names, shapes, divisions and keys; on one rank loss and gradients too."""
+    (local, *expected), (engine, *found) = (
+        described(provider, model, tensor) for provider in ("local", "te")
+    )
+    assert found == expected, (found, expected)
+    if tensor > 1:
+        return
+    batch = pack([toy_sample(model, *counts, seed=i) for i, counts in enumerate(SAMPLES)])
+    losses = [stage(batch) for stage in (local, engine)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    sum(losses).backward()
+    theirs = dict(engine.named_parameters())
+    for name, parameter in local.named_parameters():
+        torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+if __name__ == "__main__":
+    assert HAVE_TE
+    torch.set_num_threads(1)
+    prepare_megatron_core()
+    for model in MODELS:
+        for tensor in (1, 2):
+            run_ranks(Parallel(pipeline=1, tensor=tensor), compare, model, tensor)
