@@ -247,18 +247,12 @@ def train(context: Context) -> None:
 def _train(context: Context, provider: str, run: Path) -> None:
     """Train the steps with a provider of layers."""
     folder = context.output / "train"
-    chosen = ("--provider", provider) if _has_providers() else ()
     context.run(
         f"train_{provider}", "pretrain_vlm.py", "--plan", folder / "plan",
         "--data", folder / "digits" / "train" / "meta.json",
         "--tokenizer-model", folder / "digits" / "tokenizer.model", "--save", run,
-        "--train-iters", context.settings.trained_steps, "--num-workers", 0, *chosen,
+        "--train-iters", context.settings.trained_steps, "--num-workers", 0, "--provider", provider,
     )  # fmt: skip
-
-
-def _has_providers() -> bool:
-    """Whether the trainer lets layers be chosen."""
-    return "--provider" in (Path("megatron/vlm/run/arguments.py")).read_text()
 
 
 def _timed(records: list[StepRecord]) -> int:

@@ -151,6 +151,7 @@ def _replacements(memory: MemoryTracker) -> list[tuple[Any, dict[str, Any]]]:
         "Event": _PretendedEvent,
         "set_device": nothing(),
         "synchronize": nothing(),
+        "is_current_stream_capturing": lambda: False,
         "empty_cache": nothing(),
         "set_per_process_memory_fraction": nothing(),
     }

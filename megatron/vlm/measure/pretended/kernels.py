@@ -201,11 +201,17 @@ def _like(tensor: Any) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def _added_product(*_: object, out: torch.Tensor, **__: object) -> torch.Tensor:
+    """A product added to `out`; torch 2.11 takes its type for a factor."""
+    return out
+
+
 RESULTS: dict[Any, Callable[..., Any]] = {
+    aten.addmm.dtype_out: _added_product,
     aten._fused_rms_norm.default: _fused_rms_norm,
     aten._fused_rms_norm_backward.default: _fused_rms_norm_backward,
 }
-"""Results of kernels that a CPU build has none of."""
+"""Results of kernels that a CPU build has none of, or of which torch knows no shapes."""
 
 
 @contextlib.contextmanager
