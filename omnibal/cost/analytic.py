@@ -346,7 +346,8 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
-    transient_bytes = counts.transient_bytes
+    fixed = (np.arange(len(nothing)) == 0) * one.trained * device.element_bytes
+    transient_bytes = np.stack([each.bytes + fixed * each.weight for each in counts.working])
     if not has_backward:
         # Forward needs its input and output meanwhile, which otherwise count as kept.
         transient_bytes = transient_bytes + counts.boundary_bytes + counts.output_bytes

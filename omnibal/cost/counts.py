@@ -99,6 +99,17 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Working:
+    """Working memory at a moment of a unit's backward, besides all that the unit keeps."""
+
+    bytes: np.ndarray
+    """Bytes of the micro-batch's tensors, [features]."""
+    weight: float = 0
+    """Elements of the weight whose gradient is made then: core has room for one in the weight's
+    own type, also where it is added to the fp32 buffer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
 
@@ -123,7 +134,8 @@ class Counts:
     """What is kept where the unit has a backward, its input included."""
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
-    transient_bytes: np.ndarray
+    working: tuple[Working, ...]
+    """Moments at one of which working memory is largest."""
     parameters: int
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""

@@ -6,7 +6,7 @@ Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padd
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
 from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
 
 
@@ -39,7 +39,7 @@ def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Coun
         kept=(Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True),),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
-        transient_bytes=output_bytes,
+        working=(Working(bytes=output_bytes),),
         # Convolution with bias, class token, position embedding; whole on every tensor rank.
         parameters=tower.hidden_size * (patch_values + 2 + tower.positions_per_item),
         begins_with_weights=True,
@@ -73,7 +73,7 @@ def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Coun
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
-        transient_bytes=middle_bytes,
+        working=(Working(bytes=middle_bytes),),
         # Both convolutions with bias; whole on every tensor rank.
         parameters=h * (taps * tower.mel_bins + 1 + taps * h + 1),
         begins_with_weights=True,
@@ -122,7 +122,11 @@ def encoder_layer(
         kept=_layer_kept(tower, device, rows, a),
         boundary_bytes=output_bytes,
         output_bytes=output_bytes,
-        transient_bytes=rows * (2 * h + 2 * f / t) * size,
+        working=(
+            # Gradients of the activation function; then of the first product's weight.
+            Working(bytes=rows * (2 * h + 2 * f / t) * size),
+            Working(bytes=rows * (h + f / t) * size, weight=h * f / t),
+        ),
         parameters=whole + -(-divided // t),
     )
 
@@ -229,6 +233,9 @@ def encoder_projector(
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
-        transient_bytes=rows * (wide + 2 * h / t) * size,
+        working=(
+            Working(bytes=rows * (wide + 2 * h / t) * size),
+            Working(bytes=rows * (wide + h / t) * size, weight=wide * h / t),
+        ),
         parameters=2 * wide + h + -(-(wide * h + h + h * h) // t),
     )

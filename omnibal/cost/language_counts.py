@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import LanguageConfig, LayerKind, ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
 from omnibal.units import attended_feature
 
 _TOKEN_ID_BYTES = 8
@@ -44,7 +44,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         ),
         boundary_bytes=ids_bytes + encoded_bytes,
         output_bytes=text_bytes * device.whole,
-        transient_bytes=text_bytes,
+        working=(Working(bytes=text_bytes),),
         parameters=model.language.words_of_rank(device.tensor) * h,
     )
 
@@ -89,7 +89,11 @@ def language_layer(
         kept=_layer_kept(language, kind, device, tokens),
         boundary_bytes=block_bytes * whole,
         output_bytes=block_bytes * whole,
-        transient_bytes=tokens * (2 * h + routed + 3 * f / t) * size,
+        working=(
+            # Gradients of SwiGLU; then of the gate's and value's weight.
+            Working(bytes=tokens * (2 * h + routed + 3 * f / t) * size),
+            Working(bytes=tokens * (h + routed + 2 * f / t) * size, weight=2 * h * f / t),
+        ),
         parameters=2 * h
         + feed_forward.router_parameters
         + -(-(divided + 3 * h * feed_forward.held_width + biases) // t),
@@ -234,7 +238,10 @@ def head(
         ),
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,
-        # The logits' gradient has their type.
-        transient_bytes=gathered_bytes + logits_bytes,
+        working=(
+            # The logits' gradient, in their type; then the weight's, when the logits are gone.
+            Working(bytes=gathered_bytes + logits_bytes),
+            Working(bytes=gathered_bytes, weight=vocabulary * h),
+        ),
         parameters=h + vocabulary * h,
     )

@@ -46,7 +46,8 @@ class UnitCost:
     output_gradient_bytes: np.ndarray
     """Gradient sent back over that cut, [features]: 0 where nothing up to here is trained."""
     transient_bytes: np.ndarray
-    """Working memory while the unit runs backward, on top of what is kept, [features]."""
+    """Working memory while the unit runs backward, on top of what is kept, [moments, features]; the
+    largest of the moments counts."""
     parameters: int
     """Parameters on this device, after tensor parallelism."""
     trained_parameters: int

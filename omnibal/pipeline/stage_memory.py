@@ -233,7 +233,7 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     units = cost.units.values()
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
     grows = kept.max(axis=(0, 1)) > 0
-    works = grows | (np.array([unit.transient_bytes for unit in units]).max(axis=0) > 0)
+    works = grows | (np.concatenate([unit.transient_bytes for unit in units]).max(axis=0) > 0)
     found = undominated(np.concatenate([passes.others[:, grows], passes.own[:, works]], axis=1))
     others, own = (np.zeros((len(found), len(grows))) for _ in range(2))
     others[:, grows], own[:, works] = np.split(found, [int(grows.sum())], axis=1)
@@ -245,7 +245,7 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
     units = cost.units.values()
     activation = np.stack([unit.activation_bytes for unit in units], axis=1)
     boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
-    working = np.stack([unit.transient_bytes for unit in units], axis=1)
+    working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
@@ -257,7 +257,7 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
         others_input_bytes=passes.others @ boundary,
         own_kept_bytes=passes.own @ activation,
         own_input_bytes=passes.own @ boundary,
-        working_bytes=passes.own @ working,
+        working_bytes=np.stack(working, axis=1),
     )
 
 

@@ -86,7 +86,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             boundary_bytes=boundary_bytes,
             output_bytes=output_bytes,
             output_gradient_bytes=output_bytes,
-            transient_bytes=rng.uniform(0, 3e6, len(features)),
+            transient_bytes=rng.uniform(0, 3e6, (2, len(features))),
             parameters=parameters,
             trained_parameters=parameters,
         )

@@ -183,8 +183,10 @@ def test_the_head_costs_what_reaches_it():
     # Logits and their gradient, in bf16. Besides them three tensors of the hidden size: norm's
     # input, what carries loss, and the norm's output or its gradient. And a moment of each norm.
     logits, hidden = 4096 * 92672, 4096 * 6144  # 92,553 words, padded to a multiple of 128
-    both = PACK @ (head.activation_bytes + head.transient_bytes)
-    assert both == pytest.approx(2 * 2 * logits + 3 * 2 * hidden + 4 * 4096)
+    both = PACK @ head.activation_bytes + head.transient_bytes @ PACK
+    weight = 92672 * 6144  # whose gradient is made when the logits are gone
+    expected = 2 * np.array([2 * logits, logits + weight]) + 3 * 2 * hidden + 4 * 4096
+    assert both == pytest.approx(expected)
 
 
 def test_activations_follow_korthikanti_without_dropout():

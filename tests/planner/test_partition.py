@@ -110,7 +110,8 @@ def memory_of_run(
                     before = before + features @ bytes_
         # Units after this one keep nothing yet, forward, and nothing any more, backward.
         brought = back if again[place] else 0
-        running = np.maximum(running, before + brought + features @ costs.transient_bytes)
+        working = (features @ costs.transient_bytes.T).max(axis=1)
+        running = np.maximum(running, before + brought + working)
     return kept, running
 
 
