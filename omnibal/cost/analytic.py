@@ -13,10 +13,10 @@ Time of a unit's forward pass is the sum of four counts, none of which overlaps 
   where only the input's gradient is wanted; attention's is 2.5 times forward, as it recomputes its
   scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, section 3.3).
 * element-wise passes (norms, biases, residuals, activation functions, rotary embedding), in bytes
-  read and written, at a share `memory_efficiency` of the memory's rate. They make a vision layer
-  slower than its operations say: tensor parallelism divides its products but not its norms and
-  residuals, as a sequence of 1,025 positions cannot be divided. Backward moves half as much again:
-  a norm, a scale or an activation function reads its input besides the gradient.
+  read and written by this project's fused kernels, at a share `memory_efficiency` of the memory's
+  rate. They make a vision layer slower than its operations say: tensor parallelism divides its
+  products but not its norms and residuals, as a sequence of 1,025 positions cannot be divided. A
+  system whose element-wise work is not fused moves more, which a smaller share stands for.
 * tensor-parallel collectives: two all-reduces of the layer's output in each direction, or with
   sequence parallelism an all-gather and a reduce-scatter in place of each, and in backward two
   gathers more (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
@@ -25,14 +25,15 @@ Time of a unit's forward pass is the sum of four counts, none of which overlaps 
 
 Activations: Korthikanti et al., section 4: 34 s h bytes per layer in 16 bit besides attention's
 squared term; here without dropout masks (32 s h), with flash attention (nothing quadratic, one fp32
-log-sum-exp per head), plus what layer scale and q/k norms keep. Tensors between the parallel blocks
-are whole on every tensor-parallel rank, or divided under sequence parallelism; those inside are
-divided. A frozen layer keeps only what its input's gradient needs: no inputs of linear layers.
+log-sum-exp per head), plus what layer scale and q/k norms keep; `kept_lines` lists it all. Tensors
+between the parallel blocks are whole on every tensor-parallel rank, or divided under sequence
+parallelism; those inside are divided. A frozen layer keeps only what its input's gradient needs: no
+inputs of linear layers.
 
 Not counted: the exchange of sums that q/k norms over all heads need under tensor parallelism. A job
-that spans nodes pays the network's price at every cut, also where two stages share a node. The
-numbers of kernels are those of this project's layers, counted in their code, norms and biases
-unfused.
+that spans nodes pays the network's price at every cut, also where two stages share a node. Bytes
+moved and numbers of kernels are those of this project's fused layers, as `tools/replay.py
+--pretend` counts them.
 
 What each unit counts is in `omnibal.cost.encoder_counts` and `omnibal.cost.language_counts`.
 """
@@ -46,10 +47,12 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
+    FP32_BYTES,
     GRADIENT_BYTES,
     Counts,
     Device,
     Features,
+    Kept,
     Product,
 )
 from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
@@ -72,7 +75,6 @@ OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
 """Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
 
 _BACKWARD_OF_ATTENTION = 2.5
-_BACKWARD_OF_PASSES = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +127,9 @@ def analytic_cost(
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
+        # Torch's AdamW has the square roots of all second moments for a moment; the kernels of Apex
+        # and Transformer Engine have none.
+        update_bytes_per_parameter=FP32_BYTES / shards,
         optimizer_ms_fixed=0.0,
         # Weight, gradient and state are read and written once, each rank its own share.
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
@@ -177,6 +182,23 @@ def layer_products(model: ModelConfig, cluster: ClusterConfig, parallel: Paralle
         _counts(model, kind, device, features)[0] for kind in unit_kinds(model) if kind.name != HEAD
     ]
     return [product for counts in counted for product in counts.products]
+
+
+def kept_lines(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    frozen: Collection[str] = (),
+) -> dict[str, tuple[Kept, ...]]:
+    """The table of what every kind of unit keeps from its forward to its backward, line by line."""
+    device = _device(cluster, parallel, precision)
+    return {
+        one.kind.name: tuple(
+            line for line in one.counts.kept if one.trained or not line.for_weights
+        )
+        for one in _counted(model, device, frozen)
+    }
 
 
 def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Device:
@@ -318,14 +340,17 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     unpadded_forward_ms, unpadded_backward_ms = _times_ms(device, one, one.unpadded)
     counts, nothing = one.counts, 0 * forward_ms
     has_backward = one.trained or one.before_trained
-    kept_bytes = counts.kept_bytes
-    if not one.trained and counts.kept_frozen_bytes is not None:
-        kept_bytes = counts.kept_frozen_bytes
+    kept_bytes = counts.kept_bytes(trained=one.trained)
     # Products of measured times may be slower for being smaller.
     padding_ms = np.maximum(
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
+    fixed = (np.arange(len(nothing)) == 0) * one.trained * device.element_bytes
+    transient_bytes = np.stack([each.bytes + fixed * each.weight for each in counts.working])
+    if not has_backward:
+        # Forward needs its input and output meanwhile, which otherwise count as kept.
+        transient_bytes = transient_bytes + counts.boundary_bytes + counts.output_bytes
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
@@ -338,7 +363,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         boundary_bytes=counts.boundary_bytes if has_backward else nothing,
         output_bytes=counts.output_bytes + one.carried_bytes,
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
-        transient_bytes=counts.transient_bytes,
+        transient_bytes=transient_bytes,
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
     )
@@ -407,7 +432,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     backward_ms = (
         back_matmul_ms
         + _BACKWARD_OF_ATTENTION * attention_ms
-        + _BACKWARD_OF_PASSES * moved_ms
+        + counts.back_moved_bytes / device.bytes_per_ms
         + 2 * kernels_ms
         + _back_collective_ms(device, one)
         + _fixed(accumulated_bytes / device.streamed_bytes_per_ms, forward_ms)

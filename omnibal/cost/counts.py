@@ -85,12 +85,40 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """One line of the table of what a unit keeps from its forward to its backward."""
+
+    what: str
+    made_by: str
+    """Module within the unit that makes it, by Megatron-core's names, or the fused operation
+    between modules; empty where the unit is given it."""
+    bytes: np.ndarray
+    """Bytes on one device, [features]."""
+    for_weights: bool = False
+    """Whether only the weights' gradient needs it, so that a frozen unit lets it go."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Working:
+    """Working memory at a moment of a unit's backward, besides all that the unit keeps."""
+
+    bytes: np.ndarray
+    """Bytes of the micro-batch's tensors, [features]."""
+    weight: float = 0
+    """Elements of the weight whose gradient is made then: core has room for one in the weight's
+    own type, also where it is added to the fp32 buffer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
 
     products: tuple[Product, ...]
     attention_flops: np.ndarray
     moved_bytes: np.ndarray
+    """Bytes that element-wise kernels of forward read and write."""
+    back_moved_bytes: np.ndarray
+    """The same of backward."""
     collective_bytes: np.ndarray
     """Bytes that the rank sends in collectives of forward; the next two are of backward."""
     back_collective_bytes: np.ndarray
@@ -102,12 +130,12 @@ class Counts:
     back_passes: int = 0
     passes_again: int = 0
     kernels: int
-    kept_bytes: np.ndarray
-    kept_frozen_bytes: np.ndarray | None = None
-    """Bytes kept where only the input's gradient is needed; None if nothing before is trainable."""
+    kept: tuple[Kept, ...]
+    """What is kept where the unit has a backward, its input included."""
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
-    transient_bytes: np.ndarray
+    working: tuple[Working, ...]
+    """Moments at one of which working memory is largest."""
     parameters: int
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
@@ -116,3 +144,12 @@ class Counts:
     def matmul_flops(self) -> np.ndarray:
         """Operations of all matrix products, [features]."""
         return np.sum([0 * self.moved_bytes, *(one.flops for one in self.products)], axis=0)
+
+    def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
+        """What is kept; without what only weights need, where they are frozen."""
+        return tuple(line for line in self.kept if trained or not line.for_weights)
+
+    def kept_bytes(self, *, trained: bool) -> np.ndarray:
+        """Bytes of those lines, [features]."""
+        lines = self.kept_lines(trained=trained)
+        return np.sum([0 * self.moved_bytes, *(line.bytes for line in lines)], axis=0)

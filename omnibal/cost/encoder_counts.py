@@ -6,7 +6,7 @@ Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padd
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Product
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
 from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
 
 
@@ -28,16 +28,18 @@ def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Coun
     return Counts(
         products=(Product(rows=items * patches, inner=patch_values, outer=tower.hidden_size),),
         attention_flops=0 * items,
-        # Pixels in, patches out, then read and written again with the positions added.
+        # Pixels in, patches out, then read and written again with the positions added; backward,
+        # gradients of positions and class token.
         moved_bytes=pixel_bytes + 3 * output_bytes,
+        back_moved_bytes=2 * output_bytes,
         collective_bytes=0 * items,
         back_collective_bytes=0 * items,
         gathered_again_bytes=0 * items,
         kernels=5,
-        kept_bytes=pixel_bytes,
+        kept=(Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True),),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
-        transient_bytes=output_bytes,
+        working=(Working(bytes=output_bytes),),
         # Convolution with bias, class token, position embedding; whole on every tensor rank.
         parameters=tower.hidden_size * (patch_values + 2 + tower.positions_per_item),
         begins_with_weights=True,
@@ -58,15 +60,20 @@ def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Coun
         attention_flops=0 * items,
         # In and out of both convolutions and both activations, then positions are added.
         moved_bytes=input_bytes + 4 * middle_bytes + 5 * output_bytes,
+        back_moved_bytes=1.5 * (input_bytes + 4 * middle_bytes + 5 * output_bytes),
         collective_bytes=0 * items,
         back_collective_bytes=0 * items,
         gathered_again_bytes=0 * items,
         kernels=9,
-        # The frames, and what goes into each activation and comes out of the first.
-        kept_bytes=input_bytes + 2 * middle_bytes + output_bytes,
+        kept=(
+            Kept(what="frames", made_by="", bytes=input_bytes),
+            Kept(what="into GELU", made_by="conv1", bytes=middle_bytes),
+            Kept(what="out of GELU", made_by="gelu", bytes=middle_bytes),
+            Kept(what="into the second GELU", made_by="conv2", bytes=output_bytes),
+        ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
-        transient_bytes=middle_bytes,
+        working=(Working(bytes=middle_bytes),),
         # Both convolutions with bias; whole on every tensor rank.
         parameters=h * (taps * tower.mel_bins + 1 + taps * h + 1),
         begins_with_weights=True,
@@ -87,20 +94,13 @@ def encoder_layer(
     # Heads that the ranks cannot share evenly are padded (25 heads become 28 on 4 ranks).
     a = h // tower.heads * (-(-tower.heads // t) * t) if padded else h
     rows = items * positions
-    # Whole: input, both norms' outputs, the middle residual, both outputs that layer scale scales.
-    # Divided: q, k, v, attention's output, and the feed-forward before and after GELU.
     normed = 2 * a if tower.qk_norm else 0
     scaled = 0 if tower.layer_scale_init is None else 2 * h
-    kept = 4 * h + scaled + (4 * a + 2 * f + normed) / t
     norm = h if tower.normalization == "RMSNorm" else 2 * h
     whole = 2 * norm + scaled + 2 * h  # norms, layer scales, biases of both row-parallel linears
     divided = 4 * h * a + 2 * h * f + f
     divided += (3 * a if tower.qkv_bias else 0) + normed
-    # Read and written, whole: 2 norms, and after each branch a bias, a scale and a residual.
-    # Divided: q, k, v into their own places, attention's reads and write, q and k norms, GELU.
-    whole_passes = 2 * 2 * h + 2 * (2 + 3) * h + 2 * scaled
-    moved = whole_passes + (6 * a + 4 * a + 2 * normed + 2 * f) / t
-    log_sum_exp_bytes = FP32_BYTES * (a * tower.heads / h) / t
+    forward_moved, backward_moved = _layer_moved(tower, t, a)
     output_bytes = rows * h * size
     return Counts(
         products=(
@@ -110,20 +110,91 @@ def encoder_layer(
             Product(rows=rows, inner=f / t, outer=h),
         ),
         attention_flops=rows * 4 * positions * a / t,
-        moved_bytes=rows * moved * size,
+        moved_bytes=rows * forward_moved * size,
+        back_moved_bytes=rows * backward_moved * size,
         # An all-reduce is a reduce-scatter and an all-gather.
         collective_bytes=2 * 2 * device.sent * output_bytes,
         back_collective_bytes=2 * 2 * device.sent * output_bytes,
         gathered_again_bytes=0 * rows,
         passes=2 * 2,
         back_passes=2 * 2,
-        kernels=24,
-        kept_bytes=rows * (kept * size + log_sum_exp_bytes),
+        kernels=12,
+        kept=_layer_kept(tower, device, rows, a),
         boundary_bytes=output_bytes,
         output_bytes=output_bytes,
-        transient_bytes=rows * (2 * h + 2 * f / t) * size,
+        working=(
+            # Gradients of the activation function; then of the first product's weight.
+            Working(bytes=rows * (2 * h + 2 * f / t) * size),
+            Working(bytes=rows * (h + f / t) * size, weight=h * f / t),
+        ),
         parameters=whole + -(-divided // t),
     )
+
+
+def _layer_moved(tower: EncoderLayers, tensor: int, heads_width: int) -> tuple[float, float]:
+    """Elements that fused kernels of a layer read and write per position, forward and backward.
+
+    Between the blocks, whole: the first norm; an add with the norm after it; an add. Backward reads
+    each norm's input and the residual's gradient with the norm's. Divided: norms of q and k, for
+    whose sums tensor-parallel ranks read them once more, and GELU; without such norms, backward
+    puts the gradients of q, k and v together.
+    """
+    h, f, a = tower.hidden_size, tower.ffn_hidden_size, heads_width
+    shared = tensor > 1
+    norms, back_norms = (4 + 2 * shared, 8 + 4 * shared) if tower.qk_norm else (0, 6)
+    scale = 3 if tower.layer_scale_init is not None else 1
+    forward = (2 + 4 + 3) * h + (norms * a + 2 * f) / tensor
+    return forward, 2 * (4 + scale) * h + (back_norms * a + 3 * f) / tensor
+
+
+def _layer_kept(
+    tower: EncoderLayers, device: Device, rows: np.ndarray, heads_width: int
+) -> tuple[Kept, ...]:
+    """List what a layer keeps; what stands between its two blocks is whole on every rank.
+
+    Args:
+        rows: positions of all items, [features].
+        heads_width: of all attention heads, with padding.
+    """
+    t, size = device.tensor, device.element_bytes
+    h, f, heads = tower.hidden_size, tower.ffn_hidden_size, heads_width * tower.heads
+    hidden_bytes, width_bytes = rows * h * size, rows * heads_width / t * size
+    moments_bytes = rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
+    log_sum_exp_bytes = rows * FP32_BYTES * heads / tower.hidden_size / t
+    add_and_norm = "scaled_add_norm"
+    lines = [
+        Kept(what="input", made_by="", bytes=hidden_bytes),
+        Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
+        Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
+        Kept(what="q, k and v", made_by="self_attention.linear_qkv", bytes=3 * width_bytes),
+        Kept(
+            what="attention's output and log-sum-exp",
+            made_by="self_attention.core_attention",
+            bytes=width_bytes + log_sum_exp_bytes,
+        ),
+        Kept(what="middle residual", made_by=add_and_norm, bytes=hidden_bytes),
+        Kept(
+            what="second norm's output", made_by=add_and_norm, bytes=hidden_bytes, for_weights=True
+        ),
+        Kept(what="second norm's moments", made_by=add_and_norm, bytes=moments_bytes),
+        Kept(what="into GELU", made_by="mlp.linear_fc1", bytes=rows * f / t * size),
+        Kept(what="out of GELU", made_by="bias_gelu", bytes=rows * f / t * size, for_weights=True),
+    ]
+    if tower.qk_norm:
+        # Of each position the scales of q and of k.
+        norms_bytes = 2 * width_bytes + 2 * rows * FP32_BYTES
+        lines.append(
+            Kept(what="normed q and k", made_by="self_attention.head_norms", bytes=norms_bytes)
+        )
+    if tower.layer_scale_init is not None:
+        lines += [
+            Kept(what=what, made_by=module, bytes=hidden_bytes, for_weights=True)
+            for what, module in (
+                ("attention's block, for its layer scale", "self_attention.linear_proj"),
+                ("feed-forward's, for its layer scale", "mlp.linear_fc2"),
+            )
+        ]
+    return tuple(lines)
 
 
 def encoder_projector(
@@ -141,8 +212,9 @@ def encoder_projector(
             Product(rows=rows, inner=h / t, outer=h),
         ),
         attention_flops=0 * rows,
-        # Shuffle and norm of the input, then GELU, then the bias.
+        # Shuffle and norm of the input, GELU, then the bias; backward the norm reads its input too.
         moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,
+        back_moved_bytes=(2 + 3) * input_bytes + rows * (3 * h / t + h) * size,
         collective_bytes=2 * device.sent * output_bytes,
         # Gradient of the first product's input, which the norm needs.
         back_collective_bytes=2 * device.sent * rows * wide * size,
@@ -150,11 +222,20 @@ def encoder_projector(
         passes=2,
         back_passes=2,
         kernels=8,
-        # Shuffled input and norm's output are whole; before and after GELU are divided.
-        kept_bytes=rows * (2 * wide + 2 * h / t) * size,
-        kept_frozen_bytes=rows * (wide + h / t) * size,
+        kept=(
+            Kept(what="shuffled input", made_by="", bytes=rows * wide * size),
+            Kept(what="norm's output", made_by="norm", bytes=rows * wide * size, for_weights=True),
+            Kept(what="norm's moments", made_by="norm", bytes=rows * 2 * FP32_BYTES),
+            Kept(what="into GELU", made_by="linear_fc1", bytes=rows * h / t * size),
+            Kept(
+                what="out of GELU", made_by="bias_gelu", bytes=rows * h / t * size, for_weights=True
+            ),
+        ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
-        transient_bytes=rows * (wide + 2 * h / t) * size,
+        working=(
+            Working(bytes=rows * (wide + 2 * h / t) * size),
+            Working(bytes=rows * (wide + h / t) * size, weight=wide * h / t),
+        ),
         parameters=2 * wide + h + -(-(wide * h + h + h * h) // t),
     )

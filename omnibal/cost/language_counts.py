@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import LanguageConfig, LayerKind, ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Product
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
 from omnibal.units import attended_feature
 
 _TOKEN_ID_BYTES = 8
@@ -29,6 +29,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         products=(),
         attention_flops=0 * tokens,
         moved_bytes=2 * (encoded_bytes + text_bytes),
+        back_moved_bytes=3 * (encoded_bytes + text_bytes),
         # All-reduced, and backward is then free; or scattered, and backward gathers.
         collective_bytes=(1 if device.sequence_parallel else 2) * device.sent * text_bytes,
         back_collective_bytes=(1 if device.sequence_parallel else 0) * device.sent * text_bytes,
@@ -36,11 +37,14 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         passes=1 if device.sequence_parallel else 2,
         back_passes=1 if device.sequence_parallel else 0,
         kernels=6,
-        kept_bytes=ids_bytes + encoded_bytes,
-        kept_frozen_bytes=ids_bytes + encoded_bytes,
+        kept=(
+            Kept(what="token ids", made_by="", bytes=ids_bytes),
+            # For sure where the stage begins here; otherwise their places alone.
+            Kept(what="encoders' features", made_by="", bytes=encoded_bytes),
+        ),
         boundary_bytes=ids_bytes + encoded_bytes,
         output_bytes=text_bytes * device.whole,
-        transient_bytes=text_bytes,
+        working=(Working(bytes=text_bytes),),
         parameters=model.language.words_of_rank(device.tensor) * h,
     )
 
@@ -57,15 +61,12 @@ def language_layer(
     key_value = 2 * h * language.kv_heads // language.heads
     divided = 2 * h * h + h * key_value
     biases = h + key_value if language.qkv_bias else 0
-    # Between blocks: input, both norms' outputs, the middle residual. Divided: q, k, v, attention's
-    # output, and SwiGLU's gate, value and product. Experts take and give a copy of every token that
-    # is routed to them, and the weights of what they give need it kept.
-    kept = 4 * h * whole + 2 * routed + (2 * h + key_value + 3 * f) / t
-    kept_frozen = 2 * h * whole + routed + (2 * h + key_value + 2 * f) / t
-    # Read and written between blocks: 2 norms, 2 residuals. Divided: q, k, v into their own places,
-    # rotary embedding of q and k, attention's reads and write, SwiGLU. Copies to and from experts.
-    moved = (2 * 2 + 2 * 3) * h * whole + 4 * routed
-    moved += (2 * (h + key_value) + 2 * (h + key_value / 2) + 2 * h + key_value + 3 * f) / t
+    # Read and written by fused kernels between blocks: the first norm, an add with the norm after
+    # it, an add; backward each norm's input, and the residual's gradient with the norm's. Divided:
+    # q, k and v into their own places, rotated, and SwiGLU. Copies to and from experts.
+    rotated = 2 * (h + key_value)
+    moved = (2 + 4 + 3) * h * whole + (rotated + 3 * f) / t + 4 * routed
+    back_moved = 2 * 4 * h * whole + (rotated + 5 * f) / t + 6 * routed
     block_bytes = tokens * h * size
     # Gathered and scattered are both blocks' inputs and outputs either way (section 4.2.2).
     collective_bytes = 2 * 2 * device.sent * block_bytes
@@ -77,22 +78,73 @@ def language_layer(
         ),
         attention_flops=attended * 2 * h / t,
         moved_bytes=tokens * moved * size,
+        back_moved_bytes=tokens * back_moved * size,
         collective_bytes=collective_bytes,
         back_collective_bytes=collective_bytes,
         gathered_again_bytes=collective_bytes / 2 if device.sequence_parallel else 0 * tokens,
         passes=2 * 2,
         back_passes=2 * 2,
         passes_again=2 if device.sequence_parallel else 0,
-        kernels=20 + (_KERNELS_OF_EXPERTS if kind.experts else 0),
-        kept_bytes=tokens * (kept * size + FP32_BYTES * language.heads / t),
-        kept_frozen_bytes=tokens * (kept_frozen * size + FP32_BYTES * language.heads / t),
+        kernels=10 + (_KERNELS_OF_EXPERTS if kind.experts else 0),
+        kept=_layer_kept(language, kind, device, tokens),
         boundary_bytes=block_bytes * whole,
         output_bytes=block_bytes * whole,
-        transient_bytes=tokens * (2 * h + routed + 3 * f / t) * size,
+        working=(
+            # Gradients of SwiGLU; then of the gate's and value's weight.
+            Working(bytes=tokens * (2 * h + routed + 3 * f / t) * size),
+            Working(bytes=tokens * (h + routed + 2 * f / t) * size, weight=2 * h * f / t),
+        ),
         parameters=2 * h
         + feed_forward.router_parameters
         + -(-(divided + 3 * h * feed_forward.held_width + biases) // t),
     )
+
+
+def _layer_kept(
+    language: LanguageConfig, kind: LayerKind, device: Device, tokens: np.ndarray
+) -> tuple[Kept, ...]:
+    """List what a layer keeps of `tokens` [features]."""
+    t, size = device.tensor, device.element_bytes
+    h, feed_forward = language.hidden_size, _feed_forward(language, kind)
+    between = tokens * device.whole
+    hidden_bytes, moments_bytes = between * h * size, between * FP32_BYTES
+    width = h + 2 * h * language.kv_heads // language.heads
+    inner_bytes = tokens * feed_forward.used_width / t * size
+    attended_bytes = tokens * (h * size + FP32_BYTES * language.heads) / t
+    lines = [
+        Kept(what="input", made_by="", bytes=hidden_bytes),
+        Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
+        Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
+        Kept(
+            what="rotated q and k, and v",
+            made_by="self_attention.split_and_rotate",
+            bytes=tokens * width / t * size,
+        ),
+        Kept(
+            what="attention's output and log-sum-exp",
+            made_by="self_attention.core_attention",
+            bytes=attended_bytes,
+        ),
+        Kept(what="middle residual", made_by="scaled_add_norm", bytes=hidden_bytes),
+        Kept(
+            what="second norm's output",
+            made_by="scaled_add_norm",
+            bytes=hidden_bytes,
+            for_weights=True,
+        ),
+        Kept(what="second norm's moments", made_by="scaled_add_norm", bytes=moments_bytes),
+        Kept(what="gate and value", made_by="mlp.linear_fc1", bytes=2 * inner_bytes),
+        Kept(what="their product", made_by="swiglu", bytes=inner_bytes, for_weights=True),
+    ]
+    if kind.experts:
+        # A copy of every token for each expert that it is routed to, and what that one gives, which
+        # the gradient of its weight needs.
+        routed_bytes = tokens * feed_forward.experts_per_token * h * size
+        lines += [
+            Kept(what="routed tokens", made_by="dispatch", bytes=routed_bytes, for_weights=True),
+            Kept(what="experts' outputs", made_by="experts", bytes=routed_bytes),
+        ]
+    return tuple(lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,11 +208,14 @@ def head(
     gathered_bytes = tokens * h * size
     gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * tokens
     reduced_bytes = 2 * device.sent * loss_tokens * h * size
+    logits_bytes = loss_tokens * vocabulary * size
     return Counts(
         products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
         attention_flops=0 * tokens,
-        # Logits are written and read once, their fp32 softmax is read and written twice.
-        moved_bytes=2 * hidden_bytes + loss_tokens * vocabulary * (2 * size + 4 * FP32_BYTES),
+        # The norm, and the logits read once; backward they are read again, and their gradient
+        # written.
+        moved_bytes=2 * hidden_bytes + logits_bytes,
+        back_moved_bytes=3 * hidden_bytes + 2 * logits_bytes,
         # Backward all-reduces the gradient of what carries loss; or the input is gathered, its
         # gradient scattered, and the input gathered again.
         collective_bytes=gather_bytes,
@@ -169,14 +224,24 @@ def head(
         passes=1 if device.sequence_parallel else 0,
         back_passes=1 if device.sequence_parallel else 2,
         passes_again=1 if device.sequence_parallel else 0,
-        kernels=15,
-        # The final norm's input and output, the part of it that carries loss, and the softmax that
-        # the loss keeps in fp32.
-        kept_bytes=2 * hidden_bytes + loss_tokens * (h * size + vocabulary * FP32_BYTES),
-        kept_frozen_bytes=hidden_bytes + loss_tokens * vocabulary * FP32_BYTES,
+        kernels=10,
+        kept=(
+            Kept(what="input", made_by="", bytes=hidden_bytes),
+            Kept(what="norm's moments", made_by="norm", bytes=hidden_bytes / h / size * FP32_BYTES),
+            Kept(
+                what="what carries loss",
+                made_by="index_select",
+                bytes=loss_tokens * h * size,
+                for_weights=True,
+            ),
+            Kept(what="logits", made_by="head", bytes=logits_bytes),
+        ),
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,
-        # Two fp32 gradients of the logits exist at a time: the loss's and the softmax's.
-        transient_bytes=gathered_bytes + loss_tokens * (h * size + vocabulary * 2 * FP32_BYTES),
+        working=(
+            # The logits' gradient, in their type; then the weight's, when the logits are gone.
+            Working(bytes=gathered_bytes + logits_bytes),
+            Working(bytes=gathered_bytes, weight=vocabulary * h),
+        ),
         parameters=h + vocabulary * h,
     )

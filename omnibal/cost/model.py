@@ -46,7 +46,8 @@ class UnitCost:
     output_gradient_bytes: np.ndarray
     """Gradient sent back over that cut, [features]: 0 where nothing up to here is trained."""
     transient_bytes: np.ndarray
-    """Working memory while the unit runs backward, on top of what is kept, [features]."""
+    """Working memory while the unit runs backward, on top of what is kept, [moments, features]; the
+    largest of the moments counts."""
     parameters: int
     """Parameters on this device, after tensor parallelism."""
     trained_parameters: int
@@ -69,6 +70,8 @@ class CostModel:
     optimizer_bytes_per_parameter: float
     """Bytes of optimizer state per trained parameter on one device, after sharding over
     data-parallel ranks."""
+    update_bytes_per_parameter: float
+    """Working bytes of the weight update per trained parameter, on one device."""
     optimizer_ms_fixed: float
     optimizer_ms_per_parameter: float
     """Time per trained parameter for gradient norm, clipping and weight update, once a step."""

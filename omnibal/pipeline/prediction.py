@@ -16,7 +16,8 @@ class StageMemory(Frozen):
     activations_gib: NonNegativeFloat
     """Activations of all micro-batches in flight."""
     transient_gib: NonNegativeFloat
-    """Working memory of the largest unit, on top of what is kept."""
+    """Working memory at the peak, on top of what is kept at most: of a unit, or of the weight
+    update."""
 
     @property
     def peak_gib(self) -> float:

@@ -128,6 +128,8 @@ class MemoryTable:
     """Bytes of weights, gradients and optimizer state, [kinds]."""
     tied_bytes: float
     """Part of the state that a stage with both language embed and head has once and not twice."""
+    update_bytes: np.ndarray
+    """Working bytes of the weight update, when no micro-batch is held, [kinds]."""
     others_kept_bytes: np.ndarray
     """Kept of the other micro-batches that are held in a pass; this and the rest are [passes,
     kinds]."""
@@ -148,7 +150,12 @@ class MemoryTable:
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak memory of a stage, all kinds of memory together. [...]"""
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
-        return state + self.pass_bytes(counts, recomputed).max(axis=-1)
+        return state + self.most_bytes(counts, recomputed)
+
+    def most_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Most that is held besides the state, in a pass or in the weight update. [...]"""
+        in_passes = self.pass_bytes(counts, recomputed).max(axis=-1)
+        return np.maximum(in_passes, counts @ self.update_bytes)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak of every pass besides the state. [..., passes]
@@ -226,7 +233,7 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     units = cost.units.values()
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
     grows = kept.max(axis=(0, 1)) > 0
-    works = grows | (np.array([unit.transient_bytes for unit in units]).max(axis=0) > 0)
+    works = grows | (np.concatenate([unit.transient_bytes for unit in units]).max(axis=0) > 0)
     found = undominated(np.concatenate([passes.others[:, grows], passes.own[:, works]], axis=1))
     others, own = (np.zeros((len(found), len(grows))) for _ in range(2))
     others[:, grows], own[:, works] = np.split(found, [int(grows.sum())], axis=1)
@@ -238,17 +245,19 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
     units = cost.units.values()
     activation = np.stack([unit.activation_bytes for unit in units], axis=1)
     boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
-    working = np.stack([unit.transient_bytes for unit in units], axis=1)
+    working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
         state_bytes=np.array(state_bytes),
         tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
+        update_bytes=cost.update_bytes_per_parameter
+        * np.array([unit.trained_parameters for unit in units], np.float64),
         others_kept_bytes=passes.others @ activation,
         others_input_bytes=passes.others @ boundary,
         own_kept_bytes=passes.own @ activation,
         own_input_bytes=passes.own @ boundary,
-        working_bytes=passes.own @ working,
+        working_bytes=np.stack(working, axis=1),
     )
 
 
@@ -281,13 +290,13 @@ def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemo
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
     activation_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = float(table.pass_bytes(counts, recomputed).max())
+    most_bytes = float(table.most_bytes(counts, recomputed))
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
         gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,
         optimizer_gib=trained * cost.optimizer_bytes_per_parameter / GIB,
         activations_gib=activation_bytes / GIB,
-        transient_gib=(running_bytes - activation_bytes) / GIB,
+        transient_gib=(most_bytes - activation_bytes) / GIB,
     )
 
 

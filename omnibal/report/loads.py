@@ -304,8 +304,8 @@ def _document(setting: LoadSetting, contents: str, panels: list[_Panel], note: s
     parts.append(_distributions(panels, top))
     top += _PLOT_HEIGHT + 48
     source = (
-        f"Simulated from predicted time ({shorten(job.cost.source, 40)}): forward and backward of "
-        "the whole model on every rank. A step ends with its slowest rank."
+        f"Simulated from predicted time ({shorten(job.cost.source, 40)}): both passes of the whole "
+        "model on every rank. A step ends with its slowest rank."
     )
     parts += [text(_MARGIN, top, source), text(_MARGIN, top + 18, note)]
     height = top + 34

@@ -1,12 +1,13 @@
-"""The one figure that the clusters' `memory_efficiency` is calibrated on, and what it gives.
+"""The one figure that the published system is calibrated on, and what it gives.
 
     python scripts/reproduce/calibration.py
 
 OmniBal's Figure 2 has a pack of 9 tiles and 4K tokens take 900 | 300 | 260 | 270 ms forward on the
 stages of the parameter partition, 45 vision layers and 17 | 16 | 15 language layers: the first
-stage takes 0.520 of the whole. Which share of the memory's rate must element-wise passes reach for
-that? Everything else that is predicted follows from data sheets, operation counts, and the shares
-that products and transfers usually reach (0.65 and 0.5, assumed and not fitted).
+stage takes 0.520 of the whole. At which share of the memory's rate would that system, whose
+element-wise work is not fused, move what fused kernels move? Everything else that is predicted
+follows from data sheets, operation counts, and the shares that products and transfers usually reach
+(0.65 and 0.5, assumed and not fitted).
 """
 
 import numpy as np
@@ -51,9 +52,11 @@ def main() -> None:
         return predicted[0] / predicted.sum() - share
 
     solved = brentq(difference, 0.05, 1.0)
-    shipped = cluster.memory_efficiency
-    predicted = stage_ms(shipped, cluster)
-    print(f"memory_efficiency {solved:.3f} gives the figure's share; {given.cluster} has {shipped}")
+    predicted = stage_ms(cluster.memory_efficiency, cluster)
+    print(
+        f"memory_efficiency {solved:.3f} gives the figure's share; the paper's tables are "
+        f"predicted with {cluster.memory_efficiency}"
+    )
     rows = [
         [str(i), f"{a:.0f}", f"{a / measured.sum():.3f}", f"{b:.0f}", f"{b / predicted.sum():.3f}"]
         for i, (a, b) in enumerate(zip(measured, predicted, strict=True))

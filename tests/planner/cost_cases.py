@@ -86,7 +86,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             boundary_bytes=boundary_bytes,
             output_bytes=output_bytes,
             output_gradient_bytes=output_bytes,
-            transient_bytes=rng.uniform(0, 3e6, len(features)),
+            transient_bytes=rng.uniform(0, 3e6, (2, len(features))),
             parameters=parameters,
             trained_parameters=parameters,
         )
@@ -98,6 +98,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
         weight_bytes_per_parameter=2,
         gradient_bytes_per_parameter=4,
         optimizer_bytes_per_parameter=12,
+        update_bytes_per_parameter=4,
         optimizer_ms_fixed=0.5,
         optimizer_ms_per_parameter=1e-6,
         link_latency_ms=rng.uniform(0, 0.1),

@@ -170,7 +170,7 @@ def test_less_memory_excludes_large_caps():
     costs = {"profile": profile_with_fixed_costs(50.0)}
     roomy = search(**costs)
     tight_cluster = CLUSTER.model_copy(
-        update={"memory_gib": 0.25 * roomy.candidates[0].peak_gib / 0.9}
+        update={"memory_gib": 0.255 * roomy.candidates[0].peak_gib / 0.9}
     )
     tight = search(cluster=tight_cluster, **costs)
     assert not roomy.infeasible

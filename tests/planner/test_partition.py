@@ -42,6 +42,8 @@ class RunOptions:
     running: np.ndarray
     """Most bytes of each micro-batch while one of the run's units works on it."""
     state: float
+    update: float
+    """Bytes of the weight update."""
     trained: int
     exchange_ms: float
     """Of the gradient of a tied matrix, with the stage that has the other copy."""
@@ -77,6 +79,8 @@ def run_options(cost: CostModel, held: tuple[str, ...], features: np.ndarray) ->
         kept=np.array(kept_bytes),
         running=np.array(running_bytes),
         state=state,
+        update=cost.update_bytes_per_parameter
+        * sum(cost.units[unit].trained_parameters for unit in held),
         trained=sum(cost.units[unit].trained_parameters for unit in held) - once,
         exchange_ms=both_ways_ms if cost.tied_parameters and len(ends) == 1 else 0.0,
     )
@@ -106,7 +110,8 @@ def memory_of_run(
                     before = before + features @ bytes_
         # Units after this one keep nothing yet, forward, and nothing any more, backward.
         brought = back if again[place] else 0
-        running = np.maximum(running, before + brought + features @ costs.transient_bytes)
+        working = (features @ costs.transient_bytes.T).max(axis=1)
+        running = np.maximum(running, before + brought + working)
     return kept, running
 
 
@@ -125,7 +130,7 @@ def peaks(options: RunOptions, ranks: list[np.ndarray], in_flight: int) -> np.nd
             for one in (held[0], held[-1]):
                 others = options.kept[:, held].sum(axis=1) - options.kept[:, one]
                 most = np.maximum(most, others + options.running[:, one])
-    return most + options.state
+    return np.maximum(most, options.update) + options.state
 
 
 def finish_times(
@@ -581,7 +586,7 @@ def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
     fast the machine is."""
     cost, model, packs = large_case((30, 50), 20)
     cap = 1.2 * least_peak_of_splits(cost, model, packs, 20)
-    monkeypatch.setattr(partition, "_MAX_WORK", 1e7)
+    monkeypatch.setattr(partition, "_MAX_WORK", 1e6)
     first, again = (search_stages(cost, model, packs, 20, cap) for _ in range(2))
     assert first.lower_bound_ms < first.step_ms
     assert (first.stages, first.lower_bound_ms) == (again.stages, again.lower_bound_ms)

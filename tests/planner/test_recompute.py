@@ -102,7 +102,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
         boundary_bytes=boundary,
         output_bytes=boundary,
         output_gradient_bytes=boundary,
-        transient_bytes=transient,
+        transient_bytes=np.stack([transient, transient / 2]),
         parameters=parameters,
         trained_parameters=parameters,
     )
@@ -203,8 +203,10 @@ def test_tables_of_all_stages_have_every_pass():
                     (held - again)[:, None] * activation + again[:, None] * boundary, 0
                 )
                 whole = ((held > again) | (held == 0))[:, None]
-                running = upto + working + np.where(whole, 0, activation - boundary)
-                needed[row] += (running[held > 0] @ np.array(own).T).max(axis=0, initial=0)
+                running = upto + np.where(whole, 0, activation - boundary)
+                moments = running[:, None] + working
+                own_bytes = moments[held > 0].reshape(-1, len(features[0])) @ np.array(own).T
+                needed[row] += own_bytes.max(axis=0, initial=0)
             found = table.pass_bytes(counts, recomputed).max(axis=-1)
             np.testing.assert_allclose(found, needed.max(axis=1))
 

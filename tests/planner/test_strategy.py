@@ -276,7 +276,7 @@ def test_progress_ends_at_the_end(caps):
 
 def test_loser_is_told_why():
     """Prevents a cause that is not what the slower strategy loses more time to."""
-    slow_links = CLUSTER.model_copy(update={"link_latency_us": 20_000})
+    slow_links = CLUSTER.model_copy(update={"link_latency_us": 10_000})
     found = search(cluster=slow_links, samples_per_step=300)
     assert found.best.why == "best"
     for each in found.ranking[1:]:

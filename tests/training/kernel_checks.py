@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from megatron.vlm.model.fused import activations, head_norms, residual, rotary
+from megatron.vlm.model.fused import activations, cross_entropy, head_norms, residual, rotary
 
 DTYPES = (torch.float32, torch.bfloat16)
 BF16_ROUNDING = 2.0**-8
@@ -256,9 +257,60 @@ def check_rotary(case: Case) -> None:
         promised(rotary._rotate_back, *parts, *tables)
 
 
+def check_cross_entropy(case: Case) -> None:
+    """The loss with and without padded words, on one rank and as two ranks share the words."""
+    for positions, width, count in case.few([(5, 130, 130), (3, 5001, 4999), (0, 8, 7), (1, 2, 1)]):
+        logits = 4 * case.random(positions, width)
+        labels = torch.arange(positions, device=case.device) * 7 % count
+        words = cross_entropy.OwnWords(0, count, None)
+        case.compare(
+            lambda logits, labels=labels, words=words: cross_entropy.CrossEntropy.apply(
+                logits, labels, words
+            ).to(logits.dtype),
+            lambda logits, labels=labels, count=count: F.cross_entropy(
+                logits[:, :count], labels, reduction="none"
+            ),
+            [logits],
+        )
+        promised(cross_entropy._partial, logits, labels, 0, count)
+    _check_divided_cross_entropy(case, 3 * case.random(6, 20))
+
+
+def _check_divided_cross_entropy(case: Case, logits: torch.Tensor) -> None:
+    """Ranks of 12 words each, of which the second's last four are padding."""
+    labels = torch.tensor([0, 11, 12, 19, 5, 13], device=case.device)
+    gradient = torch.rand(6, device=case.device)
+    whole = logits.double().requires_grad_()
+    losses = F.cross_entropy(whole, labels, reduction="none")
+    losses.backward(gradient.double())
+    own = [logits[:, :12].contiguous(), F.pad(logits[:, 12:], (0, 4), value=9.0)]
+    places = [(0, 12), (12, 8)]
+    parts = [
+        cross_entropy._partial(mine, labels, *place)
+        for mine, place in zip(own, places, strict=True)
+    ]
+    largest = torch.maximum(parts[0][0], parts[1][0])
+    exponentials = sum(sums[0] * torch.exp(top - largest) for top, sums in parts)
+    normalizer = largest + exponentials.log()
+    found = normalizer - parts[0][1][1] - parts[1][1][1]
+    torch.testing.assert_close(found.double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2 * BF16_ROUNDING
+    backs = [
+        cross_entropy._backward(gradient, mine, labels, normalizer, *place)
+        for mine, place in zip(own, places, strict=True)
+    ]
+    assert not backs[1][:, 8:].any()
+    back = torch.cat([backs[0], backs[1][:, :8]], 1).double()
+    torch.testing.assert_close(back, whole.grad, rtol=tolerance, atol=tolerance)
+    promised(cross_entropy._backward, gradient, own[0], labels, normalizer, 0, 12)
+
+
 if __name__ == "__main__":
     name, device = sys.argv[1:]
-    checks = (check_activations, check_residual, check_head_norms, check_rotary)
+    checks = (
+        *(check_activations, check_residual, check_head_norms, check_rotary),
+        check_cross_entropy,
+    )
     for dtype in DTYPES:
         {check.__name__.removeprefix("check_"): check for check in checks}[name](
             Case(device, dtype)

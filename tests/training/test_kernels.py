@@ -11,7 +11,9 @@ REPOSITORY = Path(__file__).parents[2]
 CHECKS = Path(__file__).parent / "kernel_checks.py"
 
 
-@pytest.mark.parametrize("check", ["activations", "residual", "head_norms", "rotary"])
+@pytest.mark.parametrize(
+    "check", ["activations", "residual", "head_norms", "rotary", "cross_entropy"]
+)
 def test_kernels_compute_what_torch_computes(check):
     """Prevents: a kernel that gives other numbers or gradients than the layers on a CPU have, or
     other shapes, types or strides than its fake promises to whoever counts without a device."""

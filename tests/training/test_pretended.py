@@ -17,12 +17,19 @@ from omnibal.plan_files import save_plan
 from omnibal.planner import PlanRequest, make_plan
 
 CASES = Path(__file__).with_name("pretended_cases.py")
+KEPT_CASES = Path(__file__).with_name("kept_cases.py")
 
 
 def succeed(*command: object, **environment: str) -> str:
     ended = launcher().run(*command, **environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
+
+
+def test_units_keep_what_the_table_says():
+    """Prevents: a plan that fits on paper only, since a layer keeps a tensor more than is counted;
+    or one tensor more and another less, which add up for one model."""
+    assert succeed(KEPT_CASES).count("passed") == 9
 
 
 def test_what_is_counted_of_single_operations():

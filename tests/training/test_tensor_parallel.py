@@ -274,8 +274,7 @@ def answers(links, plan):
     asked = replace(batch, labels_L=None, answer_positions_A=torch.arange(batch.tokens))
     for padding in (100.0, -100.0):
         with torch.no_grad():
-            if stage.padded_words:
-                stage.head.weight[-stage.padded_words :] = padding
+            stage.head.weight[stage.own_words.count :] = padding
             stage.set_input_tensor(None)
             found.append((stage(asked).tolist(), stage(batch).item()))
     return found

@@ -28,6 +28,7 @@ from megatron.vlm.model.configs import language_transformer_config, vision_trans
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.activations import bias_gelu
+from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
 from megatron.vlm.model.providers import Provider, layer_parts
@@ -173,7 +174,11 @@ class VLMStage(MegatronModule):
                 skip_weight_param_allocation=language.tied_head and stage.holds("language embed"),
             )
             start = parallel_state.get_tensor_model_parallel_rank() * own_words
-            self.padded_words = min(max(start + own_words - language.vocab_size, 0), own_words)
+            self.own_words = OwnWords(
+                first=start,
+                count=min(max(language.vocab_size - start, 0), own_words),
+                group=parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
+            )
         describe_partitions(self, parts)
         if language.tied_head:
             self._describe_tied_weight()
@@ -203,7 +208,9 @@ class VLMStage(MegatronModule):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Run the stage; returns hidden states, or the head's summed loss or next tokens."""
-        hidden = self.read_text(batch, self.encode_images(batch, self._input))
+        # Taken, so that it goes with its micro-batch.
+        received, self._input = self._input, None
+        hidden = self.read_text(batch, self.encode_images(batch, received))
         if self.head is not None:
             return self.head_output(batch, hidden)
         return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
@@ -292,22 +299,12 @@ class VLMStage(MegatronModule):
         logits_L1W, _ = self.head(hidden_S1E.index_select(0, wanted), weight_WE)
         logits_LW = logits_L1W.squeeze(1)
         if batch.labels_L is None:
-            self._hide_padded_words(logits_LW)
+            hide_padding(logits_LW, self.own_words)
             whole_AW = tensor_parallel.gather_from_tensor_model_parallel_region(logits_LW)
             return whole_AW.argmax(-1)
-        logits_LW = logits_LW.float()
-        self._hide_padded_words(logits_LW)
-        losses_L = _cross_entropy(logits_LW, batch.labels_L)
+        losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
         weights_L = batch.loss_weights_L
         return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
-
-    def _hide_padded_words(self, logits_LW: torch.Tensor) -> None:
-        """Take words of padding out of the softmax, in place.
-
-        Autograd need not know: their share of the softmax is 0, and so is their gradient.
-        """
-        if self.padded_words:
-            logits_LW.detach()[:, -self.padded_words :].fill_(-torch.inf)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -344,13 +341,6 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
             original_max_position_embeddings=scaling.original_positions,
         )
     return rotary.inv_freq.to(current_device())
-
-
-def _cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
-    """Loss of each position, [L]; logits may be divided over tensor-parallel ranks."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return F.cross_entropy(logits_LW, labels_L, reduction="none")
-    return tensor_parallel.vocab_parallel_cross_entropy(logits_LW, labels_L)
 
 
 def build_stage(

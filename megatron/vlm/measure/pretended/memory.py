@@ -116,21 +116,32 @@ class MemoryTracker:
             if allocation.label.phase != label.phase:
                 allocation.label = label
 
+    def live(self) -> dict[Label, tuple[int, int]]:
+        """Number of storages and bytes by what made them, now."""
+        return _by_label(allocation for _, allocation in self._live.values())
+
     def contents(self) -> dict[Label, tuple[int, int]]:
         """Number of storages and bytes by what made them, at the highest moment since `watch`.
 
         The bytes add up to `highest_bytes`.
         """
-        counts: Counter[Label] = Counter()
-        sizes: Counter[Label] = Counter()
-        for one in self._made:
-            ended = one.died is not None and one.died <= self._highest_moment
-            if one.born <= self._highest_moment and not ended:
-                counts[one.label] += 1
-                sizes[one.label] += one.size
+        there = _by_label(
+            one
+            for one in self._made
+            if one.born <= self._highest_moment
+            and (one.died is None or one.died > self._highest_moment)
+        )
         if self._highest_working is not None:
             label, size = self._highest_working
-            label = Label(label.where, f"{label.operation} (working memory)", label.phase)
-            counts[label] += 1
-            sizes[label] += size
-        return {label: (counts[label], sizes[label]) for label in sizes}
+            working = Label(label.where, f"{label.operation} (working memory)", label.phase)
+            there[working] = (1, size)
+        return there
+
+
+def _by_label(allocations: Iterable[_Allocation]) -> dict[Label, tuple[int, int]]:
+    counts: Counter[Label] = Counter()
+    sizes: Counter[Label] = Counter()
+    for one in allocations:
+        counts[one.label] += 1
+        sizes[one.label] += one.size
+    return {label: (counts[label], sizes[label]) for label in sizes}
