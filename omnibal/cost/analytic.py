@@ -47,7 +47,6 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
-    FP32_BYTES,
     GRADIENT_BYTES,
     Counts,
     Device,
@@ -127,9 +126,6 @@ def analytic_cost(
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
-        # Torch's AdamW has the square roots of all second moments for a moment; the kernels of Apex
-        # and Transformer Engine have none.
-        update_bytes_per_parameter=FP32_BYTES / shards,
         optimizer_ms_fixed=0.0,
         # Weight, gradient and state are read and written once, each rank its own share.
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
