@@ -345,8 +345,9 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     fixed = (np.arange(len(nothing)) == 0) * one.trained * device.element_bytes
     transient_bytes = np.stack([each.bytes + fixed * each.weight for each in counts.working])
     if not has_backward:
-        # Forward needs its input and output meanwhile, which otherwise count as kept.
-        transient_bytes = transient_bytes + counts.boundary_bytes + counts.output_bytes
+        # Forward needs its input and output, which otherwise count as kept. Beside so little it
+        # matters that the stage's own input, the next one and the last output are there too.
+        transient_bytes = transient_bytes + 3 * counts.boundary_bytes + 2 * counts.output_bytes
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
