@@ -261,7 +261,8 @@ def _exchange_ms_per_byte(
 ) -> float:
     """Ring reduce-scatter or all-gather over data-parallel ranks, per byte of the whole buffer.
 
-    A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data.
+    A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data. The
+    fixed time of a pass comes once a bucket of tens of millions of parameters, and is left out.
     """
     share = (parallel.data - 1) / parallel.data
     ring = _ring_line(cluster, parallel.data, parallel.tensor * parallel.data, precision)
