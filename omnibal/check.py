@@ -39,16 +39,20 @@ def check_plan(directory: Path) -> list[str]:
     return check_and_open(directory)[1]
 
 
-def open_plan(directory: Path) -> PlanFiles:
+def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
     """Read and check a plan; every command that is given a plan uses this.
+
+    Args:
+        to_train: whether it is trained and nothing more. Training takes nothing of the prediction,
+            so that one by an earlier version of the costs does not stop a run.
 
     Raises:
         UserError: as `check_plan`.
     """
-    return check_and_open(directory)[0]
+    return check_and_open(directory, to_train=to_train)[0]
 
 
-def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
+def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFiles, list[str]]:
     """Check a plan directory; returns what `open_plan` and what `check_plan` return."""
     plan = read_plan(directory)
     job = job_of_plan(plan, directory)
@@ -68,7 +72,10 @@ def check_and_open(directory: Path) -> tuple[PlanFiles, list[str]]:
     packs, lengths = files.data
     if plan.data is not None:
         passed += _check_data(plan, plan.data, lengths, packs)
-    passed += [f"costs are of {job.cost.source}", _check_costs(files, lengths, packs)]
+    passed += [
+        f"costs are of {job.cost.source}",
+        _check_costs(files, lengths, packs, to_train=to_train),
+    ]
     return files, passed
 
 
@@ -119,7 +126,9 @@ def _check_partition(plan: Plan) -> str:
     return f"{len(plan.stages)} stages hold every layer of {plan.model.name} once, in order"
 
 
-def _check_costs(files: PlanFiles, lengths: Lengths, packs: ScheduledPacks) -> str:
+def _check_costs(
+    files: PlanFiles, lengths: Lengths, packs: ScheduledPacks, *, to_train: bool
+) -> str:
     plan, cost = files.plan, files.job.cost
     features = pack_features(packs.packs, lengths, cost.features)
     if plan.prediction is None:
@@ -135,7 +144,7 @@ def _check_costs(files: PlanFiles, lengths: Lengths, packs: ScheduledPacks) -> s
             f"{cap_gib:.2f} GiB of a {plan.cluster.memory_gib:g} GiB {plan.cluster.device}; "
             "recompute more layers, raise --pp or --tp, or lower the caps"
         )
-    if plan.prediction is not None:
+    if plan.prediction is not None and not to_train:
         _check_prediction(plan.prediction, anew)
     return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
 
@@ -154,9 +163,9 @@ def _check_prediction(stored: Prediction, anew: Prediction) -> None:
     for name, value in found.items():
         if not _is_same(given[name], value, slack[name]):
             raise UserError(
-                f"the stored prediction is of another plan: {name} is {_shown(given[name])}, and "
-                f"by costs from {anew.cost_source} it is {_shown(value)}; remove `prediction` from "
-                f"plan.json, or {_ANEW}"
+                "the stored prediction is of another plan, or by another version of the costs: "
+                f"{name} is {_shown(given[name])}, and by costs from {anew.cost_source} it is "
+                f"{_shown(value)}; remove `prediction` from plan.json, or {_ANEW}"
             )
 
 

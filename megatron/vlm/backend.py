@@ -24,6 +24,8 @@ legitimate waits are a first step and a checkpoint on a slow disk. Every group g
 default for NCCL is ten minutes."""
 
 _CPU = torch.device("cpu")
+_KERNEL_SETTINGS = ("fused", "foreach")
+"""Settings of torch's optimizers that depend on the device, and not on what was saved."""
 _TENSOR_FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like"),
@@ -243,11 +245,15 @@ def _repair_distributed_optimizer_load() -> None:
         for group in self.optimizer.param_groups:
             for name, value in self.optimizer.defaults.items():
                 group.setdefault(name, value)
+                if name in _KERNEL_SETTINGS:
+                    group[name] = value
             if "step" in group:
                 group["step"] = int(group["step"])
-        for state in self.optimizer.state.values():
+        in_one_kernel = self.optimizer.defaults.get("fused", False)
+        for parameter, state in self.optimizer.state.items():
             if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+                step = state["step"].clone()
+                state["step"] = step.to(parameter.device) if in_one_kernel else step
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_keeping_step
     DistributedOptimizer.load_state_dict = load_with_own_steps

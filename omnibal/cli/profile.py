@@ -154,7 +154,8 @@ def profile(
     profiled_model = load_model(model)
     _check_model(profiled_model, limits_given(None, max_tiles, max_tokens))
     tokens_per_sample = measured.typical_tokens()
-    output.parent.mkdir(parents=True, exist_ok=True)
+    for path in (output, *preset.outputs().values()):
+        path.parent.mkdir(parents=True, exist_ok=True)
     options = {
         "--model": model,
         "--precision": precision,
@@ -181,7 +182,7 @@ def profile(
             raise typer.Exit(returncode)
         result = read_profile(written)
         residuals = fit_residuals(result, profiled_model)
-        preset.write(base, result)
+    preset.write(base, result)
     print_result(
         as_json,
         {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},

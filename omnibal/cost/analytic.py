@@ -47,7 +47,6 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
-    FP32_BYTES,
     GRADIENT_BYTES,
     Counts,
     Device,
@@ -127,9 +126,6 @@ def analytic_cost(
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
-        # Torch's AdamW has the square roots of all second moments for a moment; the kernels of Apex
-        # and Transformer Engine have none.
-        update_bytes_per_parameter=FP32_BYTES / shards,
         optimizer_ms_fixed=0.0,
         # Weight, gradient and state are read and written once, each rank its own share.
         optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
@@ -265,7 +261,8 @@ def _exchange_ms_per_byte(
 ) -> float:
     """Ring reduce-scatter or all-gather over data-parallel ranks, per byte of the whole buffer.
 
-    A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data.
+    A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data. The
+    fixed time of a pass comes once a bucket of tens of millions of parameters, and is left out.
     """
     share = (parallel.data - 1) / parallel.data
     ring = _ring_line(cluster, parallel.data, parallel.tensor * parallel.data, precision)
@@ -349,8 +346,9 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     fixed = (np.arange(len(nothing)) == 0) * one.trained * device.element_bytes
     transient_bytes = np.stack([each.bytes + fixed * each.weight for each in counts.working])
     if not has_backward:
-        # Forward needs its input and output meanwhile, which otherwise count as kept.
-        transient_bytes = transient_bytes + counts.boundary_bytes + counts.output_bytes
+        # Forward needs its input and output, which otherwise count as kept. Beside so little it
+        # matters that the stage's own input, the next one and the last output are there too.
+        transient_bytes = transient_bytes + 3 * counts.boundary_bytes + 2 * counts.output_bytes
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,

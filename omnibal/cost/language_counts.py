@@ -25,6 +25,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
     encoded_bytes = np.sum([features.none, *item_tokens], axis=0) * h * size
     text_bytes = tokens * h * size
     ids_bytes = tokens * _TOKEN_ID_BYTES
+    words = model.language.words_of_rank(device.tensor)
     return Counts(
         products=(),
         attention_flops=0 * tokens,
@@ -44,8 +45,8 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         ),
         boundary_bytes=ids_bytes + encoded_bytes,
         output_bytes=text_bytes * device.whole,
-        working=(Working(bytes=text_bytes),),
-        parameters=model.language.words_of_rank(device.tensor) * h,
+        working=(Working(bytes=text_bytes, weight=words * h),),
+        parameters=words * h,
     )
 
 

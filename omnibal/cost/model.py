@@ -70,8 +70,6 @@ class CostModel:
     optimizer_bytes_per_parameter: float
     """Bytes of optimizer state per trained parameter on one device, after sharding over
     data-parallel ranks."""
-    update_bytes_per_parameter: float
-    """Working bytes of the weight update per trained parameter, on one device."""
     optimizer_ms_fixed: float
     optimizer_ms_per_parameter: float
     """Time per trained parameter for gradient norm, clipping and weight update, once a step."""

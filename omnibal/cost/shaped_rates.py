@@ -86,8 +86,7 @@ class ProductTimes:
         # A slope below the fastest rate would promise what no product reached.
         least_ms = float(self.ms_per_flop.min()) * 2 * weights
         times_ms = ms_of_rows(rows)
-        line = fitted_line(rows, times_ms - least_ms * rows, weights=1 / times_ms)
-        return Line(fixed_ms=line.fixed_ms, each_ms=line.each_ms + least_ms)
+        return fitted_line(rows, times_ms, 1 / times_ms, least_ms=least_ms)
 
 
 def ring_line(measured: Sequence[CollectiveTime], ranks: int) -> Line | None:
@@ -103,7 +102,8 @@ def ring_line(measured: Sequence[CollectiveTime], ranks: int) -> Line | None:
     passes = np.array([_PASSES[one.kind] for one in of_size], np.float64)
     sent_bytes = passes * [one.bytes * (nearest - 1) / nearest for one in of_size]
     times_ms = np.array([one.ms for one in of_size])
-    return _fit(passes, sent_bytes, times_ms, 1 / times_ms)
+    least_ms = _least_ms(sent_bytes, times_ms)
+    return _fit(passes, sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
 
 
 def send_line(measured: Sequence[CollectiveTime]) -> Line | None:
@@ -112,21 +112,43 @@ def send_line(measured: Sequence[CollectiveTime]) -> Line | None:
     if not sends:
         return None
     times_ms = np.array([one.ms for one in sends])
-    return fitted_line(np.array([float(one.bytes) for one in sends]), times_ms, 1 / times_ms)
+    sent_bytes = np.array([float(one.bytes) for one in sends])
+    least_ms = _least_ms(sent_bytes, times_ms)
+    return fitted_line(sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
 
 
-def fitted_line(x: np.ndarray, times_ms: np.ndarray, weights: np.ndarray) -> Line:
-    """Line through times at `x` whose weighted squares of errors are least; neither part is
-    negative."""
-    return _fit(np.ones_like(x), x, times_ms, weights)
+def fitted_line(
+    x: np.ndarray, times_ms: np.ndarray, weights: np.ndarray, *, least_ms: float = 0.0
+) -> Line:
+    """Line through times at `x` whose weighted squares of errors are least.
+
+    Neither part is negative, and the slope is at least `least_ms`.
+    """
+    return _fit(np.ones_like(x), x, times_ms, weights, least_ms=least_ms)
 
 
-def _fit(fixed: np.ndarray, each: np.ndarray, times_ms: np.ndarray, weights: np.ndarray) -> Line:
+def _fit(
+    fixed: np.ndarray,
+    each: np.ndarray,
+    times_ms: np.ndarray,
+    weights: np.ndarray,
+    *,
+    least_ms: float = 0.0,
+) -> Line:
+    """Fit with at least `least_ms` for each of `each`."""
     columns = np.stack([fixed, each], axis=1) * weights[:, None]
     scale = np.linalg.norm(columns, axis=0)  # rows and bytes are large beside 1
-    coefficients, _ = nnls(columns / scale, times_ms * weights)
+    coefficients, _ = nnls(columns / scale, (times_ms - least_ms * each) * weights)
     fixed_ms, each_ms = (coefficients / scale).tolist()
-    return Line(fixed_ms=fixed_ms, each_ms=each_ms)
+    return Line(fixed_ms=fixed_ms, each_ms=each_ms + least_ms)
+
+
+def _least_ms(sent_bytes: np.ndarray, times_ms: np.ndarray) -> float:
+    """Time of a byte at twice the fastest rate that was measured, as its fixed part counts there.
+
+    Where sizes are small or times scatter, a fit alone may find that bytes cost nothing.
+    """
+    return float((times_ms / sent_bytes).min()) / 2
 
 
 def _flops(rows: _Size, inner: _Size, outer: _Size) -> np.ndarray:

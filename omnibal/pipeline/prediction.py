@@ -16,8 +16,7 @@ class StageMemory(Frozen):
     activations_gib: NonNegativeFloat
     """Activations of all micro-batches in flight."""
     transient_gib: NonNegativeFloat
-    """Working memory at the peak, on top of what is kept at most: of a unit, or of the weight
-    update."""
+    """Working memory of a unit at the peak, on top of what is kept at most."""
 
     @property
     def peak_gib(self) -> float:

@@ -128,8 +128,6 @@ class MemoryTable:
     """Bytes of weights, gradients and optimizer state, [kinds]."""
     tied_bytes: float
     """Part of the state that a stage with both language embed and head has once and not twice."""
-    update_bytes: np.ndarray
-    """Working bytes of the weight update, when no micro-batch is held, [kinds]."""
     others_kept_bytes: np.ndarray
     """Kept of the other micro-batches that are held in a pass; this and the rest are [passes,
     kinds]."""
@@ -150,12 +148,7 @@ class MemoryTable:
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak memory of a stage, all kinds of memory together. [...]"""
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
-        return state + self.most_bytes(counts, recomputed)
-
-    def most_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Most that is held besides the state, in a pass or in the weight update. [...]"""
-        in_passes = self.pass_bytes(counts, recomputed).max(axis=-1)
-        return np.maximum(in_passes, counts @ self.update_bytes)
+        return state + self.pass_bytes(counts, recomputed).max(axis=-1)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak of every pass besides the state. [..., passes]
@@ -251,8 +244,6 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
         kinds=cost.kinds,
         state_bytes=np.array(state_bytes),
         tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
-        update_bytes=cost.update_bytes_per_parameter
-        * np.array([unit.trained_parameters for unit in units], np.float64),
         others_kept_bytes=passes.others @ activation,
         others_input_bytes=passes.others @ boundary,
         own_kept_bytes=passes.own @ activation,
@@ -290,13 +281,13 @@ def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemo
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
     activation_bytes = float(table.activation_bytes(counts, recomputed).max())
-    most_bytes = float(table.most_bytes(counts, recomputed))
+    running_bytes = float(table.pass_bytes(counts, recomputed).max())
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
         gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,
         optimizer_gib=trained * cost.optimizer_bytes_per_parameter / GIB,
         activations_gib=activation_bytes / GIB,
-        transient_gib=(most_bytes - activation_bytes) / GIB,
+        transient_gib=(running_bytes - activation_bytes) / GIB,
     )
 
 

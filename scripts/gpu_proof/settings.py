@@ -66,7 +66,7 @@ PRETENDED = replace(
 
 TINY = replace(
     PRETENDED,
-    tests=("tests/training/test_pretended.py", "-k", "memory"),
+    tests=("tests/training/test_pretended.py", "-k", "single_operations"),
     model="internvl-digits",
     sizes=("--tp", "2", "--pp", "2", "--dp", "2"),
     max_tiles=8,

@@ -98,7 +98,6 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
         weight_bytes_per_parameter=2,
         gradient_bytes_per_parameter=4,
         optimizer_bytes_per_parameter=12,
-        update_bytes_per_parameter=4,
         optimizer_ms_fixed=0.5,
         optimizer_ms_per_parameter=1e-6,
         link_latency_ms=rng.uniform(0, 0.1),

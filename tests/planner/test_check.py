@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
 
-from omnibal.check import check_plan, training_obstacles
+from omnibal.check import check_plan, open_plan, training_obstacles
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
@@ -283,6 +283,8 @@ def test_edited_plan_with_its_old_prediction_is_refused(directory, change):
     write_plan(edited, directory)
     with pytest.raises(UserError, match=r"prediction is of another plan.*remove `prediction`"):
         check_plan(directory)
+    # Training needs no prediction: one of an earlier version must not stop a run under way.
+    assert open_plan(directory, to_train=True).plan == edited
     write_plan(edited.model_copy(update={"prediction": None}), directory)
     assert check_plan(directory)
 

@@ -42,8 +42,6 @@ class RunOptions:
     running: np.ndarray
     """Most bytes of each micro-batch while one of the run's units works on it."""
     state: float
-    update: float
-    """Bytes of the weight update."""
     trained: int
     exchange_ms: float
     """Of the gradient of a tied matrix, with the stage that has the other copy."""
@@ -79,8 +77,6 @@ def run_options(cost: CostModel, held: tuple[str, ...], features: np.ndarray) ->
         kept=np.array(kept_bytes),
         running=np.array(running_bytes),
         state=state,
-        update=cost.update_bytes_per_parameter
-        * sum(cost.units[unit].trained_parameters for unit in held),
         trained=sum(cost.units[unit].trained_parameters for unit in held) - once,
         exchange_ms=both_ways_ms if cost.tied_parameters and len(ends) == 1 else 0.0,
     )
@@ -130,7 +126,7 @@ def peaks(options: RunOptions, ranks: list[np.ndarray], in_flight: int) -> np.nd
             for one in (held[0], held[-1]):
                 others = options.kept[:, held].sum(axis=1) - options.kept[:, one]
                 most = np.maximum(most, others + options.running[:, one])
-    return np.maximum(most, options.update) + options.state
+    return most + options.state
 
 
 def finish_times(

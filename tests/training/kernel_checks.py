@@ -273,6 +273,13 @@ def check_cross_entropy(case: Case) -> None:
             [logits],
         )
         promised(cross_entropy._partial, logits, labels, 0, count)
+    # A whole block without any word that can be.
+    late = torch.full((2, 5000), -torch.inf, device=case.device, dtype=case.dtype)
+    late[:, 4500:] = case.random(2, 500)
+    losses = cross_entropy.CrossEntropy.apply(
+        late, torch.tensor([4600, 4999], device=case.device), cross_entropy.OwnWords(0, 5000, None)
+    )
+    assert losses.isfinite().all(), losses
     _check_divided_cross_entropy(case, 3 * case.random(6, 20))
 
 

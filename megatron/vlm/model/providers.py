@@ -36,7 +36,7 @@ def check_provider(provider: Provider) -> None:
     """Refuse a provider that is not installed.
 
     Raises:
-        UserError: it is Transformer Engine, and that cannot be imported.
+        UserError: it is Transformer Engine, and that is not there.
     """
     if provider == "te" and importlib.util.find_spec("transformer_engine") is None:
         raise UserError(

@@ -105,7 +105,7 @@ def open_trainable(directory: Path) -> PlanFiles:
     Raises:
         UserError: it does not hold, or cannot be trained.
     """
-    planned = open_plan(directory)
+    planned = open_plan(directory, to_train=True)
     obstacles = training_obstacles(planned.plan)
     if obstacles:
         raise UserError(f"{directory}: {'; '.join(obstacles)}")

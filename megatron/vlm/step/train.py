@@ -19,7 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
@@ -160,6 +160,7 @@ def build_trainer(
         [model],
         use_gloo_process_groups=can_save,
     )
+    _update_in_one_kernel(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -197,6 +198,19 @@ def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:
         align_param_gather=overlaps,
         bucket_size=parallel.bucket_parameters,
     )
+
+
+def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
+    """Have torch's AdamW, where core uses it on CUDA, update weights without temporary tensors.
+
+    Core makes it with torch's default, which has the square roots of a rank's second moments all at
+    once: 4 bytes a parameter.
+    """
+    for one in optimizer.chained_optimizers:
+        inner = None if one.is_stub_optimizer else one.optimizer
+        if has_cuda() and isinstance(inner, torch.optim.AdamW):
+            for settings in (inner.defaults, *inner.param_groups):
+                settings.update(fused=True, foreach=False)
 
 
 def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:

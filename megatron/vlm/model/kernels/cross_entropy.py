@@ -18,9 +18,10 @@ def _partial(logits, labels, largest, sums, rows, width, first, count, BLOCK: tl
     for start in range(0, count, BLOCK):
         word = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * width + word, word < count, float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
-        top = higher
+        top_then = top
+        top = tl.maximum(top, tl.max(x, 0))
+        shift = tl.where(top == float("-inf"), 0.0, top)  # as long as all are minus infinity
+        total = total * tl.exp(top_then - shift) + tl.sum(tl.exp(x - shift), 0)
     label = tl.load(labels + row) - first
     is_own = (label >= 0) & (label < count)
     of_label = tl.load(logits + row * width + label, is_own, 0).to(tl.float32)
