@@ -343,8 +343,10 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
-    fixed = (np.arange(len(nothing)) == 0) * one.trained * device.element_bytes
-    transient_bytes = np.stack([each.bytes + fixed * each.weight for each in counts.working])
+    weight_bytes = one.trained * device.element_bytes
+    transient_bytes = np.stack(
+        [each.bytes + _fixed(weight_bytes * each.weight, nothing) for each in counts.working]
+    )
     if not has_backward:
         # Forward needs its input and output, which otherwise count as kept. Beside so little it
         # matters that the stage's own input, the next one and the last output are there too.

@@ -171,11 +171,7 @@ def replay_stages(
     else:
         torch.set_num_threads(1)  # as each process of a job on a CPU has
     info = replay_info(job, options, launch.world_size)
-    if launch.rank == 0:
-        open_replay(output, info)
-        store.set("replay", "open")
-    store.wait(["replay"])
-    open_replay(output, info)
+    open_by_all(launch, store, lambda: open_replay(output, info))
     kept = {replay.stage for replay in read_stages(output, job.plan)}
     # Nobody may write before everybody has read.
     together(store, "read", launch.world_size)
@@ -197,6 +193,15 @@ def replay_stages(
     together(store, "told", launch.world_size)
     if failures and launch.rank == 0:
         raise UserError("; ".join(failures))
+
+
+def open_by_all(launch: Launch, store: dist.Store, open_output: Callable[[], None]) -> None:
+    """Open an output on the first process, which may begin it, and then on all, which find it."""
+    if launch.rank == 0:
+        open_output()
+        store.set("output", "open")
+    store.wait(["output"])
+    open_output()
 
 
 def together(

@@ -45,7 +45,7 @@ class DataParallelOverlap:
         for parameter, node in zip(trained, model.grad_accs, strict=True):
             node.register_hook(partial(self._on_gradient, parameter))
         for unit in _units(model.module):
-            unit.register_forward_pre_hook(self._wait_for_unit)
+            unit.register_forward_pre_hook(partial(self._wait_for, self._buckets_of(unit)))
         self._mark_gathered()
 
     @contextmanager
@@ -100,10 +100,12 @@ class DataParallelOverlap:
         for bucket in self._buckets:
             bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
-    def _wait_for_unit(self, unit: torch.nn.Module, _: object) -> None:
+    def _buckets_of(self, unit: torch.nn.Module) -> set[int]:
         # Core's hooks wait for the parameters of the module that is called. A fused operation of a
         # layer takes those of its norms, which nobody calls.
-        numbers = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
+        return {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
+
+    def _wait_for(self, numbers: set[int], *_: object) -> None:
         for number in numbers:
             self._buckets[number].finish_param_sync(skip_next_bucket_dispatch=True)
 

@@ -137,8 +137,8 @@ def build_trainer(
     """
     stage = build_stage(plan, links.rank, options.drop_path_rate, provider)
     initialize_parameters(stage, seed)
-    overlaps = plan.parallel.data > 1
-    model = DistributedDataParallel(stage.config, _data_parallel_config(plan.parallel), stage)
+    exchange = _data_parallel_config(plan.parallel)
+    model = DistributedDataParallel(stage.config, exchange, stage)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -152,7 +152,7 @@ def build_trainer(
             bf16=plan.precision == "bf16",
             params_dtype=parameter_dtype(plan.precision),
             use_distributed_optimizer=True,
-            overlap_param_gather=overlaps,
+            overlap_param_gather=exchange.overlap_param_gather,
             # A constant scale of 1 changes nothing but makes core look for gradients that are not
             # finite, and leave the weights alone where there are any.
             loss_scale=1.0,
@@ -183,7 +183,7 @@ def build_trainer(
         optimizer=optimizer,
         scheduler=scheduler,
         tied_groups=_tied_groups(tied_copies(plan)),
-        overlap=DataParallelOverlap(model) if overlaps else None,
+        overlap=DataParallelOverlap(model) if exchange.overlap_param_gather else None,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.vlm.measure.pretended.stage import pretend_stage
-from megatron.vlm.measure.replay_job import ReplayJob, shared_progress, together
+from megatron.vlm.measure.replay_job import ReplayJob, open_by_all, shared_progress, together
 from megatron.vlm.run.launch import Launch
 from omnibal.plan import Plan
 from omnibal.pretended import (
@@ -50,11 +50,7 @@ def pretend_stages(
     """
     torch.set_num_threads(1)
     info = pretended_info(job.plan)
-    if launch.rank == 0:
-        open_pretended(output, info)
-        store.set("pretended", "open")
-    store.wait(["pretended"])
-    open_pretended(output, info)
+    open_by_all(launch, store, lambda: open_pretended(output, info))
     kept = {counted.stage for counted in read_pretended(output, job.plan)}
     # Nobody may write before everybody has read.
     together(store, "read", launch.world_size)
