@@ -195,6 +195,7 @@ def deal_in_turn(
         epoch=np.zeros(len(packs), np.int32),
         items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
         tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(order), np.int32),
     )
 
 

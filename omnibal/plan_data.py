@@ -30,6 +30,7 @@ from omnibal.data.steps import (
 )
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.limits import (
     Caps,
     check_limits,
@@ -54,6 +55,8 @@ class SampleData:
     """Packs per step, of all data-parallel ranks together."""
     epochs: int
     seed: int
+    levels: tuple[Level, ...] = ()
+    """Levels of the packs, of rising caps; empty where there is but one, of context size 1."""
     steps: Steps | None = None
     """Steps of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
 
@@ -181,6 +184,11 @@ class MockData:
     caps: Caps
     micro_batches_per_step: int
     """Packs of one data-parallel rank."""
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """No levels: all packs are at the caps, each on one rank."""
+        return ()
 
     @property
     def steps(self) -> None:

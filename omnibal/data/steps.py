@@ -204,6 +204,7 @@ def deal_steps(
         epoch=steps.epoch[order],
         items=item_sums(packs, lengths),
         tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(packs), np.int32),
     )
 
 

@@ -49,6 +49,7 @@ def test_figures_of_a_small_schedule():
         epoch=np.zeros(3, np.int32),
         items={"tiles": np.array([3, 4, 0], np.int32)},
         tokens=np.array([30, 30, 40], np.int32),
+        level=np.zeros(3, np.int32),
     )
     caps, load = Caps.of(tiles=4, tokens=50), np.array([1.0, 3.0, 5.0])
     metrics = measure_packs(scheduled, four_samples(), caps, 2, load, lower_bound=2)

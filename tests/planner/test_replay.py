@@ -238,6 +238,7 @@ def test_a_step_with_what_is_left_over_is_not_chosen(
         epoch=zeros,
         items={"tiles": zeros},
         tokens=zeros,
+        level=np.zeros(len(step), np.int32),
     )
     others = [number for number in range(len(samples_of_packs)) if number != odd]
     assert chosen_steps(scheduled, 10) == tuple(others)

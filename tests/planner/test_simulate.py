@@ -239,6 +239,7 @@ def scheduled_packs() -> ScheduledPacks:
         epoch=0 * step,
         items={"tiles": 0 * step},
         tokens=0 * step,
+        level=np.zeros(len(step), np.int32),
     )
 
 

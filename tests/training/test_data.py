@@ -72,6 +72,7 @@ class Data:
             epoch=np.full(len(rows), epoch, np.int32),
             items={"tiles": packs.sums(self.lengths.column("tiles")).astype(np.int32)},
             tokens=packs.sums(self.lengths.tokens).astype(np.int32),
+            level=np.zeros(len(rows), np.int32),
         )
         return PackDataset(self.reader, scheduled, self.lengths, rows, stage, options)
 
