@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from omnibal.config import ModelConfig
-from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
 from omnibal.parallel import Parallel
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
+from omnibal.pipeline.stage_cost import (
+    LevelStages,
+    OnceAStep,
+    StageTimes,
+    once_a_step_at,
+    workload_times,
+)
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
@@ -22,36 +24,37 @@ _MS_PER_DAY = 86_400_000
 
 
 def predict(
-    cost: CostModel,
+    levels: Sequence[LevelStages],
     model: ModelConfig,
     parallel: Parallel,
-    stages: Sequence[Stage],
-    scheduled: ScheduledPacks,
-    features: np.ndarray,
+    packs: ScheduledPacks,
+    all_steps: Workload,
 ) -> Prediction:
     """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
 
     Args:
-        features: [packs, features] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
+        levels: the plan's stages and costs at every level of its packs.
+        all_steps: of the packs.
 
     Raises:
         UserError: the stages are not the model cut into runs.
     """
-    check_stages(model, stages)
-    memories = stage_memories(cost, stages, scheduled.slot, features)
-    workload = Workload.of(scheduled, features, parallel.data).some_steps(MAX_SIMULATED_STEPS)
-    times, once = stage_times(cost, stages, workload.features), once_a_step(cost, stages)
+    for level in levels:
+        check_stages(model, level.stages)
+    memories = stage_memories(levels, all_steps)
+    workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
+    times, once = workload_times(levels, workload), once_a_step_at(levels)
     simulated = predict_steps(times, workload, once)
     total_ms = float(simulated.step_ms.sum())
     step_ms = total_ms / len(simulated.step_ms)
     wait_fraction = simulated.wait_fractions
-    run_ms = step_ms * scheduled.steps
+    run_ms = step_ms * packs.steps
     return Prediction(
-        cost_source=cost.source,
+        cost_source=levels[0].cost.source,
         step_ms=step_ms,
-        lost=lost_time(cost, stages, workload, step_ms),
+        lost=lost_time(levels, workload, step_ms),
         bubble_fraction=float(wait_fraction.mean()),
-        samples_per_second_per_gpu=len(scheduled.packs.samples)
+        samples_per_second_per_gpu=len(packs.packs.samples)
         / (run_ms / 1e3)
         / parallel.world_size,
         gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,

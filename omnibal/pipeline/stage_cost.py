@@ -1,4 +1,8 @@
-"""Time of pipeline stages: unit costs summed over what a stage holds and recomputes."""
+"""Time of pipeline stages: unit costs summed over what a stage holds and recomputes.
+
+Units cost, and stages recompute, by the level of the micro-batch; all else of stages is the same at
+every level.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +19,18 @@ from omnibal.pipeline.units import (
     recomputed_counts,
     unit_counts,
 )
+from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LevelStages:
+    """Stages as they are for packs of one level."""
+
+    cost: CostModel
+    """What units cost on such packs."""
+    stages: tuple[Stage, ...]
+    """Stages with the layers that they recompute on such packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,6 +47,25 @@ class StageTimes:
     """Time of one send of the activation over each cut, [packs, stages - 1]."""
     backward_link_ms: np.ndarray
     """Time of one send of its gradient, 0 where none is needed, [packs, stages - 1]."""
+
+
+def workload_times(levels: Sequence[LevelStages], workload: Workload) -> StageTimes:
+    """Times of every row of the workload on the stages, each at its own level. [rows, ...]"""
+    if len(levels) == 1:
+        return stage_times(levels[0].cost, levels[0].stages, workload.features)
+    rows = [np.flatnonzero(workload.level == index) for index in range(len(levels))]
+    order = np.argsort(np.concatenate(rows))
+    parts = [
+        stage_times(level.cost, level.stages, workload.features[of_level])
+        for level, of_level in zip(levels, rows, strict=True)
+    ]
+    return StageTimes(
+        forward_ms=np.concatenate([part.forward_ms for part in parts])[order],
+        backward_ms=np.concatenate([part.backward_ms for part in parts])[order],
+        recompute_ms=np.concatenate([part.recompute_ms for part in parts])[order],
+        forward_link_ms=np.concatenate([part.forward_link_ms for part in parts])[order],
+        backward_link_ms=np.concatenate([part.backward_link_ms for part in parts])[order],
+    )
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
@@ -130,6 +164,11 @@ def once_a_step(cost: CostModel, stages: Sequence[Stage]) -> OnceAStep:
         tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, counts),
         update_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
     )
+
+
+def once_a_step_at(levels: Sequence[LevelStages]) -> OnceAStep:
+    """Exchange and weight update of every stage, which are of no level: the first says it."""
+    return once_a_step(levels[0].cost, levels[0].stages)
 
 
 def bucket_counts(cost: CostModel, parameters: np.ndarray) -> np.ndarray:
