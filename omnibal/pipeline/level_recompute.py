@@ -103,7 +103,8 @@ def recomputes_of_levels(
     stage = np.flatnonzero(every)
     low, high = _box(fit, stage)
     grids = [_Grid.of(*corners, most) for corners in zip(low, high, strict=True)]
-    row = np.repeat(np.arange(len(stage)), [len(grid.points) for grid in grids])
+    sizes = np.array([len(grid.near) for grid in grids], np.int64)
+    row = np.repeat(np.arange(len(stage)), sizes)
     last = np.array([grid.last for grid in grids], np.int64)[row]
     none = np.zeros((0, fit.held.shape[1]), np.int64)
     near = np.concatenate([none, *(grid.near for grid in grids)])
