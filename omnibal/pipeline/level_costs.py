@@ -6,7 +6,8 @@ in flight is told nothing of levels.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,24 +41,12 @@ def features_of(workload: Workload, cost: CostModel) -> np.ndarray:
 
 def _joined(units: Sequence[UnitCost]) -> UnitCost:
     moments = max(len(unit.transient_bytes) for unit in units)
-    return UnitCost(
-        forward_ms=np.concatenate([unit.forward_ms for unit in units]),
-        backward_ms=np.concatenate([unit.backward_ms for unit in units]),
-        recompute_ms=np.concatenate([unit.recompute_ms for unit in units]),
-        collective_ms=np.concatenate([unit.collective_ms for unit in units], axis=1),
-        padding_ms=np.concatenate([unit.padding_ms for unit in units], axis=1),
-        activation_bytes=np.concatenate([unit.activation_bytes for unit in units]),
-        boundary_bytes=np.concatenate([unit.boundary_bytes for unit in units]),
-        output_bytes=np.concatenate([unit.output_bytes for unit in units]),
-        output_gradient_bytes=np.concatenate([unit.output_gradient_bytes for unit in units]),
-        transient_bytes=np.concatenate(
-            [_of_moments(unit.transient_bytes, moments) for unit in units], axis=1
-        ),
-        parameters=units[0].parameters,
-        trained_parameters=units[0].trained_parameters,
-    )
-
-
-def _of_moments(transient_bytes: np.ndarray, moments: int) -> np.ndarray:
-    """With moments of no working memory added. [moments, features]"""
-    return np.pad(transient_bytes, ((0, moments - len(transient_bytes)), (0, 0)))
+    joined: dict[str, Any] = {}
+    for each in fields(UnitCost):
+        values = [getattr(unit, each.name) for unit in units]
+        if each.name == "transient_bytes":
+            # Moments that a level does not have take nothing.
+            values = [np.pad(value, ((0, moments - len(value)), (0, 0))) for value in values]
+        if isinstance(values[0], np.ndarray):
+            joined[each.name] = np.concatenate(values, axis=-1)
+    return replace(units[0], **joined)

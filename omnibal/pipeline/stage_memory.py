@@ -310,7 +310,9 @@ def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     rng = np.random.default_rng(0)
     shape = _CHOICES, cost.levels, len(cost.kinds)
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
-    counts = np.where(is_layer, rng.integers(0, _MOST_LAYERS, shape[::2]), rng.integers(0, 2, shape[::2]))
+    counts = np.where(
+        is_layer, rng.integers(0, _MOST_LAYERS, shape[::2]), rng.integers(0, 2, shape[::2])
+    )
     # Some levels recompute nothing and some all of it, as most do.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
     recomputed = np.rint(share * counts[:, None] * is_layer).reshape(_CHOICES, -1)
