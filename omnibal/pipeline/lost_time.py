@@ -10,27 +10,29 @@ from itertools import pairwise
 
 import numpy as np
 
-from omnibal.cost.model import UnitCost
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
-    LevelStages,
     OnceAStep,
     StageTimes,
-    once_a_step_at,
+    once_a_step,
     workload_times,
 )
 from omnibal.pipeline.workload import Workload
 
 
-def lost_time(levels: Sequence[LevelStages], workload: Workload, step_ms: float) -> LostTime:
+def lost_time(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload, step_ms: float
+) -> LostTime:
     """Time that the mean step of the workload loses to each cause, in ms.
 
     Args:
         step_ms: of the mean step, as `predict_steps` gives it for the same workload.
     """
-    times = causes_of(levels, workload)
-    return lost_time_of(times, workload, once_a_step_at(levels), step_ms)
+    times = causes_of(cost, stages_at, workload)
+    return lost_time_of(times, workload, once_a_step(cost, stages_at[0]), step_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,11 +48,13 @@ class CauseTimes:
     """Times without either and without work on padding."""
 
 
-def causes_of(levels: Sequence[LevelStages], workload: Workload) -> CauseTimes:
+def causes_of(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
+) -> CauseTimes:
     """Times of the workload's rows by the costs, with one cause less each."""
 
     def without(*causes: _Cause) -> StageTimes:
-        return workload_times([_without(level, causes) for level in levels], workload)
+        return workload_times(_without(cost, causes), stages_at, workload)
 
     all_ = without()
     return CauseTimes(
@@ -119,10 +123,10 @@ def _padding(unit: UnitCost) -> np.ndarray:
     return unit.padding_ms
 
 
-def _without(level: LevelStages, causes: Sequence[_Cause]) -> LevelStages:
-    """The level with costs that lack some causes."""
+def _without(cost: CostModel, causes: Sequence[_Cause]) -> CostModel:
+    """The costs without some causes."""
     if not causes:
-        return level
+        return cost
 
     def bare(unit: UnitCost) -> UnitCost:
         forward_ms, backward_ms = np.sum([cause(unit) for cause in causes], axis=0)
@@ -134,8 +138,7 @@ def _without(level: LevelStages, causes: Sequence[_Cause]) -> LevelStages:
             recompute_ms=np.maximum(unit.recompute_ms - forward_ms, 0),
         )
 
-    units = {kind: bare(unit) for kind, unit in level.cost.units.items()}
-    return replace(level, cost=replace(level.cost, units=units))
+    return replace(cost, units={kind: bare(unit) for kind, unit in cost.units.items()})
 
 
 def _without_links(times: StageTimes) -> StageTimes:

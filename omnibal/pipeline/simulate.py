@@ -22,10 +22,9 @@ from omnibal.pipeline.operation_graph import OperationGraph, planned_graph, requ
 from omnibal.pipeline.schedules import Pass, Schedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
-    LevelStages,
     OnceAStep,
     StageTimes,
-    once_a_step_at,
+    once_a_step,
     workload_times,
 )
 from omnibal.pipeline.workload import Workload
@@ -338,9 +337,12 @@ def _padded(
 
 def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
     """Simulate every step of a workload of one level on the given stages."""
-    return simulate_levels([LevelStages(cost=cost, stages=tuple(stages))], workload)
+    return simulate_levels(cost, [stages], workload)
 
 
-def simulate_levels(levels: Sequence[LevelStages], workload: Workload) -> StepTimes:
-    """Simulate every step of the workload on the stages at their levels."""
-    return predict_steps(workload_times(levels, workload), workload, once_a_step_at(levels))
+def simulate_levels(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
+) -> StepTimes:
+    """Simulate every step of a workload, with the costs and the stages of all its levels."""
+    times = workload_times(cost, stages_at, workload)
+    return predict_steps(times, workload, once_a_step(cost, stages_at[0]))
