@@ -4,6 +4,7 @@ Everything that plans, checks or replays a job is given a `JobSpec` whole. One t
 and has its costs, so nobody checks or counts again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -11,11 +12,13 @@ import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.errors import UserError
+from omnibal.levels import Level
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage_cost import model_ms
@@ -57,6 +60,15 @@ class JobSpec:
         if self.profile is None:
             return analytic_cost(*sizes)
         return fitted_cost(self.profile, *sizes)
+
+    def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
+        """Costs of units on packs of every level; without levels, `cost` alone.
+
+        Raises:
+            UserError: a level exchanges heads that its context size does not divide.
+        """
+        sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+        return costs_at(self.cost, *sizes, levels)
 
     @classmethod
     def of_plan(cls, plan: Plan, profile: Profile | None) -> Self:
