@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from plan_cases import example_lengths, job_spec
 
-from omnibal.check import check_plan
+from omnibal.check import check_plan, open_plan
+from omnibal.cli.simulate import simulate
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums, read_packs, write_packs
@@ -23,6 +24,8 @@ from omnibal.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.plan_data import SampleData
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanResult, prediction_of
+from omnibal.report.page import write_report
+from omnibal.report.tables import stage_table
 
 pytestmark = pytest.mark.quick
 
@@ -305,3 +308,22 @@ def test_steps_count_a_shared_pack_for_each_of_its_ranks(tmp_path: Path) -> None
     assert len(set(np.bincount(packs.step).tolist())) > 2  # one may differ in any plan
     save_plan(made, tmp_path / "plan")
     assert any(line.startswith("steps are of 8 packs") for line in check_plan(tmp_path / "plan"))
+
+
+def test_simulation_and_report_are_of_the_levels(
+    directory: Path, result: PlanResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents figures of a plan's shared packs as if each were one rank's, and hidden layers."""
+    simulate(directory, None, None, True)
+    simulated = json.loads(capsys.readouterr().out)
+    prediction = result.plan.prediction
+    assert simulated["step_ms_mean"] == pytest.approx(prediction.step_ms)
+    output = directory.parent / "report.html"
+    write_report(open_plan(directory), None, output)
+    page = output.read_text()
+    assert "its share of a pack of 2 ranks" in page
+    assert "0 / 1 recomputed by level" in page
+    table = stage_table(result.plan, None, None)
+    (titles,) = [[column.title for column in table.columns]]
+    at = titles.index("recomputed by level")
+    assert [row[at] for section in table.sections for row in section] == ["0 / 0", "0 / 1"]
