@@ -169,11 +169,15 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
             "sent_features_F": torch.tensor(order, dtype=torch.int64) if whole.tiles else None,
             "feature_counts": tuple(counts),
         }
+        if whole.drop_path_keys_T is not None:
+            own_tiles = slice(share.own_tiles.start, share.own_tiles.stop)
+            images["drop_path_keys_T"] = whole.drop_path_keys_T[own_tiles]
     kept = [i for i, row in enumerate(whole.loss_positions_L.tolist()) if row in local]
     return MicroBatch(
         tiles=len(share.own_tiles),
         tokens=len(local),
         segment_tokens=tuple(share.own_pieces.tokens.tolist()),
+        level=whole.level,
         share=share,
         token_ids_S=whole.token_ids_S[rows[part]],
         **images,
