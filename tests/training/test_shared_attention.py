@@ -151,5 +151,5 @@ def check_exchange(links):
     expected = [[source, rank, n] for source in range(RANKS) for n in range(received[source])]
     (got * (rank + 1)).sum().backward()
     factors = rows.detach()[:, 1:2] + 1
-    same = got.tolist() == expected or not expected and not len(got)
+    same = got.tolist() == expected or (not expected and not len(got))
     return same and torch.equal(rows.grad, factors.expand_as(rows))

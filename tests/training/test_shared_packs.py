@@ -26,7 +26,7 @@ from omnibal.plan import Plan, PlannedLevel
 # shared. There are packs without images, with fewer tiles than ranks, and with a sample of which
 # some rank has nothing.
 FULL = [
-    (1, [[(2, 30), (0, 9)], [(0, 25), (0, 4)]]),
+    (1, [[(2, 6), (3, 3), (0, 19)], [(0, 25), (0, 4)]]),
     (0, [[(1, 6)], [(0, 9)], [(2, 5), (0, 3)], [(0, 4)]]),
     (2, [[(3, 41), (0, 5)], [(0, 33)]]),
 ]
@@ -120,9 +120,7 @@ def whole_packs(plan, number, drop_path):
             batch = toy_batch(plan.model, samples, seed=100 * number + 10 * place + index)
             weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
             keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + place if drop_path else None
-            row.append(
-                replace(batch, level=level, loss_weights_L=weights, drop_path_keys_T=keys)
-            )
+            row.append(replace(batch, level=level, loss_weights_L=weights, drop_path_keys_T=keys))
         yield level, row
 
 

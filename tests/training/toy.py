@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.inputs.share import Share
 from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
+from megatron.vlm.inputs.share import Share
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.encoders import TilesEncoder
