@@ -82,6 +82,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             recompute_ms=0.7 * forward_ms + 0.1 * forward_ms[::-1],
             collective_ms=0.1 * np.stack([forward_ms, backward_ms]),
             padding_ms=np.zeros((2, len(features))),
+            context_ms=np.zeros((2, len(features))),
             activation_bytes=boundary_bytes + rng.uniform(0, 8e6, len(features)),
             boundary_bytes=boundary_bytes,
             output_bytes=output_bytes,
