@@ -58,6 +58,49 @@ class Share:
         return range(*self.tile_bounds[self.part : self.part + 2].tolist())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ShareLayout:
+    """Where a share's tokens are, and which of them other ranks attend to. Arrays have one entry an
+    own piece."""
+
+    ranks: int
+    own: Pieces
+    own_start: np.ndarray
+    """First token of every own piece among this rank's, int64."""
+    own_divided: np.ndarray
+    """Whether other ranks have tokens of the same sample, bool."""
+    divided: Pieces
+    """Divided pieces of all ranks, in rank order."""
+    padding: int
+
+    @classmethod
+    def of(cls, share: Share, padding: int) -> "ShareLayout":
+        """Lay out a share with so many tokens of padding after it."""
+        divided = share.pieces.divided
+        is_own = share.pieces.rank == share.part
+        own = share.pieces.take(is_own)
+        return cls(
+            ranks=share.context,
+            own=own,
+            own_start=np.cumsum(own.tokens) - own.tokens,
+            own_divided=divided[is_own],
+            divided=share.pieces.take(divided),
+            padding=padding,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank, with padding."""
+        return int(self.own.tokens.sum()) + self.padding
+
+    @property
+    def divided_tokens(self) -> np.ndarray:
+        """Tokens of every rank's divided pieces, int64 [context]."""
+        sums = np.zeros(self.ranks, np.int64)
+        np.add.at(sums, self.divided.rank, self.divided.tokens)
+        return sums
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
     """Levels of a plan's packs, and the data-parallel rank whose shares are wanted."""

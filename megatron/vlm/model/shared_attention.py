@@ -28,14 +28,13 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.vlm.inputs.batch import borders_of
-from megatron.vlm.inputs.share import Share
+from megatron.vlm.inputs.share import Share, ShareLayout
 from megatron.vlm.model.exchange import (
     Gathering,
     exchange_rows,
     gather_rows,
     scatter_gradients,
 )
-from omnibal.data.cut import Pieces
 from omnibal.levels import ContextExchange
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams, bool], torch.Tensor]
@@ -65,58 +64,14 @@ def shared_attention(
         padding: tokens after the share's, which attend to each other.
         group: ranks of the block.
     """
-    divided = share.pieces.divided
-    if not divided.any():
+    layout = ShareLayout.of(share, padding)
+    if not len(layout.divided):
         return None
-    layout = _Layout.of(share, divided, padding)
     match share.exchange:
         case ContextExchange.GATHER:
             return _GatheredKeys.of(layout, group, device)
         case ContextExchange.HEADS:
             return _DividedHeads.of(layout, group, device)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Layout:
-    """Where a share's tokens are. Arrays are int64 with one entry a piece."""
-
-    part: int
-    ranks: int
-    own: Pieces
-    own_start: np.ndarray
-    """First token of every own piece among this rank's."""
-    own_divided: np.ndarray
-    divided: Pieces
-    """Divided pieces of all ranks, in rank order."""
-    padding: int
-
-    @classmethod
-    def of(cls, share: Share, divided: np.ndarray, padding: int) -> "_Layout":
-        is_own = share.pieces.rank == share.part
-        own = share.pieces.take(is_own)
-        return cls(
-            part=share.part,
-            ranks=share.context,
-            own=own,
-            own_start=np.cumsum(own.tokens) - own.tokens,
-            own_divided=divided[is_own],
-            divided=share.pieces.take(divided),
-            padding=padding,
-        )
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of this rank, with padding."""
-        return int(self.own.tokens.sum()) + self.padding
-
-    @property
-    def divided_tokens(self) -> np.ndarray:
-        """Tokens of every rank's divided pieces. [C]"""
-        return _sums(self.divided.rank, self.divided.tokens, self.ranks)
-
-    def divided_rows(self, device: torch.device) -> torch.Tensor:
-        """This rank's tokens of divided samples, in order. [R]"""
-        return _ranges(self.own_start[self.own_divided], self.own.tokens[self.own_divided], device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -127,14 +82,16 @@ class _GatheredKeys(SharedAttention):
     keeps_keys: bool = False
 
     @classmethod
-    def of(cls, layout: _Layout, group: dist.ProcessGroup, device: torch.device) -> "_GatheredKeys":
+    def of(
+        cls, layout: ShareLayout, group: dist.ProcessGroup, device: torch.device
+    ) -> "_GatheredKeys":
         most = int(layout.divided_tokens.max())
         starts, counts, key_tokens = _wanted_ranges(layout, most)
         query_tokens = layout.own.tokens.tolist()
         if layout.padding:
             query_tokens.append(layout.padding)
         gathering = Gathering(
-            sent_S=layout.divided_rows(device),
+            sent_S=_divided_rows(layout, device),
             most_sent=most,
             wanted_W=_ranges(starts, counts, device),
             group=group,
@@ -161,7 +118,7 @@ class _GatheredKeys(SharedAttention):
         return _GatherBefore.apply(context_TND, again)
 
 
-def _wanted_ranges(layout: _Layout, most: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Runs of rows that make up the keys of this rank's pieces, as `Gathering.wanted_W` counts.
 
     Returns:
@@ -284,7 +241,9 @@ class _DividedHeads(SharedAttention):
     whole_borders: PackedSeqParams | None
 
     @classmethod
-    def of(cls, layout: _Layout, group: dist.ProcessGroup, device: torch.device) -> "_DividedHeads":
+    def of(
+        cls, layout: ShareLayout, group: dist.ProcessGroup, device: torch.device
+    ) -> "_DividedHeads":
         divided, own, is_whole = layout.divided, layout.own, ~layout.own_divided
         by_place = np.lexsort((divided.first, divided.sample))
         sent_row = np.cumsum(divided.tokens) - divided.tokens
@@ -293,10 +252,11 @@ class _DividedHeads(SharedAttention):
         if layout.padding:
             whole_start = np.append(whole_start, layout.tokens - layout.padding)
             whole_tokens = np.append(whole_tokens, layout.padding)
-        rows_R = layout.divided_rows(device)
+        rows_R = _divided_rows(layout, device)
         whole_rows = _ranges(whole_start, whole_tokens, device)
-        sample_tokens = _sums(divided.sample, divided.tokens, int(divided.sample.max()) + 1)
-        segments = sample_tokens[sample_tokens > 0].tolist()
+        sample = divided.sample[by_place]
+        borders = np.flatnonzero(np.diff(sample, prepend=-1))
+        segments = np.add.reduceat(divided.tokens[by_place], borders).tolist()
         whole = whole_tokens.tolist()
         return cls(
             group=group,
@@ -343,6 +303,12 @@ class _DividedHeads(SharedAttention):
         return back.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
 
 
+def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
+    """This rank's tokens of divided samples, in order. [R]"""
+    mine = layout.own_divided
+    return _ranges(layout.own_start[mine], layout.own.tokens[mine], device)
+
+
 def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
     """Numbers of runs of so many from each start, one run after another, int64."""
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
@@ -357,10 +323,3 @@ def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> tor
 def _inverse(order: torch.Tensor) -> torch.Tensor:
     """Place of every number in a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def _sums(keys: np.ndarray, values: np.ndarray, length: int) -> np.ndarray:
-    """Sums of the values of every key, int64 [length]."""
-    sums = np.zeros(length, np.int64)
-    np.add.at(sums, keys, values)
-    return sums
