@@ -89,7 +89,7 @@ def test_memory_of_table_5(data: paper.Data):
         job.paper_stages(job.job.recomputed),
     )
     for stages, left in zip(splits, paper.TABLE_5.values(), strict=True):
-        memories = stage_memories(cost, stages, workload.slot, workload.features)
+        memories = stage_memories(cost, [stages], workload)
         used_gb = np.array([memory.peak_gib * paper.GB_PER_GIB for memory in memories])
         # A framework allocates some gigabytes more.
         assert np.all(used_gb < 1.01 * (80 - np.array(left)))
