@@ -15,7 +15,8 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost
-from omnibal.cost.shares import share_features
+from omnibal.cost.shares import part_features, share_features
+from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.shares import shares_of
@@ -23,6 +24,7 @@ from omnibal.errors import UserError
 from omnibal.levels import Level
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
+from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.workload import Workload
@@ -109,6 +111,23 @@ class JobSpec:
         """Memory that a stage may fill of one device, in GiB."""
         return memory_cap_gib(self.cluster)
 
-    def load_ms(self, packs: Packs, lengths: Lengths) -> np.ndarray:
-        """Predict the ms of every pack on the whole model, by which packs are balanced. [packs]"""
-        return model_ms(self.cost, self.model, pack_features(packs, lengths, self.cost.features))
+    def load_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level] = ()) -> np.ndarray:
+        """Predict the ms of every pack on the whole model, by which packs are balanced. [packs]
+
+        Of a pack that ranks share it is the time of the slowest.
+        """
+        if not levels:
+            features = pack_features(packs, lengths, self.cost.features)
+            return model_ms(self.cost, self.model, features)
+        of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
+        costs = self.costs_at(levels)
+        for index, (level, cost) in enumerate(zip(levels, costs, strict=True)):
+            rows = np.flatnonzero(of_packs == index)
+            if len(rows):
+                parts = part_features(packs.take(rows), lengths, level, cost.features)
+                load[rows] = model_ms(cost, self.model, parts).max(axis=1)
+        return load
+
+    def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
+        """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
+        return worth_filling(self.costs_at(levels), self.model, lengths, levels)

@@ -13,7 +13,7 @@ import numpy as np
 
 from omnibal.levels import CutRule, Level
 
-_SHORT_SHARE = 0.25
+SHORT_SHARE = 0.25
 """Share of a rank's mean cost up to which `whole` leaves a sample whole: no rank then has over a
 quarter more than the mean."""
 
@@ -111,6 +111,13 @@ def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> P
             return _cut_long(samples, level.context, level.attention_weight)
 
 
+def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
+    """Leave every sample of one pack whole, on its one rank."""
+    tokens = np.asarray(sample_tokens, np.int64)
+    zeros = np.zeros(len(tokens), np.int64)
+    return Pieces(pack=zeros, rank=zeros, sample=np.arange(len(tokens)), first=zeros, stop=tokens)
+
+
 def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
     """Bounds of the items of a pack that each of its ranks encodes: rank r has from entry r to
     entry r + 1. int64 [..., context + 1]"""
@@ -201,7 +208,7 @@ def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Piece
     cut the others by zigzag."""
     cost = samples.cost(attention_weight)
     mean = np.add.reduceat(cost, samples.offsets[:-1]) / context
-    is_short = cost <= _SHORT_SHARE * mean[samples.pack]
+    is_short = cost <= SHORT_SHARE * mean[samples.pack]
     rank = np.zeros(len(cost), np.int64)
     most_first = np.lexsort((-cost, samples.pack))
     most_first = most_first[is_short[most_first]]

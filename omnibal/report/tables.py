@@ -56,8 +56,11 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
     stages, times = plan.stages, stage_times_by_source(plan, run, replay)
     counts = {
-        **{tower: [len(s.layers(tower)) for s in stages] for tower in plan.model.towers},
-        "recomputed": [s.recomputed_layers for s in stages],
+        **{tower: [str(len(s.layers(tower))) for s in stages] for tower in plan.model.towers},
+        "recomputed by level" if plan.levels else "recomputed": [
+            " / ".join(str(stage.recomputed_layers) for stage in at_levels)
+            for at_levels in zip(*plan.stages_at_levels, strict=True)
+        ],
     }
     waits = {
         "predicted": [s.wait_fraction for s in plan.prediction.stages] if plan.prediction else (),
@@ -66,7 +69,7 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     }
     columns = [
         _column("stage", [str(i) for i in range(len(stages))], "left"),
-        *(_column(name, [f"{n}" for n in of], group="layers") for name, of in counts.items()),
+        *(_column(name, of, group="layers") for name, of in counts.items()),
         *_beside("forward, ms", {k: [time.forward_ms for time in v] for k, v in times.items()}),
         *_beside("backward, ms", {k: [time.backward_ms for time in v] for k, v in times.items()}),
         *_beside("waiting, %", {k: [100 * share for share in v] for k, v in waits.items()}),
@@ -188,10 +191,10 @@ def answers_table(evaluation: Evaluation) -> Table | None:
     return Table.of_columns("Examples", columns, caption)
 
 
-def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, dp: int) -> Facts:
-    """Facts about the micro-batches of `dp` ranks: fill and balance."""
-    bound = naive_lower_bound(lengths, data.caps)
-    m = measure_packs(packs, lengths, data.caps, dp, packs.tokens, bound)
+def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, plan: Plan) -> Facts:
+    """Facts about the micro-batches of all ranks: fill and balance, and what ranks exchange."""
+    bound, dp = naive_lower_bound(lengths, data.caps), plan.parallel.data
+    m = measure_packs(packs, lengths, data.caps, dp, packs.tokens, bound, plan.levels)
     entries = [
         ("Samples", f"{len(lengths):,}, {m.samples_per_pack:.3g} per pack"),
         ("Packs", f"{m.packs:,} (at least {m.packs_lower_bound:,} are needed)"),
@@ -205,6 +208,12 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, dp: i
             (f"Uneven {name}", f"{percent(ratio)} below the busiest of {dp} ranks")
             for name, ratio in m.dist_ratio.items()
         ]
+        uneven = f"{percent(m.attention_balance_ratio)} below the busiest of {dp} ranks"
+        entries.append(("Uneven attention", uneven))
+    if plan.levels:
+        divided = f"{percent(m.exchanged_ratio)} in samples that are divided"
+        shared = f"{percent(m.communication_ratio)} of tokens, {divided}"
+        entries.append(("In shared packs", shared))
     count = data.micro_batches_per_step
     entries += [
         ("Steps", f"{m.steps:,} of {count} micro-batches on each of {dp} ranks"),
