@@ -233,8 +233,10 @@ def _of_heads(
     turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
     exchange = _Pass(
         sent_bytes=turned_bytes * (context - 1) / context,
-        # Chosen and put together by rank, then by sample; the output back, and beside the rest.
-        copied_bytes=6 * turned_bytes + 4 * features.one("tokens") * query_bytes,
+        # Queries, keys and values are chosen and put together by rank, then by sample; the output
+        # is by rank, back, and beside that of whole samples.
+        copied_bytes=exchanged * (10 * query_bytes + 6 * key_value_bytes)
+        + 4 * features.one("tokens") * query_bytes,
         collectives=2,
         kernels=12,
     )
