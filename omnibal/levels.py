@@ -43,6 +43,15 @@ class ContextExchange(StrEnum):
     2309.14509)."""
 
 
+class FillRule(StrEnum):
+    """Rule by which samples of short levels fill the room of long packs."""
+
+    COST = "cost"
+    """Those that take less device time there than in a pack of their own level."""
+    GREEDY = "greedy"
+    """All that fit: GreedyFill of HBP (section 4)."""
+
+
 class Level(Frozen):
     """Size limit of packs, and how the ranks that share one divide it."""
 

@@ -50,10 +50,12 @@ class DataPlan(Shapes):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
     packs_per_step: Count
-    """Packs of all ranks in every step of an epoch but one."""
+    """Packs of all ranks in every step of an epoch but one, a shared one once for each rank."""
     samples: Count
     packs: Count
     steps: Count
+    curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
+    """First steps that are made of packs of the shortest level alone."""
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
@@ -67,6 +69,11 @@ class PlannedLevel(Level):
 
     recompute: tuple[tuple[Words, ...], ...]
     """Layers of each stage whose activations are recomputed in the backward pass of such packs."""
+
+    @property
+    def unplanned(self) -> Level:
+        """The level without its recomputed layers."""
+        return Level(**{name: getattr(self, name) for name in Level.model_fields})
 
 
 class Plan(Frozen):
@@ -110,6 +117,11 @@ class Plan(Frozen):
             stage.model_copy(update={"recompute": layers})
             for stage, layers in zip(self.stages, again, strict=True)
         )
+
+    @property
+    def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
+        """Stages with the layers that they recompute, of every level."""
+        return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
 
     def context_of(self, level: int) -> int:
         """Data-parallel ranks that share a pack of a level."""

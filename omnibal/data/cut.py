@@ -13,7 +13,7 @@ import numpy as np
 
 from omnibal.levels import CutRule, Level
 
-_SHORT_SHARE = 0.25
+SHORT_SHARE = 0.25
 """Share of a rank's mean cost up to which `whole` leaves a sample whole: no rank then has over a
 quarter more than the mean."""
 
@@ -201,7 +201,7 @@ def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Piece
     cut the others by zigzag."""
     cost = samples.cost(attention_weight)
     mean = np.add.reduceat(cost, samples.offsets[:-1]) / context
-    is_short = cost <= _SHORT_SHARE * mean[samples.pack]
+    is_short = cost <= SHORT_SHARE * mean[samples.pack]
     rank = np.zeros(len(cost), np.int64)
     most_first = np.lexsort((-cost, samples.pack))
     most_first = most_first[is_short[most_first]]
