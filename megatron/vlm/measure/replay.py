@@ -372,8 +372,9 @@ def replay_stage(
     failure = None
     try:
         with standing_in(plan.parallel, stage) as links:
-            replayer = StageReplayer(plan, links, provider=provider)
-            return _replay(replayer, stage, work, load, on_run)
+            # Under no name, which would hold the stage while its memory is to be freed.
+            built = partial(StageReplayer, plan, links, provider=provider)
+            return _replay(built(), stage, work, load, on_run)
     except torch.OutOfMemoryError as error:
         failure = str(error).splitlines()[0]
     finally:
