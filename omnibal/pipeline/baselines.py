@@ -91,8 +91,8 @@ def baseline_stages(
     if cost.levels > 1:
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "
-            "method omnibal chooses what to recompute at each level: leave out --partition and "
-            "--recompute, or plan one level"
+            "method omnibal chooses what to recompute at each level: leave out --method and "
+            "--recompute, or plan with --levels 1"
         )
     if method == PartitionMethod.OMNIBAL or rule == RecomputeRule.CHEAPEST:
         raise UserError(

@@ -18,7 +18,7 @@ from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel
-from omnibal.pipeline import partition
+from omnibal.pipeline import stage_options
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
@@ -91,7 +91,7 @@ def test_the_search_over_levels_equals_brute_force(
         unlike += len(set(map(str, result.stages_at))) > 1
         quick = search_stages(cost, model, packs, p, cap, prove=False)
         with monkeypatch.context() as coarsely:
-            coarsely.setattr(partition, "_MOST_OPTIONS", 1)
+            coarsely.setattr(stage_options, "_MOST_OPTIONS", 1)
             coarse = search_stages(cost, model, packs, p, cap)
         for found in (result, quick, coarse):
             for stages in found.stages_at:
@@ -136,7 +136,7 @@ def test_a_large_model_of_levels_is_searched_with_few_options(
 ):
     """Prevents a search without end, or a split that does not fit, where there is no room for all
     recomputed sets, other grids of them as runs are ruled out, and a changing result."""
-    monkeypatch.setattr(partition, "_MOST_OPTIONS", 400)
+    monkeypatch.setattr(stage_options, "_MOST_OPTIONS", 400)
     model = load_model("llama3.1-70b")
     parallel = Parallel(tensor=8, pipeline=stages, data=8, sequence_parallel=True)
     cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 1000.0})
