@@ -15,18 +15,21 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost
-from omnibal.cost.shares import part_features
+from omnibal.cost.shares import part_features, share_features
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.shares import shares_of
 from omnibal.errors import UserError
 from omnibal.levels import Level
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.filling import worth_filling
+from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
-from omnibal.units import frozen_mistake
+from omnibal.units import feature_names_at, frozen_mistake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,6 +75,20 @@ class JobSpec:
         """
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         return costs_at(self.cost, *sizes, levels)
+
+    def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
+        """Costs of units at every level side by side, as a plan is predicted and checked with."""
+        return side_by_side(self.costs_at(levels))
+
+    def workload(
+        self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
+    ) -> Workload:
+        """Count what every rank computes of scheduled packs of these levels, micro-batch by
+        micro-batch."""
+        shares = shares_of(packs, levels)
+        names = feature_names_at(self.cost.features, levels)
+        features = share_features(packs, lengths, levels, names, shares)
+        return Workload.of_shares(shares, features, self.parallel.data)
 
     @classmethod
     def of_plan(cls, plan: Plan, profile: Profile | None) -> Self:

@@ -118,6 +118,11 @@ class Plan(Frozen):
             for stage, layers in zip(self.stages, again, strict=True)
         )
 
+    @property
+    def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
+        """Stages with the layers that they recompute, of every level."""
+        return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
+
     def context_of(self, level: int) -> int:
         """Data-parallel ranks that share a pack of a level."""
         return self.levels[level].context if self.levels else 1

@@ -92,6 +92,11 @@ class CostModel:
     count it, but a stage that holds both units has it once."""
 
     @property
+    def levels(self) -> int:
+        """Levels whose features stand side by side; see `omnibal.pipeline.level_costs`."""
+        return self.features.count(self.features[0])
+
+    @property
     def tied_trained_parameters(self) -> int:
         """Tied parameters that are trained: all, or 0 where they are frozen."""
         return self.tied_parameters if self.units[HEAD].trained_parameters else 0

@@ -6,6 +6,10 @@ pass of the schedule and at every kind of unit in it. While a unit runs backward
 it have let go of what they kept of that micro-batch, so the head's working memory, for one, and a
 recomputed layer's do not come together. A recomputed layer keeps only its input; the rest comes
 back as working memory while its backward runs. A stage's output is free again once it is sent.
+
+Micro-batches of several levels are in flight together, and each level recomputes layers of its own:
+what is kept of each level is summed apart. Costs, features and counts of recomputed layers are then
+of all levels, one after another (`omnibal.pipeline.level_costs`); counts of units are not.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +20,7 @@ from itertools import groupby
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
     held_in_passes,
     planned_graph,
@@ -26,6 +31,7 @@ from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
 from omnibal.pipeline.units import holds_both_ends, recomputed_counts, unit_counts
+from omnibal.pipeline.workload import Workload
 from omnibal.units import UnitKind
 
 GIB = 1024**3
@@ -33,6 +39,15 @@ _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
 _KEPT_COUNTS = 8
 """Pairs of pipeline size and micro-batches whose in-flight counts are cached, as they repeat."""
+
+_PASSES_AT_ONCE = 4_096
+"""Passes of which memory is computed at a time."""
+_CHOICES = 192
+"""Stages, drawn at random, whose heaviest passes a table of several levels has."""
+_MOST_LAYERS = 24
+"""Layers of a kind in these stages; only the proportion of kinds matters."""
+_MOST_PASSES = 20_000
+"""Passes among which these are looked for, spread evenly over the run."""
 
 
 def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
@@ -48,6 +63,10 @@ class RunningPasses:
     """Features of that micro-batch, [passes, features]."""
     others: np.ndarray
     """Summed features of the other micro-batches that are held meanwhile, [passes, features]."""
+
+    def take(self, chosen: np.ndarray | slice) -> "RunningPasses":
+        """Some of the passes."""
+        return RunningPasses(own=self.own[chosen], others=self.others[chosen])
 
 
 def running_passes(
@@ -121,7 +140,10 @@ def _passes(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryTable:
-    """Bytes of passes by kind of unit. Methods take `counts` and `recomputed` [..., kinds]."""
+    """Bytes of passes by kind of unit, of every level apart.
+
+    Methods take `counts` [..., kinds] and `recomputed` [..., levels * kinds].
+    """
 
     kinds: tuple[UnitKind, ...]
     state_bytes: np.ndarray
@@ -129,8 +151,8 @@ class MemoryTable:
     tied_bytes: float
     """Part of the state that a stage with both language embed and head has once and not twice."""
     others_kept_bytes: np.ndarray
-    """Kept of the other micro-batches that are held in a pass; this and the rest are [passes,
-    kinds]."""
+    """Kept of the other micro-batches that are held in a pass; this and the next three are
+    [passes, levels * kinds]."""
     others_input_bytes: np.ndarray
     """The same where the unit is recomputed."""
     own_kept_bytes: np.ndarray
@@ -138,11 +160,17 @@ class MemoryTable:
     own_input_bytes: np.ndarray
     """The same where the unit is recomputed."""
     working_bytes: np.ndarray
-    """Working memory of a unit of the micro-batch that runs."""
+    """Working memory of a unit of the micro-batch that runs, [passes, kinds]."""
+
+    @property
+    def levels(self) -> int:
+        """Number of levels."""
+        return self.own_kept_bytes.shape[1] // len(self.kinds)
 
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Activations of all micro-batches that are held in every pass. [..., passes]"""
-        kept = (counts - recomputed) @ (self.others_kept_bytes + self.own_kept_bytes).T
+        whole = self._at_every_level(counts) - recomputed
+        kept = whole @ (self.others_kept_bytes + self.own_kept_bytes).T
         return kept + recomputed @ (self.others_input_bytes + self.own_input_bytes).T
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
@@ -158,28 +186,37 @@ class MemoryTable:
         back. Layers of several kinds may follow one another in any order, so all of a tower's count
         as kept while one of them runs.
         """
-        whole = counts - recomputed
+        whole = self._at_every_level(counts) - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
         own, most = np.zeros_like(others), np.zeros_like(others)
+        first = len(self.kinds) * np.arange(self.levels)
         for kinds in _in_model_order(self.kinds):
-            kept, inputs = self.own_kept_bytes[:, kinds], self.own_input_bytes[:, kinds]
+            columns = (first[:, None] + kinds).ravel()
+            kept, inputs = self.own_kept_bytes[:, columns], self.own_input_bytes[:, columns]
             # Backward, what comes after these has let go of what it kept.
-            own = own + whole[..., kinds] @ kept.T + recomputed[..., kinds] @ inputs.T
+            own = own + whole[..., columns] @ kept.T + recomputed[..., columns] @ inputs.T
             for kind in kinds:
-                whole_k, again_k = whole[..., kind, None], recomputed[..., kind, None]
-                brought_back = self.own_kept_bytes[:, kind] - self.own_input_bytes[:, kind]
-                running = own + self.working_bytes[:, kind]
-                running = running + ((whole_k == 0) & (again_k > 0)) * brought_back
-                most = np.where(whole_k + again_k > 0, np.maximum(most, running), most)
+                column = first + kind
+                every_again = (whole[..., column] == 0) & (recomputed[..., column] > 0)
+                brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
+                running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
+                most = np.where(counts[..., kind, None] > 0, np.maximum(most, running), most)
         return others + most
+
+    def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
+        return np.tile(counts, self.levels)
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
         """The same of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
     def at_most(self) -> "MemoryTable":
-        """One pass that needs at least as much as any, whatever the stage holds."""
-        return self._each(lambda of_passes: of_passes.max(axis=0, keepdims=True))
+        """One pass for every level, which needs at least as much as any of that level's, whatever
+        the stage holds."""
+        own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds)).sum(axis=2)
+        level = own.argmax(axis=1)
+        first = [level == each for each in np.unique(level)]
+        return self._each(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in first]))
 
     def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
         return replace(
@@ -203,19 +240,84 @@ def memory_tables(
 ) -> list[MemoryTable]:
     """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
 
+    Of one level they have every pass that may be a stage's peak. Of several levels these are too
+    many: tables then have those that are the peak of a wide choice of stages and recomputed layers,
+    and what is found by them must be looked at in all passes (`heaviest_passes`).
+
     Args:
         features: [packs, features]; packs are sorted by step, rank and slot.
         slot: [packs].
     """
     besides = _held_besides(pipeline_size, int(slot.max()) + 1)
     total = _running_sums(features)
+    choose = _largest if cost.levels == 1 else _often_largest
     # Stages that hold the same micro-batches share a table.
     distinct = {held.key: held for held in besides}
     tables = {
-        key: memory_table(cost, _largest(cost, _passes(features, total, slot, held)))
+        key: memory_table(cost, choose(cost, _passes(features, total, slot, held)))
         for key, held in distinct.items()
     }
     return [tables[held.key] for held in besides]
+
+
+def heaviest_passes(
+    cost: CostModel,
+    features: np.ndarray,
+    slot: np.ndarray,
+    counts: np.ndarray,
+    recomputed: np.ndarray,
+) -> list[MemoryTable]:
+    """The pass of every stage that needs the most memory of all, and that which keeps the most, as
+    a table of these two.
+
+    Args:
+        features: [packs, features]; packs are sorted by step, rank and slot.
+        slot: [packs].
+        counts: units that every stage holds, [stages, kinds].
+        recomputed: [stages, levels * kinds].
+    """
+    besides = _held_besides(len(counts), int(slot.max()) + 1)
+    total = _running_sums(features)
+    return [
+        memory_table(cost, _heaviest(cost, _passes(features, total, slot, held), *stage))
+        for held, *stage in zip(besides, counts, recomputed, strict=True)
+    ]
+
+
+def _heaviest(
+    cost: CostModel, passes: RunningPasses, counts: np.ndarray, recomputed: np.ndarray
+) -> RunningPasses:
+    """Of all passes, for each stage given, the one that needs most and the one that keeps most.
+
+    Args:
+        counts: [..., kinds].
+        recomputed: [..., levels * kinds].
+    """
+    found = []
+    for first in range(0, len(passes.own), _PASSES_AT_ONCE):
+        chunk = slice(first, first + _PASSES_AT_ONCE)
+        table = memory_table(cost, passes.take(chunk))
+        bytes_ = table.pass_bytes(counts, recomputed), table.activation_bytes(counts, recomputed)
+        found.append(first + np.stack([each.argmax(axis=-1).ravel() for each in bytes_]))
+    few = passes.take(np.unique(found))
+    if len(found) == 1:
+        return few
+    return _heaviest(cost, few, counts, recomputed)
+
+
+def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
+    """Those passes that are the heaviest for some of a wide choice of stages."""
+    rng = np.random.default_rng(0)
+    shape = _CHOICES, cost.levels, len(cost.kinds)
+    is_layer = np.array([kind.is_layer for kind in cost.kinds])
+    counts = np.where(
+        is_layer, rng.integers(0, _MOST_LAYERS, shape[::2]), rng.integers(0, 2, shape[::2])
+    )
+    # Some levels recompute nothing and some all of it, as most do.
+    share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
+    recomputed = np.rint(share * counts[:, None] * is_layer).reshape(_CHOICES, -1)
+    step = -(-len(passes.own) // _MOST_PASSES)
+    return _heaviest(cost, passes.take(slice(None, None, step)), counts, recomputed)
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
@@ -244,12 +346,19 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
         kinds=cost.kinds,
         state_bytes=np.array(state_bytes),
         tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
-        others_kept_bytes=passes.others @ activation,
-        others_input_bytes=passes.others @ boundary,
-        own_kept_bytes=passes.own @ activation,
-        own_input_bytes=passes.own @ boundary,
+        others_kept_bytes=_level_by_level(passes.others, activation, cost.levels),
+        others_input_bytes=_level_by_level(passes.others, boundary, cost.levels),
+        own_kept_bytes=_level_by_level(passes.own, activation, cost.levels),
+        own_input_bytes=_level_by_level(passes.own, boundary, cost.levels),
         working_bytes=np.stack(working, axis=1),
     )
+
+
+def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> np.ndarray:
+    """Product of features [passes, levels * features] and coefficients [levels * features, kinds]
+    within every level. [passes, levels * kinds]"""
+    blocks = zip(np.split(features, levels, axis=1), np.split(per_unit, levels), strict=True)
+    return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
 
 
 def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
@@ -258,22 +367,44 @@ def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
 
 
 def stage_memories(
-    cost: CostModel, stages: Sequence[Stage], slot: np.ndarray, features: np.ndarray
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> list[StageMemory]:
-    """Peak memory of one device of every stage, over all packs of a run.
+    """Peak memory of one device of every stage, over all passes of a run.
 
     Args:
-        slot: [packs]; packs are sorted by step, rank and slot.
-        features: [packs, features].
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
     """
-    tables = memory_tables(cost, features, slot, len(stages))
-    return [stage_memory(cost, *each) for each in zip(stages, tables, strict=True)]
+    kinds, features = cost.kinds, features_of(workload, cost)
+    counts = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
+    recomputed = recomputed_at_levels(kinds, stages_at)
+    tables = heaviest_passes(cost, features, workload.slot, counts, recomputed)
+    each = zip(stages_at[0], counts, recomputed, tables, strict=True)
+    return [_stage_memory(cost, *of_stage) for of_stage in each]
+
+
+def recomputed_at_levels(
+    kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]
+) -> np.ndarray:
+    """Units that every stage recomputes at each level. [stages, levels * kinds]"""
+    return np.stack(
+        [
+            np.concatenate([recomputed_counts(kinds, stage) for stage in at_levels])
+            for at_levels in zip(*stages_at, strict=True)
+        ]
+    )
 
 
 def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemory:
-    """Peak memory of one device of the stage over the passes of its table."""
+    """Peak memory of one device of the stage over the passes of its table, of one level."""
+    counts, recomputed = unit_counts(cost.kinds, stage), recomputed_counts(cost.kinds, stage)
+    return _stage_memory(cost, stage, counts, recomputed, table)
+
+
+def _stage_memory(
+    cost: CostModel, stage: Stage, counts: np.ndarray, recomputed: np.ndarray, table: MemoryTable
+) -> StageMemory:
     kinds = cost.kinds
-    counts, recomputed = unit_counts(kinds, stage), recomputed_counts(kinds, stage)
     parameters = sum(
         number * unit.parameters
         for unit, number in zip(cost.units.values(), counts.tolist(), strict=True)

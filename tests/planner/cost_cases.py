@@ -5,6 +5,7 @@ import numpy as np
 from omnibal.config import LanguageConfig, LayerRun, ModelConfig
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.encoders import ClipsEncoder, TilesEncoder
+from omnibal.pipeline.workload import Workload
 from omnibal.units import feature_names, unit_kinds
 
 
@@ -105,6 +106,14 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
         link_ms_per_byte=rng.uniform(0, 1e-7),
         gradient_reduction_ms_per_parameter=1e-6,
         source="random",
+    )
+
+
+def workload_of_a_step(features: np.ndarray) -> Workload:
+    """One step of one rank, of micro-batches with these features [m, features]."""
+    slot = np.arange(len(features))
+    return Workload(
+        features=features, step=0 * slot, dp_rank=0 * slot, slot=slot, data_parallel_size=1
     )
 
 

@@ -258,7 +258,7 @@ def planners_figures(
 ) -> tuple[float, float]:
     """Step time in ms and largest peak in bytes, as the planner predicts them."""
     simulated = simulate_run(cost, stages, packs)
-    memories = stage_memories(cost, stages, packs.slot, packs.features)
+    memories = stage_memories(cost, [stages], packs)
     return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
 
 

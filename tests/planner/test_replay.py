@@ -23,6 +23,7 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import once_a_step, stage_times
 from omnibal.pipeline.stage_memory import GIB, memory_tables, stage_memories
 from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.planner import make_plan
 from omnibal.replay import (
@@ -51,7 +52,8 @@ class Job:
     def predict(self) -> Prediction:
         plan = self.plan
         packs = self.data[0]
-        return predict(self.cost, plan.model, plan.parallel, plan.stages, packs, self.features)
+        workload = Workload.of(packs, self.features, plan.parallel.data)
+        return predict(self.cost, plan.model, plan.parallel, [plan.stages], packs, workload)
 
 
 def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
@@ -268,7 +270,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         inputs, inner = 1e4 * np.eye(5)[2], 1e6 * np.eye(5)[3]
         kept = {"boundary_bytes": inputs, "activation_bytes": inputs + inner}
         cost = replace(cost, units={kind: replace(u, **kept) for kind, u in cost.units.items()})
-    memories = stage_memories(cost, stages, packs.slot, features)
+    memories = stage_memories(cost, [stages], Workload.of(packs, features, 2))
 
     def units_of(stage: Stage) -> tuple[np.ndarray, np.ndarray]:
         return unit_counts(cost.kinds, stage), recomputed_counts(cost.kinds, stage)
