@@ -210,6 +210,17 @@ class MemoryTable:
         """The same of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
+    def joined(self, more: "MemoryTable") -> "MemoryTable":
+        """The same with the passes of another table."""
+        return replace(
+            self,
+            others_kept_bytes=np.concatenate([self.others_kept_bytes, more.others_kept_bytes]),
+            others_input_bytes=np.concatenate([self.others_input_bytes, more.others_input_bytes]),
+            own_kept_bytes=np.concatenate([self.own_kept_bytes, more.own_kept_bytes]),
+            own_input_bytes=np.concatenate([self.own_input_bytes, more.own_input_bytes]),
+            working_bytes=np.concatenate([self.working_bytes, more.working_bytes]),
+        )
+
     def at_most(self) -> "MemoryTable":
         """One pass for every level, which needs at least as much as any of that level's, whatever
         the stage holds."""
