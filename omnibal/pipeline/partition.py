@@ -215,7 +215,9 @@ def _found(problem: _Problem, prove: bool) -> SearchResult:
     by_level = [np.split(option.recomputed[0], problem.levels) for option in best]
     return SearchResult(
         stages_at=tuple(
-            stages_from_cuts(problem.model, cuts, [of_stage[level].tolist() for of_stage in by_level])
+            stages_from_cuts(
+                problem.model, cuts, [of_stage[level].tolist() for of_stage in by_level]
+            )
             for level in range(problem.levels)
         ),
         step_ms=best_ms,
@@ -254,12 +256,9 @@ def _heavier(
         return None
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
     recomputed = recomputed_at_levels(cost.kinds, stages_at)
-    heaviest = heaviest_passes(
-        cost, features_of(workload, cost), workload.slot, counts, recomputed
-    )
+    heaviest = heaviest_passes(cost, features_of(workload, cost), workload.slot, counts, recomputed)
     peaks = [
-        table.peak_bytes(*each)
-        for table, *each in zip(heaviest, counts, recomputed, strict=True)
+        table.peak_bytes(*each) for table, *each in zip(heaviest, counts, recomputed, strict=True)
     ]
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
@@ -289,9 +288,7 @@ def _problem(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> _Problem:
-    simulator = PipelineSimulator.of(
-        SampledSteps.of(sampled_steps(workload), cost), pipeline_size
-    )
+    simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
     structure = Structure.of(cost, model, simulator.steps, pipeline_size)
     return _Problem(
         model=model,

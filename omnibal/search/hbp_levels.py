@@ -42,8 +42,8 @@ def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...
     """
     if not profiled:
         raise UserError(
-            "no length of packs can be trained with any context size, so there is nothing to choose "
-            "levels from: use more or larger devices, or shorten the longest samples"
+            "no length of packs can be trained with any context size, so that there is nothing to "
+            "choose levels from: use more or larger devices, or shorten the longest samples"
         )
     fastest: dict[int, ProfiledLength] = {}
     for each in sorted(profiled, key=lambda one: (one.tokens, one.ms, one.context)):

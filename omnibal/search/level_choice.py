@@ -56,7 +56,9 @@ class WholeModel:
         """Add up the units of a job's model, at the costs of one level."""
         counts = Counter(unit_names(job.model))
         units = [(counts[name], unit) for name, unit in cost.units.items()]
-        layers = [(counts[kind.name], cost.units[kind.name]) for kind in cost.kinds if kind.is_layer]
+        layers = [
+            (counts[kind.name], cost.units[kind.name]) for kind in cost.kinds if kind.is_layer
+        ]
         trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
         return cls(
             cost=cost,

@@ -1,0 +1,349 @@
+"""Search for levels of packs: how many, of which caps, and how each is shared, by simulated time.
+
+Candidate caps are the top ones and their halves, down to what packs of several short samples need.
+Every set of up to four of them with the top among them is looked at:
+
+1. A level alone is estimated on the samples that it would hold, in every form: context size, cut
+   and exchange (`omnibal.search.level_choice`). The best forms add up to an estimate of every set.
+2. Sets whose estimate is near the least are packed, dealt and simulated, on some of the samples,
+   with the split and the recomputed layers that the joint search finds quickly. Then other context
+   sizes of each level of the best set are.
+3. The best few are simulated on more of the samples.
+
+`least_ms_per_sample` bounds all sets from below, so that what is found comes with a gap. HBP
+(arXiv 2503.07680) takes four levels at most by a rule; `profiled_lengths` is what it needs.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import numpy as np
+
+from omnibal.cost.model import pack_features
+from omnibal.data.by_level import levels_of_samples
+from omnibal.data.fit import check_samples_fit
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod, pack_samples
+from omnibal.data.packs import Packs
+from omnibal.data.scan_pool import map_unordered
+from omnibal.errors import DoesNotFit, UserError
+from omnibal.job import JobSpec
+from omnibal.levels import Level
+from omnibal.limits import Caps
+from omnibal.plan_data import SampleData
+from omnibal.search.level_bound import least_ms_per_sample
+from omnibal.search.level_choice import WholeModel, best_form
+from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
+
+MAX_SEARCHED = 4
+"""Most levels of a set, as in HBP."""
+_SAMPLES_PER_PACK = 4.5
+"""Samples of median length that the shortest packs hold: fewer leave a rank too little to do."""
+_MAX_CAPS = 7
+_ESTIMATED_SAMPLES = 3_000
+"""Most samples by which a level is estimated, of those that it would hold."""
+_SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
+_FINALISTS = 3
+_NEAR = 1.15
+"""Sets are simulated whose estimate is at most so many times the least."""
+_MOST_SIMULATED = 16
+LEAST_GAIN = 0.01
+"""Share of time that a set must save to be taken in place of one of fewer levels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LevelRequest:
+    """A job and the samples that it trains, whose caps are those of the longest packs.
+
+    Raises:
+        UserError: a sample exceeds the caps, or fewer levels are possible than are asked for.
+    """
+
+    job: JobSpec
+    data: SampleData
+    """Samples without levels."""
+    exactly: int | None = None
+    """Number of levels; None for any up to `MAX_SEARCHED`."""
+
+    def __post_init__(self) -> None:
+        check_samples_fit(self.data.lengths, self.data.caps)
+        most = min(len(candidate_caps(self.data.lengths, self.data.caps)), MAX_SEARCHED)
+        if self.exactly is not None and self.exactly > most:
+            raise UserError(
+                f"{self.exactly} levels were asked for, and packs of these samples may have {most}:"
+                f" tokens are halved from {self.data.caps['tokens']:,} while several samples of "
+                "median length fit; give fewer --levels, or auto"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LevelSearch:
+    """Result of a search for levels."""
+
+    best: tuple[Level, ...]
+    """Levels of the plan; empty for one level of context size 1."""
+    ranking: tuple[LevelTrial, ...] = ()
+    """Simulated sets, the chosen one first; empty where nothing but one level was possible."""
+    least_ms_per_sample: float | None = None
+    """Lower bound over all sets, context sizes, cuts and recomputed layers."""
+    sets: int = 1
+    """Sets of caps that were looked at."""
+
+    @property
+    def gap(self) -> float | None:
+        """Share of the chosen set's time by which another may be faster; None where none was
+        simulated."""
+        if self.least_ms_per_sample is None:
+            return None
+        return max(1 - self.least_ms_per_sample / self.ranking[0].ms_per_sample, 0.0)
+
+
+def candidate_caps(lengths: Lengths, top: Caps) -> tuple[Caps, ...]:
+    """Caps that levels may have, rising to the top ones.
+
+    Tokens are halved from level to level while packs of several samples of median length fit, and
+    other limits go down with them.
+    """
+    needed = _SAMPLES_PER_PACK * float(np.median(lengths.tokens))
+    found = [top]
+    while len(found) < _MAX_CAPS and found[-1]["tokens"] / 2 >= needed:
+        half = -(-found[-1]["tokens"] // 2)
+        share = half / top["tokens"]
+        others = {n: max(math.ceil(top[n] * share), 1) for n in top.names if n != "tokens"}
+        found.append(Caps.of(**others, tokens=half))
+    return tuple(reversed(found))
+
+
+def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
+    """Caps of the longest packs where none are given: the power of two that the longest sample
+    needs, and as many items as go with so many tokens."""
+    tokens = 1 << int(lengths.tokens.max() - 1).bit_length()
+    share = tokens / float(lengths.tokens.sum(dtype=np.int64))
+    others = {
+        name: max(
+            int(lengths.column(name).max()),
+            math.ceil(share * float(lengths.column(name).sum(dtype=np.int64))),
+            1,
+        )
+        for name in names
+        if name != "tokens"
+    }
+    return Caps.of(**others, tokens=tokens)
+
+
+def search_levels(
+    request: LevelRequest, on_progress: Callable[[int], None], processes: int = 1
+) -> LevelSearch:
+    """Find the levels of least simulated time per sample.
+
+    Of sets whose times differ by less than 1 % the one of fewest levels is chosen.
+
+    Args:
+        request: equal requests give equal results.
+        on_progress: called with the trials done since the last call, `max_trials()` in all.
+        processes: number of processes that try sets.
+
+    Raises:
+        UserError: no set of levels fits into memory.
+    """
+    left = max_trials()
+
+    def advance() -> None:
+        nonlocal left
+        left -= 1
+        on_progress(1)
+
+    caps = candidate_caps(request.data.lengths, request.data.caps)
+    if len(caps) == 1 and _fits_alone(request.job, request.data):
+        on_progress(left)
+        return LevelSearch(best=())
+    estimates = _Estimates.of(request, caps)
+    trials = _Trials.of(request, estimates.samples_per_step, processes, advance)
+    near = estimates.near(request.exactly)
+    trials.run(near)
+    if not trials.found:
+        raise _nothing_fits(request, trials)
+    trials.run(estimates.moves(trials.ranked()[0].levels))
+    final = trials.on_more_samples()
+    final.run(each.levels for each in trials.ranked()[:_FINALISTS])
+    on_progress(left)
+    ranking = final.ranked() if final.found else trials.ranked()
+    return LevelSearch(
+        best=ranking[0].levels,
+        ranking=tuple(ranking),
+        least_ms_per_sample=least_ms_per_sample(request.job, final.trials.data.lengths),
+        sets=len(estimates.sets(request.exactly)),
+    )
+
+
+def max_trials() -> int:
+    """Most sets that a search simulates."""
+    return _MOST_SIMULATED + 2 * MAX_SEARCHED + _FINALISTS
+
+
+def _fits_alone(job: JobSpec, data: SampleData) -> bool:
+    """Whether one rank can train a pack that is at the caps, by the estimate of its memory."""
+    whole = WholeModel.of(job, job.cost)
+    counts = {name: data.caps.get(name) or 0 for name in job.cost.features}
+    full = np.array([[counts[name] for name in job.cost.features]], np.float64)
+    full[0, 0] = 1
+    return bool(np.isfinite(whole.recomputed_share(full, job, data.micro_batches(job))))
+
+
+def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
+    reason = next(iter(trials.failed.values()), "no context size holds its packs")
+    return DoesNotFit(
+        f"no levels of packs can be trained on {request.job.parallel}: {reason}; raise --dp, --tp "
+        "or --pp, or shorten the longest samples"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Trials:
+    """Sets of levels that were tried on the same samples."""
+
+    trials: LevelTrials
+    whole: LevelTrials
+    """The same with all samples."""
+    processes: int
+    advance: Callable[[], None]
+    found: dict[tuple[Level, ...], LevelTrial] = field(default_factory=dict)
+    failed: dict[tuple[Level, ...], str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: LevelRequest,
+        samples_per_step: float,
+        processes: int,
+        advance: Callable[[], None],
+    ) -> "_Trials":
+        whole = LevelTrials(job=request.job, data=request.data, samples_per_step=samples_per_step)
+        return cls(
+            trials=whole.drawn(_SIMULATED_SAMPLES),
+            whole=whole,
+            processes=processes,
+            advance=advance,
+        )
+
+    def on_more_samples(self) -> "_Trials":
+        """Trials on more of the samples; the same where there are no more."""
+        if len(self.trials.data.lengths) == len(self.whole.data.lengths):
+            return self
+        return replace(self, trials=self.whole.drawn(_FINAL_SAMPLES), found={}, failed={})
+
+    def run(self, sets: Iterable[tuple[Level, ...]]) -> None:
+        """Try sets that have not been tried."""
+        untried = [s for s in dict.fromkeys(sets) if s not in self.found and s not in self.failed]
+        processes = max(min(self.processes, len(untried)), 1)
+        results = {}
+        for levels, result in map_unordered(self.trials, untried, processes):
+            results[levels] = result
+            self.advance()
+        # In the order of `untried`, for results that do not depend on timing.
+        for levels in untried:
+            result = results[levels]
+            if isinstance(result, str):
+                self.failed[levels] = result
+            else:
+                self.found[levels] = result
+
+    def ranked(self) -> list[LevelTrial]:
+        """What was found, as it is chosen from."""
+        return shorter_first(list(self.found.values()), LEAST_GAIN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Estimates:
+    """Levels that were estimated alone, by the caps below and their own."""
+
+    request: LevelRequest
+    caps: tuple[Caps, ...]
+    packed: dict[tuple[int, int], tuple[Packs, Lengths]]
+    """Packs of samples that are longer than one of the caps (-1: none) and fit another."""
+    share: dict[tuple[int, int], float]
+    """What packs of these stand for: how many times the work of the packed samples."""
+    best: dict[tuple[int, int], tuple[float, Level]]
+    """Estimated ms and form; without those that do not fit."""
+
+    @classmethod
+    def of(cls, request: LevelRequest, caps: tuple[Caps, ...]) -> "_Estimates":
+        job, lengths = request.job, request.data.lengths
+        of_sample = levels_of_samples(lengths, [Level(caps=each) for each in caps])
+        work = _work_ms(job, lengths)
+        rng = np.random.default_rng(request.data.seed)
+        packed, share, best = {}, {}, {}
+        for lower, upper in combinations(range(-1, len(caps)), 2):
+            rows = np.flatnonzero((of_sample > lower) & (of_sample <= upper))
+            if not len(rows):
+                continue
+            drawn = np.sort(rng.permutation(rows)[:_ESTIMATED_SAMPLES])
+            some = lengths.take(drawn)
+            packs = pack_samples(some, caps[upper], PackingMethod.ISF, request.data.seed)
+            key = lower, upper
+            packed[key], share[key] = (packs, some), work[rows].sum() / work[drawn].sum()
+            found = best_form(job, caps[upper], packs, some, request.data.micro_batches(job))
+            if found is not None:
+                best[key] = found
+        return cls(request=request, caps=caps, packed=packed, share=share, best=best)
+
+    @property
+    def samples_per_step(self) -> float:
+        """Samples of a step of packs of one level, in its best form."""
+        data, top = self.request.data, len(self.caps) - 1
+        found = self.best.get((-1, top))
+        context = self.request.job.parallel.data if found is None else found[1].context
+        tokens = data.packs_per_step * data.caps["tokens"] / context
+        return max(tokens / float(data.lengths.tokens.mean()), 1.0)
+
+    def sets(self, exactly: int | None) -> list[tuple[int, ...]]:
+        """All sets of caps with the top ones, as indices into the caps."""
+        counts = range(1, MAX_SEARCHED + 1) if exactly is None else [exactly]
+        top = len(self.caps) - 1
+        return [(*rest, top) for n in counts for rest in combinations(range(top), n - 1)]
+
+    def near(self, exactly: int | None) -> list[tuple[Level, ...]]:
+        """Sets whose estimate is near the least, and one level on one rank, which is simplest."""
+        estimated = []
+        for chosen in self.sets(exactly):
+            steps = list(zip((-1, *chosen[:-1]), chosen, strict=True))
+            if all(step in self.best for step in steps):
+                total_ms = sum(self.share[step] * self.best[step][0] for step in steps)
+                estimated.append((total_ms, tuple(self.best[step][1] for step in steps)))
+        estimated.sort(key=lambda pair: pair[0])
+        if not estimated:
+            return []
+        limit = _NEAR * estimated[0][0]
+        near = [levels for ms, levels in estimated if ms <= limit][: _MOST_SIMULATED - 1]
+        if exactly in (None, 1):
+            near.append((Level(caps=self.caps[-1]),))
+        return [_as_data_has(levels) for levels in near]
+
+    def moves(self, levels: tuple[Level, ...]) -> Iterator[tuple[Level, ...]]:
+        """Yield the set with one level of twice or half the context size, in its best form."""
+        levels = levels or (Level(caps=self.caps[-1]),)
+        chosen = [self.caps.index(level.caps) for level in levels]
+        micro_batches = self.request.data.micro_batches(self.request.job)
+        for place, (lower, upper) in enumerate(zip((-1, *chosen[:-1]), chosen, strict=True)):
+            packs, lengths = self.packed[lower, upper]
+            for context in (levels[place].context // 2, levels[place].context * 2):
+                if context < 1 or self.request.job.parallel.data % context:
+                    continue
+                found = best_form(
+                    self.request.job, self.caps[upper], packs, lengths, micro_batches, [context]
+                )
+                if found is not None:
+                    yield _as_data_has((*levels[:place], found[1], *levels[place + 1 :]))
+
+
+def _as_data_has(levels: tuple[Level, ...]) -> tuple[Level, ...]:
+    """Levels as `SampleData` has them: none where there is one, of context size 1."""
+    return () if len(levels) == 1 and levels[0].context == 1 else levels
+
+
+def _work_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
+    """Time of every sample on the whole model, [samples]."""
+    alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
+    return pack_features(alone, lengths, job.cost.features) @ WholeModel.of(job, job.cost).pass_ms
