@@ -22,7 +22,7 @@ from itertools import combinations
 import numpy as np
 
 from omnibal.cost.model import pack_features
-from omnibal.data.by_level import levels_of_samples
+from omnibal.data.by_level import levels_of_packs, levels_of_samples
 from omnibal.data.fit import check_samples_fit
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
@@ -30,11 +30,18 @@ from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
-from omnibal.levels import Level
+from omnibal.levels import CutRule, Level
 from omnibal.limits import Caps
 from omnibal.plan_data import SampleData
+from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_bound import least_ms_per_sample
-from omnibal.search.level_choice import WholeModel, best_form
+from omnibal.search.level_choice import (
+    WholeModel,
+    best_form,
+    estimated_ms,
+    level_forms,
+    possible_contexts,
+)
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
 MAX_SEARCHED = 4
@@ -109,11 +116,14 @@ def candidate_caps(lengths: Lengths, top: Caps) -> tuple[Caps, ...]:
     needed = _SAMPLES_PER_PACK * float(np.median(lengths.tokens))
     found = [top]
     while len(found) < _MAX_CAPS and found[-1]["tokens"] / 2 >= needed:
-        half = -(-found[-1]["tokens"] // 2)
-        share = half / top["tokens"]
-        others = {n: max(math.ceil(top[n] * share), 1) for n in top.names if n != "tokens"}
-        found.append(Caps.of(**others, tokens=half))
+        found.append(_scaled(top, -(-found[-1]["tokens"] // 2)))
     return tuple(reversed(found))
+
+
+def _scaled(top: Caps, tokens: int) -> Caps:
+    """Caps of so many tokens, and as large a part of the others."""
+    others = {n: max(math.ceil(top[n] * tokens / top["tokens"]), 1) for n in top.names[:-1]}
+    return Caps.of(**others, tokens=tokens)
 
 
 def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
@@ -155,10 +165,10 @@ def search_levels(
         left -= 1
         on_progress(1)
 
-    caps = candidate_caps(request.data.lengths, request.data.caps)
-    if len(caps) == 1 and _fits_alone(request.job, request.data):
+    if is_one_level(request):
         on_progress(left)
         return LevelSearch(best=())
+    caps = candidate_caps(request.data.lengths, request.data.caps)
     estimates = _Estimates.of(request, caps)
     trials = _Trials.of(request, estimates.samples_per_step, processes, advance)
     near = estimates.near(request.exactly)
@@ -176,6 +186,50 @@ def search_levels(
         least_ms_per_sample=least_ms_per_sample(request.job, final.trials.data.lengths),
         sets=len(estimates.sets(request.exactly)),
     )
+
+
+def is_one_level(request: LevelRequest) -> bool:
+    """Whether no search is needed: samples are of like length, and one rank holds a full pack."""
+    caps = candidate_caps(request.data.lengths, request.data.caps)
+    return len(caps) == 1 and request.exactly is None and _fits_alone(request.job, request.data)
+
+
+def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
+    """Share packs of given steps in the way that is best for a job, which may have other ranks.
+
+    Steps, packs and the caps of levels stay as they are.
+
+    Raises:
+        DoesNotFit: packs of a level fit no context size.
+    """
+    if data.steps is None or not data.levels:
+        return data
+    packs, lengths = data.steps.packs, data.lengths
+    of_packs = levels_of_packs(packs, lengths, data.levels)
+    levels = []
+    for index, level in enumerate(data.levels):
+        rows = np.flatnonzero(of_packs == index)[:_ESTIMATED_SAMPLES]
+        found = None
+        if len(rows):
+            some, micro_batches = packs.take(rows), data.micro_batches(job)
+            found = best_form(job, level.caps, some, lengths, micro_batches)
+            if found is None:
+                raise DoesNotFit(
+                    f"packs of {level.caps} of the earlier plan fit no number of ranks of "
+                    f"{job.parallel}; raise --tp, --pp or --dp"
+                )
+        levels.append(Level(caps=level.caps) if found is None else found[1])
+    return replace(data, levels=tuple(levels))
+
+
+def hbp_search(request: LevelRequest) -> LevelSearch:
+    """Choose levels by HBP's rule, from estimates of its exchange in place of measured times.
+
+    Raises:
+        UserError: no length fits into memory.
+    """
+    estimates = _Estimates.of(request, candidate_caps(request.data.lengths, request.data.caps))
+    return LevelSearch(best=estimates.by_hbp())
 
 
 def max_trials() -> int:
@@ -305,7 +359,7 @@ class _Estimates:
         return [(*rest, top) for n in counts for rest in combinations(range(top), n - 1)]
 
     def near(self, exactly: int | None) -> list[tuple[Level, ...]]:
-        """Sets whose estimate is near the least, and one level on one rank, which is simplest."""
+        """Sets whose estimate is near the least, HBP's, and one level on one rank, the simplest."""
         estimated = []
         for chosen in self.sets(exactly):
             steps = list(zip((-1, *chosen[:-1]), chosen, strict=True))
@@ -316,14 +370,40 @@ class _Estimates:
         if not estimated:
             return []
         limit = _NEAR * estimated[0][0]
-        near = [levels for ms, levels in estimated if ms <= limit][: _MOST_SIMULATED - 1]
+        near = [levels for ms, levels in estimated if ms <= limit][: _MOST_SIMULATED - 2]
         if exactly in (None, 1):
             near.append((Level(caps=self.caps[-1]),))
+        if exactly is None:
+            near.append(self.by_hbp())
         return [_as_data_has(levels) for levels in near]
+
+    def by_hbp(self) -> tuple[Level, ...]:
+        """Levels by HBP's Algorithm 1, with packs of all samples that a length holds."""
+        job, profiled = self.request.job, []
+        for (lower, upper), (packs, some) in self.packed.items():
+            if lower >= 0:
+                continue
+            for context in possible_contexts(job):
+                level = self._hbp_form(self.caps[upper]["tokens"], context)
+                taken_ms = estimated_ms(
+                    job, level, packs, some, self.request.data.micro_batches(job)
+                )
+                if np.isfinite(taken_ms):
+                    tokens, mean_ms = level.caps["tokens"], taken_ms / float(some.tokens.sum())
+                    profiled.append(ProfiledLength(tokens=tokens, context=context, ms=mean_ms))
+        return _as_data_has(tuple(self._hbp_form(*chosen) for chosen in hbp_levels(profiled)))
+
+    def _hbp_form(self, tokens: int, context: int) -> Level:
+        """A level with the exchange of heads where they divide, as HBP has it, else by gather."""
+        caps = _scaled(self.caps[-1], tokens)
+        forms = list(level_forms(self.request.job, caps, [context]))
+        return next((f for f in reversed(forms) if f.cut is not CutRule.WHOLE), forms[0])
 
     def moves(self, levels: tuple[Level, ...]) -> Iterator[tuple[Level, ...]]:
         """Yield the set with one level of twice or half the context size, in its best form."""
         levels = levels or (Level(caps=self.caps[-1]),)
+        if any(level.caps not in self.caps for level in levels):
+            return
         chosen = [self.caps.index(level.caps) for level in levels]
         micro_batches = self.request.data.micro_batches(self.request.job)
         for place, (lower, upper) in enumerate(zip((-1, *chosen[:-1]), chosen, strict=True)):
