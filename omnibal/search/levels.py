@@ -97,6 +97,8 @@ class LevelSearch:
     """Lower bound over all sets, context sizes, cuts and recomputed layers."""
     sets: int = 1
     """Sets of caps that were looked at."""
+    samples_per_step: float | None = None
+    """Samples over which what happens once a step was spread in all trials."""
 
     @property
     def gap(self) -> float | None:
@@ -185,6 +187,7 @@ def search_levels(
         ranking=tuple(ranking),
         least_ms_per_sample=least_ms_per_sample(request.job, final.trials.data.lengths),
         sets=len(estimates.sets(request.exactly)),
+        samples_per_step=estimates.samples_per_step,
     )
 
 
