@@ -80,6 +80,12 @@ class LevelOptions:
             is_joint: whether stages and recomputation are searched for together; levels need that.
         """
         count = self.count
+        if not is_joint and self.levels not in (_AUTO, "1"):
+            raise UserError(
+                f"--levels {self.levels} was given with --method or --recompute; layers are "
+                "recomputed by level, which only the joint search knows: leave these out, or give "
+                "--levels 1"
+            )
         by_default = self.levels == _AUTO and not is_joint
         found = () if by_default or count == 1 else self._found(job, data, count)
         if not found:
@@ -94,6 +100,7 @@ class LevelOptions:
         return replace(
             data,
             levels=found,
+            caps=found[-1].caps,
             fill=FillRule.GREEDY if self.levels == _HBP else FillRule.COST,
             curriculum_steps=self.curriculum_steps,
         )

@@ -76,13 +76,21 @@ class LevelRequest:
 
     def __post_init__(self) -> None:
         check_samples_fit(self.data.lengths, self.data.caps)
-        most = min(len(candidate_caps(self.data.lengths, self.data.caps)), MAX_SEARCHED)
+        most = min(self.most_levels, MAX_SEARCHED)
         if self.exactly is not None and self.exactly > most:
             raise UserError(
                 f"{self.exactly} levels were asked for, and packs of these samples may have {most}:"
                 f" tokens are halved from {self.data.caps['tokens']:,} while several samples of "
-                "median length fit; give fewer --levels, or auto"
+                "median length fit, and each level needs samples of its own; give fewer --levels, "
+                "or auto"
             )
+
+    @property
+    def most_levels(self) -> int:
+        """Levels that there can be at most, each with samples of its own."""
+        lengths = self.data.lengths
+        own = _own_samples(lengths, candidate_caps(lengths, self.data.caps))
+        return int(np.count_nonzero(own))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -120,6 +128,12 @@ def candidate_caps(lengths: Lengths, top: Caps) -> tuple[Caps, ...]:
     while len(found) < _MAX_CAPS and found[-1]["tokens"] / 2 >= needed:
         found.append(_scaled(top, -(-found[-1]["tokens"] // 2)))
     return tuple(reversed(found))
+
+
+def _own_samples(lengths: Lengths, caps: Sequence[Caps]) -> np.ndarray:
+    """Count the samples that each of rising caps is the smallest to hold, [caps]."""
+    own = levels_of_samples(lengths, [Level(caps=each) for each in caps])
+    return np.bincount(own, minlength=len(caps))
 
 
 def _scaled(top: Caps, tokens: int) -> Caps:
@@ -193,8 +207,8 @@ def search_levels(
 
 def is_one_level(request: LevelRequest) -> bool:
     """Whether no search is needed: samples are of like length, and one rank holds a full pack."""
-    caps = candidate_caps(request.data.lengths, request.data.caps)
-    return len(caps) == 1 and request.exactly is None and _fits_alone(request.job, request.data)
+    is_alike = request.exactly is None and request.most_levels == 1
+    return is_alike and _fits_alone(request.job, request.data)
 
 
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
@@ -222,7 +236,10 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
                     f"{job.parallel}; raise --tp, --pp or --dp"
                 )
         levels.append(Level(caps=level.caps) if found is None else found[1])
-    return replace(data, levels=tuple(levels))
+    context = np.array([level.context for level in levels])[of_packs]
+    most = int(np.bincount(data.steps.step, weights=context).max())
+    slots = -(-most // job.parallel.data)
+    return replace(data, levels=tuple(levels), packs_per_step=slots * job.parallel.data)
 
 
 def hbp_search(request: LevelRequest) -> LevelSearch:
@@ -394,7 +411,11 @@ class _Estimates:
                 if np.isfinite(taken_ms):
                     tokens, mean_ms = level.caps["tokens"], taken_ms / float(some.tokens.sum())
                     profiled.append(ProfiledLength(tokens=tokens, context=context, ms=mean_ms))
-        return _as_data_has(tuple(self._hbp_form(*chosen) for chosen in hbp_levels(profiled)))
+        levels = [self._hbp_form(*chosen) for chosen in hbp_levels(profiled)]
+        own = _own_samples(self.request.data.lengths, [level.caps for level in levels])
+        # A level without samples of its own makes no packs.
+        kept = (level for level, count in zip(levels, own, strict=True) if count)
+        return _as_data_has(tuple(kept))
 
     def _hbp_form(self, tokens: int, context: int) -> Level:
         """A level with the exchange of heads where they divide, as HBP has it, else by gather."""
@@ -409,13 +430,13 @@ class _Estimates:
             return
         chosen = [self.caps.index(level.caps) for level in levels]
         micro_batches = self.request.data.micro_batches(self.request.job)
-        for place, (lower, upper) in enumerate(zip((-1, *chosen[:-1]), chosen, strict=True)):
-            packs, lengths = self.packed[lower, upper]
+        for place, step in enumerate(zip((-1, *chosen[:-1]), chosen, strict=True)):
+            packs, lengths = self.packed[step]
             for context in (levels[place].context // 2, levels[place].context * 2):
                 if context < 1 or self.request.job.parallel.data % context:
                     continue
                 found = best_form(
-                    self.request.job, self.caps[upper], packs, lengths, micro_batches, [context]
+                    self.request.job, levels[place].caps, packs, lengths, micro_batches, [context]
                 )
                 if found is not None:
                     yield _as_data_has((*levels[:place], found[1], *levels[place + 1 :]))

@@ -170,7 +170,7 @@ def test_as_many_levels_as_asked_for():
         assert all(len(trial.levels) == count for trial in found.ranking)
         assert found.best[-1].caps == data.caps
     by_rule = hbp_search(LevelRequest(job=job_of(4), data=data)).best
-    assert by_rule[0].context == 1 and by_rule[-1].caps == data.caps
+    assert by_rule[-1].caps == data.caps and len(by_rule) > 1
 
 
 def test_searches_are_deterministic_on_any_number_of_processes():
