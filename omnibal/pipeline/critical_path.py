@@ -387,8 +387,10 @@ class PipelineSimulator:
         for size, shared in self.shared.items():
             is_shared = shared[chosen]
             if is_shared.any():
-                blocks = values_ms.reshape(*values_ms.shape[:2], -1, size).max(axis=3)
-                largest = np.repeat(blocks, size, axis=2)
+                blocks = values_ms.reshape(*values_ms.shape[:2], -1, size)
+                while (half := blocks.shape[3] // 2) > 0:
+                    blocks = np.maximum(blocks[..., :half], blocks[..., half:])
+                largest = np.repeat(blocks[..., 0], size, axis=2)
                 values_ms = np.where(is_shared[:, None], largest, values_ms)
         return values_ms
 

@@ -17,6 +17,7 @@ from omnibal.pipeline.recompute import Cap, Recomputes, undominated_sets
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.units import layer_kinds
 
+
 _MORE = (1, 2, 4, 8)
 """Layers by which sets that are near to another differ from it in one column."""
 
@@ -208,9 +209,7 @@ def _with_fewest(
     each, found = np.arange(len(stage)), layers.copy()
     found[each, column] = high[each, column]
     fits = fit.holds(stage, found)
-    found[each, column] = fit.fewest(
-        stage, found, column, layers[each, column], found[each, column]
-    )
+    found[each, column] = fit.fewest(stage, found, column, layers[each, column], found[each, column])
     return found, fits
 
 

@@ -133,11 +133,29 @@ class _Options:
     def __len__(self) -> int:
         return len(self.start)
 
-    def place(self, others: "_Options", chosen: int) -> int:
-        """Index here of one of the other options."""
-        same = (self.start == others.start[chosen]) & (self.end == others.end[chosen])
-        same &= (self.recomputed == others.recomputed[chosen]).all(axis=1)
-        return int(same.argmax())
+    def place(self, one: "_Options") -> int | None:
+        """Index here of an option given by itself; None where it is not among these."""
+        same = (self.start == one.start) & (self.end == one.end)
+        same &= (self.recomputed == one.recomputed).all(axis=1)
+        return int(same.argmax()) if same.any() else None
+
+    def including(self, one: "_Options") -> "_Options":
+        """These and an option given by itself."""
+        if self.place(one) is not None:
+            return self
+        both = _Options(
+            start=np.append(self.start, one.start),
+            end=np.append(self.end, one.end),
+            recomputed=np.concatenate([self.recomputed, one.recomputed]),
+            terms=np.concatenate([self.terms, one.terms]),
+            bound_ms=np.append(self.bound_ms, one.bound_ms),
+        )
+        return both.in_order()
+
+    def in_order(self) -> "_Options":
+        """The same, of each run the one with the smallest bound first."""
+        keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
+        return self.take(np.lexsort(keys))
 
     def take(self, kept: np.ndarray) -> "_Options":
         """Some of them, in the same order."""
@@ -192,37 +210,45 @@ def search_stages(
         DoesNotFit: no split fits the cap.
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes)
-    while True:
-        found = _found(problem, prove)
-        heavier = _heavier(problem, cost, workload, found.stages_at)
-        if heavier is None:
-            return found
+    heavier: _Problem | None = problem
+    while heavier is not None:
         problem = heavier
+        search = _descend(problem)
+        heavier = _heavier(problem, cost, workload, _stages_at(problem, search.best_options))
+        if heavier is None:
+            found = _found(problem, search, prove)
+            heavier = _heavier(problem, cost, workload, found.stages_at)
+    return found
 
 
-def _found(problem: _Problem, prove: bool) -> SearchResult:
+def _found(problem: _Problem, search: "_Search", prove: bool) -> SearchResult:
     """The best stages by the problem's own memory tables."""
-    search = _descend(problem)
-    lower_bound_ms = search.prove() if prove else search.quick_bound_ms()
+    complete = search.choices.complete
+    if prove:
+        lower_bound_ms = search.prove(_MAX_WORK if complete else _MAX_DESCENT_WORK)
+    else:
+        lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
-    if not search.choices.complete:
+    if not complete:
         best, best_ms, more = _changed(problem, search)
-        simulated += more
         optimistic = search.over_optimistic(best_ms)
-        lower_bound_ms = optimistic.prove() if prove else optimistic.quick_bound_ms()
-        simulated += optimistic.simulated
-    cuts = [int(option.end[0]) for option in best[:-1]]
-    by_level = [np.split(option.recomputed[0], problem.levels) for option in best]
+        lower_bound_ms = optimistic.prove(_MAX_WORK) if prove else optimistic.quick_bound_ms()
+        simulated += more + optimistic.simulated
     return SearchResult(
-        stages_at=tuple(
-            stages_from_cuts(
-                problem.model, cuts, [of_stage[level].tolist() for of_stage in by_level]
-            )
-            for level in range(problem.levels)
-        ),
+        stages_at=_stages_at(problem, best),
         step_ms=best_ms,
         lower_bound_ms=min(lower_bound_ms, best_ms),
         simulated=simulated,
+    )
+
+
+def _stages_at(problem: _Problem, best: Sequence[_Options]) -> tuple[tuple[Stage, ...], ...]:
+    """The stages of a split at every level; `best` has one option of each."""
+    cuts = [int(option.end[0]) for option in best[:-1]]
+    recomputed = [np.split(option.recomputed[0], problem.levels) for option in best]
+    return tuple(
+        stages_from_cuts(problem.model, cuts, [of_stage[level].tolist() for of_stage in recomputed])
+        for level in range(problem.levels)
     )
 
 
@@ -256,9 +282,12 @@ def _heavier(
         return None
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
     recomputed = recomputed_at_levels(cost.kinds, stages_at)
-    heaviest = heaviest_passes(cost, features_of(workload, cost), workload.slot, counts, recomputed)
+    heaviest = heaviest_passes(
+        cost, features_of(workload, cost), workload.slot, counts, recomputed
+    )
     peaks = [
-        table.peak_bytes(*each) for table, *each in zip(heaviest, counts, recomputed, strict=True)
+        table.peak_bytes(*each)
+        for table, *each in zip(heaviest, counts, recomputed, strict=True)
     ]
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
@@ -288,7 +317,9 @@ def _problem(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> _Problem:
-    simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
+    simulator = PipelineSimulator.of(
+        SampledSteps.of(sampled_steps(workload), cost), pipeline_size
+    )
     structure = Structure.of(cost, model, simulator.steps, pipeline_size)
     return _Problem(
         model=model,
@@ -428,7 +459,7 @@ def _recomputing(
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)
     options = _Options(start=start, end=end, recomputed=recomputed, terms=terms, bound_ms=bound_ms)
-    return options.take(np.lexsort((*recomputed.T[::-1], bound_ms, end, start)))
+    return options.in_order()
 
 
 def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
@@ -574,10 +605,13 @@ class _Search:
         """The same split and paths, over all options that a better split may have."""
         # A little more, for the rounding of bounds that are exact.
         choices = _choices(self.problem, self.best_ms * (1 + _TOLERANCE))
+        # Where there are fewer runs, other sets are chosen of each.
+        pairs = zip(choices.fitting, self.best_options, strict=True)
+        choices = replace(choices, fitting=[found.including(best) for found, best in pairs])
         search = _Search(self.problem, choices)
         search.simulated, search.cuts, search.best_ms = self.simulated, self.cuts, self.best_ms
-        for stage, (option, chosen) in enumerate(zip(self.options, self.best, strict=True)):
-            search.best[stage] = choices.fitting[stage].place(option, int(chosen))
+        for stage, best in enumerate(self.best_options):
+            search.best[stage] = choices.fitting[stage].place(best)
         return search
 
     def over_optimistic(self, best_ms: float) -> "_Search":
@@ -611,8 +645,9 @@ class _Search:
                 return True
         return False
 
-    def prove(self) -> float:
-        """Search until nothing better is left or the budget is spent; the bound that is proven."""
+    def prove(self, most_work: float) -> float:
+        """Search until nothing better is left or the work allowed is done; the bound that is
+        proven."""
         self.work = lower_bound_ms = 0.0
         width, stale = _FIRST_WIDTH, 0
         for _ in range(_MAX_ROUNDS):
@@ -630,7 +665,7 @@ class _Search:
             stale = 0 if risen > _LEAST_RISE * self.best_ms or width < _MAX_WIDTH else stale + 1
             wider = risen < _WIDENING_RISE * (self.best_ms - lower_bound_ms)
             lower_bound_ms = max(lower_bound_ms, open_ms)
-            if stale == _MAX_STALE or self.work > _MAX_WORK:
+            if stale == _MAX_STALE or self.work > most_work:
                 break
             sample = np.concatenate([splits[_spread(len(splits), _SAMPLE // 2)], dropped])
             self._simulate(sample)

@@ -135,7 +135,9 @@ def walked_peak(
     return most
 
 
-def _kept(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int) -> list[float]:
+def _kept(
+    costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int
+) -> list[float]:
     level, features = int(packs.level[row]), packs.features[row]
     units = [costs[level].units[unit] for unit in stage.units]
     again = stage.recomputed(level)
@@ -187,8 +189,7 @@ def _walk(
     """End of the last pass of every (rank, stage)."""
     ranks, p = packs.data_parallel_size, len(stages)
     rows = {
-        rank: np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
-        for rank in range(ranks)
+        rank: np.flatnonzero((packs.step == step) & (packs.dp_rank == rank)) for rank in range(ranks)
     }
     lists = {
         rank: one_forward_one_backward(p, 1, len(rows[rank])).operations for rank in range(ranks)
