@@ -38,7 +38,8 @@ PACK_KEYS = (
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
-    "gpu_days memory_cap_gib cost_source packs steps search_gap"
+    "gpu_days memory_cap_gib cost_source packs steps search_gap levels attention_balance_ratio "
+    "least_attention_balance_ratio communication_ratio exchanged_ratio tokens_per_rank"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "
@@ -57,7 +58,7 @@ FLAGS = {
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
-    "--steps-of --json",
+    "--steps-of --levels --curriculum-steps --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
