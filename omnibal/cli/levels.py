@@ -46,7 +46,7 @@ class LevelOptions:
         Raises:
             UserError: it is no number from 1 to the most levels that are searched.
         """
-        from omnibal.search.levels import MAX_SEARCHED
+        from omnibal.search.level_estimates import MAX_SEARCHED
 
         if self.levels in (_AUTO, _HBP):
             return None

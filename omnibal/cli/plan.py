@@ -243,7 +243,8 @@ def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -
     """Data of the plan's micro-batches, with caps and levels searched for where none are given."""
     from omnibal.check import open_plan
     from omnibal.plan_data import MockData, SampleData, limited_features
-    from omnibal.search.levels import shared_anew, top_caps
+    from omnibal.search.level_estimates import top_caps
+    from omnibal.search.levels import shared_anew
 
     if data.steps_of is not None:
         earlier = open_plan(data.steps_of)

@@ -17,16 +17,15 @@ from omnibal.plan_data import SampleData
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import level_forms
+from omnibal.search.level_estimates import candidate_caps, top_caps
 from omnibal.search.level_trial import LevelTrials
 from omnibal.search.levels import (
     LEAST_GAIN,
     LevelRequest,
-    candidate_caps,
     hbp_search,
     is_one_level,
     search_levels,
     shared_anew,
-    top_caps,
 )
 
 MODEL = load_model("llama3.1-8b")
