@@ -2,8 +2,8 @@
 
 Micro-batches of all levels are in flight together, so that layers recomputed at one level leave
 room for another's. A set is a count of every kind of layer at every level, and the *least* sets are
-those of which no count can be lower. How many these are grows with a power of the levels. Where they
-are few, all of them are found; where they are many, a grid of them.
+those of which no count can be lower. How many these are grows with a power of the levels. Where
+they are few, all of them are found; where they are many, a grid of them.
 
 What a grid leaves out is bounded: of each of its cells one *optimistic* set is made, which
 recomputes no more, of any kind at any level, than any set of the cell that fits. It may not fit.
@@ -16,7 +16,6 @@ import numpy as np
 from omnibal.pipeline.recompute import Cap, Recomputes, undominated_sets
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.units import layer_kinds
-
 
 _MORE = (1, 2, 4, 8)
 """Layers by which sets that are near to another differ from it in one column."""
@@ -209,7 +208,9 @@ def _with_fewest(
     each, found = np.arange(len(stage)), layers.copy()
     found[each, column] = high[each, column]
     fits = fit.holds(stage, found)
-    found[each, column] = fit.fewest(stage, found, column, layers[each, column], found[each, column])
+    found[each, column] = fit.fewest(
+        stage, found, column, layers[each, column], found[each, column]
+    )
     return found, fits
 
 

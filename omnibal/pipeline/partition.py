@@ -133,15 +133,15 @@ class _Options:
     def __len__(self) -> int:
         return len(self.start)
 
-    def place(self, one: "_Options") -> int | None:
-        """Index here of an option given by itself; None where it is not among these."""
+    def place(self, one: "_Options") -> int:
+        """Index here of an option given by itself; -1 where it is not among these."""
         same = (self.start == one.start) & (self.end == one.end)
         same &= (self.recomputed == one.recomputed).all(axis=1)
-        return int(same.argmax()) if same.any() else None
+        return int(same.argmax()) if same.any() else -1
 
     def including(self, one: "_Options") -> "_Options":
         """These and an option given by itself."""
-        if self.place(one) is not None:
+        if self.place(one) >= 0:
             return self
         both = _Options(
             start=np.append(self.start, one.start),
@@ -282,12 +282,9 @@ def _heavier(
         return None
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
     recomputed = recomputed_at_levels(cost.kinds, stages_at)
-    heaviest = heaviest_passes(
-        cost, features_of(workload, cost), workload.slot, counts, recomputed
-    )
+    heaviest = heaviest_passes(cost, features_of(workload, cost), workload.slot, counts, recomputed)
     peaks = [
-        table.peak_bytes(*each)
-        for table, *each in zip(heaviest, counts, recomputed, strict=True)
+        table.peak_bytes(*each) for table, *each in zip(heaviest, counts, recomputed, strict=True)
     ]
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
@@ -317,9 +314,7 @@ def _problem(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> _Problem:
-    simulator = PipelineSimulator.of(
-        SampledSteps.of(sampled_steps(workload), cost), pipeline_size
-    )
+    simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
     structure = Structure.of(cost, model, simulator.steps, pipeline_size)
     return _Problem(
         model=model,

@@ -40,11 +40,9 @@ def random_level_packs(
     """
     rows: list[tuple[int, int, int, int, int]] = []
     for step in range(int(rng.integers(1, 4))):
-        for slot in range(int(rng.integers(1, 4))):
-            rows += _row(rng, contexts, step, slot, ranks)
-        left = ranks
-        for slot in range(slot + 1, slot + 1 + int(rng.integers(0, 3))):
-            left = int(rng.integers(0, left + 1))
+        full, left = int(rng.integers(1, 4)), ranks
+        for slot in range(full + int(rng.integers(0, 3))):
+            left = left if slot < full else int(rng.integers(0, left + 1))
             rows += _row(rng, contexts, step, slot, left)
     rows.sort()
     step, dp_rank, slot, level, context = np.array(rows, np.int64).T
@@ -135,9 +133,7 @@ def walked_peak(
     return most
 
 
-def _kept(
-    costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int
-) -> list[float]:
+def _kept(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int) -> list[float]:
     level, features = int(packs.level[row]), packs.features[row]
     units = [costs[level].units[unit] for unit in stage.units]
     again = stage.recomputed(level)
@@ -174,7 +170,7 @@ def walked_step_ms(
     update_ms = first.optimizer_ms_fixed + first.optimizer_ms_per_parameter * max(trained)
     step_ms = []
     for step in np.unique(packs.step):
-        ends = _walk(costs, stages, packs, int(step))
+        ends = _StepWalk(costs, stages, packs, int(step)).ends()
         reduced = [
             end + first.gradient_reduction_ms_per_parameter * trained[stage]
             for (_, stage), end in ends.items()
@@ -183,93 +179,84 @@ def walked_step_ms(
     return float(np.mean(step_ms))
 
 
-def _walk(
-    costs: Sequence[CostModel], stages: Sequence[WalkedStage], packs: Workload, step: int
-) -> dict[tuple[int, int], float]:
-    """End of the last pass of every (rank, stage)."""
-    ranks, p = packs.data_parallel_size, len(stages)
-    rows = {
-        rank: np.flatnonzero((packs.step == step) & (packs.dp_rank == rank)) for rank in range(ranks)
-    }
-    lists = {
-        rank: one_forward_one_backward(p, 1, len(rows[rank])).operations for rank in range(ranks)
-    }
-    at = {(rank, stage): 0 for rank in range(ranks) for stage in range(p)}
-    free = dict.fromkeys(at, 0.0)
-    ended: dict[tuple[int, int, Operation], float] = {}
-    moved = True
-    while moved:
-        moved = False
-        for (rank, stage), index in list(at.items()):
-            if at[rank, stage] != index or index == len(lists[rank][stage]):
-                continue
-            operation = lists[rank][stage][index]
-            context = int(packs.context[rows[rank][operation.micro_batch]])
-            block = range(rank // context * context, rank // context * context + context)
-            starts = [
-                _start(costs, stages, packs, rows, lists, at, free, ended, (r, stage), operation)
-                for r in block
-            ]
-            if None in starts:
-                continue
-            took = [
-                _took(costs, stages[stage], packs, int(rows[r][operation.micro_batch]), operation)
-                for r in block
-            ]
-            for r in block:
-                free[r, stage] = ended[r, stage, operation] = max(starts) + max(took)
-                at[r, stage] += 1
-            moved = True
-    assert all(at[rank, stage] == len(lists[rank][stage]) for rank, stage in at)
-    return free
+class _StepWalk:
+    """One step, pass by pass; places are (rank, stage)."""
 
+    def __init__(
+        self,
+        costs: Sequence[CostModel],
+        stages: Sequence[WalkedStage],
+        packs: Workload,
+        step: int,
+    ) -> None:
+        self.costs, self.stages, self.packs = costs, stages, packs
+        ranks, p = range(packs.data_parallel_size), len(stages)
+        self.rows = [np.flatnonzero((packs.step == step) & (packs.dp_rank == r)) for r in ranks]
+        self.lists = [one_forward_one_backward(p, 1, len(rows)).operations for rows in self.rows]
+        self.at = {(rank, stage): 0 for rank in ranks for stage in range(p)}
+        self.free = dict.fromkeys(self.at, 0.0)
+        self.ended: dict[tuple[int, int, Operation], float] = {}
 
-def _start(
-    costs: Sequence[CostModel],
-    stages: Sequence[WalkedStage],
-    packs: Workload,
-    rows: dict[int, np.ndarray],
-    lists: dict,
-    at: dict,
-    free: dict,
-    ended: dict,
-    place: tuple[int, int],
-    operation: Operation,
-) -> float | None:
-    """When a rank can start an operation; None where it is not its next, or its input not known."""
-    rank, stage = place
-    own = lists[rank][stage]
-    if at[place] == len(own) or own[at[place]] != operation:
-        return None
-    is_forward = operation.kind is Pass.FORWARD
-    source = stage - 1 if is_forward else stage + 1
-    if not 0 <= source < len(stages):
-        return free[place]
-    if (rank, source, operation) not in ended:
-        return None
-    row = int(rows[rank][operation.micro_batch])
-    cost, features = costs[packs.level[row]], packs.features[row]
-    sender = cost.units[stages[min(source, stage)].units[-1]]
-    sent = sender.output_bytes if is_forward else sender.output_gradient_bytes
-    link_ms = cost.link_latency_ms + cost.link_ms_per_byte * float(features @ sent)
-    return max(free[place], ended[rank, source, operation] + link_ms)
+    def ends(self) -> dict[tuple[int, int], float]:
+        """End of the last pass of every rank and stage."""
+        moved = True
+        while moved:
+            moved = any(self._moves(*place) for place in self.at)
+        assert all(self._next(place) is None for place in self.at)
+        return self.free
 
+    def _next(self, place: tuple[int, int]) -> Operation | None:
+        rank, stage = place
+        own = self.lists[rank][stage]
+        return own[self.at[place]] if self.at[place] < len(own) else None
 
-def _took(
-    costs: Sequence[CostModel],
-    stage: WalkedStage,
-    packs: Workload,
-    row: int,
-    operation: Operation,
-) -> float:
-    level, features = int(packs.level[row]), packs.features[row]
-    units = [costs[level].units[unit] for unit in stage.units]
-    if operation.kind is Pass.FORWARD:
-        return sum(float(features @ unit.forward_ms) for unit in units)
-    return sum(
-        float(features @ (unit.backward_ms + (unit.recompute_ms if again else 0)))
-        for unit, again in zip(units, stage.recomputed(level), strict=True)
-    )
+    def _moves(self, rank: int, stage: int) -> bool:
+        """Run the next pass of a rank and all that share its pack; whether it can be run."""
+        operation = self._next((rank, stage))
+        if operation is None:
+            return False
+        context = int(self.packs.context[self.rows[rank][operation.micro_batch]])
+        first = rank // context * context
+        block = [(each, stage) for each in range(first, first + context)]
+        starts = [self._start(place, operation) for place in block]
+        if None in starts:
+            return False
+        took = [self._took(place, operation) for place in block]
+        for place in block:
+            self.free[place] = self.ended[*place, operation] = max(starts) + max(took)
+            self.at[place] += 1
+        return True
+
+    def _start(self, place: tuple[int, int], operation: Operation) -> float | None:
+        """When a rank can start a pass; None where another is its next, or its input not known."""
+        if self._next(place) != operation:
+            return None
+        rank, stage = place
+        is_forward = operation.kind is Pass.FORWARD
+        source = stage - 1 if is_forward else stage + 1
+        if not 0 <= source < len(self.stages):
+            return self.free[place]
+        if (rank, source, operation) not in self.ended:
+            return None
+        row = int(self.rows[rank][operation.micro_batch])
+        cost, features = self.costs[self.packs.level[row]], self.packs.features[row]
+        sender = cost.units[self.stages[min(source, stage)].units[-1]]
+        sent = sender.output_bytes if is_forward else sender.output_gradient_bytes
+        link_ms = cost.link_latency_ms + cost.link_ms_per_byte * float(features @ sent)
+        return max(self.free[place], self.ended[rank, source, operation] + link_ms)
+
+    def _took(self, place: tuple[int, int], operation: Operation) -> float:
+        rank, stage = place
+        row = int(self.rows[rank][operation.micro_batch])
+        level, features = int(self.packs.level[row]), self.packs.features[row]
+        units = [self.costs[level].units[unit] for unit in self.stages[stage].units]
+        if operation.kind is Pass.FORWARD:
+            return sum(float(features @ unit.forward_ms) for unit in units)
+        again = self.stages[stage].recomputed(level)
+        return sum(
+            float(features @ (unit.backward_ms + (unit.recompute_ms if recomputed else 0)))
+            for unit, recomputed in zip(units, again, strict=True)
+        )
 
 
 def level_case(

@@ -7,7 +7,6 @@ import pytest
 from level_cases import WalkedStage, every_candidate, level_case, walked_peak, walked_step_ms
 
 from omnibal.errors import UserError
-from omnibal.pipeline import partition
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
 from omnibal.pipeline.stage import Stage
