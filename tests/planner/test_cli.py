@@ -241,7 +241,9 @@ def test_plan_of_shapes_has_no_data_figures(capsys, tmp_path):
     printed = json.loads(capsys.readouterr().out)
     assert printed["step_ms"] > 0
     unknown = {key for key, value in printed.items() if value is None}
-    assert unknown == {"samples_per_second_per_gpu", "gpu_days", "packs", "steps"}
+    of_data = {"samples_per_second_per_gpu", "gpu_days", "packs", "steps", "tokens_per_rank"}
+    of_data |= {"attention_balance_ratio", "least_attention_balance_ratio"}
+    assert unknown == of_data | {"communication_ratio", "exchanged_ratio"}
 
 
 def test_memory_option_replaces_the_clusters(capsys, tmp_path):
