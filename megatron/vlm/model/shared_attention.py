@@ -108,11 +108,10 @@ class _GatheredKeys(SharedAttention):
         again = None
         if torch.is_grad_enabled() and not self.keeps_keys and own_T2GD.requires_grad:
             again = _GatheredAgain(own_T2GD.detach(), self.gathering)
-        keys_K2GD = _GatherKeys.apply(own_T2GD, self.gathering, again)
-        key_KGD, value_KGD = keys_K2GD.unbind(1)
+        key_KGD, value_KGD = _GatherKeys.apply(own_T2GD, self.gathering, again)
         if again is None:
             return by(query_TND, key_KGD, value_KGD, self.borders, True)
-        again.stands_for(keys_K2GD)
+        again.stands_for(key_KGD)
         with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
             context_TND = by(query_TND, key_KGD, value_KGD, self.borders, True)
         return _GatherBefore.apply(context_TND, again)
@@ -167,9 +166,9 @@ class _GatheredAgain:
         self._address = 0
         self._keys_K2GD: torch.Tensor | None = None
 
-    def stands_for(self, keys_K2GD: torch.Tensor) -> None:
-        """Say what was gathered, so that no view of it is saved."""
-        self._address = keys_K2GD.untyped_storage().data_ptr()
+    def stands_for(self, key_KGD: torch.Tensor) -> None:
+        """Say which memory the gathered keys and values are in, so that no view of it is saved."""
+        self._address = key_KGD.untyped_storage().data_ptr()
 
     def pack(self, saved: torch.Tensor) -> "torch.Tensor | _View":
         """Keep the shape alone of what is a view of the keys."""
@@ -197,15 +196,16 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, own_T2GD: torch.Tensor, gathering: Gathering, again: _GatheredAgain | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.own_rows, ctx.gathering, ctx.again = len(own_T2GD), gathering, again
-        return gather_rows(own_T2GD, gathering)
+        keys_K2GD = gather_rows(own_T2GD, gathering)
+        return keys_K2GD[:, 0], keys_K2GD[:, 1]
 
     @staticmethod
     def backward(ctx, *gradients):
         if ctx.again is not None:
             ctx.again.free()
-        return scatter_gradients(gradients[0], ctx.own_rows, ctx.gathering), None, None
+        return scatter_gradients(gradients, ctx.own_rows, ctx.gathering), None, None
 
 
 class _GatherBefore(torch.autograd.Function):
