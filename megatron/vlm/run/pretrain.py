@@ -122,17 +122,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     """
     plan = planned.plan
     launch.check_against(plan.parallel)
-    check_provider(arguments.provider)
-    if arguments.provider == "te" and any(level.context > 1 for level in plan.levels):
-        raise UserError(
-            "--provider te was given, but the plan has packs that ranks share, whose attention is "
-            "not Transformer Engine's; leave the option out, or plan with `--levels 1`"
-        )
-    if arguments.samples.drop_path and not plan.model.takes_images:
-        raise UserError(
-            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
-            "layers are dropped; leave the option out"
-        )
+    _check_options(arguments, plan)
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None
     origin = plan.data.origin
@@ -154,6 +144,21 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
         training_data=training_data,
         heldout_data=heldout_data,
     )
+
+
+def _check_options(arguments: RunArguments, plan: Plan) -> None:
+    """Refuse options that do not go with the plan."""
+    if arguments.provider == "te" and any(level.context > 1 for level in plan.levels):
+        raise UserError(
+            "--provider te was given, but the plan has packs that ranks share, whose attention "
+            "Transformer Engine does not have; leave the option out, or plan with --levels 1"
+        )
+    check_provider(arguments.provider)
+    if arguments.samples.drop_path and not plan.model.takes_images:
+        raise UserError(
+            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
+            "layers are dropped; leave the option out"
+        )
 
 
 def _check_no_other_run(save: Path, load: Path | None) -> None:
