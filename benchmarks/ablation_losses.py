@@ -44,6 +44,7 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.parallel import Parallel
 from omnibal.plan import Plan
 from omnibal.plan_data import SampleData

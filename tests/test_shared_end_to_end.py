@@ -119,13 +119,14 @@ def test_shared_packs_train_resume_and_validate_as_one_process(single_plan, digi
     said = ranks_succeed(4, *training(four, digits, shared, *resume))
     assert f"resuming {shared} after step 2" in said
     assert losses(shared) == pytest.approx(losses(alone), rel=1e-4)
-    seen = [
-        [(r["samples"], r["tokens"], r["tiles"]) for r in records(run)] for run in (shared, alone)
+    counted = [
+        [(record["samples"], record["tokens"], record["tiles"]) for record in records(save)]
+        for save in (shared, alone)
     ]
-    assert seen[0] == seen[1]
+    assert counted[0] == counted[1]
     validated = [
-        json.loads((one / "validation.jsonl").read_text().splitlines()[-1])
-        for one in (shared, alone)
+        json.loads((save / "validation.jsonl").read_text().splitlines()[-1])
+        for save in (shared, alone)
     ]
     assert validated[0]["step"] == validated[1]["step"] == 3
     assert validated[0]["loss"] == pytest.approx(validated[1]["loss"], rel=1e-4)
