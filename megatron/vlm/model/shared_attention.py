@@ -124,30 +124,34 @@ def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarr
         First row and number of rows of every run, and the number of keys of every piece, padding
         being one.
     """
-    divided, own = layout.divided, layout.own
+    divided, own, is_divided = layout.divided, layout.own, layout.own_divided
     before = np.cumsum(divided.tokens) - divided.tokens
     of_rank = np.cumsum(layout.divided_tokens) - layout.divided_tokens
     sent_row = layout.tokens + divided.rank * most + before - of_rank[divided.rank]
     by_place = np.lexsort((divided.first, divided.sample))
-    starts, counts, key_tokens = [], [], []
-    for piece, is_divided in enumerate(layout.own_divided.tolist()):
-        sample, stop = own.sample[piece], own.stop[piece]
-        if is_divided:
-            low, high = np.searchsorted(divided.sample[by_place], [sample, sample + 1])
-            runs = by_place[low:high]
-            runs = runs[divided.stop[runs] <= stop]
-            starts += sent_row[runs].tolist()
-            counts += divided.tokens[runs].tolist()
-        else:
-            # A whole sample is in one run, whatever pieces it is in.
-            starts.append(int(layout.own_start[piece] - own.first[piece]))
-            counts.append(int(stop))
-        key_tokens.append(int(stop))
+    # Of a divided sample, the runs up to the piece itself; of another, which is in one run whatever
+    # pieces it is in, the tokens up to the piece's end.
+    first_run = np.searchsorted(divided.sample[by_place], own.sample)
+    last_run = first_run.copy()
+    last_run[is_divided] = np.argsort(by_place)[divided.rank == layout.part]
+    runs = np.where(is_divided, last_run - first_run + 1, 1)
+    of_divided = np.repeat(is_divided, runs)
+    starts = np.repeat(layout.own_start - own.first, runs)
+    counts = np.repeat(own.stop, runs)
+    chosen = by_place[_numbers(first_run[is_divided], runs[is_divided])]
+    starts[of_divided], counts[of_divided] = sent_row[chosen], divided.tokens[chosen]
+    key_tokens = own.stop.tolist()
     if layout.padding:
-        starts.append(layout.tokens - layout.padding)
-        counts.append(layout.padding)
+        starts = np.append(starts, layout.tokens - layout.padding)
+        counts = np.append(counts, layout.padding)
         key_tokens.append(layout.padding)
-    return np.array(starts), np.array(counts), key_tokens
+    return starts, counts, key_tokens
+
+
+def _numbers(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Numbers of runs of so many from each start, one run after another."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
 class _View(NamedTuple):
@@ -310,7 +314,7 @@ def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers of runs of so many from each start, one run after another, int64."""
+    """The same as `_numbers`, int64 on the device; only the runs are sent there."""
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
