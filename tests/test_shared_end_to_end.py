@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,16 @@ from test_end_to_end import (
     plan_of,
     rank_environments,
     records,
-    refuse,
     succeed,
     training,
     wait_for_steps,
 )
 
+from megatron.vlm.run.arguments import parse_arguments
+from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.pretrain import load_run, open_trainable
 from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
 from omnibal.levels import CutRule
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -146,8 +150,13 @@ def test_rank_that_dies_ends_those_that_share_its_packs(single_plan, digits, tmp
     assert "rank 1" in ended[0].stderr
 
 
-def test_other_attention_is_refused(single_plan, digits, tmp_path):
-    """Prevents: Transformer Engine's attention over a part of a pack as if it were all."""
+def test_other_attention_is_refused(single_plan, digits, tmp_path, monkeypatch):
+    """Prevents: Transformer Engine's attention over a part of a pack as if it were all of it."""
     plan = shared_plan(single_plan, tmp_path / "pair", data=2, contexts=(1, 2))
-    command = training(plan, digits, tmp_path / "run", "--provider", "te")
-    assert "packs that ranks share" in refuse(*command, processes=2)
+    command = training(plan, digits, tmp_path / "run")
+    monkeypatch.setattr("sys.argv", [str(word) for word in command])
+    arguments = replace(parse_arguments().run, provider="te")
+    with pytest.raises(
+        UserError, match="--provider te was given, but the plan has packs that rank"
+    ):
+        load_run(arguments, open_trainable(plan), Launch(rank=0, world_size=2, local_rank=0))

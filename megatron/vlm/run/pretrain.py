@@ -20,7 +20,6 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
-from megatron.vlm.model.providers import check_provider
 from megatron.vlm.run.arguments import RunArguments
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
@@ -153,7 +152,6 @@ def _check_options(arguments: RunArguments, plan: Plan) -> None:
             "--provider te was given, but the plan has packs that ranks share, whose attention "
             "Transformer Engine does not have; leave the option out, or plan with --levels 1"
         )
-    check_provider(arguments.provider)
     if arguments.samples.drop_path and not plan.model.takes_images:
         raise UserError(
             f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
@@ -307,7 +305,11 @@ def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-    info = RunInfo(model=run.plan.model.name, packs_sha256=run.data.packs_sha256)
+    info = RunInfo(
+        model=run.plan.model.name,
+        packs_sha256=run.data.packs_sha256,
+        provider=arguments.provider,
+    )
     write_run_info(info, arguments.save)
     return sinks
 
