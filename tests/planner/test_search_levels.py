@@ -121,7 +121,7 @@ def test_search_is_as_good_as_trying_everything(pipeline):
     data = data_of(lengths, 4, 65_536)
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
     found = search_levels(LevelRequest(job=job, data=data), ignore)
-    trials = LevelTrials(job=job, data=data, samples_per_step=found.samples_per_step)
+    trials = LevelTrials(job=job, data=data, tokens_per_step=found.tokens_per_step)
     bound = least_ms_per_sample(job, lengths)
     all_ms = []
     for count in (1, 2):
