@@ -162,9 +162,6 @@ def _check_costs(
 
 def _check_prediction(stored: Prediction, anew: Prediction) -> None:
     """Refuse any figure that is not what the plan's own costs and packs give."""
-    if stored.exchange is None:
-        # As in plans of before it was predicted apart: right where there is nothing to exchange.
-        anew = anew.model_copy(update={"exchange": None})
     given, found = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
     # A part of a step may be next to nothing: what it differs by is measured at the step.
     slack = {

@@ -417,7 +417,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "step_ms": prediction.step_ms,
         "ideal_step_ms": prediction.ideal_step_ms,
         "lost_ms": prediction.lost.model_dump(),
-        "exchange": prediction.exchange.model_dump() if prediction.exchange else None,
+        "exchange": prediction.exchange.model_dump(),
         "bubble_fraction": prediction.bubble_fraction,
         "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
         "gpu_days": prediction.gpu_days,

@@ -53,7 +53,7 @@ FLAGS = {
     "--network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
-    "--precision --processes --layers --repetitions --cluster --cluster-output --json",
+    "--precision --processes --layers --repetitions --provider --cluster --cluster-output --json",
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
@@ -652,13 +652,13 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
     monkeypatch.setattr(subprocess, "run", run_profiler)
-    run(PROFILE + " --processes 2 --layers 3 --precision fp32 --json -o", output)
+    run(PROFILE + " --processes 2 --layers 3 --precision fp32 --provider te --json -o", output)
     printed = json.loads(capsys.readouterr().out)
     assert printed["profile"] == str(output)
     assert {residual["unit"] for residual in printed["residuals"]} == set(
         unit_names(load_model("internvl-digits"))
     )
-    launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-14:]
+    launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-16:]
     assert "--nproc-per-node=2" in launcher
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert Path(given.pop("--output")).parent == output.parent
@@ -669,6 +669,7 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
         "--max-tokens": "512",
         "--tokens-per-sample": "64",
         "--layers": "3",
+        "--provider": "te",
     }
 
 

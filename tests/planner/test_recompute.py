@@ -98,7 +98,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
         recompute_ms=np.array([0.0, 0, 0.75, 0, 0]),
         collective_ms=np.zeros((2, 5)),
         padding_ms=np.zeros((2, 5)),
-        context_ms=np.zeros((2, 5)),
+        context_ms=np.zeros((3, 5)),
         activation_bytes=kept,
         boundary_bytes=boundary,
         output_bytes=boundary,

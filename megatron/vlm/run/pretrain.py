@@ -20,7 +20,6 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
-from megatron.vlm.model.providers import check_provider
 from megatron.vlm.run.arguments import RunArguments
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
@@ -120,7 +119,6 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     """
     plan = planned.plan
     launch.check_against(plan.parallel)
-    check_provider(arguments.provider)
     if arguments.samples.drop_path and not plan.model.takes_images:
         raise UserError(
             f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
@@ -295,7 +293,11 @@ def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-    info = RunInfo(model=run.plan.model.name, packs_sha256=run.data.packs_sha256)
+    info = RunInfo(
+        model=run.plan.model.name,
+        packs_sha256=run.data.packs_sha256,
+        provider=arguments.provider,
+    )
     write_run_info(info, arguments.save)
     return sinks
 
