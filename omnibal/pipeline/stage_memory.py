@@ -42,12 +42,12 @@ _KEPT_COUNTS = 8
 
 _PASSES_AT_ONCE = 4_096
 """Passes of which memory is computed at a time."""
-_CHOICES = 192
+_DRAWN_STAGES = 32
 """Stages, drawn at random, whose heaviest passes a table of several levels has."""
+_RECOMPUTING_ALL = 8
+"""Stages of these that recompute every layer."""
 _MOST_LAYERS = 24
 """Layers of a kind in these stages; only the proportion of kinds matters."""
-_MOST_PASSES = 20_000
-"""Passes among which these are looked for, spread evenly over the run."""
 
 
 def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
@@ -210,6 +210,17 @@ class MemoryTable:
         """The same of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
+    def joined(self, more: "MemoryTable") -> "MemoryTable":
+        """The same with the passes of another table."""
+        return replace(
+            self,
+            others_kept_bytes=np.concatenate([self.others_kept_bytes, more.others_kept_bytes]),
+            others_input_bytes=np.concatenate([self.others_input_bytes, more.others_input_bytes]),
+            own_kept_bytes=np.concatenate([self.own_kept_bytes, more.own_kept_bytes]),
+            own_input_bytes=np.concatenate([self.own_input_bytes, more.own_input_bytes]),
+            working_bytes=np.concatenate([self.working_bytes, more.working_bytes]),
+        )
+
     def at_most(self) -> "MemoryTable":
         """One pass for every level, which needs at least as much as any of that level's, whatever
         the stage holds."""
@@ -287,37 +298,65 @@ def heaviest_passes(
 def _heaviest(
     cost: CostModel, passes: RunningPasses, counts: np.ndarray, recomputed: np.ndarray
 ) -> RunningPasses:
-    """Of all passes, for each stage given, the one that needs most and the one that keeps most.
+    """Of all passes, the one in which a stage needs most and the one in which it keeps most.
 
     Args:
-        counts: [..., kinds].
-        recomputed: [..., levels * kinds].
+        counts: [kinds].
+        recomputed: [levels * kinds].
     """
-    found = []
+    few = []
     for first in range(0, len(passes.own), _PASSES_AT_ONCE):
-        chunk = slice(first, first + _PASSES_AT_ONCE)
-        table = memory_table(cost, passes.take(chunk))
+        chunk = passes.take(slice(first, first + _PASSES_AT_ONCE))
+        table = memory_table(cost, chunk)
         bytes_ = table.pass_bytes(counts, recomputed), table.activation_bytes(counts, recomputed)
-        found.append(first + np.stack([each.argmax(axis=-1).ravel() for each in bytes_]))
-    few = passes.take(np.unique(found))
-    if len(found) == 1:
-        return few
-    return _heaviest(cost, few, counts, recomputed)
+        few.append(first + np.array([each.argmax() for each in bytes_]))
+    chosen = np.concatenate(few)
+    left = passes.take(chosen)
+    return left if len(few) == 1 else _heaviest(cost, left, counts, recomputed)
 
 
 def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     """Those passes that are the heaviest for some of a wide choice of stages."""
-    rng = np.random.default_rng(0)
-    shape = _CHOICES, cost.levels, len(cost.kinds)
+    others, own = _drawn_stages(cost)
+    chunks = range(0, len(passes.own), _PASSES_AT_ONCE)
+    most, found = np.full(len(others), -np.inf), np.zeros(len(others), np.int64)
+    for chunk in (slice(first, first + _PASSES_AT_ONCE) for first in chunks):
+        bytes_ = others @ passes.others[chunk].T + own @ passes.own[chunk].T
+        place = bytes_.argmax(axis=1)
+        largest = bytes_[np.arange(len(others)), place]
+        found = np.where(largest > most, chunk.start + place, found)
+        most = np.maximum(largest, most)
+    return passes.take(np.unique(found))
+
+
+def _drawn_stages(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
+    """What a unit of each feature takes in stages that are drawn at random, while a unit of each
+    kind runs in them: of the other micro-batches, and of the running one.
+    [stages * kinds * moments, levels * features] each"""
+    rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
+    units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
-    counts = np.where(
-        is_layer, rng.integers(0, _MOST_LAYERS, shape[::2]), rng.integers(0, 2, shape[::2])
-    )
-    # Some levels recompute nothing and some all of it, as most do.
+    shape = _DRAWN_STAGES, levels, kinds
+    counts = rng.integers(0, np.where(is_layer, _MOST_LAYERS, 2), (_DRAWN_STAGES, kinds))
+    # Most levels recompute nothing or all they can, and some stages all of every level.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
-    recomputed = np.rint(share * counts[:, None] * is_layer).reshape(_CHOICES, -1)
-    step = -(-len(passes.own) // _MOST_PASSES)
-    return _heaviest(cost, passes.take(slice(None, None, step)), counts, recomputed)
+    share[:: _DRAWN_STAGES // _RECOMPUTING_ALL] = 1
+    again = counts[:, None] * is_layer * share
+    whole = np.repeat(counts[:, None] - again, len(cost.features) // levels, axis=1)
+    recomputed = np.repeat(again, len(cost.features) // levels, axis=1)
+    activation = np.stack([unit.activation_bytes for unit in units], axis=1)
+    boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
+    kept = whole * activation + recomputed * boundary  # [stages, levels * features, kinds]
+    back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
+    # While a unit runs, those after it keep nothing.
+    running = kept.cumsum(axis=2) + back
+    others, own = [], []
+    for kind, unit in enumerate(units):
+        holds = counts[:, kind] > 0
+        for working in unit.transient_bytes:
+            others.append(kept[holds].sum(axis=2))
+            own.append(running[holds, :, kind] + working)
+    return np.concatenate(others), np.concatenate(own)
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:

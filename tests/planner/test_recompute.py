@@ -86,7 +86,7 @@ def test_only_dominated_sets_are_dropped(costs: int):
                 for j in range(30)
             )
         ]
-        assert sorted(recompute._undominated(group, values).tolist()) == expected
+        assert sorted(recompute.undominated_sets(group, values).tolist()) == expected
 
 
 def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCost:

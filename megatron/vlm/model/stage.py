@@ -409,7 +409,7 @@ def build_stage(
         drop_path_rate,
         provider,
     )
-    at_levels = [plan.stages_at(level)[pipeline_rank] for level in range(max(len(plan.levels), 1))]
+    at_levels = [stages[pipeline_rank] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
     _freeze(stage, plan.frozen)
     return stage.to(current_device())
