@@ -139,12 +139,12 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
         seed=seed,
     )
     found = search_levels(LevelRequest(job=job, data=data), lambda done: None)
-    assert found.samples_per_step is not None and found.least_ms_per_sample is not None
+    assert found.tokens_per_step is not None and found.least_ms_per_sample is not None
     chosen = chosen_from_table_19()
     greedy = LevelTrials(
         job=job,
         data=replace(data, fill=FillRule.GREEDY),
-        samples_per_step=found.samples_per_step,
+        tokens_per_step=found.tokens_per_step,
     )
     _, hbp = greedy.drawn(_SIMULATED_SAMPLES)(
         tuple(
