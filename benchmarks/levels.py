@@ -43,6 +43,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.measure.profiler import OPTIMIZATION, ProfileOptions, Profiler
+from megatron.vlm.measure.profiler import Round as ProfilerRound
 from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.schedule import PipelineLinks
@@ -76,6 +77,8 @@ PIECES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _SIZES = MeasuredSizes(
     rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 14, 1 << 18, 1 << 21)
 )
+_STEPS_PER_PROFILE = 4
+"""Steps of every way between two rounds of the profiler."""
 BAR = 0.1
 """Largest error of a prediction."""
 
@@ -278,7 +281,7 @@ def run_ways(folder: Path, rounds: int, patience_s: float) -> dict[str, Outcome]
     quietest = sorted(found, key=lambda one: one.foreign_cores)[:rounds]
     rates = mean_rates([one.rates for one in quietest])
     cluster = load_cluster("laptop-cpu").model_copy(update={"rates": {"fp32": rates}})
-    profile = profiler.result([one.profiled for one in quietest])
+    profile = profiler.result([profiled for one in quietest for profiled in one.profiled])
     shut_down_distributed()
     return {
         name: Outcome(
@@ -294,9 +297,9 @@ def run_ways(folder: Path, rounds: int, patience_s: float) -> dict[str, Outcome]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """A round of the profiler, an epoch of every way, and the exchanges."""
+    """An epoch of every way, rounds of the profiler in between, and the exchanges."""
 
-    profiled: dict
+    profiled: list[ProfilerRound]
     rates: Rates
     epoch_ms: dict[str, float]
     loss: dict[str, float]
@@ -308,10 +311,12 @@ class Round:
 def run_round(profiler: Profiler, ways: dict[str, Prepared]) -> Round:
     """Measure everything once; the ways take turns step by step."""
     watch = ForeignLoad()
-    profiled = profiler.round()
+    profiled: list[ProfilerRound] = []
     times: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(max(len(way.steps) for way in ways.values())):
+        if number % _STEPS_PER_PROFILE == 0:
+            profiled.append(profiler.round())
         for name, way in ways.items():
             if number < len(way.steps):
                 ms, loss = way.steps[number].train(way.trainer)
