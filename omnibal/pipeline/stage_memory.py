@@ -5,7 +5,11 @@ for their backward, and the working memory of the unit that runs. The peak is lo
 pass of the schedule and at every kind of unit in it. While a unit runs backward, the units after
 it have let go of what they kept of that micro-batch, so the head's working memory, for one, and a
 recomputed layer's do not come together. A recomputed layer keeps only its input; the rest comes
-back as working memory while its backward runs. A stage's output is free again once it is sent.
+back as working memory while its backward runs.
+
+Links between stages hold tensors too: the input of the next micro-batch, and the gradient of its
+output, have room while this one computes, and what was sent last has it until the next send. A
+stage's output is free again after that.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +29,14 @@ from omnibal.pipeline.operation_graph import (
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
-from omnibal.pipeline.units import holds_both_ends, recomputed_counts, unit_counts
-from omnibal.units import UnitKind
+from omnibal.pipeline.units import (
+    UnitRun,
+    holds_both_ends,
+    recomputed_counts,
+    unit_counts,
+    unit_runs,
+)
+from omnibal.units import HEAD, UnitKind
 
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12
@@ -35,9 +45,9 @@ _KEPT_COUNTS = 8
 """Pairs of pipeline size and micro-batches whose in-flight counts are cached, as they repeat."""
 
 
-def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
+def fits_cap(peak: np.ndarray | float, memory_cap: np.ndarray | float) -> np.ndarray:
     """Whether peaks are within a memory cap, to rounding: a cap that is a peak holds it. [...]"""
-    return np.asarray(peak) <= memory_cap * (1 + _CAP_TOLERANCE)
+    return np.asarray(peak) <= np.asarray(memory_cap) * (1 + _CAP_TOLERANCE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,6 +58,13 @@ class RunningPasses:
     """Features of that micro-batch, [passes, features]."""
     others: np.ndarray
     """Summed features of the other micro-batches that are held meanwhile, [passes, features]."""
+    links: np.ndarray
+    """Whether each of `LINKS` is there meanwhile, 0 or 1, [passes, links]."""
+
+
+LINKS = ("next input", "last input's gradient", "last output", "next gradient", "own gradient")
+"""Tensors that a stage's links hold in a pass: of the cut before it, of the cut after it, and there
+in a backward the gradient that it began with."""
 
 
 def running_passes(
@@ -113,9 +130,14 @@ def _passes(
     before = total[pack] - total[pack - held.earlier_in_forward[slot]]
     last = np.minimum(pack + 1 + held.later_in_backward[slot], end)
     after = total[last] - total[pack + 1]
+    begun, ended = slot > 0, slot > held.earlier_in_forward[slot]
+    # A step's first forward and its first backward are begun without the next one's tensor.
+    in_forward = [begun & (pack + 1 < end), ended, begun, ended, 0 * pack]
+    in_backward = [last < end, begun, 0 * pack + 1, begun & (pack + 1 < end), 0 * pack + 1]
     return RunningPasses(
         own=np.concatenate([features, features]),
         others=np.concatenate([before, after]),
+        links=np.concatenate([np.stack(in_forward, 1), np.stack(in_backward, 1)]).astype(float),
     )
 
 
@@ -139,6 +161,19 @@ class MemoryTable:
     """The same where the unit is recomputed."""
     working_bytes: np.ndarray
     """Working memory of a unit of the micro-batch that runs."""
+    passing_bytes: np.ndarray
+    """What units without a backward hold of the micro-batch that runs, while one of them does."""
+    first_bytes: np.ndarray
+    """Tensors of the cut before a stage that begins with the unit."""
+    last_bytes: np.ndarray
+    """Tensors of the cut after a stage that ends with the unit."""
+    own_gradient_bytes: np.ndarray
+    """Gradient of the unit's output where the stage ends with it, there to the backward's end."""
+    shared_bytes: np.ndarray
+    """Room that all units of a kind share through the run, and the kinds too: the largest counts.
+    [kinds]"""
+    has_backward: np.ndarray
+    """Whether the unit has a backward, [kinds]."""
 
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Activations of all micro-batches that are held in every pass. [..., passes]"""
@@ -160,18 +195,63 @@ class MemoryTable:
         """
         whole = counts - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
-        own, most = np.zeros_like(others), np.zeros_like(others)
+        own, most, passing = (np.zeros_like(others) for _ in range(3))
+        links, own_gradient = self._of_links(counts)
+        last = _last_kind(counts)[..., None]
         for kinds in _in_model_order(self.kinds):
             kept, inputs = self.own_kept_bytes[:, kinds], self.own_input_bytes[:, kinds]
             # Backward, what comes after these has let go of what it kept.
             own = own + whole[..., kinds] @ kept.T + recomputed[..., kinds] @ inputs.T
             for kind in kinds:
                 whole_k, again_k = whole[..., kind, None], recomputed[..., kind, None]
+                held = whole_k + again_k > 0
+                passing = passing + held * self.passing_bytes[:, kind]
                 brought_back = self.own_kept_bytes[:, kind] - self.own_input_bytes[:, kind]
                 running = own + self.working_bytes[:, kind]
                 running = running + ((whole_k == 0) & (again_k > 0)) * brought_back
-                most = np.where(whole_k + again_k > 0, np.maximum(most, running), most)
-        return others + most
+                running = running + self._besides(kind, kind == last, passing, own_gradient)
+                most = np.where(held, np.maximum(most, running), most)
+        return others + most + links
+
+    def stage_bytes(self, runs: Sequence[UnitRun]) -> np.ndarray:
+        """The same of one stage, whichever of its layers are recomputed. [passes]
+
+        Args:
+            runs: of the stage's units, in order.
+        """
+        counts = np.zeros(len(self.kinds), np.int64)
+        own, most, passing, others = np.zeros((4, len(self.working_bytes)))
+        for run in runs:
+            counts[run.kind] += run.number
+        links, own_gradient = self._of_links(counts)
+        for run in runs:
+            kind, inputs, kept = run.kind, self.own_input_bytes, self.own_kept_bytes
+            held, of_others = kept, self.others_kept_bytes
+            if run.recomputed:
+                held, of_others = inputs, self.others_input_bytes
+            own = own + run.number * held[:, kind]
+            others = others + run.number * of_others[:, kind]
+            passing = passing + self.passing_bytes[:, kind]
+            # The last of these runs backward with most besides, and brings back what it dropped.
+            running = own + (kept - held)[:, kind] + self.working_bytes[:, kind]
+            running = running + self._besides(kind, run is runs[-1], passing, own_gradient)
+            most = np.maximum(most, running)
+        return others + most + links
+
+    def _of_links(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is held in every pass of tensors between stages, with what the stage's units share,
+        and the gradient that its backward begins with. [..., passes] each"""
+        first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
+        links = self.first_bytes.T[first] + self.last_bytes.T[last]
+        shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
+        return links + shared[..., None], self.own_gradient_bytes.T[last]
+
+    def _besides(
+        self, kind: int, is_last: np.ndarray | bool, passing: np.ndarray, gradient: np.ndarray
+    ) -> np.ndarray:
+        """What is there while a unit of the kind runs, besides what units keep and work with."""
+        # The stage's last unit counts the gradient that it is given.
+        return np.where(is_last, 0.0, gradient) if self.has_backward[kind] else passing
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
         """The same of some of the passes."""
@@ -189,7 +269,16 @@ class MemoryTable:
             own_kept_bytes=change(self.own_kept_bytes),
             own_input_bytes=change(self.own_input_bytes),
             working_bytes=change(self.working_bytes),
+            passing_bytes=change(self.passing_bytes),
+            first_bytes=change(self.first_bytes),
+            last_bytes=change(self.last_bytes),
+            own_gradient_bytes=change(self.own_gradient_bytes),
         )
+
+
+def _last_kind(counts: np.ndarray) -> np.ndarray:
+    """Index of the last kind of unit that stages [..., kinds] hold. [...]"""
+    return counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
 
 
 def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
@@ -226,11 +315,14 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     units = cost.units.values()
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
     grows = kept.max(axis=(0, 1)) > 0
-    works = grows | (np.concatenate([unit.transient_bytes for unit in units]).max(axis=0) > 0)
-    found = undominated(np.concatenate([passes.others[:, grows], passes.own[:, works]], axis=1))
+    worked = [[*unit.transient_bytes, unit.passing_bytes, unit.shared_bytes] for unit in units]
+    works = grows | (np.concatenate(worked).max(axis=0) > 0)
+    columns = [passes.others[:, grows], passes.own[:, works], passes.links]
+    found = undominated(np.concatenate(columns, axis=1))
     others, own = (np.zeros((len(found), len(grows))) for _ in range(2))
-    others[:, grows], own[:, works] = np.split(found, [int(grows.sum())], axis=1)
-    return RunningPasses(own=own, others=others)
+    splits = np.cumsum([grows.sum(), works.sum()])
+    others[:, grows], own[:, works], links = np.split(found, splits, axis=1)
+    return RunningPasses(own=own, others=others, links=links)
 
 
 def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
@@ -238,7 +330,9 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
     units = cost.units.values()
     activation = np.stack([unit.activation_bytes for unit in units], axis=1)
     boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
+    passing = np.stack([unit.passing_bytes for unit in units], axis=1)
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
+    first_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
     state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
@@ -249,7 +343,45 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
         own_kept_bytes=passes.own @ activation,
         own_input_bytes=passes.own @ boundary,
         working_bytes=np.stack(working, axis=1),
+        passing_bytes=passes.own @ passing,
+        first_bytes=first_bytes,
+        last_bytes=last_bytes,
+        own_gradient_bytes=own_gradient_bytes,
+        shared_bytes=np.array([_largest_bytes(unit.shared_bytes, passes) for unit in units]),
+        has_backward=np.array([unit.has_backward for unit in units]),
     )
+
+
+def _link_bytes(
+    cost: CostModel, passes: RunningPasses
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tensors of the cuts before and after a stage that begins or ends with a unit of each kind,
+    and the gradient of its output. [passes, kinds] each.
+
+    Those of other micro-batches are as large as any: no more than a few hundredths of what a stage
+    holds, where one more kind of passes would make many more of them.
+    """
+    next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
+    units = [*cost.units.values()]
+    sent = np.array([_largest_bytes(unit.output_bytes, passes) for unit in units])
+    back = np.array([_largest_bytes(unit.output_gradient_bytes, passes) for unit in units])
+    # What comes to a unit has left a unit of its kind, or of the kind before it.
+    came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
+    first_bytes = next_input * came + input_gradient * back_to
+    for index, (before, kind) in enumerate(zip(units, cost.kinds[1:], strict=False), 1):
+        if before.output_gradient_bytes.any() and not (kind.is_layer or kind.name == HEAD):
+            # Projectors and the language embed keep no input, but a stage does for its gradient.
+            first_bytes[:, index] += (passes.own + passes.others) @ before.output_bytes
+    return (
+        first_bytes,
+        output * sent + next_gradient * back,
+        own_gradient * (passes.own @ np.stack([each.output_gradient_bytes for each in units], 1)),
+    )
+
+
+def _largest_bytes(per_feature: np.ndarray, passes: RunningPasses) -> float:
+    """Bytes of the largest micro-batch."""
+    return float((passes.own @ per_feature).max())
 
 
 def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
@@ -281,7 +413,7 @@ def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemo
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
     activation_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = float(table.pass_bytes(counts, recomputed).max())
+    running_bytes = float(table.stage_bytes(unit_runs(kinds, stage)).max())
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
         gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,

@@ -6,7 +6,8 @@ of unit of a model in the order of `omnibal.units.unit_kinds`.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count, pairwise
+from dataclasses import dataclass
+from itertools import count, groupby, pairwise
 
 import numpy as np
 
@@ -53,6 +54,31 @@ def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
     """Number of units of each kind that the stage recomputes. [kinds]"""
     layers = (sum(map(kind.has_layer, stage.recomputed(kind.tower))) for kind in kinds)
     return np.array([*layers], np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitRun:
+    """Units of one kind in a row, all of them recomputed or none."""
+
+    kind: int
+    """Index of the kind."""
+    number: int
+    recomputed: bool
+
+
+def unit_runs(kinds: Sequence[UnitKind], stage: Stage) -> tuple[UnitRun, ...]:
+    """A stage's units in model order, those of one kind together as long as they are alike."""
+    names = [kind.name for kind in kinds]
+    again = {unit for span in stage.recompute for unit in span.units}
+    alike = groupby(
+        (names.index(_kind_of(kinds, unit).name), unit in again)
+        for span in stage.units
+        for unit in span.units
+    )
+    return tuple(
+        UnitRun(kind=kind, number=len(list(same)), recomputed=recomputed)
+        for (kind, recomputed), same in alike
+    )
 
 
 def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:

@@ -87,6 +87,8 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             output_bytes=output_bytes,
             output_gradient_bytes=output_bytes,
             transient_bytes=rng.uniform(0, 3e6, (2, len(features))),
+            passing_bytes=np.zeros(len(features)),
+            shared_bytes=rng.uniform(0, 1e6, len(features)),
             parameters=parameters,
             trained_parameters=parameters,
         )

@@ -3,7 +3,7 @@
 Shapes: S sequence, B batch, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
+
+
+def _for_gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The layer's forward for core's checkpoint, which when it runs again needs its graph alone."""
+
+    def run_for_gradient(hidden_SBH: torch.Tensor) -> torch.Tensor:
+        output_SBH = run(hidden_SBH)
+        if torch.is_grad_enabled():
+            # Only the next layer needs it, and has had it. Autograd asks for its shape.
+            output_SBH.data = output_SBH.new_empty(1).expand(output_SBH.shape)
+        return output_SBH
+
+    return run_for_gradient
 
 
 class PlannedBlock(TransformerBlock):
@@ -97,7 +110,7 @@ class PlannedBlock(TransformerBlock):
             # Core's checkpoint gives gradients only where its input wants one; before the first
             # trained parameter there is nothing to keep anyway.
             if layer.layer_number - 1 in self.recompute_layers and hidden_states.requires_grad:
-                hidden_states = tensor_parallel.checkpoint(run, False, hidden_states)
+                hidden_states = tensor_parallel.checkpoint(_for_gradient(run), False, hidden_states)
             else:
                 hidden_states = run(hidden_states)
         return hidden_states
