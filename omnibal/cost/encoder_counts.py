@@ -136,11 +136,12 @@ def encoder_layer(
         output_bytes=output_bytes,
         working=_layer_working(tower, device, output_bytes, inner_bytes),
         # The tower's input, and this layer's, stay. Besides, its middle: norm, attention's block,
-        # the sum and the norm of it; q, k and v before and after their norms; both sides of GELU.
+        # the sum and the norm of it; q, k and v before and after their norms; both sides of GELU
+        # and the feed-forward's output.
         forward_working=(
             Working(bytes=6 * output_bytes),
             Working(bytes=3 * output_bytes + 6 * width_bytes),
-            Working(bytes=4 * output_bytes + 2 * inner_bytes),
+            Working(bytes=5 * output_bytes + 2 * inner_bytes),
         ),
         parameters=whole + -(-divided // t),
     )

@@ -42,7 +42,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         kept=(Kept(what="token ids", made_by="", bytes=ids_bytes),),
         boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.whole,
-        working=(Working(bytes=text_bytes, weight=words * h),),
+        working=(Working(bytes=text_bytes + encoded_bytes, weight=words * h),),
         parameters=words * h,
     )
 

@@ -36,7 +36,7 @@ from omnibal.pipeline.units import (
     unit_counts,
     unit_runs,
 )
-from omnibal.units import HEAD, UnitKind
+from omnibal.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
 
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12
@@ -174,6 +174,10 @@ class MemoryTable:
     [kinds]"""
     has_backward: np.ndarray
     """Whether the unit has a backward, [kinds]."""
+    tied_gradient_bytes: np.ndarray
+    """Gradients of the tied matrix besides its buffer, where a stage has both language embed and
+    head, while a unit runs backward: the head's waits for the embed's, and then their sum. [kinds]
+    """
 
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Activations of all micro-batches that are held in every pass. [..., passes]"""
@@ -198,6 +202,7 @@ class MemoryTable:
         own, most, passing = (np.zeros_like(others) for _ in range(3))
         links, own_gradient = self._of_links(counts)
         last = _last_kind(counts)[..., None]
+        tied = holds_both_ends(self.kinds, counts)[..., None]
         for kinds in _in_model_order(self.kinds):
             kept, inputs = self.own_kept_bytes[:, kinds], self.own_input_bytes[:, kinds]
             # Backward, what comes after these has let go of what it kept.
@@ -210,6 +215,7 @@ class MemoryTable:
                 running = own + self.working_bytes[:, kind]
                 running = running + ((whole_k == 0) & (again_k > 0)) * brought_back
                 running = running + self._besides(kind, kind == last, passing, own_gradient)
+                running = running + tied * self.tied_gradient_bytes[kind]
                 most = np.where(held, np.maximum(most, running), most)
         return others + most + links
 
@@ -219,24 +225,26 @@ class MemoryTable:
         Args:
             runs: of the stage's units, in order.
         """
-        counts = np.zeros(len(self.kinds), np.int64)
-        own, most, passing, others = np.zeros((4, len(self.working_bytes)))
+        counts, recomputed = np.zeros((2, len(self.kinds)), np.int64)
+        own, others, most = np.zeros((3, len(self.working_bytes)))
         for run in runs:
             counts[run.kind] += run.number
+            recomputed[run.kind] += run.number * run.recomputed
         links, own_gradient = self._of_links(counts)
+        tied = holds_both_ends(self.kinds, counts)
         for run in runs:
-            kind, inputs, kept = run.kind, self.own_input_bytes, self.own_kept_bytes
-            held, of_others = kept, self.others_kept_bytes
+            kind, kept, held = run.kind, self.own_kept_bytes, self.own_kept_bytes
+            held_of_others = self.others_kept_bytes
             if run.recomputed:
-                held, of_others = inputs, self.others_input_bytes
+                held, held_of_others = self.own_input_bytes, self.others_input_bytes
             own = own + run.number * held[:, kind]
-            others = others + run.number * of_others[:, kind]
-            passing = passing + self.passing_bytes[:, kind]
+            others = others + run.number * held_of_others[:, kind]
             # The last of these runs backward with most besides, and brings back what it dropped.
             running = own + (kept - held)[:, kind] + self.working_bytes[:, kind]
-            running = running + self._besides(kind, run is runs[-1], passing, own_gradient)
-            most = np.maximum(most, running)
-        return others + most + links
+            running = running + tied * self.tied_gradient_bytes[kind]
+            most = np.maximum(most, running + (kind != runs[-1].kind) * own_gradient)
+        # With the earliest of each kind recomputed, what the search counts.
+        return np.maximum(self.pass_bytes(counts, recomputed), others + most + links)
 
     def _of_links(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What is held in every pass of tensors between stages, with what the stage's units share,
@@ -349,6 +357,7 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
         own_gradient_bytes=own_gradient_bytes,
         shared_bytes=np.array([_largest_bytes(unit.shared_bytes, passes) for unit in units]),
         has_backward=np.array([unit.has_backward for unit in units]),
+        tied_gradient_bytes=_tied_gradient_bytes(cost),
     )
 
 
@@ -376,6 +385,16 @@ def _link_bytes(
         first_bytes,
         output * sent + next_gradient * back,
         own_gradient * (passes.own @ np.stack([each.output_gradient_bytes for each in units], 1)),
+    )
+
+
+def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
+    """Gradients of the tied matrix, besides the one that its unit works with. [kinds]"""
+    matrix_bytes = cost.tied_trained_parameters * cost.weight_bytes_per_parameter
+    number = {LANGUAGE_EMBED: 2, HEAD: 0}
+    language = [kind.tower == LANGUAGE for kind in cost.kinds]
+    return matrix_bytes * np.array(
+        [number.get(kind.name, 1) * is_in for kind, is_in in zip(cost.kinds, language, strict=True)]
     )
 
 

@@ -1,11 +1,11 @@
 """Recomputation and stage memory against enumeration and figures worked out by hand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost, random_features, small_model
+from cost_cases import LinksInTime, model_of, random_cost, random_features, small_model
 
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline import recompute
@@ -182,33 +182,6 @@ def test_undominated_rows_are_exactly_the_front():
         assert len(found) == len(front)
 
 
-@dataclass
-class LinksInTime:
-    """A stage's links as its operations follow one another: receives ahead, sends until the next.
-
-    In order `LINKS`, but for the last.
-    """
-
-    micro_batches: int
-    forwards: int = 0
-    backwards: int = 0
-
-    def before(self, kind: Pass) -> list[bool]:
-        """What is there while the next pass of this kind computes."""
-        taken = kind is Pass.FORWARD, kind is Pass.BACKWARD
-        came, gradients = self.forwards + taken[0], self.backwards + taken[1]
-        return [
-            self.forwards > 0 and came < self.micro_batches,
-            self.backwards > 0,
-            self.forwards > 0,
-            self.backwards > 0 and gradients < self.micro_batches,
-        ]
-
-    def run(self, kind: Pass) -> None:
-        self.forwards += kind is Pass.FORWARD
-        self.backwards += kind is Pass.BACKWARD
-
-
 def test_tables_of_all_stages_have_every_pass():
     """Prevents a stage whose peak leaves out micro-batches or what its links hold, or is that of
     another stage: compared with every operation of the schedule, one after another; more stages
@@ -329,8 +302,8 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
             others += of_others[:, kind]
             # A recomputed one runs with all that it keeps otherwise.
             running = own + kept + table.working_bytes[:, kind]
-            given = unit is in_order[-1]
-            most = np.maximum(most, running + (0 if given else table.own_gradient_bytes[:, last]))
+            gradient = 0 if unit is in_order[-1] else table.own_gradient_bytes[:, last]
+            most = np.maximum(most, running + gradient)
             own = own + (left if unit in again else kept)
         links_bytes = table.first_bytes[:, 0] + table.last_bytes[:, last]
         links_bytes += max(table.shared_bytes[: last + 1])
