@@ -195,6 +195,7 @@ def deal_in_turn(
         epoch=np.zeros(len(packs), np.int32),
         items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
         tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(order), np.int32),
     )
 
 
@@ -236,12 +237,13 @@ def _plain_plan(
     model = model_of_lengths(job.model, lengths)
     cost = job.cost
     features = pack_features(packs.packs, lengths, cost.features)
+    workload = Workload.of(packs, features, job.parallel.data)
     stages = baseline_stages(
         method,
         RecomputeRule.FULL,
         cost,
         model,
-        Workload.of(packs, features, job.parallel.data),
+        workload,
         job.parallel.pipeline,
         job.cap_bytes,
     )
@@ -252,7 +254,7 @@ def _plain_plan(
         stages=stages,
         cluster=job.cluster,
         data=_data_plan(job, packs, lengths),
-        prediction=predict(cost, model, job.parallel, stages, packs, features),
+        prediction=predict(cost, model, job.parallel, [stages], packs, workload),
     )
     return PlanResult(plan=plan, data=(packs, lengths), profile=job.profile, search=None)
 
@@ -302,7 +304,7 @@ def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
         recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
     )
     stages = _all_recomputed(model, found)
-    prediction = predict(cost, model, job.parallel, stages, packs, features)
+    prediction = predict(cost, model, job.parallel, [stages], packs, workload)
     plan = balanced.plan.model_copy(update={"stages": stages, "prediction": prediction})
     return replace(balanced, plan=plan, search=replace(found, stages=stages))
 
@@ -370,7 +372,8 @@ def _of_full_steps(
     packs = of_steps(scheduled, full_steps(result, variant))
     plan = result.plan
     features = pack_features(packs.packs, lengths, job.cost.features)
-    prediction = predict(job.cost, plan.model, plan.parallel, plan.stages, packs, features)
+    workload = Workload.of(packs, features, plan.parallel.data)
+    prediction = predict(job.cost, plan.model, plan.parallel, [plan.stages], packs, workload)
     return len(packs.packs.samples) / packs.steps, prediction
 
 

@@ -132,6 +132,7 @@ def in_order(rival: Rival) -> Schedule:
             epoch=np.zeros(len(packs), np.int32),
             items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
             tokens=packs.sums(lengths.tokens).astype(np.int32),
+            level=np.zeros(len(sort), np.int32),
         )
         return scheduled, len(drawn)
 

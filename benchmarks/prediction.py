@@ -354,7 +354,7 @@ def predicted(
     cost = JobSpec.of_plan(plan, profile).cost
     features = pack_features(scheduled.packs, lengths, cost.features)
     workload = Workload.of(scheduled, features, plan.parallel.data)
-    prediction = predict(cost, plan.model, plan.parallel, plan.stages, scheduled, features)
+    prediction = predict(cost, plan.model, plan.parallel, [plan.stages], scheduled, workload)
     memories = [stage.memory for stage in prediction.stages]
     return simulate_run(cost, plan.stages, workload).step_ms, memories
 

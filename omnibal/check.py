@@ -7,7 +7,6 @@ import numpy as np
 from pydantic import BaseModel
 
 from omnibal.config import LayerKind, ModelConfig
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.steps import steps_of
@@ -129,12 +128,13 @@ def _check_partition(plan: Plan) -> str:
 def _check_costs(
     files: PlanFiles, lengths: Lengths, packs: ScheduledPacks, *, to_train: bool
 ) -> str:
-    plan, cost = files.plan, files.job.cost
-    features = pack_features(packs.packs, lengths, cost.features)
+    plan, job = files.plan, files.job
+    workload = job.workload(packs, lengths, plan.levels)
     if plan.prediction is None:
-        memories = stage_memories(cost, plan.stages, packs.slot, features)
+        cost = job.cost_of_all(plan.levels)
+        memories = stage_memories(cost, plan.stages_at_levels, workload)
     else:
-        anew = prediction_of(plan, cost, packs, features)
+        anew = prediction_of(plan, job, packs, workload)
         memories = [stage.memory for stage in anew.stages]
     peaks = np.array([memory.peak_gib for memory in memories])
     worst, cap_gib = int(peaks.argmax()), files.job.memory_cap_gib

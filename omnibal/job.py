@@ -4,6 +4,7 @@ Everything that plans, checks or replays a job is given a `JobSpec` whole. One t
 and has its costs, so nobody checks or counts again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -11,16 +12,24 @@ import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost
+from omnibal.cost.shares import part_features, share_features
+from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.shares import shares_of
 from omnibal.errors import UserError
+from omnibal.levels import Level
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
+from omnibal.pipeline.filling import worth_filling
+from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
-from omnibal.units import frozen_mistake
+from omnibal.units import feature_names_at, frozen_mistake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,6 +67,29 @@ class JobSpec:
             return analytic_cost(*sizes)
         return fitted_cost(self.profile, *sizes)
 
+    def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
+        """Costs of units on packs of every level; without levels, `cost` alone.
+
+        Raises:
+            UserError: a level exchanges heads that its context size does not divide.
+        """
+        sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+        return costs_at(self.cost, *sizes, levels)
+
+    def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
+        """Costs of units at every level side by side, as a plan is predicted and checked with."""
+        return side_by_side(self.costs_at(levels))
+
+    def workload(
+        self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
+    ) -> Workload:
+        """Count what every rank computes of scheduled packs of these levels, micro-batch by
+        micro-batch."""
+        shares = shares_of(packs, levels)
+        names = feature_names_at(self.cost.features, levels)
+        features = share_features(packs, lengths, levels, names, shares)
+        return Workload.of_shares(shares, features, self.parallel.data)
+
     @classmethod
     def of_plan(cls, plan: Plan, profile: Profile | None) -> Self:
         """Make the job that a plan is for, with the profile that the plan was made with, if any."""
@@ -79,6 +111,23 @@ class JobSpec:
         """Memory that a stage may fill of one device, in GiB."""
         return memory_cap_gib(self.cluster)
 
-    def load_ms(self, packs: Packs, lengths: Lengths) -> np.ndarray:
-        """Predict the ms of every pack on the whole model, by which packs are balanced. [packs]"""
-        return model_ms(self.cost, self.model, pack_features(packs, lengths, self.cost.features))
+    def load_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level] = ()) -> np.ndarray:
+        """Predict the ms of every pack on the whole model, by which packs are balanced. [packs]
+
+        Of a pack that ranks share it is the time of the slowest.
+        """
+        if not levels:
+            features = pack_features(packs, lengths, self.cost.features)
+            return model_ms(self.cost, self.model, features)
+        of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
+        costs = self.costs_at(levels)
+        for index, (level, cost) in enumerate(zip(levels, costs, strict=True)):
+            rows = np.flatnonzero(of_packs == index)
+            if len(rows):
+                parts = part_features(packs.take(rows), lengths, level, cost.features)
+                load[rows] = model_ms(cost, self.model, parts).max(axis=1)
+        return load
+
+    def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
+        """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
+        return worth_filling(self.costs_at(levels), self.model, lengths, levels)

@@ -14,10 +14,11 @@ from omnibal.data.lengths import LengthsOrigin
 from omnibal.earlier_plan import refuse_earlier
 from omnibal.files import parse_json_model, read_text, write_json_model
 from omnibal.frozen import Count, Frozen
+from omnibal.levels import MAX_LEVELS, Level, largest_caps
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Stage, Words
 from omnibal.units import frozen_mistake
 
 SCHEMA_VERSION: Final = 2
@@ -49,16 +50,30 @@ class DataPlan(Shapes):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
     packs_per_step: Count
-    """Packs of all ranks in every step of an epoch but one."""
+    """Packs of all ranks in every step of an epoch but one, a shared one once for each rank."""
     samples: Count
     packs: Count
     steps: Count
+    curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
+    """First steps that are made of packs of the shortest level alone."""
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
     """SHA-256 of the packs of every step, whatever the ranks: equal hashes can resume each
     other."""
     origin: LengthsOrigin | None
+
+
+class PlannedLevel(Level):
+    """A level of the plan's packs, and the layers that every stage recomputes on them."""
+
+    recompute: tuple[tuple[Words, ...], ...]
+    """Layers of each stage whose activations are recomputed in the backward pass of such packs."""
+
+    @property
+    def unplanned(self) -> Level:
+        """The level without its recomputed layers."""
+        return Level(**{name: getattr(self, name) for name in Level.model_fields})
 
 
 class Plan(Frozen):
@@ -71,6 +86,9 @@ class Plan(Frozen):
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
     stages: tuple[Stage, ...]
+    levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
+    """Levels of packs, of rising caps; empty where there is but one, of context size 1, with the
+    caps of `data` and the recomputed layers of `stages`."""
     cluster: ClusterConfig
     data: DataPlan | None
     """Origin of the packs; None for a plan of shapes only, which cannot be trained."""
@@ -89,6 +107,51 @@ class Plan(Frozen):
         """Whether a gradient is sent back from stage `cut` + 1 to `cut`: anything in stages 0 to
         `cut` is trained."""
         return any(stage.parts - set(self.frozen) for stage in self.stages[: cut + 1])
+
+    def stages_at(self, level: int) -> tuple[Stage, ...]:
+        """Stages with the layers that they recompute on packs of a level."""
+        if not self.levels:
+            return self.stages
+        again = self.levels[level].recompute
+        return tuple(
+            stage.model_copy(update={"recompute": layers})
+            for stage, layers in zip(self.stages, again, strict=True)
+        )
+
+    @property
+    def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
+        """Stages with the layers that they recompute, of every level."""
+        return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
+
+    def context_of(self, level: int) -> int:
+        """Data-parallel ranks that share a pack of a level."""
+        return self.levels[level].context if self.levels else 1
+
+    @model_validator(mode="after")
+    def _levels_fit(self) -> "Plan":
+        for index, level in enumerate(self.levels):
+            if len(level.recompute) != len(self.stages):
+                raise ValueError(
+                    f"levels[{index}].recompute has {len(level.recompute)} entries for "
+                    f"{len(self.stages)} stages; it must list the layers of every stage"
+                )
+            if self.parallel.data % level.context:
+                raise ValueError(
+                    f"levels[{index}].context is {level.context}, and must divide the "
+                    f"{self.parallel.data} data-parallel ranks"
+                )
+        if self.levels and any(stage.recompute for stage in self.stages):
+            raise ValueError(
+                "a stage names layers to recompute beside `levels`; where a plan has levels, name "
+                "them there, in `recompute`"
+            )
+        caps = self.data.caps if self.data else None
+        if self.levels and caps is not None and caps != largest_caps(self.levels):
+            raise ValueError(
+                f"data.caps are {caps}, and the largest of `levels` are "
+                f"{largest_caps(self.levels)}; the two must be equal"
+            )
+        return self
 
     @model_validator(mode="after")
     def _predicts_every_stage(self) -> "Plan":

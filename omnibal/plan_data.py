@@ -3,7 +3,7 @@
 Both kinds have the same methods, so that no caller needs to know which of them a plan has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -30,6 +30,7 @@ from omnibal.data.steps import (
 )
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
+from omnibal.levels import FillRule, Level
 from omnibal.limits import (
     Caps,
     check_limits,
@@ -54,6 +55,12 @@ class SampleData:
     """Packs per step, of all data-parallel ranks together."""
     epochs: int
     seed: int
+    levels: tuple[Level, ...] = ()
+    """Levels of the packs, of rising caps; empty where there is but one, of context size 1."""
+    fill: FillRule = FillRule.COST
+    """Which short samples fill the room of long packs."""
+    curriculum_steps: int = 0
+    """First steps that are made of packs of the shortest level alone."""
     steps: Steps | None = None
     """Steps of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
 
@@ -82,6 +89,8 @@ class SampleData:
             packs_per_step=plan.data.packs_per_step,
             epochs=plan.data.epochs,
             seed=plan.data.seed,
+            levels=tuple(level.unplanned for level in plan.levels),
+            curriculum_steps=plan.data.curriculum_steps,
             steps=steps_of(packs),
         )
 
@@ -115,23 +124,33 @@ class SampleData:
             epochs=self.epochs,
             packs_per_step=self.packs_per_step,
             packs_per_row=job.parallel.data,
+            levels=self.levels,
+            curriculum_steps=self.curriculum_steps,
         )
 
     def packed(self, job: JobSpec) -> list[Packs]:
-        """Pack every epoch, which caps, packing rule and seed alone decide; no packs with steps."""
+        """Pack every epoch, which caps, packing rule and seed alone decide; no packs with steps.
+
+        Where there are levels, the time to exchange attention decides too, by which long packs are
+        filled.
+        """
         if self.steps is not None:
             return []
-        return pack_epochs(self.lengths, self.draw_request(job))
+        may_fill = None
+        if len(self.levels) > 1 and self.fill is FillRule.COST:
+            may_fill = job.worth_filling(self.lengths, self.levels)
+        return pack_epochs(self.lengths, self.draw_request(job), may_fill)
 
     def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
         """Draw the steps unless they are given, from `packed` or from packs made here."""
         if self.steps is not None:
             return self
-        request = self.draw_request(job)
-        steps = draw_steps(
-            self.lengths, request, lambda packs: job.load_ms(packs, self.lengths), packed
-        )
+        packs = self.packed(job) if packed is None else packed
+        steps = draw_steps(self.lengths, self.draw_request(job), self._load(job), packs)
         return replace(self, steps=steps)
+
+    def _load(self, job: JobSpec) -> Callable[[Packs], np.ndarray]:
+        return lambda packs: job.load_ms(packs, self.lengths, self.levels)
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
         """Keep the micro-batches per rank for another job, or the steps where they are given."""
@@ -153,8 +172,7 @@ class SampleData:
         """
         lengths, steps = self.lengths, self.drawn(job).steps
         assert steps is not None
-        ranks = job.parallel.data
-        return deal_steps(steps, lengths, lambda packs: job.load_ms(packs, lengths), ranks), lengths
+        return deal_steps(steps, lengths, self._load(job), job.parallel.data, self.levels), lengths
 
     def least_caps(self) -> Caps:
         """Return the smallest caps that every sample fits."""
@@ -162,7 +180,7 @@ class SampleData:
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         """Describe the packs for plan.json."""
-        return describe_data(
+        described = describe_data(
             packs,
             self.lengths,
             caps=self.caps,
@@ -172,6 +190,7 @@ class SampleData:
             packs_per_step=self.packs_per_step,
             micro_batches_per_step=self.micro_batches(job),
         )
+        return described.model_copy(update={"curriculum_steps": self.curriculum_steps})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -181,6 +200,11 @@ class MockData:
     caps: Caps
     micro_batches_per_step: int
     """Packs of one data-parallel rank."""
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """No levels: all packs are at the caps, each on one rank."""
+        return ()
 
     @property
     def steps(self) -> None:

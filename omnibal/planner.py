@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import numpy as np
-
 from omnibal.config import ClusterConfig
-from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -71,9 +68,7 @@ class PlanRequest:
         Raises:
             UserError: an epoch has fewer packs than ranks.
         """
-        packs, lengths = self.data.schedule(self.job)
-        features = pack_features(packs.packs, lengths, self.job.cost.features)
-        return Workload.of(packs, features, self.job.parallel.data)
+        return self.job.workload(*self.data.schedule(self.job), self.data.levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -97,8 +92,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
     """
     job = request.job
     packs, lengths = request.data.schedule(job)
-    features = pack_features(packs.packs, lengths, job.cost.features)
-    workload = Workload.of(packs, features, job.parallel.data)
+    workload = job.workload(packs, lengths, request.data.levels)
     stages, search = _stages(request, workload)
     described = request.data.described(packs, job)
     has_samples = isinstance(described, DataPlan)
@@ -112,7 +106,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
         data=described if has_samples else None,
         shapes=None if has_samples else described,
     )
-    prediction = prediction_of(plan, job.cost, packs, features)
+    prediction = prediction_of(plan, job, packs, workload)
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
         data=(packs, lengths) if has_samples else None,
@@ -122,10 +116,11 @@ def make_plan(request: PlanRequest) -> PlanResult:
 
 
 def prediction_of(
-    plan: Plan, cost: CostModel, packs: ScheduledPacks, features: np.ndarray
+    plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload
 ) -> Prediction:
-    """Predict a plan on its own packs, whose `features` are [packs, 5]."""
-    prediction = predict(cost, plan.model, plan.parallel, plan.stages, packs, features)
+    """Predict a plan of a job on its own packs, of which the workload is."""
+    cost, stages_at = job.cost_of_all(plan.levels), plan.stages_at_levels
+    prediction = predict(cost, plan.model, plan.parallel, stages_at, packs, workload)
     if plan.data is not None:
         return prediction
     # One step of made-up samples says nothing about a dataset.

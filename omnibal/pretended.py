@@ -282,7 +282,7 @@ def heaviest_windows(
     the features.
     """
     features = pack_features(packs.packs, lengths, cost.features)
-    size, runs = len(plan.stages), unit_runs(cost.kinds, plan.stages[stage])
+    size, runs = len(plan.stages), unit_runs(cost.kinds, [plan.stages[stage]])
 
     def pass_bytes(factors: np.ndarray) -> np.ndarray:
         passes = running_passes(features * factors, packs.slot, size, stage)

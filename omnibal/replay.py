@@ -165,7 +165,7 @@ def heaviest_rows(
     passes = running_passes(features, packs.slot, len(plan.stages), stage)
     table, held = memory_table(cost, passes), plan.stages[stage]
     counts, again = unit_counts(cost.kinds, held), recomputed_counts(cost.kinds, held)
-    running = table.stage_bytes(unit_runs(cost.kinds, held))
+    running = table.stage_bytes(unit_runs(cost.kinds, [held]))
     in_passes = running, table.activation_bytes(counts, again)
     # Forwards in the packs' order, then backwards.
     worst = {int(each_bytes.argmax()) % len(packs) for each_bytes in in_passes}
@@ -266,7 +266,7 @@ def summarise_replay(
     predicted_once = once_a_step(cost, plan.stages)
     update_ms = np.array([replay.update_ms for replay in replays])
     once = replace(predicted_once, update_ms=update_ms)
-    predicted = causes_of(cost, plan.stages, workload.features)
+    predicted = causes_of(cost, [plan.stages], workload)
     predicted_steps = predict_steps(predicted.all, workload, predicted_once)
     causes = measured_causes(replays, predicted)
     steps = predict_steps(causes.all, workload, once)
@@ -294,13 +294,15 @@ def measured_causes(replays: Sequence[StageReplay], predicted: CauseTimes) -> Ca
     backward_ms = np.stack([replay.backward_ms for replay in replays], axis=1)
     recompute_ms = np.stack([replay.recompute_ms for replay in replays], axis=1)
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
+    whole = replace(
+        all_,
+        forward_ms=forward_ms + (all_.forward_ms - silent.forward_ms),
+        backward_ms=backward_ms + (all_.backward_ms - silent.backward_ms),
+        recompute_ms=recompute_ms + (all_.recompute_ms - silent.recompute_ms),
+    )
     return CauseTimes(
-        all=replace(
-            all_,
-            forward_ms=forward_ms + (all_.forward_ms - silent.forward_ms),
-            backward_ms=backward_ms + (all_.backward_ms - silent.backward_ms),
-            recompute_ms=recompute_ms + (all_.recompute_ms - silent.recompute_ms),
-        ),
+        all=whole,
+        local=whole,  # nothing is shared in plans that are replayed
         silent=replace(
             silent, forward_ms=forward_ms, backward_ms=backward_ms, recompute_ms=recompute_ms
         ),

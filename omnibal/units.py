@@ -7,14 +7,18 @@ A pipeline stage is a contiguous run of this list. Units of one kind cost the sa
 one encoder, its projector is called "projector", else "NAME_projector".
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from omnibal.config import LayerKind, ModelConfig
+from omnibal.levels import Level
 
 LANGUAGE = "language"
 LANGUAGE_EMBED = "language_embed"
 HEAD = "head"
+EXCHANGED = "exchanged_tokens"
+"""Feature of a share: tokens that its attention exchanges with the other ranks of the pack. It is
+the most that any of these has of samples that are divided over several, as all wait for that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +143,12 @@ def feature_names(model: ModelConfig) -> tuple[str, ...]:
     windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
     windowed = (attended_feature(LayerKind(window=window)) for window in windows)
     return ("fixed", *model.item_features, "tokens", _SQUARED, *windowed, "loss_tokens")
+
+
+def feature_names_at(features: Sequence[str], levels: Sequence[Level]) -> tuple[str, ...]:
+    """List the features of shares: a model's, and one more where any level's packs are shared."""
+    shared = any(level.context > 1 for level in levels)
+    return (*features, EXCHANGED) if shared else tuple(features)
 
 
 _SQUARED, _WINDOWED = "squared_tokens", "squared_tokens_window"

@@ -33,15 +33,24 @@ def write_texts(folder: Path, samples: int, seed: int) -> Path:
     lines = []
     for number in range(samples):
         said = []
+        if number % 3 == 0:
+            said.append(("system", " ".join(draw.choices(WORDS, k=5))))
         for _ in range(draw.randint(1, 3)):
-            for speaker, most in (("human", 40), ("gpt", 20)):
-                words = draw.choices(WORDS, k=draw.randint(2, most))
-                said.append({"from": speaker, "value": " ".join(words)})
-        lines.append(json.dumps({"id": number, "conversations": said}) + "\n")
+            for speaker, most in (("user", 40), ("assistant", 20)):
+                said.append((speaker, " ".join(draw.choices(WORDS, k=draw.randint(2, most)))))
+        lines.append(json.dumps({"id": number, **record_of(said, number)}) + "\n")
     (folder / "texts.jsonl").write_text("".join(lines))
-    meta = {"texts": {"root": "", "annotation": "texts.jsonl"}}
+    meta = {"texts": {"annotation": "texts.jsonl"}}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder / "meta.json"
+
+
+def record_of(said: list[tuple[str, str]], number: int) -> dict[str, list]:
+    """In both forms that data come in, turn by turn."""
+    if number % 2:
+        return {"messages": [{"role": role, "content": text} for role, text in said]}
+    speakers = {"user": "human", "assistant": "gpt", "system": "system"}
+    return {"conversations": [{"from": speakers[role], "value": text} for role, text in said]}
 
 
 @pytest.fixture(scope="module")

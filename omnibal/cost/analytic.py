@@ -244,9 +244,29 @@ def _ring_line(
         ranks: of the ring.
         consecutive_ranks: of which the ring's are some.
     """
-    rates, within_node = cluster.rates.get(precision), consecutive_ranks <= cluster.gpus_per_node
-    measured = ring_line(rates.collectives, ranks) if rates and within_node else None
+    measured = _measured_ring(cluster, ranks, consecutive_ranks, precision)
     return measured or Line(fixed_ms=0, each_ms=_link_ms_per_byte(cluster, consecutive_ranks))
+
+
+def context_line(cluster: ClusterConfig, context: int, tensor: int, precision: Precision) -> Line:
+    """Time of a collective of the ranks that share a pack, and of a byte that a rank sends in it.
+
+    Megatron numbers ranks tensor first, then data, so that they are of so many consecutive ones.
+    Where none was measured, the collective takes the latency of a send once: every layer waits for
+    its exchange, so that it cannot be left out.
+    """
+    measured = _measured_ring(cluster, context, context * tensor, precision)
+    return measured or Line(
+        fixed_ms=cluster.link_latency_us / 1e3,
+        each_ms=_link_ms_per_byte(cluster, context * tensor),
+    )
+
+
+def _measured_ring(
+    cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
+) -> Line | None:
+    rates, within_node = cluster.rates.get(precision), consecutive_ranks <= cluster.gpus_per_node
+    return ring_line(rates.collectives, ranks) if rates and within_node else None
 
 
 def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
@@ -357,6 +377,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
             [_collective_ms(device, one.counts), _back_collective_ms(device, one)]
         ),
         padding_ms=padding_ms,
+        context_ms=np.zeros_like(padding_ms),
         activation_bytes=kept_bytes if has_backward else nothing,
         boundary_bytes=counts.boundary_bytes if has_backward else nothing,
         output_bytes=counts.output_bytes + one.carried_bytes,

@@ -37,6 +37,9 @@ class UnitCost:
     """Part of the forward and backward time spent in tensor-parallel collectives, [2, features]."""
     padding_ms: np.ndarray
     """Part of the forward and backward time spent on padding, [2, features]."""
+    context_ms: np.ndarray
+    """Part of the forward and backward time spent in exchange with the ranks that share a pack, [2,
+    features]."""
     activation_bytes: np.ndarray
     """Activations kept from forward to backward when nothing is recomputed, [features]."""
     boundary_bytes: np.ndarray
@@ -100,6 +103,11 @@ class CostModel:
     count it, but a stage that holds both units has it once."""
 
     @property
+    def levels(self) -> int:
+        """Levels whose features stand side by side; see `omnibal.pipeline.level_costs`."""
+        return self.features.count(self.features[0])
+
+    @property
     def tied_trained_parameters(self) -> int:
         """Tied parameters that are trained: all, or 0 where they are frozen."""
         return self.tied_parameters if self.units[HEAD].trained_parameters else 0
@@ -125,20 +133,27 @@ def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np
 
 def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
     """What every sample adds to a feature of its pack, [samples]."""
-    tokens = lengths.tokens.astype(np.int64)
-    window = window_of_feature(feature)
-    if window is not None:
-        return tokens**2 - np.maximum(tokens - window, 0) ** 2
+    if is_attended(feature):
+        return attended(lengths.tokens.astype(np.int64), feature)
     match feature:
-        case "squared_tokens":
-            return tokens**2
         case "loss_tokens":
-            return _loss_tokens(lengths)
+            return loss_tokens(lengths)
         case _:
             return lengths.column(feature)
 
 
-def _loss_tokens(lengths: Lengths) -> np.ndarray:
+def is_attended(feature: str) -> bool:
+    """Whether attention of some kind of layer costs the feature."""
+    return feature == "squared_tokens" or window_of_feature(feature) is not None
+
+
+def attended(tokens: np.ndarray, feature: str) -> np.ndarray:
+    """Twice what the first `tokens` of a sample attend to, the cost of such a feature. [...]"""
+    window = window_of_feature(feature)
+    return tokens**2 - (np.maximum(tokens - window, 0) ** 2 if window is not None else 0)
+
+
+def loss_tokens(lengths: Lengths) -> np.ndarray:
     """Tokens that reach the head; all of them in sources that do not say which carry loss."""
     counted = np.bincount(
         lengths.source, weights=lengths.loss_tokens, minlength=len(lengths.source_names)

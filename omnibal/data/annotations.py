@@ -2,6 +2,7 @@
 
     {source: {"root": image folder, "annotation": file.jsonl, "repeat_time": 1, ...}}
     {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records
+    {source: {"annotation": texts.jsonl}}           texts have no images, so need no folder
     {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
     {source: {"energon": folder, "split": "train"}}
 
@@ -58,7 +59,7 @@ class _SourceMeta(Frozen):
         given = (self.annotation, self.shards, self.energon)
         if sum(place is not None for place in given) != 1:
             raise ValueError('one of "annotation", "shards" and "energon" must be given')
-        if (self.root is None) != (self.annotation is None):
+        if self.root is not None and self.annotation is None:
             raise ValueError('"root", the folder of the images, goes with "annotation" alone')
         if self.split is not None and self.energon is None:
             raise ValueError('"split" goes with "energon" alone')

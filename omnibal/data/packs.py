@@ -18,6 +18,7 @@ from omnibal.errors import UserError
 from omnibal.files import atomic
 
 _PLACE = {"step": pa.int64(), "dp_rank": pa.int32(), "slot": pa.int32(), "epoch": pa.int32()}
+_LEVEL = "level"
 _SAMPLES = "samples"
 
 
@@ -86,6 +87,9 @@ class ScheduledPacks:
     """Items of the pack that an encoder takes, int32, by the items' name, such as `tiles`."""
     tokens: np.ndarray
     """Language tokens of the pack, int32."""
+    level: np.ndarray
+    """Level of the pack, int32: an index into the plan's levels, 0 where it has but one. A pack
+    that several ranks share has one entry, of the first of them, and the same slot on all."""
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -108,6 +112,7 @@ class ScheduledPacks:
             epoch=self.epoch[rows],
             items={name: items[rows] for name, items in self.items.items()},
             tokens=self.tokens[rows],
+            level=self.level[rows],
         )
 
     @property
@@ -118,11 +123,13 @@ class ScheduledPacks:
     @property
     def sha256(self) -> str:
         """Hash of everything: what is trained, when and where."""
+        level = [(self.level, "<i4")] if self.level.any() else []
         return sha256_of_columns(
             (self.step, "<i8"),
             (self.dp_rank, "<i4"),
             (self.slot, "<i4"),
             (self.epoch, "<i4"),
+            *level,
             (self.packs.offsets, "<i8"),
             (self.packs.samples, "<i8"),
         )
@@ -147,20 +154,32 @@ def item_sums(packs: Packs, lengths: Lengths) -> dict[str, np.ndarray]:
 
 
 def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
-    """Write `packs.parquet`; equal packs give equal bytes."""
+    """Write `packs.parquet`; equal packs give equal bytes.
+
+    There is a column of levels where any pack is of another level than the first.
+    """
     counts = {name: pa.int32() for name in (*sorted(scheduled.items), "tokens")}
+    level = {_LEVEL: scheduled.level} if scheduled.level.any() else {}
     table = pa.table(
         {
             "step": scheduled.step,
             "dp_rank": scheduled.dp_rank,
             "slot": scheduled.slot,
             "epoch": scheduled.epoch,
+            **level,
             **{name: scheduled.column(name) for name in counts},
             _SAMPLES: pa.LargeListArray.from_arrays(
                 scheduled.packs.offsets, scheduled.packs.samples
             ),
         },
-        schema=pa.schema({**_PLACE, **counts, _SAMPLES: pa.large_list(pa.int64())}),
+        schema=pa.schema(
+            {
+                **_PLACE,
+                **dict.fromkeys(level, pa.int32()),
+                **counts,
+                _SAMPLES: pa.large_list(pa.int64()),
+            }
+        ),
     )
     with atomic(path) as temporary:
         pq.write_table(table, temporary)
@@ -180,9 +199,12 @@ def read_packs(path: Path) -> ScheduledPacks:
         raise UserError(
             f"{path}: row {int(sizes.argmin())} has no samples; every pack must hold one; {remedy}"
         )
+    has_levels = _LEVEL in columns.table.column_names
+    level = columns.integers(_LEVEL, pa.int32()) if has_levels else no_items(len(sizes))
     return ScheduledPacks(
         packs=Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(sizes)])),
         **{name: columns.integers(name, kind) for name, kind in _PLACE.items()},
         items={name: columns.integers(name, pa.int32()) for name in columns.item_names()},
         tokens=columns.integers("tokens", pa.int32()),
+        level=level,
     )

@@ -20,8 +20,26 @@ class Conversation:
 
     system: str | None
     greeting: str | None
-    """Message of the model ("gpt") before the first question."""
+    """Message of the model before the first question."""
     turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """Names by which a record gives its messages."""
+
+    key: str
+    speaker: str
+    text: str
+    user: str
+    model: str
+
+
+_FORMS = (
+    # ShareGPT's, which LLaVA and InternVL took over, and that of chat templates.
+    _Form(key="conversations", speaker="from", text="value", user="human", model="gpt"),
+    _Form(key="messages", speaker="role", text="content", user="user", model="assistant"),
+)
 
 
 class Pictures(Protocol):
@@ -135,29 +153,40 @@ def _place_video(questions: list[str]) -> None:
 
 
 def _conversation_values(record: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
-    """The system message, what gpt says first, and then: question, answer, question, answer, ..."""
-    messages = record.get("conversations")
+    """The system message, what the model says first, and then: question, answer, ..., answer."""
+    form = _form_of(record)
+    messages = record.get(form.key)
     well_formed = (
         isinstance(messages, list)
         and all(isinstance(message, dict) for message in messages)
-        and all(isinstance(message.get("value"), str) for message in messages)
+        and all(isinstance(message.get(form.text), str) for message in messages)
     )
     if not messages or not well_formed:
-        raise InvalidRecordError('must have "conversations": a list of {"from", "value"}')
-    _check_texts([message["value"] for message in messages])
-    speakers = [message.get("from") for message in messages]
-    begin = int(speakers[0] == "system")
-    system = messages[0]["value"] if begin else None
-    greets = speakers[begin : begin + 1] == ["gpt"]
-    greeting = messages[begin]["value"] if greets else None
-    begin += int(greets)
-    talk = messages[begin:]
-    if not talk or speakers[begin:] != ["human", "gpt"] * (len(talk) // 2):
         raise InvalidRecordError(
-            f'has "conversations" from {", ".join(map(str, speakers))}; human and gpt must '
-            "alternate, human first and gpt last"
+            f'must have "{form.key}": a list of {{"{form.speaker}", "{form.text}"}}'
         )
-    return system, greeting, [message["value"] for message in talk]
+    values = [message[form.text] for message in messages]
+    _check_texts(values)
+    speakers = [message.get(form.speaker) for message in messages]
+    begin = int(speakers[0] == "system")
+    system = values[0] if begin else None
+    greets = speakers[begin : begin + 1] == [form.model]
+    greeting = values[begin] if greets else None
+    begin += int(greets)
+    talk = values[begin:]
+    if not talk or speakers[begin:] != [form.user, form.model] * (len(talk) // 2):
+        raise InvalidRecordError(
+            f'has "{form.key}" from {", ".join(map(str, speakers))}; {form.user} and {form.model} '
+            f"must alternate, {form.user} first and {form.model} last"
+        )
+    return system, greeting, talk
+
+
+def _form_of(record: dict[str, Any]) -> "_Form":
+    given = [form for form in _FORMS if record.get(form.key) is not None]
+    if len(given) > 1:
+        raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
+    return given[0] if given else _FORMS[0]
 
 
 def _check_texts(values: list[str]) -> None:

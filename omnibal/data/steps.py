@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.data.by_level import levels_of_packs, pack_by_level
 from omnibal.data.fit import Seed, size_keys
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
+from omnibal.data.rows import RowRequest, deal_rows, match_rows
 from omnibal.errors import UserError
+from omnibal.levels import Level
 from omnibal.limits import Caps
 
 _THOROUGH_WORK = 4e6
@@ -35,9 +38,13 @@ class DataRequest:
     seed: int
     epochs: int
     packs_per_step: int
-    """Packs per step, of all ranks together."""
+    """Packs per step, of all ranks together; a shared one counts once for each rank."""
     packs_per_row: int
     """Packs per row, a divisor of `packs_per_step`: the data-parallel size to balance for."""
+    levels: tuple[Level, ...] = ()
+    """Levels of the packs; empty where there is but one, of context size 1."""
+    curriculum_steps: int = 0
+    """First steps of the first epoch that are made of packs of the shortest level alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,14 +77,27 @@ class Steps:
         )
 
 
-def pack_epochs(lengths: Lengths, request: DataRequest) -> list[Packs]:
-    """Packs of every epoch, each drawn anew from (seed, epoch)."""
+def pack_epochs(
+    lengths: Lengths, request: DataRequest, may_fill: np.ndarray | None = None
+) -> list[Packs]:
+    """Packs of every epoch, each drawn anew from (seed, epoch).
+
+    Args:
+        may_fill: which samples may go into packs of a longer level, bool [levels, samples]
+            (`omnibal.data.by_level`); None for all.
+    """
     thorough = request.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
+    seeds = [_seeds(request, epoch)[0] for epoch in range(request.epochs)]
+    if not request.levels:
+        return [
+            pack_samples(lengths, request.caps, request.method, seed, thorough=thorough)
+            for seed in seeds
+        ]
     return [
-        pack_samples(
-            lengths, request.caps, request.method, _seeds(request, epoch)[0], thorough=thorough
+        pack_by_level(
+            lengths, request.levels, request.method, seed, may_fill=may_fill, thorough=thorough
         )
-        for epoch in range(request.epochs)
+        for seed in seeds
     ]
 
 
@@ -101,11 +121,15 @@ def draw_steps(
     for epoch, packs in enumerate(parts):
         items = _item_keys(packs, lengths, request.caps.names[:-1])
         order_seed = _seeds(request, epoch)[1]
-        step.append(
-            match_packs(
-                items, load(packs), request.packs_per_step, request.packs_per_row, order_seed
+        if request.levels:
+            level = levels_of_packs(packs, lengths, request.levels)
+            step.append(_match_levels(level, items, load(packs), request, epoch))
+        else:
+            step.append(
+                match_packs(
+                    items, load(packs), request.packs_per_step, request.packs_per_row, order_seed
+                )
             )
-        )
         step[-1] += first_step
         first_step = int(step[-1].max()) + 1
     epochs = np.repeat(np.arange(len(parts), dtype=np.int32), list(map(len, parts)))
@@ -115,6 +139,29 @@ def draw_steps(
 def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
     """Seeds of an epoch's packing and of its order."""
     return np.random.SeedSequence([request.seed, epoch]).spawn(2)
+
+
+def _match_levels(
+    level: np.ndarray, items: np.ndarray, load: np.ndarray, request: DataRequest, epoch: int
+) -> np.ndarray:
+    """The step of every pack of an epoch whose packs are of several levels. int64 [packs]"""
+    rng = np.random.default_rng(_seeds(request, epoch)[1])
+    shuffled = rng.permutation(len(level))
+    parts = []
+    for each in range(len(request.levels)):
+        packs = shuffled[level[shuffled] == each]
+        windows = max(round(len(packs) / _WINDOW_PACKS), 1)
+        parts += [
+            window[_by_items_then_load(items[window], load[window])]
+            for window in np.array_split(packs, windows)
+        ]
+    rows = RowRequest(
+        contexts=[each.context for each in request.levels],
+        ranks=request.packs_per_row,
+        rows_per_step=request.packs_per_step // request.packs_per_row,
+        curriculum_steps=0 if epoch else request.curriculum_steps,
+    )
+    return match_rows(level, np.concatenate(parts), load, rows, rng)
 
 
 def match_packs(
@@ -165,7 +212,11 @@ def _item_keys(packs: Packs, lengths: Lengths, names: Sequence[str]) -> np.ndarr
 
 
 def deal_steps(
-    steps: Steps, lengths: Lengths, load: Callable[[Packs], np.ndarray], dp: int
+    steps: Steps,
+    lengths: Lengths,
+    load: Callable[[Packs], np.ndarray],
+    dp: int,
+    levels: Sequence[Level] = (),
 ) -> ScheduledPacks:
     """Deal the packs of every step out to `dp` data-parallel ranks.
 
@@ -173,27 +224,32 @@ def deal_steps(
     pack to the rank with the least load so far: longest processing time first, with equal counts.
     Where the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs
     first and last, since all stages but one idle while the pipeline fills and drains on them.
+    Packs of levels are dealt by context size (`omnibal.data.rows.deal_rows`).
 
     Raises:
-        UserError: an epoch has fewer packs than ranks.
+        UserError: an epoch has fewer packs than ranks, or packs that all ranks share in no row.
     """
-    fewest = int(np.bincount(steps.epoch).min())
+    level = levels_of_packs(steps.packs, lengths, levels)
+    context = np.array([each.context for each in levels] or [1])[level]
+    fewest = int(np.bincount(steps.epoch, weights=context).min())
     if fewest < dp:
         raise UserError(
             f"an epoch has {fewest} packs for {dp} data-parallel ranks; every rank must have one "
             "to train: use fewer ranks, lower the caps, or add data"
         )
     weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
-    sizes = np.bincount(steps.step)
-    first = np.concatenate([[0], np.cumsum(sizes)])
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
-    # Steps of equal size at once: nearly all of them.
-    for size in np.unique(sizes):
-        rows = first[:-1][sizes == size][:, None] + np.arange(size)
-        by_rank = _deal(rows, items, weight, dp)
-        _, rank, position = np.nonzero(by_rank >= 0)
-        dp_rank[by_rank[by_rank >= 0]] = rank
-        slot[by_rank[by_rank >= 0]] = position
+    if levels:
+        for rows in _steps_of_equal_contexts(steps.step, context):
+            places = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
+            dp_rank[rows], slot[rows] = places.dp_rank, places.slot
+    else:
+        # Steps of equal size at once: nearly all of them.
+        for rows in _steps_of_equal_size(steps.step):
+            by_rank = _deal(rows, items, weight, dp)
+            _, rank, position = np.nonzero(by_rank >= 0)
+            dp_rank[by_rank[by_rank >= 0]] = rank
+            slot[by_rank[by_rank >= 0]] = position
     order = np.lexsort((slot, dp_rank, steps.step))
     packs = steps.packs.take(order)
     return ScheduledPacks(
@@ -204,7 +260,34 @@ def deal_steps(
         epoch=steps.epoch[order],
         items=item_sums(packs, lengths),
         tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=level[order],
     )
+
+
+def _steps_of_equal_size(step: np.ndarray) -> list[np.ndarray]:
+    """Rows of the packs of every step, in one array [steps, packs] for each number of packs."""
+    sizes = np.bincount(step)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    return [
+        first[:-1][sizes == size][:, None] + np.arange(size) for size in np.unique(sizes).tolist()
+    ]
+
+
+def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.ndarray]:
+    """Rows of the packs of every step by context, in one array [steps, packs] for each combination
+    of how many packs there are of every context."""
+    by_context = np.lexsort((context, step))
+    values, code = np.unique(context, return_inverse=True)
+    counts = np.bincount(step * len(values) + code, minlength=(int(step[-1]) + 1) * len(values))
+    counts = counts.reshape(-1, len(values))
+    first = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
+    _, kind = np.unique(counts, axis=0, return_inverse=True)
+    found = []
+    for each in range(int(kind.max()) + 1):
+        chosen = np.flatnonzero(kind == each)
+        size = int(counts[chosen[0]].sum())
+        found.append(by_context[first[chosen][:, None] + np.arange(size)])
+    return found
 
 
 def steps_of(scheduled: ScheduledPacks) -> Steps:

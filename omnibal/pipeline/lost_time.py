@@ -4,7 +4,7 @@ The differences between one simulation and the next are what the causes cost. Th
 step exactly, which separately measured waits do not, since a wait may have many causes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,20 +14,25 @@ from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
+from omnibal.pipeline.stage_cost import (
+    OnceAStep,
+    StageTimes,
+    once_a_step,
+    workload_times,
+)
 from omnibal.pipeline.workload import Workload
 
 
 def lost_time(
-    cost: CostModel, stages: Sequence[Stage], workload: Workload, step_ms: float
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload, step_ms: float
 ) -> LostTime:
     """Time that the mean step of the workload loses to each cause, in ms.
 
     Args:
         step_ms: of the mean step, as `predict_steps` gives it for the same workload.
     """
-    times = causes_of(cost, stages, workload.features)
-    return lost_time_of(times, workload, once_a_step(cost, stages), step_ms)
+    times = causes_of(cost, stages_at, workload)
+    return lost_time_of(times, workload, once_a_step(cost, stages_at[0]), step_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,19 +40,28 @@ class CauseTimes:
     """The same micro-batches' times, with one cause less after another."""
 
     all: StageTimes
+    local: StageTimes
+    """Times without exchange of the ranks that share a pack."""
     silent: StageTimes
-    """Times without tensor-parallel collectives."""
+    """Times without that and without tensor-parallel collectives."""
     needed: StageTimes
-    """Times without tensor-parallel collectives and without work on padding."""
+    """Times without either and without work on padding."""
 
 
-def causes_of(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> CauseTimes:
-    """Times of packs with `features` [packs, features] by the costs, with one cause less each."""
-    silent, needed = (_without_collectives(cost, padding=padding) for padding in (True, False))
+def causes_of(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
+) -> CauseTimes:
+    """Times of the workload's rows by the costs, with one cause less each."""
+
+    def without(*causes: _Cause) -> StageTimes:
+        return workload_times(_without(cost, causes), stages_at, workload)
+
+    all_ = without()
     return CauseTimes(
-        all=stage_times(cost, stages, features),
-        silent=stage_times(silent, stages, features),
-        needed=stage_times(needed, stages, features),
+        all=all_,
+        local=without(_context) if workload.has_shared else all_,
+        silent=without(_context, _collective),
+        needed=without(_context, _collective, _padding),
     )
 
 
@@ -61,6 +75,7 @@ def lost_time_of(
     times = _without_recompute(_without_links(causes.needed))
     steps = (
         (causes.all, once),
+        (causes.local, once),
         (bare, update),
         (bare, nothing),
         (_without_recompute(bare), nothing),
@@ -73,12 +88,13 @@ def lost_time_of(
     lost = [before - after for before, after in pairwise(left)]
     return LostTime(
         rank_imbalance_ms=lost[0],
-        communication_ms=lost[1],
-        weight_update_ms=lost[2],
-        recompute_ms=lost[3],
-        padding_ms=lost[4],
-        stage_imbalance_ms=lost[5],
-        bubble_ms=lost[6],
+        context_exchange_ms=lost[1],
+        communication_ms=lost[2],
+        weight_update_ms=lost[3],
+        recompute_ms=lost[4],
+        padding_ms=lost[5],
+        stage_imbalance_ms=lost[6],
+        bubble_ms=lost[7],
         ideal_ms=left[-1],
     )
 
@@ -91,11 +107,29 @@ def _mean_of_ranks_ms(times: StageTimes, once: OnceAStep, workload: Workload, ra
     return float(simulated.step_ms.sum() + idle * idle_ms) / ranks
 
 
-def _without_collectives(cost: CostModel, *, padding: bool) -> CostModel:
-    """The costs without tensor-parallel exchange, with or without padding."""
+_Cause = Callable[[UnitCost], np.ndarray]
+"""Part of a unit's forward and backward time that has one cause, [2, features]."""
+
+
+def _context(unit: UnitCost) -> np.ndarray:
+    return unit.context_ms
+
+
+def _collective(unit: UnitCost) -> np.ndarray:
+    return unit.collective_ms
+
+
+def _padding(unit: UnitCost) -> np.ndarray:
+    return unit.padding_ms
+
+
+def _without(cost: CostModel, causes: Sequence[_Cause]) -> CostModel:
+    """The costs without some causes."""
+    if not causes:
+        return cost
 
     def bare(unit: UnitCost) -> UnitCost:
-        forward_ms, backward_ms = unit.collective_ms + (0 if padding else unit.padding_ms)
+        forward_ms, backward_ms = np.sum([cause(unit) for cause in causes], axis=0)
         return replace(
             unit,
             forward_ms=unit.forward_ms - forward_ms,

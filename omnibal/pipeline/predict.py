@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
@@ -12,7 +10,12 @@ from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
+from omnibal.pipeline.stage_cost import (
+    OnceAStep,
+    StageTimes,
+    once_a_step,
+    workload_times,
+)
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.units import check_stages
 from omnibal.pipeline.workload import Workload
@@ -25,35 +28,36 @@ def predict(
     cost: CostModel,
     model: ModelConfig,
     parallel: Parallel,
-    stages: Sequence[Stage],
-    scheduled: ScheduledPacks,
-    features: np.ndarray,
+    stages_at: Sequence[Sequence[Stage]],
+    packs: ScheduledPacks,
+    all_steps: Workload,
 ) -> Prediction:
     """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
 
     Args:
-        features: [packs, features] of `scheduled.packs` (`omnibal.cost.model.pack_features`).
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
+        all_steps: workload of the packs.
 
     Raises:
         UserError: the stages are not the model cut into runs.
     """
-    check_stages(model, stages)
-    memories = stage_memories(cost, stages, scheduled.slot, features)
-    workload = Workload.of(scheduled, features, parallel.data).some_steps(MAX_SIMULATED_STEPS)
-    times, once = stage_times(cost, stages, workload.features), once_a_step(cost, stages)
+    for stages in stages_at:
+        check_stages(model, stages)
+    memories = stage_memories(cost, stages_at, all_steps)
+    workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
+    times, once = workload_times(cost, stages_at, workload), once_a_step(cost, stages_at[0])
     simulated = predict_steps(times, workload, once)
     total_ms = float(simulated.step_ms.sum())
     step_ms = total_ms / len(simulated.step_ms)
     wait_fraction = simulated.wait_fractions
-    run_ms = step_ms * scheduled.steps
+    run_ms = step_ms * packs.steps
     return Prediction(
         cost_source=cost.source,
         step_ms=step_ms,
-        lost=lost_time(cost, stages, workload, step_ms),
+        lost=lost_time(cost, stages_at, workload, step_ms),
         bubble_fraction=float(wait_fraction.mean()),
-        samples_per_second_per_gpu=len(scheduled.packs.samples)
-        / (run_ms / 1e3)
-        / parallel.world_size,
+        samples_per_second_per_gpu=len(packs.packs.samples) / (run_ms / 1e3) / parallel.world_size,
         gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,
         exchange=_exchange(times, once, workload, step_ms),
         stages=tuple(

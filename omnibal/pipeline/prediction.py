@@ -1,8 +1,13 @@
 """Types of a plan's prediction: times, memory of every stage, and where a step's time goes."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from omnibal.frozen import Frozen
 
@@ -38,7 +43,9 @@ class LostTime(Frozen):
     """
 
     rank_imbalance_ms: float
-    """Waiting for the slowest data-parallel rank."""
+    """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
+    context_exchange_ms: float = 0.0
+    """Exchange of the ranks that share a pack, for its attention and its encoders' features."""
     communication_ms: float
     """Sends between stages as far as any stage waits for them, tensor-parallel collectives, and
     what is exposed of the exchange of data-parallel ranks."""
@@ -54,9 +61,18 @@ class LostTime(Frozen):
     ideal_ms: float
     """Ideal time: the needed work, spread evenly over all devices without waiting."""
 
+    @model_serializer(mode="wrap")
+    def _without_empty_exchange(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # As before packs were shared: a plan without such packs is the same bytes.
+        fields: dict[str, Any] = serialize(self)
+        if not self.context_exchange_ms:
+            fields.pop("context_exchange_ms")
+        return fields
+
     def named(self) -> dict[str, float]:
-        """The entries from the ideal up, by their names in words."""
-        entries = reversed(list(self))
+        """The entries from the ideal up, by their names in words; that of shared packs only where
+        there are any."""
+        entries = reversed(list(self.model_dump().items()))
         return {name.removesuffix("_ms").replace("_", " "): ms for name, ms in entries}
 
 

@@ -4,6 +4,9 @@ A stage runs its operations in the order that the schedule lists. A forward star
 free and the activation of the part before has arrived, a backward when the gradient of the part
 after has. Sends do not occupy the sender.
 
+Several ranks may share a micro-batch and exchange what its attention needs: in every stage each of
+its passes starts on all of them when the last one can start, and takes as long as the slowest's.
+
 Axes: m micro-batches, p stages, k parts of the model: one for every chunk of every stage
 (`omnibal.pipeline.schedules`), so k is p unless schedules are interleaved. All steps (and
 data-parallel ranks) are simulated side by side.
@@ -18,7 +21,12 @@ from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import OperationGraph, planned_graph, require_shortens
 from omnibal.pipeline.schedules import Pass, Schedule
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, once_a_step, stage_times
+from omnibal.pipeline.stage_cost import (
+    OnceAStep,
+    StageTimes,
+    once_a_step,
+    workload_times,
+)
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 2_000_000
@@ -91,6 +99,7 @@ def simulate_steps(
     backward_link_ms: np.ndarray,
     counts: np.ndarray,
     ready_ms: np.ndarray | None = None,
+    context: np.ndarray | None = None,
 ) -> Timeline:
     """Many steps side by side, in the schedule that plans are made for.
 
@@ -99,6 +108,7 @@ def simulate_steps(
         forward_link_ms: [steps, m, p - 1], and `backward_link_ms` likewise.
         counts: [steps] micro-batches of each step.
         ready_ms: when each stage may begin, [steps, p]; None for all at 0.
+        context: consecutive steps that compute a micro-batch together, [steps, m]; None for 1.
     """
     _, micro_batches, stages = forward_ms.shape
     return simulate_schedule(
@@ -108,6 +118,7 @@ def simulate_steps(
         backward_link_ms,
         counts,
         ready_ms,
+        context,
     )
 
 
@@ -118,6 +129,7 @@ def simulate_schedule(
     backward_link_ms: np.ndarray,
     counts: np.ndarray,
     ready_ms: np.ndarray | None = None,
+    context: np.ndarray | None = None,
 ) -> Timeline:
     """Many steps side by side, in any schedule.
 
@@ -129,6 +141,8 @@ def simulate_schedule(
             for nothing, which is exact where the schedule of fewer micro-batches runs in the same
             order.
         ready_ms: when each stage may begin, [steps, p]; None for all at 0.
+        context: steps that compute a micro-batch together, [steps, m]: an aligned block of so many
+            rows, which all say the same; None for 1.
 
     Raises:
         ValueError: some steps have fewer micro-batches than the schedule, and it is another one
@@ -143,6 +157,12 @@ def simulate_schedule(
     # Steps last, so that every operation below is on one contiguous vector of them.
     duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
+    blocks = _blocks(context)
+    took = duration
+    if blocks:
+        took = duration.copy()
+        for micro_batch, block in blocks.items():
+            took[:, micro_batch] = block.most(duration[:, micro_batch])
     end = np.empty_like(duration)  # [kinds, m, k, steps]
     free = np.zeros((schedule.stages, steps)) if ready_ms is None else ready_ms.T.copy()
     for stage, place, sender, over in _orders(graph):
@@ -150,9 +170,11 @@ def simulate_schedule(
         if sender is not None:
             arrival = end[sender] + link[over]
             start = np.maximum(start, arrival * real[place[1]] if padded else arrival)
-        free[stage] = start + duration[place]
+        if place[1] in blocks:
+            start = blocks[place[1]].most(start)
+        free[stage] = start + took[place]
         end[place] = free[stage]
-    begin = end - duration
+    begin = end - took
     busy = duration.sum(axis=(0, 1)).reshape(schedule.chunks, schedule.stages, steps).sum(axis=0)
     step_ms = free.max(axis=0)
     return Timeline(
@@ -164,6 +186,32 @@ def simulate_schedule(
         wait_ms=(step_ms - busy).T,
         step_ms=step_ms,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Blocks:
+    """Rows that compute one micro-batch together."""
+
+    first: np.ndarray
+    """First row of every block, [blocks]."""
+    size: np.ndarray
+    """Rows of every block, [blocks]."""
+
+    def most(self, values: np.ndarray) -> np.ndarray:
+        """The largest value of the block, in all of its rows. [..., rows]"""
+        return np.repeat(np.maximum.reduceat(values, self.first, axis=-1), self.size, axis=-1)
+
+
+def _blocks(context: np.ndarray | None) -> dict[int, _Blocks]:
+    """Blocks of every micro-batch that any rows share, given the rows that do, [rows, m]."""
+    if context is None:
+        return {}
+    rows = np.arange(len(context))
+    blocks = {}
+    for micro_batch in np.flatnonzero((context > 1).any(axis=0)).tolist():
+        first = np.flatnonzero(rows % context[:, micro_batch] == 0)
+        blocks[micro_batch] = _Blocks(first, context[first, micro_batch])
+    return blocks
 
 
 _Place = tuple[int, int, int]
@@ -227,7 +275,7 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
     norm then needs all stages, so the update starts everywhere at once.
 
     Args:
-        times: of every pack of the workload.
+        times: of every row of the workload.
         once: what is exchanged and updated.
     """
     dp_rank, slot = workload.dp_rank, workload.slot
@@ -241,6 +289,7 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
         row = (step_index[packs] - first) * ranks + dp_rank[packs]
         rows = (chunk.stop - chunk.start) * ranks
+        context = _contexts(workload.context[packs], row, slot[packs], (rows, micro_batches))
         forward_ms, backward_ms, forward_link_ms, backward_link_ms = (
             _padded(values[packs], row, slot[packs], (rows, micro_batches))
             for values in (
@@ -253,7 +302,7 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
         counts = np.bincount(row, minlength=rows)
         ready_ms = once.first_wait_ms(forward_ms[:, 0])
         timeline = simulate_steps(
-            forward_ms, backward_ms, forward_link_ms, backward_link_ms, counts, ready_ms
+            forward_ms, backward_ms, forward_link_ms, backward_link_ms, counts, ready_ms, context
         )
         last = np.maximum(counts - 1, 0)
         exposed_ms = once.exposed_ms(backward_ms[np.arange(rows), last])
@@ -266,6 +315,17 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
     )
 
 
+def _contexts(
+    context: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
+) -> np.ndarray | None:
+    """Arrange contexts [packs] as [rows, m]; None where nothing is shared."""
+    if not (context > 1).any():
+        return None
+    table = np.ones(shape, context.dtype)
+    table[row, slot] = context
+    return table
+
+
 def _padded(
     values: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
 ) -> np.ndarray:
@@ -276,6 +336,13 @@ def _padded(
 
 
 def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
-    """Simulate every step of the workload on the given stages."""
-    times = stage_times(cost, stages, workload.features)
-    return predict_steps(times, workload, once_a_step(cost, stages))
+    """Simulate every step of a workload of one level on the given stages."""
+    return simulate_levels(cost, [stages], workload)
+
+
+def simulate_levels(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
+) -> StepTimes:
+    """Simulate every step of a workload, with the costs and the stages of all its levels."""
+    times = workload_times(cost, stages_at, workload)
+    return predict_steps(times, workload, once_a_step(cost, stages_at[0]))

@@ -99,14 +99,15 @@ def _read(given: Any) -> Span:
     return Span.parse(given)
 
 
-_Words = Annotated[Span, PlainValidator(_read), PlainSerializer(str, return_type=str)]
+Words = Annotated[Span, PlainValidator(_read), PlainSerializer(str, return_type=str)]
+"""A span that is written as words."""
 
 
 class Stage(Frozen):
     """A contiguous run of the model's units, in model order."""
 
-    units: tuple[_Words, ...]
-    recompute: tuple[_Words, ...] = ()
+    units: tuple[Words, ...]
+    recompute: tuple[Words, ...] = ()
     """Layers of the stage whose activations are recomputed in the backward pass."""
 
     @classmethod

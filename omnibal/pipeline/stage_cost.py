@@ -1,4 +1,8 @@
-"""Time of pipeline stages: unit costs summed over what a stage holds and recomputes."""
+"""Time of pipeline stages: unit costs summed over what a stage holds and recomputes.
+
+Units cost, and stages recompute, by the level of the micro-batch; all else of stages is the same at
+every level.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +11,7 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import (
     holds_both_ends,
@@ -15,6 +20,7 @@ from omnibal.pipeline.units import (
     recomputed_counts,
     unit_counts,
 )
+from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
 
 
@@ -34,19 +40,35 @@ class StageTimes:
     """Time of one send of its gradient, 0 where none is needed, [packs, stages - 1]."""
 
 
+def workload_times(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
+) -> StageTimes:
+    """Times of every row of a workload, each on the stages of its own level. [rows, ...]
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
+    """
+    return _times(cost, stages_at, features_of(workload, cost))
+
+
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
-    """Times of packs with `features` [packs, features] on the given stages."""
+    """Times of packs of one level with `features` [packs, features] on the given stages."""
+    return _times(cost, [stages], features)
+
+
+def _times(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], features: np.ndarray
+) -> StageTimes:
     kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
-    held = np.stack([unit_counts(kinds, stage) for stage in stages])
-    again = np.stack([recomputed_counts(kinds, stage) for stage in stages])
+    held = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
     forward = np.stack([unit.forward_ms for unit in units])
     backward = np.stack([unit.backward_ms for unit in units])
-    last = [cost.units[last_unit(kinds, stage)] for stage in stages[:-1]]
+    last = [cost.units[last_unit(kinds, stage)] for stage in stages_at[0][:-1]]
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
     backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)
-    recompute = np.stack([unit.recompute_ms for unit in units])
-    recompute_ms = features @ (again @ recompute).T
+    recompute_ms = features @ _recompute(cost, stages_at).T
     return StageTimes(
         forward_ms=features @ (held @ forward).T,
         backward_ms=features @ (held @ backward).T + recompute_ms,
@@ -55,6 +77,17 @@ def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) 
         backward_link_ms=cost.link_latency_ms * returns
         + cost.link_ms_per_byte * (features @ backward_bytes.T),
     )
+
+
+def _recompute(cost: CostModel, stages_at: Sequence[Sequence[Stage]]) -> np.ndarray:
+    """Coefficients of the time that stages recompute, at every level its own layers. [stages,
+    levels * features]"""
+    recompute = np.stack([unit.recompute_ms for unit in cost.units.values()])
+    blocks = []
+    for stages, of_level in zip(stages_at, np.split(recompute, cost.levels, axis=1), strict=True):
+        again = np.stack([recomputed_counts(cost.kinds, stage) for stage in stages])
+        blocks.append(again @ of_level)
+    return np.concatenate(blocks, axis=1)
 
 
 def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.ndarray:

@@ -10,6 +10,10 @@ back as working memory while its backward runs.
 Links between stages hold tensors too: the input of the next micro-batch, and the gradient of its
 output, have room while this one computes, and what was sent last has it until the next send. A
 stage's output is free again after that.
+
+Micro-batches of several levels are in flight together, and each level recomputes layers of its own:
+what is kept of each level is summed apart. Costs, features and counts of recomputed layers are then
+of all levels, one after another (`omnibal.pipeline.level_costs`); counts of units are not.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +24,7 @@ from itertools import groupby
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
     held_in_passes,
     planned_graph,
@@ -31,11 +36,12 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
 from omnibal.pipeline.units import (
     UnitRun,
+    counts_of_runs,
     holds_both_ends,
     recomputed_counts,
-    unit_counts,
     unit_runs,
 )
+from omnibal.pipeline.workload import Workload
 from omnibal.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
 
 GIB = 1024**3
@@ -43,6 +49,15 @@ _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
 _KEPT_COUNTS = 8
 """Pairs of pipeline size and micro-batches whose in-flight counts are cached, as they repeat."""
+
+_PASSES_AT_ONCE = 4_096
+"""Passes of which memory is computed at a time."""
+_CHOICES = 192
+"""Stages, drawn at random, whose heaviest passes a table of several levels has."""
+_MOST_LAYERS = 24
+"""Layers of a kind in these stages; only the proportion of kinds matters."""
+_MOST_PASSES = 20_000
+"""Passes among which these are looked for, spread evenly over the run."""
 
 
 def fits_cap(peak: np.ndarray | float, memory_cap: np.ndarray | float) -> np.ndarray:
@@ -60,11 +75,22 @@ class RunningPasses:
     """Summed features of the other micro-batches that are held meanwhile, [passes, features]."""
     links: np.ndarray
     """Whether each of `LINKS` is there meanwhile, 0 or 1, [passes, links]."""
+    largest: np.ndarray
+    """Most of each feature that any micro-batch of the run has, [features]."""
+
+    def take(self, chosen: np.ndarray | slice) -> "RunningPasses":
+        """Some of the passes."""
+        each = self.own[chosen], self.others[chosen], self.links[chosen]
+        return RunningPasses(own=each[0], others=each[1], links=each[2], largest=self.largest)
 
 
 LINKS = ("next input", "last input's gradient", "last output", "next gradient", "own gradient")
 """Tensors that a stage's links hold in a pass: of the cut before it, of the cut after it, and there
 in a backward the gradient that it began with."""
+
+
+_Measure = Callable[["MemoryTable"], tuple[np.ndarray, np.ndarray]]
+"""Bytes that one stage or many need and keep in every pass of a table."""
 
 
 def running_passes(
@@ -138,12 +164,16 @@ def _passes(
         own=np.concatenate([features, features]),
         others=np.concatenate([before, after]),
         links=np.concatenate([np.stack(in_forward, 1), np.stack(in_backward, 1)]).astype(float),
+        largest=features.max(axis=0),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryTable:
-    """Bytes of passes by kind of unit. Methods take `counts` and `recomputed` [..., kinds]."""
+    """Bytes of passes by kind of unit, of every level apart.
+
+    Methods take `counts` [..., kinds] and `recomputed` [..., levels * kinds].
+    """
 
     kinds: tuple[UnitKind, ...]
     state_bytes: np.ndarray
@@ -151,8 +181,8 @@ class MemoryTable:
     tied_bytes: float
     """Part of the state that a stage with both language embed and head has once and not twice."""
     others_kept_bytes: np.ndarray
-    """Kept of the other micro-batches that are held in a pass; this and the rest are [passes,
-    kinds]."""
+    """Kept of the other micro-batches that are held in a pass; this and the next three are
+    [passes, levels * kinds]."""
     others_input_bytes: np.ndarray
     """The same where the unit is recomputed."""
     own_kept_bytes: np.ndarray
@@ -160,7 +190,8 @@ class MemoryTable:
     own_input_bytes: np.ndarray
     """The same where the unit is recomputed."""
     working_bytes: np.ndarray
-    """Working memory of a unit of the micro-batch that runs."""
+    """Working memory of a unit of the micro-batch that runs; this and the next four are [passes,
+    kinds]."""
     passing_bytes: np.ndarray
     """What units without a backward hold of the micro-batch that runs, while one of them does."""
     first_bytes: np.ndarray
@@ -179,9 +210,15 @@ class MemoryTable:
     head, while a unit runs backward: the head's waits for the embed's, and then their sum. [kinds]
     """
 
+    @property
+    def levels(self) -> int:
+        """Number of levels."""
+        return self.own_kept_bytes.shape[1] // len(self.kinds)
+
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Activations of all micro-batches that are held in every pass. [..., passes]"""
-        kept = (counts - recomputed) @ (self.others_kept_bytes + self.own_kept_bytes).T
+        whole = self._at_every_level(counts) - recomputed
+        kept = whole @ (self.others_kept_bytes + self.own_kept_bytes).T
         return kept + recomputed @ (self.others_input_bytes + self.own_input_bytes).T
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
@@ -197,25 +234,31 @@ class MemoryTable:
         back. Layers of several kinds may follow one another in any order, so all of a tower's count
         as kept while one of them runs.
         """
-        whole = counts - recomputed
+        whole = self._at_every_level(counts) - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
         own, most, passing = (np.zeros_like(others) for _ in range(3))
+        first = len(self.kinds) * np.arange(self.levels)
         links, own_gradient = self._of_links(counts)
         last = _last_kind(counts)[..., None]
         tied = holds_both_ends(self.kinds, counts)[..., None]
         for kinds in _in_model_order(self.kinds):
-            kept, inputs = self.own_kept_bytes[:, kinds], self.own_input_bytes[:, kinds]
+            columns = (first[:, None] + kinds).ravel()
+            kept, inputs = self.own_kept_bytes[:, columns], self.own_input_bytes[:, columns]
             # Backward, what comes after these has let go of what it kept.
-            own = own + whole[..., kinds] @ kept.T + recomputed[..., kinds] @ inputs.T
+            own = own + whole[..., columns] @ kept.T + recomputed[..., columns] @ inputs.T
             for kind in kinds:
-                whole_k, again_k = whole[..., kind, None], recomputed[..., kind, None]
-                held = whole_k + again_k > 0
-                passing = passing + held * self.passing_bytes[:, kind]
-                brought_back = self.own_kept_bytes[:, kind] - self.own_input_bytes[:, kind]
-                running = own + self.working_bytes[:, kind]
-                running = running + ((whole_k == 0) & (again_k > 0)) * brought_back
-                running = running + self._besides(kind, kind == last, passing, own_gradient)
-                running = running + tied * self.tied_gradient_bytes[kind]
+                column = first + kind
+                every_again = (whole[..., column] == 0) & (recomputed[..., column] > 0)
+                brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
+                running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
+                held = counts[..., kind, None] > 0
+                if self.has_backward[kind]:
+                    # The stage's last unit works with the gradient that it is given.
+                    running = running + (kind != last) * own_gradient
+                    running = running + tied * self.tied_gradient_bytes[kind]
+                else:
+                    passing = passing + held * self.passing_bytes[:, kind]
+                    running = running + passing
                 most = np.where(held, np.maximum(most, running), most)
         return others + most + links
 
@@ -225,24 +268,24 @@ class MemoryTable:
         Args:
             runs: of the stage's units, in order.
         """
-        counts, recomputed = np.zeros((2, len(self.kinds)), np.int64)
-        own, others, most = np.zeros((3, len(self.working_bytes)))
-        for run in runs:
-            counts[run.kind] += run.number
-            recomputed[run.kind] += run.number * run.recomputed
+        counts, recomputed = counts_of_runs(len(self.kinds), runs)
+        others, own, most = np.zeros((3, len(self.working_bytes)))
         links, own_gradient = self._of_links(counts)
         tied = holds_both_ends(self.kinds, counts)
         for run in runs:
-            kind, kept, held = run.kind, self.own_kept_bytes, self.own_kept_bytes
-            held_of_others = self.others_kept_bytes
-            if run.recomputed:
-                held, held_of_others = self.own_input_bytes, self.others_input_bytes
-            own = own + run.number * held[:, kind]
-            others = others + run.number * held_of_others[:, kind]
+            column = len(self.kinds) * np.arange(self.levels) + run.kind
+            again = np.array(run.recomputed)
+            kept, inputs = self.own_kept_bytes[:, column], self.own_input_bytes[:, column]
+            held = np.where(again, inputs, kept).sum(axis=1)
+            of_others = np.where(
+                again, self.others_input_bytes[:, column], self.others_kept_bytes[:, column]
+            )
+            own, others = own + run.number * held, others + run.number * of_others.sum(axis=1)
             # The last of these runs backward with most besides, and brings back what it dropped.
-            running = own + (kept - held)[:, kind] + self.working_bytes[:, kind]
-            running = running + tied * self.tied_gradient_bytes[kind]
-            most = np.maximum(most, running + (kind != runs[-1].kind) * own_gradient)
+            running = own - held + kept.sum(axis=1) + self.working_bytes[:, run.kind]
+            running = running + (run.kind != runs[-1].kind) * own_gradient
+            running = running + tied * self.tied_gradient_bytes[run.kind]
+            most = np.maximum(most, self.has_backward[run.kind] * running)
         # With the earliest of each kind recomputed, what the search counts.
         return np.maximum(self.pass_bytes(counts, recomputed), others + most + links)
 
@@ -254,20 +297,20 @@ class MemoryTable:
         shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
         return links + shared[..., None], self.own_gradient_bytes.T[last]
 
-    def _besides(
-        self, kind: int, is_last: np.ndarray | bool, passing: np.ndarray, gradient: np.ndarray
-    ) -> np.ndarray:
-        """What is there while a unit of the kind runs, besides what units keep and work with."""
-        # The stage's last unit counts the gradient that it is given.
-        return np.where(is_last, 0.0, gradient) if self.has_backward[kind] else passing
+    def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
+        return np.tile(counts, self.levels)
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
         """The same of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
     def at_most(self) -> "MemoryTable":
-        """One pass that needs at least as much as any, whatever the stage holds."""
-        return self._each(lambda of_passes: of_passes.max(axis=0, keepdims=True))
+        """One pass for every level, which needs at least as much as any of that level's, whatever
+        the stage holds."""
+        own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds)).sum(axis=2)
+        level = own.argmax(axis=1)
+        first = [level == each for each in np.unique(level)]
+        return self._each(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in first]))
 
     def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
         return replace(
@@ -300,19 +343,99 @@ def memory_tables(
 ) -> list[MemoryTable]:
     """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
 
+    Of one level they have every pass that may be a stage's peak. Of several levels these are too
+    many: tables then have those that are the peak of a wide choice of stages and recomputed layers,
+    and what is found by them must be looked at in all passes (`heaviest_passes`).
+
     Args:
         features: [packs, features]; packs are sorted by step, rank and slot.
         slot: [packs].
     """
     besides = _held_besides(pipeline_size, int(slot.max()) + 1)
     total = _running_sums(features)
+    choose = _largest if cost.levels == 1 else _often_largest
     # Stages that hold the same micro-batches share a table.
     distinct = {held.key: held for held in besides}
     tables = {
-        key: memory_table(cost, _largest(cost, _passes(features, total, slot, held)))
+        key: memory_table(cost, choose(cost, _passes(features, total, slot, held)))
         for key, held in distinct.items()
     }
     return [tables[held.key] for held in besides]
+
+
+def heaviest_passes(
+    cost: CostModel,
+    features: np.ndarray,
+    slot: np.ndarray,
+    counts: np.ndarray,
+    recomputed: np.ndarray,
+) -> list[MemoryTable]:
+    """The pass of every stage that needs the most memory of all, and that which keeps the most, as
+    a table of these two.
+
+    Args:
+        features: [packs, features]; packs are sorted by step, rank and slot.
+        slot: [packs].
+        counts: units that every stage holds, [stages, kinds].
+        recomputed: [stages, levels * kinds].
+    """
+    besides = _held_besides(len(counts), int(slot.max()) + 1)
+    total = _running_sums(features)
+    return [
+        memory_table(
+            cost, _heaviest(cost, _passes(features, total, slot, held), _needed_and_kept(*stage))
+        )
+        for held, *stage in zip(besides, counts, recomputed, strict=True)
+    ]
+
+
+def _needed_and_kept(counts: np.ndarray, recomputed: np.ndarray) -> _Measure:
+    """Bytes that stages need and keep, with the earliest of every kind recomputed."""
+    return lambda table: (
+        table.pass_bytes(counts, recomputed),
+        table.activation_bytes(counts, recomputed),
+    )
+
+
+def _of_stage(runs: Sequence[UnitRun]) -> _Measure:
+    """Bytes that a stage needs and keeps."""
+    return lambda table: (
+        table.stage_bytes(runs),
+        table.activation_bytes(*counts_of_runs(len(table.kinds), runs)),
+    )
+
+
+def _heaviest(cost: CostModel, passes: RunningPasses, measure: _Measure) -> RunningPasses:
+    """Of all passes, for each stage measured, the one that needs most and the one that keeps most.
+
+    Args:
+        measure: both of a table's passes, [..., passes] each.
+    """
+    found = []
+    for first in range(0, len(passes.own), _PASSES_AT_ONCE):
+        chunk = slice(first, first + _PASSES_AT_ONCE)
+        table = memory_table(cost, passes.take(chunk))
+        found.append(first + np.stack([each.argmax(axis=-1).ravel() for each in measure(table)]))
+    few = passes.take(np.unique(found))
+    if len(found) == 1:
+        return few
+    return _heaviest(cost, few, measure)
+
+
+def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
+    """Those passes that are the heaviest for some of a wide choice of stages."""
+    rng = np.random.default_rng(0)
+    shape = _CHOICES, cost.levels, len(cost.kinds)
+    is_layer = np.array([kind.is_layer for kind in cost.kinds])
+    counts = np.where(
+        is_layer, rng.integers(0, _MOST_LAYERS, shape[::2]), rng.integers(0, 2, shape[::2])
+    )
+    # Some levels recompute nothing and some all of it, as most do.
+    share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
+    recomputed = np.rint(share * counts[:, None] * is_layer).reshape(_CHOICES, -1)
+    step = -(-len(passes.own) // _MOST_PASSES)
+    some = passes.take(slice(None, None, step))
+    return _heaviest(cost, some, _needed_and_kept(counts, recomputed))
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
@@ -323,14 +446,14 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     units = cost.units.values()
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
     grows = kept.max(axis=(0, 1)) > 0
-    worked = [[*unit.transient_bytes, unit.passing_bytes, unit.shared_bytes] for unit in units]
+    worked = [[*unit.transient_bytes, unit.passing_bytes] for unit in units]
     works = grows | (np.concatenate(worked).max(axis=0) > 0)
     columns = [passes.others[:, grows], passes.own[:, works], passes.links]
     found = undominated(np.concatenate(columns, axis=1))
     others, own = (np.zeros((len(found), len(grows))) for _ in range(2))
     splits = np.cumsum([grows.sum(), works.sum()])
     others[:, grows], own[:, works], links = np.split(found, splits, axis=1)
-    return RunningPasses(own=own, others=others, links=links)
+    return RunningPasses(own=own, others=others, links=links, largest=passes.largest)
 
 
 def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
@@ -340,22 +463,23 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
     boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
     passing = np.stack([unit.passing_bytes for unit in units], axis=1)
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
+    shared = [_largest_bytes(cost, unit.shared_bytes, passes) for unit in units]
     first_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
     state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
         state_bytes=np.array(state_bytes),
         tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
-        others_kept_bytes=passes.others @ activation,
-        others_input_bytes=passes.others @ boundary,
-        own_kept_bytes=passes.own @ activation,
-        own_input_bytes=passes.own @ boundary,
+        others_kept_bytes=_level_by_level(passes.others, activation, cost.levels),
+        others_input_bytes=_level_by_level(passes.others, boundary, cost.levels),
+        own_kept_bytes=_level_by_level(passes.own, activation, cost.levels),
+        own_input_bytes=_level_by_level(passes.own, boundary, cost.levels),
         working_bytes=np.stack(working, axis=1),
         passing_bytes=passes.own @ passing,
         first_bytes=first_bytes,
         last_bytes=last_bytes,
         own_gradient_bytes=own_gradient_bytes,
-        shared_bytes=np.array([_largest_bytes(unit.shared_bytes, passes) for unit in units]),
+        shared_bytes=np.array(shared),
         has_backward=np.array([unit.has_backward for unit in units]),
         tied_gradient_bytes=_tied_gradient_bytes(cost),
     )
@@ -367,16 +491,15 @@ def _link_bytes(
     """Tensors of the cuts before and after a stage that begins or ends with a unit of each kind,
     and the gradient of its output. [passes, kinds] each.
 
-    Those of other micro-batches are as large as any: no more than a few hundredths of what a stage
-    holds, where one more kind of passes would make many more of them.
+    Those of other micro-batches are as large as any: they are no more than some thousandths of
+    what a stage holds, and a pass would have four micro-batches' features more.
     """
     next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
     units = [*cost.units.values()]
-    sent = np.array([_largest_bytes(unit.output_bytes, passes) for unit in units])
-    back = np.array([_largest_bytes(unit.output_gradient_bytes, passes) for unit in units])
+    sent = np.array([_largest_bytes(cost, unit.output_bytes, passes) for unit in units])
+    back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, passes) for unit in units])
     # What comes to a unit has left a unit of its kind, or of the kind before it.
-    came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
-    first_bytes = next_input * came + input_gradient * back_to
+    first_bytes = next_input * np.append(0, sent[:-1]) + input_gradient * np.append(0, back[:-1])
     for index, (before, kind) in enumerate(zip(units, cost.kinds[1:], strict=False), 1):
         if before.output_gradient_bytes.any() and not (kind.is_layer or kind.name == HEAD):
             # Projectors and the language embed keep no input, but a stage does for its gradient.
@@ -391,16 +514,21 @@ def _link_bytes(
 def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
     """Gradients of the tied matrix, besides the one that its unit works with. [kinds]"""
     matrix_bytes = cost.tied_trained_parameters * cost.weight_bytes_per_parameter
-    number = {LANGUAGE_EMBED: 2, HEAD: 0}
-    language = [kind.tower == LANGUAGE for kind in cost.kinds]
-    return matrix_bytes * np.array(
-        [number.get(kind.name, 1) * is_in for kind, is_in in zip(cost.kinds, language, strict=True)]
-    )
+    besides = {LANGUAGE_EMBED: 2, HEAD: 0}
+    number = [besides.get(each.name, 1) * (each.tower == LANGUAGE) for each in cost.kinds]
+    return matrix_bytes * np.array(number)
 
 
-def _largest_bytes(per_feature: np.ndarray, passes: RunningPasses) -> float:
-    """Bytes of the largest micro-batch."""
-    return float((passes.own @ per_feature).max())
+def _largest_bytes(cost: CostModel, per_feature: np.ndarray, passes: RunningPasses) -> float:
+    """Bytes of a micro-batch with the most of every feature, at the level where they are most."""
+    return float((per_feature * passes.largest).reshape(cost.levels, -1).sum(axis=1).max())
+
+
+def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> np.ndarray:
+    """Product of features [passes, levels * features] and coefficients [levels * features, kinds]
+    within every level. [passes, levels * kinds]"""
+    blocks = zip(np.split(features, levels, axis=1), np.split(per_unit, levels), strict=True)
+    return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
 
 
 def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
@@ -409,22 +537,47 @@ def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
 
 
 def stage_memories(
-    cost: CostModel, stages: Sequence[Stage], slot: np.ndarray, features: np.ndarray
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> list[StageMemory]:
-    """Peak memory of one device of every stage, over all packs of a run.
+    """Peak memory of one device of every stage, over all passes of a run.
 
     Args:
-        slot: [packs]; packs are sorted by step, rank and slot.
-        features: [packs, features].
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
     """
-    tables = memory_tables(cost, features, slot, len(stages))
-    return [stage_memory(cost, *each) for each in zip(stages, tables, strict=True)]
+    kinds, features = cost.kinds, features_of(workload, cost)
+    besides = _held_besides(len(stages_at[0]), int(workload.slot.max()) + 1)
+    total, memories = _running_sums(features), []
+    for held, *at_levels in zip(besides, *stages_at, strict=True):
+        runs = unit_runs(kinds, at_levels)
+        passes = _passes(features, total, workload.slot, held)
+        table = memory_table(cost, _heaviest(cost, passes, _of_stage(runs)))
+        memories.append(_stage_memory(cost, at_levels[0], runs, table))
+    return memories
+
+
+def recomputed_at_levels(
+    kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]
+) -> np.ndarray:
+    """Units that every stage recomputes at each level. [stages, levels * kinds]"""
+    return np.stack(
+        [
+            np.concatenate([recomputed_counts(kinds, stage) for stage in at_levels])
+            for at_levels in zip(*stages_at, strict=True)
+        ]
+    )
 
 
 def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemory:
-    """Peak memory of one device of the stage over the passes of its table."""
+    """Peak memory of one device of the stage over the passes of its table, of one level."""
+    return _stage_memory(cost, stage, unit_runs(cost.kinds, [stage]), table)
+
+
+def _stage_memory(
+    cost: CostModel, stage: Stage, runs: Sequence[UnitRun], table: MemoryTable
+) -> StageMemory:
     kinds = cost.kinds
-    counts, recomputed = unit_counts(kinds, stage), recomputed_counts(kinds, stage)
+    counts, recomputed = counts_of_runs(len(kinds), runs)
     parameters = sum(
         number * unit.parameters
         for unit, number in zip(cost.units.values(), counts.tolist(), strict=True)
@@ -432,7 +585,7 @@ def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemo
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
     activation_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = float(table.stage_bytes(unit_runs(kinds, stage)).max())
+    running_bytes = float(table.stage_bytes(runs).max())
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
         gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,

@@ -58,27 +58,42 @@ def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRun:
-    """Units of one kind in a row, all of them recomputed or none."""
+    """Units of one kind in a row, that are recomputed at the same levels."""
 
     kind: int
     """Index of the kind."""
     number: int
-    recomputed: bool
+    recomputed: tuple[bool, ...]
+    """At each level."""
 
 
-def unit_runs(kinds: Sequence[UnitKind], stage: Stage) -> tuple[UnitRun, ...]:
-    """A stage's units in model order, those of one kind together as long as they are alike."""
+def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
+    """A stage's units in model order, those of one kind together as long as they are alike.
+
+    Args:
+        stage_at: the stage with what it recomputes at each level; of one level, `[stage]`.
+    """
     names = [kind.name for kind in kinds]
-    again = {unit for span in stage.recompute for unit in span.units}
+    again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
     alike = groupby(
-        (names.index(_kind_of(kinds, unit).name), unit in again)
-        for span in stage.units
+        (names.index(_kind_of(kinds, unit).name), tuple(unit in each for each in again))
+        for span in stage_at[0].units
         for unit in span.units
     )
     return tuple(
         UnitRun(kind=kind, number=len(list(same)), recomputed=recomputed)
         for (kind, recomputed), same in alike
     )
+
+
+def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.ndarray]:
+    """Number of units of each of `kinds`, [kinds], and of recomputed ones, [levels * kinds]."""
+    counts = np.zeros(kinds, np.int64)
+    recomputed = np.zeros((len(runs[0].recomputed), kinds), np.int64)
+    for run in runs:
+        counts[run.kind] += run.number
+        recomputed[:, run.kind] += run.number * np.array(run.recomputed)
+    return counts, recomputed.ravel()
 
 
 def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:

@@ -1,11 +1,19 @@
-"""Workload: the micro-batches that simulator, search and split methods are given."""
+"""Workload: the micro-batches that simulator, search and split methods are given.
+
+A pack that several ranks share is a row on each of them, with the features of that rank's share.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from omnibal.data.packs import ScheduledPacks
+from omnibal.data.shares import Shares
+
+
+def _unset() -> np.ndarray:
+    return np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -13,13 +21,25 @@ class Workload:
     """Micro-batches of a run, sorted by step, data-parallel rank and slot."""
 
     features: np.ndarray
-    """Features of every pack, [packs, features], as `cost.model.pack_features` gives them."""
+    """Features of every row, [rows, features], as `cost.model.pack_features` gives them, or
+    `cost.shares.share_features`."""
     step: np.ndarray
-    """Step of every pack; this and the next two are [packs]. A rank may have fewer micro-batches
+    """Step of every row; this and the next two are [rows]. A rank may have fewer micro-batches
     than others, or none."""
     dp_rank: np.ndarray
     slot: np.ndarray
     data_parallel_size: int
+    level: np.ndarray = field(default_factory=_unset)
+    """Level of the row's pack, [rows]; 0 where it is not given."""
+    context: np.ndarray = field(default_factory=_unset)
+    """Ranks that share the row's pack, an aligned block of them, [rows]; 1 where it is not given.
+    All have the pack in the same slot, and start each pass of it together."""
+
+    def __post_init__(self) -> None:
+        if not len(self.level):
+            object.__setattr__(self, "level", np.zeros(len(self.step), np.int32))
+        if not len(self.context):
+            object.__setattr__(self, "context", np.ones(len(self.step), np.int32))
 
     @classmethod
     def of(cls, packs: ScheduledPacks, features: np.ndarray, data_parallel_size: int) -> "Workload":
@@ -32,6 +52,27 @@ class Workload:
             data_parallel_size=data_parallel_size,
         )
 
+    @classmethod
+    def of_shares(cls, shares: Shares, features: np.ndarray, data_parallel_size: int) -> "Workload":
+        """Build the workload of shares with these features [shares, features]."""
+        return cls(
+            features=features,
+            step=shares.step,
+            dp_rank=shares.dp_rank,
+            slot=shares.slot,
+            data_parallel_size=data_parallel_size,
+            level=shares.level,
+            context=shares.context,
+        )
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether any pack is shared."""
+        return bool((self.context > 1).any())
+
     def some_steps(self, most: int) -> "Workload":
         """Select at most `most` steps, spread evenly over the run; step numbers are unchanged."""
         steps = np.unique(self.step)
@@ -41,21 +82,27 @@ class Workload:
 
     def of_steps(self, steps: Sequence[int] | np.ndarray) -> "Workload":
         """Select these steps; their numbers are unchanged."""
-        picked = np.isin(self.step, steps)
-        return Workload(
+        return self.rows(np.isin(self.step, steps))
+
+    def rows(self, picked: np.ndarray) -> "Workload":
+        """Select rows by a mask or by their indices."""
+        return replace(
+            self,
             features=self.features[picked],
             step=self.step[picked],
             dp_rank=self.dp_rank[picked],
             slot=self.slot[picked],
-            data_parallel_size=self.data_parallel_size,
+            level=self.level[picked],
+            context=self.context[picked],
         )
 
     def each_rank_alone(self) -> "Workload":
-        """Make each data-parallel rank's part of a step a separate step."""
-        return Workload(
-            features=self.features,
+        """Make each data-parallel rank's part of a step a separate step, which waits for no other
+        rank."""
+        return replace(
+            self,
             step=self.step * self.data_parallel_size + self.dp_rank,
             dp_rank=np.zeros_like(self.dp_rank),
-            slot=self.slot,
             data_parallel_size=1,
+            context=np.ones_like(self.context),
         )

@@ -197,7 +197,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         packs, lengths = report.data
         shown |= {
             "packs": packs_figure(packs, plan.data.caps),
-            "packing": packing_facts(packs, lengths, plan.data, plan.parallel.data),
+            "packing": packing_facts(packs, lengths, plan.data, plan),
             "sources": sources_table(lengths, most=_SOURCES_SHOWN),
         }
     return shown

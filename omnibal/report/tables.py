@@ -188,10 +188,10 @@ def answers_table(evaluation: Evaluation) -> Table | None:
     return Table.of_columns("Examples", columns, caption)
 
 
-def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, dp: int) -> Facts:
-    """Facts about the micro-batches of `dp` ranks: fill and balance."""
-    bound = naive_lower_bound(lengths, data.caps)
-    m = measure_packs(packs, lengths, data.caps, dp, packs.tokens, bound)
+def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, plan: Plan) -> Facts:
+    """Facts about the micro-batches of all ranks: fill and balance, and what ranks exchange."""
+    bound, dp = naive_lower_bound(lengths, data.caps), plan.parallel.data
+    m = measure_packs(packs, lengths, data.caps, dp, packs.tokens, bound, plan.levels)
     entries = [
         ("Samples", f"{len(lengths):,}, {m.samples_per_pack:.3g} per pack"),
         ("Packs", f"{m.packs:,} (at least {m.packs_lower_bound:,} are needed)"),
@@ -205,6 +205,12 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, dp: i
             (f"Uneven {name}", f"{percent(ratio)} below the busiest of {dp} ranks")
             for name, ratio in m.dist_ratio.items()
         ]
+        uneven = f"{percent(m.attention_balance_ratio)} below the busiest of {dp} ranks"
+        entries.append(("Uneven attention", uneven))
+    if plan.levels:
+        divided = f"{percent(m.exchanged_ratio)} in samples that are divided"
+        shared = f"{percent(m.communication_ratio)} of tokens, {divided}"
+        entries.append(("In shared packs", shared))
     count = data.micro_batches_per_step
     entries += [
         ("Steps", f"{m.steps:,} of {count} micro-batches on each of {dp} ranks"),

@@ -483,8 +483,8 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     own, others = strategy.lost.named(), best.lost.named()
     # Ideal times differ by the work that tensor parallelism does not divide.
     share = {
-        "compute" if name == "ideal" else name: (own[name] - others[name]) / best.ms_per_sample
-        for name in own
+        "compute" if name == "ideal" else name: (ms - others.get(name, 0.0)) / best.ms_per_sample
+        for name, ms in own.items()
     }
     most = sorted(share, key=lambda name: -share[name])[:_NAMED_CAUSES]
     named = [f"{name} {share[name]:+.0%}" for name in most if share[name] >= _LEAST_CAUSE]

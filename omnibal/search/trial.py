@@ -144,7 +144,7 @@ def time_per_sample(trial: Trial, samples_per_step: int, micro_batches: float) -
         plan = plans[size.micro_batches] = make_plan(size.request).plan
         assert plan.prediction is not None
         ms_per_sample += size.steps_per_sample * plan.prediction.step_ms
-        lost += size.steps_per_sample * np.array([*plan.prediction.lost.model_dump().values()])
+        lost += size.steps_per_sample * np.array([ms for _, ms in plan.prediction.lost])
     nearest = round(micro_batches)
     return Timed(
         plan=plans[nearest],

@@ -45,7 +45,7 @@ def main() -> None:
                 job.model, job.cluster, parallel, "bf16", distributed_optimizer=sharded
             )
             for name, left in TABLE_5.items():
-                memories = stage_memories(cost, splits[name], workload.slot, workload.features)
+                memories = stage_memories(cost, [splits[name]], workload)
                 used = np.array([memory.peak_gib * GB_PER_GIB for memory in memories])
                 published = DEVICE_GB - np.array(left)
                 rows.append(

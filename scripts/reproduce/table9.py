@@ -58,7 +58,7 @@ def compare(job: Job, data: Data, cluster: ClusterConfig) -> tuple[list[str], li
     workload = data.isf.workload(job.parallel.data)
     stage_rows = []
     for name, chosen in stages.items():
-        memories = stage_memories(predicted.cost, chosen, workload.slot, workload.features)
+        memories = stage_memories(predicted.cost, [chosen], workload)
         step_ms = predicted.step_ms(chosen, data.isf)
         stage_rows.append(
             [

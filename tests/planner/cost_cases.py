@@ -8,6 +8,7 @@ from omnibal.config import LanguageConfig, LayerRun, ModelConfig
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.workload import Workload
 from omnibal.units import feature_names, unit_kinds
 
 
@@ -85,6 +86,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             recompute_ms=0.7 * forward_ms + 0.1 * forward_ms[::-1],
             collective_ms=0.1 * np.stack([forward_ms, backward_ms]),
             padding_ms=np.zeros((2, len(features))),
+            context_ms=np.zeros((2, len(features))),
             activation_bytes=boundary_bytes + rng.uniform(0, 8e6, len(features)),
             boundary_bytes=boundary_bytes,
             output_bytes=output_bytes,
@@ -109,6 +111,14 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
         link_ms_per_byte=rng.uniform(0, 1e-7),
         gradient_reduction_ms_per_parameter=1e-6,
         source="random",
+    )
+
+
+def workload_of_a_step(features: np.ndarray) -> Workload:
+    """One step of one rank, of micro-batches with these features [m, features]."""
+    slot = np.arange(len(features))
+    return Workload(
+        features=features, step=0 * slot, dp_rank=0 * slot, slot=slot, data_parallel_size=1
     )
 
 

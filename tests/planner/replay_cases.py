@@ -9,6 +9,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import causes_of
 from omnibal.pipeline.stage_cost import once_a_step
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.replay import (
     ReplayInfo,
@@ -45,8 +46,10 @@ def stage_replays(
     keeps `s + 1` GiB of activations."""
     packs, lengths = data
     rows = rows_of_steps(packs, steps)
-    features = pack_features(packs.packs.take(rows), lengths, cost.features)
-    silent = causes_of(cost, plan.stages, features).silent
+    own = packs.take(rows)
+    features = pack_features(own.packs, lengths, cost.features)
+    workload = Workload.of(own, features, plan.parallel.data)
+    silent = causes_of(cost, [plan.stages], workload).silent
     update_ms = once_a_step(cost, plan.stages).update_ms
     return [
         StageReplay(

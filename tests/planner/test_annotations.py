@@ -36,6 +36,37 @@ def open_lines(folder: Path, *lines: str, **meta) -> Annotations:
     return Annotations.open(folder / "meta.json")
 
 
+def test_messages_are_read_as_conversations_are(tmp_path):
+    """Prevents: a role that is taken for another, or a form of data that gives other samples."""
+    said = [
+        ("system", "Be brief."), ("gpt", "Hello."), ("human", "<image>a"), ("gpt", "b"),
+        ("human", "c"), ("gpt", "d"),
+    ]  # fmt: skip
+    roles = {"system": "system", "human": "user", "gpt": "assistant"}
+    extra = {"id": 1, "image": "x.png", "kinds": ["k", "l"]}
+    for begin in range(3):
+        share = [{"from": speaker, "value": text} for speaker, text in said[begin:]]
+        chat = [{"role": roles[speaker], "content": text} for speaker, text in said[begin:]]
+        one, other = open_lines(
+            tmp_path,
+            json.dumps({"conversations": share, **extra}),
+            json.dumps({"messages": chat, **extra}),
+        )
+        assert replace(one, where="") == replace(other, where="")
+        assert one.system == (None if begin else "Be brief.")
+        assert one.greeting == ("Hello." if begin < 2 else None)
+        assert [(turn.question, turn.answer) for turn in other.turns] == [
+            ("<image>a", "b"), ("c", "d"),
+        ]  # fmt: skip
+
+
+def test_texts_need_no_folder_of_images(tmp_path):
+    """Prevents: a folder that must be named where there is nothing in it."""
+    (tmp_path / "a.jsonl").write_text(line() + "\n")
+    (tmp_path / "meta.json").write_text('{"a": {"annotation": "a.jsonl"}}')
+    assert Annotations.open(tmp_path / "meta.json")[0].turns[0].answer == "7"
+
+
 def test_sample_as_written(tmp_path):
     """Prevents a field of the line from being lost or swapped."""
     image_names = ["x.png", "y.png"]
@@ -209,6 +240,18 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         (line("\ud800"), "has text that is not Unicode"),
         ("[1]", "is a JSON list"),
         ("{}", 'must have "conversations"'),
+        ('{"messages": [{"role": "user"}]}', 'must have "messages": a list of {"role", "content"}'),
+        ('{"messages": [{"role": "user", "content": null}]}', 'must have "messages": a list of'),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', 'must have "messages"'),
+        (json.dumps({"messages": [HUMAN, GPT]}), 'must have "messages": a list of'),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "a"}]}),
+            "from user; user and assistant must alternate, user first and assistant last",
+        ),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "a"}], "conversations": [HUMAN]}),
+            'has "conversations" and "messages"; leave one of them out',
+        ),
         (json.dumps({"conversations": []}), 'must have "conversations"'),
         (json.dumps({"conversations": ["q", "a"]}), 'must have "conversations"'),
         (json.dumps({"conversations": [HUMAN, {"from": "gpt"}]}), 'must have "conversations"'),
@@ -263,7 +306,6 @@ def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
         ("{}", "names no source"),
         ('{"a": {"root": ""}}', 'a: Value error, one of "annotation", "shards" and "energon" must'),
         ('{"a": {"annotation": "a.jsonl", "shards": "a.tar"}}', 'one of "annotation"'),
-        ('{"a": {"annotation": "a.jsonl"}}', '"root", the folder of the images, goes with'),
         ('{"a": {"shards": "a.tar", "root": ""}}', '"root", the folder of the images, goes with'),
         ('{"a": {"shards": "a.tar", "split": "train"}}', '"split" goes with "energon" alone'),
         ('{"a": {"root": "", "annotation": "a.jsonl", "conv_style": "x"}}', "conv_style: Extra"),

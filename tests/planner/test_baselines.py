@@ -226,7 +226,7 @@ def peaks_from_the_front(
     peaks = []
     for number in range(layers + 1):
         changed = with_front(stages, index, number)
-        memories = stage_memories(cost, changed, workload.slot, workload.features)
+        memories = stage_memories(cost, [changed], workload)
         peaks.append(memories[index].peak_gib * GIB)
     return peaks
 
@@ -273,7 +273,7 @@ def test_bmp_keeps_the_fastest_of_its_runs():
         runs = list(dict.fromkeys([cuts_of(profile), *candidates]))
         peaks, times = [], []
         for stages in (stages_from_cuts(model, cuts) for cuts in runs):
-            memories = stage_memories(cost, stages, workload.slot, workload.features)
+            memories = stage_memories(cost, [stages], workload)
             peaks.append(max(memory.peak_gib for memory in memories) * GIB)
             times.append(mean_step_ms(cost, stages, workload))
         cap = rng.choice([rng.uniform(0.95 * min(peaks), max(peaks)), np.inf])
@@ -305,7 +305,7 @@ def test_bmp_runs_its_anchor_where_the_ranking_does_not():
         workload = random_workload(rng, 1, 4)
         given = (RecomputeRule.NONE, cost, model, workload, 4)
         anchor = baseline_stages(PartitionMethod.PROFILE, *given, np.inf)
-        memories = stage_memories(cost, anchor, workload.slot, workload.features)
+        memories = stage_memories(cost, [anchor], workload)
         cap = max(memory.peak_gib for memory in memories) * GIB * (1 + 1e-9)
         stages = baseline_stages(PartitionMethod.BMP, *given, cap)
         mean = workload.features.mean(axis=0)

@@ -32,8 +32,9 @@ pytestmark = pytest.mark.quick
 
 PACK_KEYS = (
     "samples packed packs packs_lower_bound gap samples_per_pack fill_tiles fill_tokens pad_ratio "
-    "dist_ratio_vision dist_ratio_language attention_balance_ratio straggler_factor steps seconds "
-    "load model"
+    "dist_ratio_vision dist_ratio_language attention_balance_ratio "
+    "least_attention_balance_ratio communication_ratio exchanged_ratio tokens_per_rank "
+    "straggler_factor steps seconds load model"
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cost_cases import workload_of_a_step
 
 from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
@@ -240,12 +241,12 @@ def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
     parallel = Parallel(tensor=2, pipeline=2, data=4)
     plain, one = (analytic_cost(model, CLUSTER, parallel, "bf16") for model in (MODEL, tied(MODEL)))
     matrix = 46_336 * 6144  # 92,553 words on two ranks, each of which has a multiple of 128
-    features, slot = np.stack([PACK] * 4), np.arange(4)
+    workload = workload_of_a_step(np.stack([PACK] * 4))
     for cuts, saved in (((47,), [0, matrix]), ((60,), [0, 0])):
         stages = stages_from_cuts(MODEL, cuts)
         kept = trained_parameters(plain, stages) - trained_parameters(one, stages)
         np.testing.assert_array_equal(kept, saved)
-        memories = (stage_memories(cost, stages, slot, features) for cost in (plain, one))
+        memories = (stage_memories(cost, [stages], workload) for cost in (plain, one))
         for before, after, count in zip(*memories, saved, strict=True):
             assert (before.weights_gib - after.weights_gib) * GIB == pytest.approx(2 * count)
             assert (before.gradients_gib - after.gradients_gib) * GIB == pytest.approx(4 * count)

@@ -57,6 +57,7 @@ def example_packs() -> ScheduledPacks:
         epoch=np.array([0, 0], np.int32),
         items={"tiles": np.array([4, 0], np.int32)},
         tokens=np.array([1200, 40], np.int32),
+        level=np.zeros(2, np.int32),
     )
 
 

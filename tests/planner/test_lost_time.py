@@ -70,7 +70,7 @@ def plain_cost(stage_ms: tuple[float, float, float]) -> CostModel:
 
 def lost(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> LostTime:
     step_ms = float(simulate_run(cost, stages, workload).step_ms.mean())
-    found = lost_time(cost, stages, workload, step_ms)
+    found = lost_time(cost, [stages], workload, step_ms)
     assert sum(found.model_dump().values()) == pytest.approx(step_ms)
     return found
 

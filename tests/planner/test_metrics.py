@@ -1,12 +1,21 @@
 """Metrics: the paper's equations on numbers that can be checked by hand."""
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 
 from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import dist_ratio, measure_packs, pad_ratio, straggler_factor
+from omnibal.data.metrics import (
+    dist_ratio,
+    least_dist_ratio,
+    measure_packs,
+    pad_ratio,
+    straggler_factor,
+)
 from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
 
 pytestmark = pytest.mark.quick
@@ -49,6 +58,7 @@ def test_figures_of_a_small_schedule():
         epoch=np.zeros(3, np.int32),
         items={"tiles": np.array([3, 4, 0], np.int32)},
         tokens=np.array([30, 30, 40], np.int32),
+        level=np.zeros(3, np.int32),
     )
     caps, load = Caps.of(tiles=4, tokens=50), np.array([1.0, 3.0, 5.0])
     metrics = measure_packs(scheduled, four_samples(), caps, 2, load, lower_bound=2)
@@ -63,8 +73,68 @@ def test_figures_of_a_small_schedule():
     assert metrics.fill["tokens"] == pytest.approx(100 / 150)
     assert metrics.pad_ratio == 0
     assert metrics.dist_ratio["tiles"] == pytest.approx((1 / 8 + 0) / 2)
+    # No shared packs: nothing is exchanged. 100 tokens over 2 steps of 2 ranks.
+    assert metrics.communication_ratio == metrics.exchanged_ratio == 0
+    assert metrics.tokens_per_rank == 25
     # Step 1 leaves rank 0 idle: (40 - 0) / (40 * 2).
     assert metrics.dist_ratio["tokens"] == pytest.approx((0 + 1 / 2) / 2)
+
+
+def shared_schedule(cut: CutRule) -> tuple[ScheduledPacks, tuple[Level, ...]]:
+    """Sample 3 alone on two ranks, beside packs of one rank each in another step."""
+    packs = ScheduledPacks(
+        packs=Packs.from_lists([[3], [0, 1], [2]]),
+        step=np.array([0, 1, 1]),
+        dp_rank=np.array([0, 0, 1], np.int32),
+        slot=np.zeros(3, np.int32),
+        epoch=np.zeros(3, np.int32),
+        items={"tiles": np.array([0, 3, 4], np.int32)},
+        tokens=np.array([40, 30, 30], np.int32),
+        level=np.array([1, 0, 0], np.int32),
+    )
+    short, long = Caps.of(tiles=4, tokens=30), Caps.of(tiles=4, tokens=40)
+    return packs, (Level(caps=short), Level(caps=long, context=2, cut=cut))
+
+
+@pytest.mark.parametrize(
+    ("cut", "uneven"),
+    # 20^2 against 40^2 - 20^2 of one rank; by zigzag both have the same.
+    [(CutRule.CONTIGUOUS, 1 - (400 + 1200) / 2 / 1200), (CutRule.ZIGZAG, 0.0)],
+)
+def test_figures_of_shared_packs(cut, uneven):
+    """Prevents figures that take a shared pack for its first rank's."""
+    packs, levels = shared_schedule(cut)
+    load = np.array([4.0, 3.0, 3.0])
+    metrics = measure_packs(packs, four_samples(), levels[1].caps, 2, load, 1, levels)
+    assert metrics.dist_ratio == {"tiles": pytest.approx(1 / 16), "tokens": 0}
+    assert metrics.attention_balance_ratio == pytest.approx((uneven + (1 - 1400 / 1800)) / 2)
+    assert metrics.straggler_factor == 1
+    # All of step 0, nothing of step 1.
+    assert metrics.communication_ratio == pytest.approx(1 / 2)
+    assert metrics.exchanged_ratio == pytest.approx(0.4)
+    assert metrics.fill["tokens"] == 1
+
+
+def test_exchanged_heads_balance_attention():
+    """Prevents attention that is counted by tokens where every rank has all tokens of its heads."""
+    packs, levels = shared_schedule(CutRule.CONTIGUOUS)
+    heads = levels[1].model_copy(update={"exchange": ContextExchange.HEADS})
+    metrics = measure_packs(packs, four_samples(), heads.caps, 2, np.ones(3), 1, (levels[0], heads))
+    assert metrics.attention_balance_ratio == pytest.approx((1 - 1400 / 1800) / 2)
+
+
+def test_least_dist_ratio_is_below_every_grouping():
+    """Prevents a bound that some way to form steps breaks, or one that says nothing."""
+    rng = np.random.default_rng(0)
+    tight = 0
+    for _ in range(30):
+        loads = rng.pareto(1.0, 6) + 0.1
+        best = min(dist_ratio(loads[list(order)].reshape(3, 2)) for order in permutations(range(6)))
+        bound = least_dist_ratio(loads, 2)
+        assert bound <= best + 1e-12
+        tight += bound > 0.5 * best
+    assert tight > 10
+    assert least_dist_ratio(np.array([8.0, 1.0]), 2) == pytest.approx(1 - 4.5 / 8)
 
 
 def four_samples() -> Lengths:

@@ -124,7 +124,7 @@ def memory_of_run(
             working = working + 2 * waiting * cost.tied_parameters
         given = np.zeros_like(gradient) if unit == last or not costs.has_backward else gradient
         running = np.maximum(running, before + brought + working + np.stack([0 * given, given]))
-    shared = max((features @ cost.units[unit].shared_bytes).max() for unit in held)
+    shared = max(features.max(axis=0) @ cost.units[unit].shared_bytes for unit in held)
     return kept, running + shared
 
 
@@ -146,7 +146,7 @@ def link_bytes(cost: CostModel, held: tuple[str, ...], features: np.ndarray) -> 
     last = cost.units[max(held, key=list(cost.units).index)]
     ends = [before_unit(cost, held[0]), last]
     sizes = [
-        (features @ getattr(end, name)).max() if end else 0.0
+        features.max(axis=0) @ getattr(end, name) if end else 0.0
         for end in ends
         for name in ("output_bytes", "output_gradient_bytes")
     ]
@@ -305,7 +305,7 @@ def planners_figures(
 ) -> tuple[float, float]:
     """Step time in ms and largest peak in bytes, as the planner predicts them."""
     simulated = simulate_run(cost, stages, packs)
-    memories = stage_memories(cost, stages, packs.slot, packs.features)
+    memories = stage_memories(cost, [stages], packs)
     return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
 
 

@@ -56,7 +56,11 @@ PAIRS = {
     "eva-clip-18b-internlm2-20b": (17.5, 19.86),
 }
 
-TEXT_ONLY = {"llama3.1-8b": 16_060_522_496 // 2, "qwen2.5-32b": 65_527_752_704 // 2}
+TEXT_ONLY = {
+    "llama3.1-8b": 16_060_522_496 // 2,
+    "llama3.1-70b": 141_107_412_992 // 2,
+    "qwen2.5-32b": 65_527_752_704 // 2,
+}
 """Parameters of whole checkpoints without an encoder, exactly."""
 
 

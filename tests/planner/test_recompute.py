@@ -35,6 +35,14 @@ from omnibal.pipeline.units import (
 pytestmark = pytest.mark.quick
 
 
+def passes_of(
+    own: np.ndarray, others: np.ndarray, links: np.ndarray | None = None
+) -> RunningPasses:
+    if links is None:
+        links = np.zeros((len(own), len(LINKS)))
+    return RunningPasses(own=own, others=others, links=links, largest=own.max(axis=0))
+
+
 @pytest.mark.parametrize(
     ("towers", "most"),
     [("vision language", 4), ("language", 9), ("runs", 4), ("vision audio language", 3)],
@@ -49,7 +57,7 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
         cost = random_cost(rng, model)
         features = random_features(rng, 5, len(cost.features))
         links = rng.integers(0, 2, (len(features), len(LINKS)))
-        passes = RunningPasses(own=features, others=features[::-1], links=links)
+        passes = passes_of(features, features[::-1], links)
         table = memory_table(cost, passes)
         layers = layer_kinds(cost.kinds)
         extreme_ms = rng.uniform(0.1, 1, (len(layers), len(layers)))
@@ -110,6 +118,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
         recompute_ms=np.array([0.0, 0, 0.75, 0, 0]),
         collective_ms=np.zeros((2, 5)),
         padding_ms=np.zeros((2, 5)),
+        context_ms=np.zeros((2, 5)),
         activation_bytes=kept,
         boundary_bytes=boundary,
         output_bytes=boundary,
@@ -138,7 +147,7 @@ def test_stage_memory_and_time_by_hand():
     cost = replace(cost, units=units)
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
-    others = RunningPasses(own=features, others=features[::-1], links=np.zeros((2, len(LINKS))))
+    others = passes_of(features, features[::-1])
     memory = stage_memory(cost, stage, memory_table(cost, others))
     assert len(stage.layers("language")) == 2
     assert stage.recomputed("language") == (2,)
@@ -160,7 +169,7 @@ def test_recomputed_layers_bring_back_their_activations_as_working_memory():
     cost = replace(cost, units={**cost.units, "language_layer": flat_unit((10, 1, 3), 0)})
     features = np.array([[1.0, 0, 7, 0, 0]])
     stages = stages_from_cuts(small_model(2, 4), (5, 6), [(0, 0), (0, 1), (0, 0)])
-    alone = RunningPasses(own=features, others=0 * features, links=np.zeros((1, len(LINKS))))
+    alone = passes_of(features, 0 * features)
     memory = stage_memory(cost, stages[1], memory_table(cost, alone))
     np.testing.assert_allclose(memory.activations_gib * GIB, 7e6)
     np.testing.assert_allclose(memory.transient_gib * GIB, 7 * (3 + 10 - 1) * 1e6)
@@ -254,7 +263,7 @@ def running_by_hand(
         running += own @ units[last].output_gradient_bytes if kind != last and there[4] else 0
         most = max(most, running)
     largest = [
-        max(features @ unit_bytes)
+        features.max(axis=0) @ unit_bytes
         for unit_bytes in (
             units[first - 1].output_bytes * (first > 0),
             units[first - 1].output_gradient_bytes * (first > 0),
@@ -265,7 +274,7 @@ def running_by_hand(
     most += sum(size for size, is_there in zip(largest, there[:4], strict=True) if is_there)
     if cost.kinds[first].name in ("projector", "language_embed"):
         most += (own + others) @ units[first - 1].output_bytes
-    return most + max(max(features @ units[kind].shared_bytes) for kind in held)
+    return most + max(features.max(axis=0) @ units[kind].shared_bytes for kind in held)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -284,7 +293,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
     last = [kind.name for kind in cost.kinds].index("language_layer")
     features = random_features(rng, 4)
     links = rng.integers(0, 2, (4, len(LINKS)))
-    table = memory_table(cost, RunningPasses(own=features, others=features[::-1], links=links))
+    table = memory_table(cost, passes_of(features, features[::-1], links))
     layers = [unit for span in plain.units if span.layers for unit in span.units]
     counts, names = unit_counts(cost.kinds, plain), [kind.name for kind in cost.kinds]
     more = 0
@@ -292,7 +301,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
         chosen = rng.integers(0, 2, len(layers)).astype(bool)
         again = [layer for layer, is_chosen in zip(layers, chosen, strict=True) if is_chosen]
         stage = plain.model_copy(update={"recompute": joined(again)})
-        found = table.stage_bytes(unit_runs(cost.kinds, stage))
+        found = table.stage_bytes(unit_runs(cost.kinds, [stage]))
         in_order = [unit for span in plain.units for unit in span.units]
         kinds = [names.index(name) for name in stage_units(cost.kinds, plain)]
         own, others, most = np.zeros((3, 4))
@@ -316,7 +325,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
             for tower in ("vision", "language")
         ]
         first, _ = stages_from_cuts(model, cut, [numbers, (0, 0)])
-        np.testing.assert_allclose(table.stage_bytes(unit_runs(cost.kinds, first)), earliest)
+        np.testing.assert_allclose(table.stage_bytes(unit_runs(cost.kinds, [first])), earliest)
     assert more >= 5
 
 

@@ -23,6 +23,7 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import once_a_step, stage_times
 from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
 from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.planner import make_plan
 from omnibal.replay import (
@@ -51,7 +52,8 @@ class Job:
     def predict(self) -> Prediction:
         plan = self.plan
         packs = self.data[0]
-        return predict(self.cost, plan.model, plan.parallel, plan.stages, packs, self.features)
+        workload = Workload.of(packs, self.features, plan.parallel.data)
+        return predict(self.cost, plan.model, plan.parallel, [plan.stages], packs, workload)
 
 
 def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
@@ -238,6 +240,7 @@ def test_a_step_with_what_is_left_over_is_not_chosen(
         epoch=zeros,
         items={"tiles": zeros},
         tokens=zeros,
+        level=np.zeros(len(step), np.int32),
     )
     others = [number for number in range(len(samples_of_packs)) if number != odd]
     assert chosen_steps(scheduled, 10) == tuple(others)
@@ -267,7 +270,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         inputs, inner = 1e4 * np.eye(5)[2], 1e6 * np.eye(5)[3]
         kept = {"boundary_bytes": inputs, "activation_bytes": inputs + inner}
         cost = replace(cost, units={kind: replace(u, **kept) for kind, u in cost.units.items()})
-    memories = stage_memories(cost, stages, packs.slot, features)
+    memories = stage_memories(cost, [stages], Workload.of(packs, features, 2))
 
     def units_of(stage: Stage) -> tuple[np.ndarray, np.ndarray]:
         return unit_counts(cost.kinds, stage), recomputed_counts(cost.kinds, stage)
@@ -290,7 +293,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         assert heaviest == pytest.approx(max(peaks.values())) and heaviest > min(peaks.values())
         assert heaviest / GIB == pytest.approx(memories[index].activations_gib)
         passes = running_passes(features, packs.slot, len(stages), index)
-        in_passes = memory_table(cost, passes).stage_bytes(unit_runs(cost.kinds, stage))
+        in_passes = memory_table(cost, passes).stage_bytes(unit_runs(cost.kinds, [stage]))
         needed = in_passes.reshape(2, -1)[:, [row for rows in chosen for row in rows]].max()
         memory = memories[index]
         assert needed / GIB == pytest.approx(memory.activations_gib + memory.transient_gib)

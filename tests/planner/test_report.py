@@ -101,6 +101,7 @@ def make_packs(lengths: Lengths) -> ScheduledPacks:
         epoch=np.zeros(count, np.int32),
         items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
         tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(index), np.int32),
     )
 
 

@@ -239,6 +239,7 @@ def scheduled_packs() -> ScheduledPacks:
         epoch=0 * step,
         items={"tiles": 0 * step},
         tokens=0 * step,
+        level=np.zeros(len(step), np.int32),
     )
 
 
@@ -249,7 +250,8 @@ def test_a_prediction_adds_up():
     stages = stages_from_cuts(model, (4, 8), [(2, 0), (0, 1), (0, 0)])
     features = random_features(rng, len(scheduled))
     parallel = Parallel(tensor=2, pipeline=3, data=2)
-    prediction = predict(cost, model, parallel, stages, scheduled, features)
+    workload = Workload.of(scheduled, features, 2)
+    prediction = predict(cost, model, parallel, [stages], scheduled, workload)
     times = stage_times(cost, stages, features)
     kept_only = stage_times(cost, stages_from_cuts(model, (4, 8)), features)
     busy_ms = (times.forward_ms + times.backward_ms).sum(axis=0)
@@ -278,7 +280,8 @@ def test_predicted_memory_is_that_of_the_worst_micro_batches_together():
     model, cost, scheduled = small_model(4, 5), random_cost(rng), scheduled_packs()
     stages = stages_from_cuts(model, (4, 8), [(2, 0), (0, 1), (0, 0)])
     features = random_features(rng, len(scheduled))
-    prediction = predict(cost, model, Parallel(pipeline=3, data=2), stages, scheduled, features)
+    workload, parallel = Workload.of(scheduled, features, 2), Parallel(pipeline=3, data=2)
+    prediction = predict(cost, model, parallel, [stages], scheduled, workload)
     units = list(cost.units.values())
     kept = [
         features @ (units[0].activation_bytes + units[1].activation_bytes)

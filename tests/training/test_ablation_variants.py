@@ -211,9 +211,10 @@ def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
     wanted, found = stage_times(job.cost, again, features), stage_times(assumed, kept, features)
     np.testing.assert_allclose(found.forward_ms, wanted.forward_ms)
     np.testing.assert_allclose(found.backward_ms, wanted.backward_ms)
+    workload = Workload.of(packs, features, 2)
     wanted_gib, found_gib = (
-        [memory.peak_gib for memory in stage_memories(*given, packs.slot, features)]
-        for given in ((job.cost, again), (assumed, kept))
+        [memory.peak_gib for memory in stage_memories(cost, [stages], workload)]
+        for cost, stages in ((job.cost, again), (assumed, kept))
     )
     assert found_gib == pytest.approx(wanted_gib)
 
@@ -225,9 +226,8 @@ def test_searched_split_fits_as_recomputed():
     packs, lengths = roomy.data
     cost = job_of(model, pipeline=2).cost
     features = pack_features(packs.packs, lengths, cost.features)
-    peak_gib = max(
-        m.peak_gib for m in stage_memories(cost, roomy.plan.stages, packs.slot, features)
-    )
+    workload = Workload.of(packs, features, 2)
+    peak_gib = max(m.peak_gib for m in stage_memories(cost, [roomy.plan.stages], workload))
     just = job_of(model, pipeline=2, memory_gib=peak_gib / 0.9 * 1.000001)
     assert make_variant(just, Variant.MODEL).plan.stages == roomy.plan.stages
     assert any(stage.recomputed_layers for stage in make_variant(just, Variant.MEMORY).plan.stages)

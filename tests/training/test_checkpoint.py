@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from ranks import logged, run_ranks
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -129,46 +128,6 @@ def test_resumes_where_a_whole_stage_is_frozen(tmp_path, frozen):
     assert first + rest == losses
     for name in weights:
         assert torch.equal(resumed[name], weights[name]), name
-
-
-def bytes_asked_for(links, plan, directory):
-    """Of a resume: bytes of optimizer state that this rank asks for, of its own share, of the two
-    largest parameters, and of the whole stage."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=3)
-    asked = []
-    load = dist_checkpointing.load
-
-    def counted(state, path, **options):
-        shards = nested_values(state["optimizer"]["param_state"])
-        # Pieces that core makes of one tensor, such as the halves of a gated layer, count as one.
-        asked.append(sum(shard.data.nbytes for shard in shards))
-        return load(state, path, **options)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(dist_checkpointing, "load", counted)
-        parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
-        load_checkpoint(directory, *parts)
-    [optimizer] = trainer.optimizer.chained_optimizers
-    own = sum(
-        value.nbytes
-        for state in optimizer.optimizer.state.values()
-        for key, value in state.items()
-        if key != "step"
-    )
-    # Two moments, and in fp32 the weights besides.
-    sizes = sorted(3 * weight.nbytes for weight in trainer.stage.parameters())
-    return asked[0], own * 3 // 2, sum(sizes[-2:]), sum(sizes)
-
-
-def test_resume_asks_for_its_own_share_of_the_optimizer(tmp_path):
-    """Prevents: a resume for which every data-parallel rank needs room for all ranks' state."""
-    model = toy_model()
-    run_range(toy_plan(model, stages_of(model, 4)), 0, 1, None, tmp_path)
-    plan = toy_plan(model, stages_of(model, 4), data=4)
-    for asked, own, largest_two, whole in run_ranks(plan.parallel, bytes_asked_for, plan, tmp_path):
-        assert own <= whole / 4 * 1.1
-        assert own <= asked + 1024 and asked <= own + largest_two
-        assert asked < 0.7 * whole
 
 
 def saved_while_training(links, plan, directory):

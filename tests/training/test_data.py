@@ -72,6 +72,7 @@ class Data:
             epoch=np.full(len(rows), epoch, np.int32),
             items={"tiles": packs.sums(self.lengths.column("tiles")).astype(np.int32)},
             tokens=packs.sums(self.lengths.tokens).astype(np.int32),
+            level=np.zeros(len(rows), np.int32),
         )
         return PackDataset(self.reader, scheduled, self.lengths, rows, stage, options)
 
@@ -129,9 +130,11 @@ def equal(batch, other) -> bool:
 @pytest.mark.parametrize(
     ("weighting", "weigh"),
     [
-        (LossWeighting.TOKEN, lambda n: 1.0),
-        (LossWeighting.SAMPLE, lambda n: 1 / n),
-        (LossWeighting.SQRT, lambda n: 1 / math.sqrt(n)),
+        (LossWeighting.TOKEN, lambda n, of_pack: 1.0),
+        (LossWeighting.SAMPLE, lambda n, of_pack: 1 / n),
+        (LossWeighting.SQRT, lambda n, of_pack: 1 / math.sqrt(n)),
+        (LossWeighting.MICRO_BATCH, lambda n, of_pack: 1 / of_pack),
+        (LossWeighting.SUM, lambda n, of_pack: 1.0),
     ],
 )
 def test_loss_fields_token_by_token(data, weighting, weigh):
@@ -141,6 +144,7 @@ def test_loss_fields_token_by_token(data, weighting, weigh):
     turns = set()
     for pack, batch in zip(packs, dataset, strict=True):
         expected, place = [], 0
+        of_pack = int(data.lengths.loss_tokens[pack].sum())
         for index in pack:
             sample = data.reader.annotations[int(index)]
             turns.add(len(sample.turns))
@@ -148,7 +152,7 @@ def test_loss_fields_token_by_token(data, weighting, weigh):
             n = sum(bool(learned) for learned in one.loss_mask)
             for token, learned in zip(one.token_ids, one.loss_mask, strict=True):
                 if learned:
-                    expected.append((place - 1, int(token), np.float32(weigh(n))))
+                    expected.append((place - 1, int(token), np.float32(weigh(n, of_pack))))
                 place += 1
         fields = (batch.loss_positions_L, batch.labels_L, batch.loss_weights_L)
         assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected

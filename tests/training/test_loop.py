@@ -48,6 +48,7 @@ def scheduled_packs(batches):
         epoch=np.zeros(len(batches), np.int32),
         items={"tiles": np.array([batch.tiles for batch in batches], np.int32)},
         tokens=np.array([batch.tokens for batch in batches], np.int32),
+        level=np.zeros(len(numbers), np.int32),
     )
 
 

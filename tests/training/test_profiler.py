@@ -22,6 +22,7 @@ from omnibal.cost.profile import fitted_cost
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.workload import Workload
 from omnibal.units import feature_names, unit_names
 
 pytestmark = pytest.mark.quick
@@ -124,7 +125,12 @@ def test_predicted_peak_activations_are_those_of_a_step(cuts, recompute):
     profile = ranks[0][1]
     cost = fitted_cost(profile, model, plan.cluster, plan.parallel, "fp32")
     batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(PACKS)]
-    memories = stage_memories(cost, stages, np.arange(len(PACKS)), features_of(batches))
+    slot = np.arange(len(PACKS))
+    workload = Workload(
+        features=features_of(batches), step=0 * slot, dp_rank=0 * slot, slot=slot,
+        data_parallel_size=1,
+    )  # fmt: skip
+    memories = stage_memories(cost, [stages], workload)
     predicted = [memory.activations_gib * GIB for memory in memories]
     assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.03)
 

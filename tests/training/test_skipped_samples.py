@@ -26,6 +26,7 @@ def one_sample_packs(lengths) -> ScheduledPacks:
         epoch=np.zeros(len(rows), np.int32),
         items={"tiles": lengths.column("tiles")},
         tokens=lengths.tokens,
+        level=np.zeros(len(rows), np.int32),
     )
 
 

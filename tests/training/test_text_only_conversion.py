@@ -228,6 +228,18 @@ PUBLISHED = {
         },
         "vocab_size": 128256,
     },
+    "llama3.1-70b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+        "eos_token_id": [128001, 128008, 128009], "hidden_size": 8192, "intermediate_size": 28672,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 64, "num_hidden_layers": 80, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "vocab_size": 128256,
+    },
     "qwen2.5-32b": {
         "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 5120,
         "intermediate_size": 27648, "max_position_embeddings": 32768, "max_window_layers": 70,

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.encoders import TilesEncoder
@@ -103,11 +104,12 @@ def toy_sample(model: ModelConfig, tiles: int, text_tokens: int, seed: int) -> T
     )
 
 
-def pack(samples: Sequence[ToySample], exponent: float = 0.0) -> MicroBatch:
-    """The samples as one micro-batch, with the fields of all stages.
-
-    A loss token of a sample with n of them weighs n ** -exponent.
-    """
+def pack(
+    samples: Sequence[ToySample], weighting: LossWeighting = LossWeighting.TOKEN
+) -> MicroBatch:
+    """The samples as one micro-batch, with the fields of all stages."""
+    loss_tokens = np.array([sum(sample.loss_mask) for sample in samples])
+    weights = np.repeat(sample_loss_weights(loss_tokens, weighting), loss_tokens)
     token_ids = torch.tensor([token for sample in samples for token in sample.ids])
     mask = torch.tensor([learned for sample in samples for learned in sample.loss_mask])
     predicted = mask.nonzero().squeeze(1)
@@ -123,9 +125,7 @@ def pack(samples: Sequence[ToySample], exponent: float = 0.0) -> MicroBatch:
         **images,
         loss_positions_L=predicted - 1,
         labels_L=token_ids[predicted],
-        loss_weights_L=torch.cat(
-            [torch.ones(n) * n**-exponent for n in (sum(one.loss_mask) for one in samples)]
-        ),
+        loss_weights_L=torch.from_numpy(weights),
     )
 
 

@@ -59,6 +59,7 @@ from megatron.vlm.checkpoint.identity import (
     open_newest,
     reason,
 )
+from megatron.vlm.checkpoint.optimizer_share import load_share
 from megatron.vlm.model.stage import VLMStage
 from omnibal.config import ModelConfig
 from omnibal.errors import UserError
@@ -201,7 +202,12 @@ class CheckpointWriter:
         )
 
     def _whole_state(self, step: int, training_state: dict[str, Any]) -> dict[str, Any]:
-        state = _state(self._stage, self._optimizer, is_loading=False)
+        state = _model_state(self._stage)
+        if _is_trained(self._stage):
+            _fill_empty_optimizer_state(self._optimizer)
+            state["optimizer"] = self._optimizer.sharded_state_dict(
+                state["model"], metadata=_METADATA
+            )
         return state | {
             "scheduler": self._scheduler.state_dict(),
             "step": step,
@@ -475,15 +481,17 @@ def load_checkpoint(
             "which samples were seen; resume with the plan it was trained with or with one made "
             "by `omnibal plan --steps-of` it, or start anew without --load"
         )
-    state = _state(stage, optimizer, is_loading=True)
-    if _is_trained(stage):
-        _drop_shares_of_others(optimizer, state["optimizer"]["param_state"])
     with one_error(path):
-        # Core's check of access wants every replica to ask for the whole of a tensor.
-        loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
-    stage.load_state_dict(loaded["model"])
+        loaded = dist_checkpointing.load(_model_state(stage), str(path))
+    # Core puts the halves of gated layers together in tensors of their own, which go with this.
+    stage.load_state_dict(loaded.pop("model"))
+    trained = None
     if _is_trained(stage):
+        [trained] = optimizer.chained_optimizers
+        _fill_empty_optimizer_state(optimizer)
         optimizer.load_state_dict(loaded["optimizer"])
+    with one_error(path):
+        load_share(trained, _model_state(stage)["model"], path)
     scheduler.load_state_dict(loaded["scheduler"])
     return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
 
@@ -505,36 +513,6 @@ def load_weights(directory: Path, plan: Plan, stage: VLMStage) -> int:
 def _model_state(stage: VLMStage) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {"model": stage.sharded_state_dict(metadata={**_METADATA, "dp_cp_group": group})}
-
-
-def _state(stage: VLMStage, optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
-    state = _model_state(stage)
-    if _is_trained(stage):
-        _fill_empty_optimizer_state(optimizer)
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=_METADATA
-        )
-    return state
-
-
-def _drop_shares_of_others(optimizer: MegatronOptimizer, parameter_states: dict[int, Any]) -> None:
-    """Leave of the state that is asked for only parameters of which this rank has a share.
-
-    Core asks on every data-parallel rank for the state of all, and then takes its share. A
-    parameter that is shared with another rank is still read whole.
-
-    Args:
-        parameter_states: of all parameters of the stage, numbered as core's buffers hold them.
-    """
-    [one] = optimizer.chained_optimizers
-    number = 0
-    for buffer, ranges in zip(one.buffers, one.gbuf_ranges, strict=True):
-        [buckets] = ranges.values()
-        own = {parameter for bucket in buckets for parameter in bucket["param_map"]}
-        for parameter in buffer.param_index_map:
-            if parameter not in own:
-                del parameter_states[number]
-            number += 1
 
 
 def _is_trained(stage: VLMStage) -> bool:

@@ -34,11 +34,31 @@ PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class LossWeighting(StrEnum):
-    """Weight of a loss token of a sample with n of them: 1, 1 / n or 1 / sqrt(n)."""
+    """Weight of a loss token, beside those of the global batch, and what the sum is divided by.
+
+    All but `sum` divide by the sum of weights. HBP (arXiv 2503.07680, table 10) compares four,
+    whose names are understood too: Ave-Token is `token`, Sample-Mean is `sample`,
+    Token-Mean is `micro-batch`, Sum is `sum`.
+    """
 
     TOKEN = "token"
+    """All weigh the same: the mean over all loss tokens of the global batch."""
     SAMPLE = "sample"
+    """1 / n for a sample with n of them: the mean over samples of each one's mean."""
     SQRT = "sqrt"
+    """1 / sqrt(n), between these two."""
+    MICRO_BATCH = "micro-batch"
+    """1 / n for a micro-batch with n of them: the mean over micro-batches of each one's mean. It
+    depends on how samples are packed."""
+    SUM = "sum"
+    """As `token`, but gradients are not divided: they grow with the global batch."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "LossWeighting | None":
+        published = {"ave-token": cls.TOKEN, "sample-mean": cls.SAMPLE}
+        published["token-mean"] = cls.MICRO_BATCH
+        name = str(value).lower()
+        return published.get(name) or next((one for one in cls if one.value == name), None)
 
 
 class OnBadSample(StrEnum):
@@ -378,12 +398,11 @@ class PackDataset(torch.utils.data.Dataset):
             # Position i predicts token i + 1; a sample's first token is never predicted, its mask
             # is False, so no prediction crosses from one sample into the next.
             predicted = np.flatnonzero(np.concatenate(masks))
-            weights = [
-                _loss_weights(int(mask.sum()), self.options.loss_weighting) for mask in masks
-            ]
+            counts = np.array([mask.sum() for mask in masks])
+            weights = sample_loss_weights(counts, self.options.loss_weighting)
             fields["loss_positions_L"] = torch.from_numpy(predicted - 1)
             fields["labels_L"] = torch.from_numpy(token_ids[predicted])
-            fields["loss_weights_L"] = torch.from_numpy(np.concatenate(weights))
+            fields["loss_weights_L"] = torch.from_numpy(np.repeat(weights, counts))
         return fields
 
     def _encode(self, draft: _Draft) -> EncodedSample:
@@ -409,12 +428,23 @@ def _check_count(found: int, planned: int, what: str, sample: Sample) -> None:
         )
 
 
-def _loss_weights(loss_tokens: int, weighting: LossWeighting) -> np.ndarray:
-    """Weights of a sample's loss tokens, all equal. float32 [L]"""
-    exponent = {LossWeighting.TOKEN: 0.0, LossWeighting.SQRT: 0.5, LossWeighting.SAMPLE: 1.0}
-    # 0 cannot be raised to a negative power.
-    weight = max(loss_tokens, 1) ** -exponent[weighting]
-    return np.full(loss_tokens, weight, np.float32)
+def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:
+    """Weight of each loss token of every sample of a pack, float32 [samples].
+
+    Args:
+        loss_tokens: of all samples of the pack. [samples]
+    """
+    counts = np.maximum(loss_tokens, 1).astype(np.float64)  # 0 has no negative power
+    match weighting:
+        case LossWeighting.TOKEN | LossWeighting.SUM:
+            weights = np.ones(len(counts))
+        case LossWeighting.SAMPLE:
+            weights = 1 / counts
+        case LossWeighting.SQRT:
+            weights = 1 / np.sqrt(counts)
+        case LossWeighting.MICRO_BATCH:
+            weights = np.full(len(counts), 1 / max(np.sum(loss_tokens), 1))
+    return weights.astype(np.float32)
 
 
 Batches = Generator[MicroBatch, None, None]

@@ -101,4 +101,5 @@ def _dealt(packs: Packs, lengths: Lengths, data_parallel: int) -> ScheduledPacks
         epoch=np.zeros(len(packs), np.int32),
         items=item_sums(packs, lengths),
         tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(packs), np.int32),
     )

@@ -106,13 +106,18 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, the trainer cannot build its model, or data and tokenizer
-            are not the plan's.
+        UserError: the plan does not hold or has levels, the trainer cannot build its model, or data
+            and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model)
     if obstacle is not None:
         raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
+    if planned.plan.levels:
+        raise UserError(
+            f"{plan_directory}: has levels of packs, and a replay runs plans of one level alone: "
+            "give a plan of `omnibal plan --levels 1`"
+        )
     packs, lengths = planned.steps
     reader = _reader(planned.plan, data, tokenizer)
     return ReplayJob(planned=planned, packs=packs, lengths=lengths, reader=reader)

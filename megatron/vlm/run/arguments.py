@@ -141,6 +141,15 @@ def _steps(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
+def _loss_weighting(text: str) -> LossWeighting:
+    try:
+        return LossWeighting(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} was given, and must be one of {', '.join(LossWeighting)}"
+        ) from None
+
+
 def parse_arguments() -> Arguments:
     """Parse and check the command line of this process.
 
@@ -287,10 +296,12 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--loss-weighting",
-        type=LossWeighting,
-        choices=list(LossWeighting),
+        type=_loss_weighting,
         default=LossWeighting.TOKEN,
-        help="a loss token of a sample with n of them weighs 1, 1/n or 1/sqrt(n)",
+        metavar="{" + ",".join(LossWeighting) + "}",
+        help="a loss token weighs 1 (token), 1/n or 1/sqrt(n) in a sample with n of them, 1/n in a "
+        "micro-batch with n; sum divides nothing. Also HBP's names: Ave-Token (token), Sample-Mean "
+        "(sample), Token-Mean (micro-batch) and Sum",
     )
     group.add_argument(
         "--drop-path-rate",

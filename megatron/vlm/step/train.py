@@ -238,7 +238,7 @@ class StepResult:
     """Result of a step, the same on every rank but for `intervals`."""
 
     loss: float
-    """Loss, the weighted mean over the global batch."""
+    """Loss, the weighted mean over the global batch; with `sum` too, so that steps compare."""
     loss_tokens: int
     grad_norm: float
     """Gradient norm before clipping; NaN in a skipped step."""
@@ -291,7 +291,8 @@ def train_step(
     learning_rate = trainer.optimizer.param_groups[0]["lr"]
     grad_norm = None
     if math.isfinite(sums.loss):
-        grad_norm = trainer.update_weights(sums.divisor)
+        is_summed = trainer.options.loss_weighting is LossWeighting.SUM
+        grad_norm = trainer.update_weights(1.0 if is_summed else sums.divisor)
     else:
         trainer.discard_gradients()
     return StepResult(

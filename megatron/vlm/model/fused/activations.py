@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.vlm.model.fused.sizes import require, require_shapes
+
 
 def swiglu(inner_RI: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * value (Shazeer 2020, arXiv 2002.05202): [..., 2F] to [..., F]."""
@@ -43,7 +45,15 @@ def _kernels() -> ModuleType:
 
 
 def _fake_swiglu(inner_RI: torch.Tensor) -> torch.Tensor:
+    _require_gate_and_value("swiglu", inner_RI)
     return inner_RI.new_empty((*inner_RI.shape[:-1], inner_RI.shape[-1] // 2))
+
+
+def _require_gate_and_value(operation: str, inner_RI: torch.Tensor) -> None:
+    shape = list(inner_RI.shape)
+    require_shapes(operation, inner_RI=(inner_RI, shape))
+    is_even = bool(shape) and shape[-1] % 2 == 0
+    require(operation, "inner_RI", shape, is_even, "have an even last axis, of gate and value")
 
 
 @torch.library.custom_op("omnibal::swiglu", mutates_args=())
@@ -54,6 +64,9 @@ def _swiglu(inner_RI: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_swiglu_backward(gradient_RF: torch.Tensor, inner_RI: torch.Tensor) -> torch.Tensor:
+    _require_gate_and_value("swiglu_backward", inner_RI)
+    shape = (*inner_RI.shape[:-1], inner_RI.shape[-1] // 2)
+    require_shapes("swiglu_backward", gradient_RF=(gradient_RF, shape))
     return torch.empty_like(inner_RI)
 
 
@@ -65,6 +78,8 @@ def _swiglu_backward(gradient_RF: torch.Tensor, inner_RI: torch.Tensor) -> torch
 
 
 def _fake_bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+    shape = inner_RF.shape
+    require_shapes("bias_gelu", inner_RF=(inner_RF, shape), bias_F=(bias_F, shape[-1:]))
     return torch.empty_like(inner_RF)
 
 
@@ -78,6 +93,13 @@ def _bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
 def _fake_bias_gelu_backward(
     gradient_RF: torch.Tensor, inner_RF: torch.Tensor, bias_F: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = inner_RF.shape
+    require_shapes(
+        "bias_gelu_backward",
+        gradient_RF=(gradient_RF, shape),
+        inner_RF=(inner_RF, shape),
+        bias_F=(bias_F, shape[-1:]),
+    )
     return torch.empty_like(inner_RF), torch.empty_like(bias_F)
 
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 
+from megatron.vlm.model.fused.sizes import require, require_shapes
+
 
 @dataclass(frozen=True, slots=True)
 class OwnWords:
@@ -67,11 +69,22 @@ def _kernels() -> ModuleType:
 def _fake_partial(
     logits_LW: torch.Tensor, labels_L: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _require_own_words("cross_entropy", logits_LW, first, count)
     positions = len(logits_LW)
+    require_shapes("cross_entropy", labels_L=(labels_L, (positions,)))
     return (
         logits_LW.new_empty(positions, dtype=torch.float32),
         logits_LW.new_empty((2, positions), dtype=torch.float32),
     )
+
+
+def _require_own_words(operation: str, logits_LW: torch.Tensor, first: int, count: int) -> None:
+    shape = list(logits_LW.shape)
+    require(operation, "logits_LW", shape, len(shape) == 2, "have two axes")
+    require_shapes(operation, logits_LW=(logits_LW, shape))
+    require(operation, "first", first, first >= 0, "be 0 or more")
+    words = shape[1]
+    require(operation, "count", count, 0 <= count <= words, f"be within logits_LW's {words} words")
 
 
 @torch.library.custom_op("omnibal::cross_entropy", mutates_args=())
@@ -93,6 +106,14 @@ def _fake_backward(
     first: int,
     count: int,
 ) -> torch.Tensor:
+    _require_own_words("cross_entropy_backward", logits_LW, first, count)
+    positions = logits_LW.shape[:1]
+    require_shapes(
+        "cross_entropy_backward",
+        gradient_L=(gradient_L, positions),
+        labels_L=(labels_L, positions),
+        normalizer_L=(normalizer_L, positions),
+    )
     return torch.empty_like(logits_LW)
 
 

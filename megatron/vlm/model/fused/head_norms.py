@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.vlm.model.fused.sizes import require, require_shapes
+
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, [S, B, N, D]."""
 
@@ -116,7 +118,42 @@ def _kernels() -> ModuleType:
 
 
 def _fake_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
+    _require_heads("head_squares", qkv_SBN3D)
+    return _new_moments(qkv_SBN3D)
+
+
+def _new_moments(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
     return qkv_SBN3D.new_empty((2, *qkv_SBN3D.shape[:2]), dtype=torch.float32)
+
+
+def _require_heads(
+    operation: str,
+    qkv_SBN3D: torch.Tensor,
+    weights_W: Sequence[torch.Tensor] | None = None,
+    gradients_SBND: Sequence[torch.Tensor] | None = None,
+    **moments_2SB: torch.Tensor | None,
+) -> None:
+    """Refuse tensors that do not go with the product of q, k and v; those left out are not used."""
+    shape = list(qkv_SBN3D.shape)
+    is_of_heads = len(shape) == 4 and shape[3] % 3 == 0
+    require(operation, "qkv_SBN3D", shape, is_of_heads, "be [S, B, N, 3 D]")
+    require_shapes(operation, qkv_SBN3D=(qkv_SBN3D, shape))
+    *rows, heads, three_sizes = shape
+    size = three_sizes // 3
+    for argument, tensors, count, own in (
+        ("weights_W", weights_W, 2, (heads * size,)),
+        ("gradients_SBND", gradients_SBND, 3, (*rows, heads, size)),
+    ):
+        if tensors is not None:
+            given = f"{len(tensors)} tensors"
+            require(operation, argument, given, len(tensors) == count, f"be {count} tensors")
+            named = {f"{argument}[{i}]": (tensor, own) for i, tensor in enumerate(tensors)}
+            require_shapes(operation, **named)
+    require_shapes(operation, **{name: (one, (2, *rows)) for name, one in moments_2SB.items()})
+
+
+def _require_width(operation: str, width: int) -> None:
+    require(operation, "width", width, width > 0, "be more than 0")
 
 
 @torch.library.custom_op("omnibal::head_squares", mutates_args=())
@@ -133,9 +170,11 @@ def _fake_norms(
     width: int,
     eps: float,
 ) -> Heads:
+    _require_heads("head_norms", qkv_SBN3D, weights_W, sums_2SB=sums_2SB)
+    _require_width("head_norms", width)
     *rows, three_sizes = qkv_SBN3D.shape
     query_SBND, key_SBND = (qkv_SBN3D.new_empty((*rows, three_sizes // 3)) for _ in range(2))
-    return query_SBND, key_SBND, _fake_squares(qkv_SBN3D)
+    return query_SBND, key_SBND, _new_moments(qkv_SBN3D)
 
 
 @torch.library.custom_op("omnibal::head_norms", mutates_args=())
@@ -157,6 +196,8 @@ def _fake_along(
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
 ) -> torch.Tensor:
+    operation, tensors = "head_norms_along", (qkv_SBN3D, weights_W, gradients_SBND)
+    _require_heads(operation, *tensors, rstds_2SB=rstds_2SB)
     return torch.empty_like(rstds_2SB)
 
 
@@ -167,8 +208,9 @@ def _along(
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
 ) -> torch.Tensor:
-    sums_2SB = torch.empty_like(rstds_2SB)
-    _kernels().along(gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB, sums_2SB)
+    arguments = (gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB)
+    sums_2SB = _fake_along(*arguments)
+    _kernels().along(*arguments, sums_2SB)
     return sums_2SB
 
 
@@ -180,6 +222,9 @@ def _fake_backward(
     along_2SB: torch.Tensor | None,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    operation, tensors = "head_norms_backward", (qkv_SBN3D, weights_W, gradients_SBND)
+    _require_heads(operation, *tensors, rstds_2SB=rstds_2SB, along_2SB=along_2SB)
+    _require_width(operation, width)
     own_width = len(weights_W[0])
     return torch.empty_like(qkv_SBN3D), weights_W[0].new_empty((2, own_width))
 

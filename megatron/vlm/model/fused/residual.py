@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.vlm.model.fused.sizes import require, require_shapes
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -101,8 +103,48 @@ def _kernels() -> ModuleType:
     return residual
 
 
+def _require_norm(
+    operation: str,
+    hidden_SBH: torch.Tensor,
+    weight_H: torch.Tensor,
+    bias_H: torch.Tensor | None = None,
+) -> None:
+    """Refuse a norm's weights that do not go with what is normed."""
+    shape = hidden_SBH.shape
+    require_shapes(
+        operation,
+        hidden_SBH=(hidden_SBH, shape),
+        weight_H=(weight_H, shape[-1:]),
+        bias_H=(bias_H, shape[-1:]),
+    )
+
+
+def _require_branch(
+    operation: str, argument: str, residual_SBH: torch.Tensor, *branch: torch.Tensor | None
+) -> None:
+    """Refuse parts of a branch that do not go with an argument, the residual or its gradient."""
+    shape = list(residual_SBH.shape)
+    require(operation, argument, shape, len(shape) == 3, "have three axes")
+    require_shapes(operation, **{argument: (residual_SBH, shape)})
+    output_SBH, bias_H, scale_H, tile_scale_B = branch
+    require_shapes(
+        operation,
+        output_SBH=(output_SBH, shape),
+        bias_H=(bias_H, shape[-1:]),
+        scale_H=(scale_H, shape[-1:]),
+        tile_scale_B=(tile_scale_B, shape[1:2]),
+    )
+
+
 def _fake_norm(
     hidden_SBH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _require_norm("norm", hidden_SBH, weight_H, bias_H)
+    return _new_normed(hidden_SBH, bias_H)
+
+
+def _new_normed(
+    hidden_SBH: torch.Tensor, bias_H: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     moments = 1 if bias_H is None else 2
     shape_MSB = (moments, *hidden_SBH.shape[:-1])
@@ -126,6 +168,8 @@ def _fake_scaled_add(
     scale_H: torch.Tensor | None,
     tile_scale_B: torch.Tensor | None,
 ) -> torch.Tensor:
+    branch = (output_SBH, bias_H, scale_H, tile_scale_B)
+    _require_branch("scaled_add", "residual_SBH", residual_SBH, *branch)
     return torch.empty_like(residual_SBH)
 
 
@@ -154,7 +198,14 @@ def _fake_scaled_add_norm(
     norm_bias_H: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    normed_SBH, moments_MSB = _fake_norm(residual_SBH, weight_H, norm_bias_H, eps)
+    operation, branch = "scaled_add_norm", (output_SBH, bias_H, scale_H, tile_scale_B)
+    _require_branch(operation, "residual_SBH", residual_SBH, *branch)
+    require_shapes(
+        operation,
+        weight_H=(weight_H, residual_SBH.shape[-1:]),
+        norm_bias_H=(norm_bias_H, residual_SBH.shape[-1:]),
+    )
+    normed_SBH, moments_MSB = _new_normed(residual_SBH, norm_bias_H)
     return normed_SBH, torch.empty_like(residual_SBH), moments_MSB
 
 
@@ -184,7 +235,18 @@ def _fake_norm_backward(
     moments_MSB: torch.Tensor,
     weight_H: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(hidden_SBH), weight_H.new_empty((len(moments_MSB), len(weight_H)))
+    operation, shape, moments = "norm_backward", hidden_SBH.shape, len(moments_MSB)
+    _require_norm(operation, hidden_SBH, weight_H)
+    require(
+        operation, "moments_MSB", list(moments_MSB.shape), moments in (1, 2), "begin with 1 or 2"
+    )
+    require_shapes(
+        operation,
+        gradient_SBH=(gradient_SBH, shape),
+        passed_SBH=(passed_SBH, shape),
+        moments_MSB=(moments_MSB, (moments, *shape[:-1])),
+    )
+    return torch.empty_like(hidden_SBH), weight_H.new_empty((moments, len(weight_H)))
 
 
 @torch.library.custom_op("omnibal::norm_backward", mutates_args=())
@@ -208,6 +270,10 @@ def _fake_scaled_add_backward(
     scale_H: torch.Tensor | None,
     tile_scale_B: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    operation, branch = "scaled_add_backward", (output_SBH, bias_H, scale_H, tile_scale_B)
+    _require_branch(operation, "gradient_SBH", gradient_SBH, *branch)
+    is_there = scale_H is None or output_SBH is not None
+    require(operation, "output_SBH", None, is_there, "be given, as scale_H is")
     is_scaled = scale_H is not None or tile_scale_B is not None
     shape = gradient_SBH.shape if is_scaled else (0,)
     return gradient_SBH.new_empty(shape), gradient_SBH.new_empty((2, gradient_SBH.shape[-1]))

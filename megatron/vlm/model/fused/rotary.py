@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.vlm.model.fused.sizes import require, require_shapes
+
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q [T, N, D], k and v [T, G, D]."""
 
@@ -74,8 +76,15 @@ def _kernels() -> ModuleType:
 def _fake_rotate(
     qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
 ) -> Heads:
-    tokens, groups, width = qkv.shape
-    size = width // (queries_per_group + 2)
+    operation, shape = "split_and_rotate", list(qkv.shape)
+    require(operation, "qkv", shape, len(shape) == 3, "have three axes")
+    require(operation, "queries_per_group", queries_per_group, queries_per_group > 0, "be positive")
+    tokens, groups, width = shape
+    size, rest = divmod(width, queries_per_group + 2)
+    heads = f"have a last axis of {queries_per_group} queries, a key and a value of an even size"
+    require(operation, "qkv", shape, rest == 0 and size % 2 == 0, heads)
+    angles = (tokens, size // 2)
+    require_shapes(operation, qkv=(qkv, shape), cosines=(cosines, angles), sines=(sines, angles))
     query_TND = qkv.new_empty((tokens, groups * queries_per_group, size))
     return query_TND, *(qkv.new_empty((tokens, groups, size)) for _ in range(2))
 
@@ -96,7 +105,22 @@ def _fake_rotate_back(
     cosines: torch.Tensor,
     sines: torch.Tensor,
 ) -> torch.Tensor:
-    tokens, groups, size = key_TGD.shape
+    operation, shape = "split_and_rotate_backward", list(key_TGD.shape)
+    is_of_pairs = len(shape) == 3 and shape[2] % 2 == 0
+    require(operation, "key_TGD", shape, is_of_pairs, "be [T, G, D] with an even D")
+    tokens, groups, size = shape
+    queries = list(query_TND.shape)
+    is_of_groups = len(queries) == 3 and queries[1] > 0 == queries[1] % max(groups, 1)
+    require(operation, "query_TND", queries, is_of_groups, f"have some heads for each of {groups}")
+    angles = (tokens, size // 2)
+    require_shapes(
+        operation,
+        query_TND=(query_TND, (tokens, queries[1], size)),
+        key_TGD=(key_TGD, shape),
+        value_TGD=(value_TGD, shape),
+        cosines=(cosines, angles),
+        sines=(sines, angles),
+    )
     return query_TND.new_empty((tokens, groups, (query_TND.shape[1] // groups + 2) * size))
 
 

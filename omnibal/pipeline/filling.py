@@ -1,0 +1,72 @@
+"""Which samples may fill long packs: those that take less device time there than in their own.
+
+HBP fills the room of long packs with whatever fits (arXiv 2503.07680, section 4, GreedyFill). In a
+shared pack a sample that is divided over ranks is exchanged in every layer; in a pack of its own
+level it needs its part of what a pack takes at least, whatever is in it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnibal.config import ModelConfig
+from omnibal.cost.model import CostModel
+from omnibal.data.by_level import levels_of_samples
+from omnibal.data.cut import SHORT_SHARE
+from omnibal.data.lengths import Lengths
+from omnibal.levels import CutRule, Level
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.units import EXCHANGED
+
+
+def worth_filling(
+    costs: Sequence[CostModel], model: ModelConfig, lengths: Lengths, levels: Sequence[Level]
+) -> np.ndarray:
+    """Whether each sample takes less device time in room of a level than in a pack of its own.
+
+    What its own tokens and items take is the same in both. Recomputation is not looked at, as it is
+    not known before there are packs.
+
+    Args:
+        costs: of every level.
+
+    Returns:
+        bool [levels, samples].
+    """
+    own, sample = levels_of_samples(lengths, levels), np.arange(len(lengths))
+    exchange_ms = np.stack(
+        [
+            _ms_of(cost, model, EXCHANGED) * is_divided(lengths.tokens, level) * lengths.tokens
+            for cost, level in zip(costs, levels, strict=True)
+        ]
+    )
+    pack_ms = [
+        level.context * _ms_of(cost, model, "fixed")
+        for cost, level in zip(costs, levels, strict=True)
+    ]
+    part_ms = np.array(pack_ms)[own] * _shares(lengths, levels)[own, sample]
+    return exchange_ms < exchange_ms[own, sample] + part_ms
+
+
+def is_divided(tokens: np.ndarray, level: Level) -> np.ndarray:
+    """Whether samples of these token counts are divided over ranks of a full pack. bool [...]"""
+    if level.context == 1:
+        return np.zeros(np.shape(tokens), bool)
+    if level.cut is not CutRule.WHOLE:
+        return np.ones(np.shape(tokens), bool)
+    cost = tokens + level.attention_weight * tokens.astype(np.float64) ** 2
+    return cost > SHORT_SHARE * level.caps["tokens"] / level.context
+
+
+def _ms_of(cost: CostModel, model: ModelConfig, feature: str) -> float:
+    """Time of the whole model for one of a feature; 0 where it has no such feature."""
+    one = np.array([[name == feature for name in cost.features]], np.float64)
+    return float(model_ms(cost, model, one)[0])
+
+
+def _shares(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
+    """Share of a pack of every level that each sample takes, of the cap it is the most of.
+    [levels, samples]"""
+    names = levels[0].caps.names
+    sizes = lengths.sizes(names)
+    return np.stack([(sizes / level.caps.values[:, None]).max(axis=0) for level in levels])

@@ -1,0 +1,52 @@
+"""Costs and features of several levels side by side, as those of one cost model.
+
+A share has its features in the block of its own level, and 0 in the others'. Times and bytes stay
+one product of features and coefficients, so that whatever sums units over stages or micro-batches
+in flight is told nothing of levels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from omnibal.cost.model import CostModel, UnitCost
+from omnibal.pipeline.workload import Workload
+
+
+def side_by_side(costs: Sequence[CostModel]) -> CostModel:
+    """One cost model of all levels: the features of the first level, then those of the next.
+
+    What happens once a step, parameters and links are the same at every level: they are the
+    first's.
+    """
+    first = costs[0]
+    if len(costs) == 1:
+        return first
+    units = {name: _joined([cost.units[name] for cost in costs]) for name in first.units}
+    return replace(first, features=first.features * len(costs), units=units)
+
+
+def features_of(workload: Workload, cost: CostModel) -> np.ndarray:
+    """Features of a workload in the blocks of their levels, as `cost` has them.
+    [rows, levels * features]"""
+    if cost.levels == 1:
+        return workload.features
+    rows, count = workload.features.shape
+    blocks = np.zeros((rows, cost.levels, count))
+    blocks[np.arange(rows), workload.level] = workload.features
+    return blocks.reshape(rows, -1)
+
+
+def _joined(units: Sequence[UnitCost]) -> UnitCost:
+    moments = max(len(unit.transient_bytes) for unit in units)
+    joined: dict[str, Any] = {}
+    for each in fields(UnitCost):
+        values = [getattr(unit, each.name) for unit in units]
+        if each.name == "transient_bytes":
+            # Moments that a level does not have take nothing.
+            values = [np.pad(value, ((0, moments - len(value)), (0, 0))) for value in values]
+        if isinstance(values[0], np.ndarray):
+            joined[each.name] = np.concatenate(values, axis=-1)
+    return replace(units[0], **joined)

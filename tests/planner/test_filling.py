@@ -1,0 +1,74 @@
+"""Filling of long packs: a sample goes there if and only if that takes less device time."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from omnibal.config import load_cluster, load_model
+from omnibal.cost.shares import part_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs
+from omnibal.job import JobSpec
+from omnibal.levels import CutRule, Level
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage_cost import model_ms
+
+pytestmark = pytest.mark.quick
+
+JOB = JobSpec(
+    model=load_model("llama3.1-8b"),
+    cluster=load_cluster("a100-80g"),
+    parallel=Parallel(pipeline=1, data=8),
+    precision="bf16",
+)
+
+
+def texts(tokens: Sequence[int]) -> Lengths:
+    count = np.array(tokens, np.int32)
+    return Lengths(
+        items={},
+        tokens=count,
+        loss_tokens=count,
+        source=np.zeros(len(count), np.int32),
+        source_names=("texts",),
+        origin=None,
+    )
+
+
+def device_ms(tokens: Sequence[int], level: Level) -> float:
+    """Time that one pack of these samples takes of all its ranks."""
+    (cost,) = JOB.costs_at([level])
+    packs = Packs.from_lists([list(range(len(tokens)))])
+    parts = part_features(packs, texts(tokens), level, cost.features)
+    return float(model_ms(cost, JOB.model, parts).sum())
+
+
+@pytest.mark.parametrize(
+    ("context", "cap", "fills"),
+    [(2, 32, True), (8, 32, True), (2, 2_048, True), (8, 2_048, False)],
+)
+def test_samples_fill_where_that_takes_less_time(context, cap, fills):
+    """Prevents short samples in shared packs that exchange them for more than a pack costs."""
+    short = Level(caps=Caps.of(tokens=cap))
+    long = Level(caps=Caps.of(tokens=65_536), context=context)
+    tokens = [2, cap // 4, cap, 40_000]
+    worth = JOB.worth_filling(texts(tokens), (short, long))
+    rest = [40_000, 20_000]
+    for size in tokens[:-1]:
+        added = device_ms([*rest, size], long) - device_ms(rest, long)
+        count = cap // size
+        alone = device_ms([size] * count, short) / count
+        assert (added < alone) == fills
+        assert worth[1, tokens.index(size)] == fills
+
+
+def test_samples_that_stay_whole_fill_for_nothing():
+    """Prevents a rule that thinks each sample of a shared pack is exchanged."""
+    levels = (
+        Level(caps=Caps.of(tokens=3_000)),
+        Level(caps=Caps.of(tokens=65_536), context=8, cut=CutRule.WHOLE),
+    )
+    worth = JOB.worth_filling(texts([16, 2_048, 2_049, 60_000]), levels)
+    assert worth[1, :-1].tolist() == [True, True, False]

@@ -1,0 +1,199 @@
+"""Rows of levels: blocks aligned, one context a slot, no gaps, balanced, and in random order."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnibal.data.by_level import levels_of_packs
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.shares import shares_of
+from omnibal.data.steps import DataRequest, deal_steps, draw_steps, steps_of
+from omnibal.errors import UserError
+from omnibal.levels import Level
+from omnibal.limits import Caps
+from tests.planner.length_cases import make_lengths
+
+pytestmark = pytest.mark.quick
+
+LEVELS = tuple(
+    Level(caps=Caps.of(tiles=1_000, tokens=tokens), context=context)
+    for tokens, context in ((100, 1), (300, 2), (900, 4))
+)
+
+
+def long_tailed(count: int, seed: int = 0) -> Lengths:
+    tokens = np.random.default_rng(seed).lognormal(3.5, 1.2, count).astype(int)
+    return make_lengths([(0, size) for size in np.clip(tokens, 4, 900).tolist()])
+
+
+def load_of(lengths: Lengths, levels=LEVELS):
+    context = np.array([each.context for each in levels])
+
+    def load(packs: Packs) -> np.ndarray:
+        work = packs.sums(lengths.tokens) + packs.sums(lengths.tokens.astype(int) ** 2) / 500
+        return work / context[levels_of_packs(packs, lengths, levels)]
+
+    return load
+
+
+def request(levels=LEVELS, **changes) -> DataRequest:
+    settings = {
+        "caps": levels[-1].caps,
+        "method": PackingMethod.ISF,
+        "seed": 0,
+        "epochs": 1,
+        "packs_per_step": 12,
+        "packs_per_row": 4,
+        "levels": levels,
+    }
+    return DataRequest(**(settings | changes))
+
+
+def schedule(lengths: Lengths, ranks: int = 4, levels=LEVELS, **changes) -> ScheduledPacks:
+    load = load_of(lengths, levels)
+    steps = draw_steps(lengths, request(levels, **changes), load)
+    return deal_steps(steps, lengths, load, ranks, levels)
+
+
+def check_places(packs: ScheduledPacks, levels, ranks: int) -> None:
+    """Everything that a step of shared packs needs to run, from the shares of all ranks."""
+    context = np.array([each.context for each in levels])[packs.level]
+    assert (packs.dp_rank % context == 0).all()
+    assert (packs.dp_rank + context <= ranks).all()
+    shares = shares_of(packs, levels)
+    places = np.stack([shares.step, shares.dp_rank, shares.slot], axis=1)
+    assert len(np.unique(places, axis=0)) == len(shares)
+    rank = shares.step * ranks + shares.dp_rank
+    counts = np.bincount(rank)
+    highest = np.zeros(len(counts), int)
+    np.maximum.at(highest, rank, shares.slot)
+    assert (counts[rank] == highest[rank] + 1).all()
+    row = shares.step * (shares.slot.max() + 1) + shares.slot
+    for number in np.unique(row):
+        assert len(set(shares.context[row == number].tolist())) == 1
+        here = np.sort(shares.dp_rank[row == number])
+        assert here.tolist() == list(range(len(here)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(20, 250),
+    seed=st.integers(0, 99),
+    rows=st.integers(1, 4),
+    ranks=st.sampled_from([4, 8]),
+)
+def test_places_can_run(count, seed, rows, ranks):
+    """Prevents steps that deadlock: gaps, contexts mixed in a slot, blocks that are not aligned."""
+    lengths = long_tailed(count, seed)
+    try:
+        packs = schedule(lengths, ranks, packs_per_row=ranks, packs_per_step=rows * ranks)
+    except UserError:
+        shares = shares_of_unscheduled(lengths)
+        assert shares < ranks
+        return
+    check_places(packs, LEVELS, ranks)
+    assert sorted(packs.packs.samples.tolist()) == list(range(count))
+    slots = np.zeros(packs.steps, int)
+    np.maximum.at(slots, packs.step, packs.slot + 1)
+    # One step takes what is over, with the rows that have not packs for all ranks.
+    assert np.count_nonzero(slots != rows) <= 1
+    assert slots.max() < max(1.5 * rows, rows + len(LEVELS)) + 1
+
+
+def shares_of_unscheduled(lengths: Lengths) -> int:
+    from omnibal.data.steps import pack_epochs
+
+    (packs,) = pack_epochs(lengths, request())
+    return int(np.array([1, 2, 4])[levels_of_packs(packs, lengths, LEVELS)].sum())
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize("contexts", [(1, 2, 4), (1, 1, 2), (2, 2, 2), (1, 4, 4)])
+def test_steps_do_not_depend_on_ranks_or_contexts(ranks, contexts):
+    """Prevents samples that are skipped or repeated when a run goes on with other context sizes."""
+    lengths = long_tailed(600)
+    planned = schedule(lengths)
+    other = tuple(
+        level.model_copy(update={"context": context})
+        for level, context in zip(LEVELS, contexts, strict=True)
+    )
+    load = load_of(lengths, other)
+    again = deal_steps(steps_of(planned), lengths, load, ranks, other)
+    check_places(again, other, ranks)
+    assert steps_of(again).sha256 == steps_of(planned).sha256
+    cursor = planned.steps // 3
+    seen = [planned.packs[row] for row in np.flatnonzero(planned.step < cursor)]
+    rest = [again.packs[row] for row in np.flatnonzero(again.step >= cursor)]
+    assert sorted(np.concatenate(seen + rest)) == list(range(600))
+
+
+def test_the_order_of_steps_says_nothing_of_length():
+    """Prevents sorted batches, with which training goes from short samples to long ones.
+
+    Over many seeds, the rank correlation of a step's number and of the attention of its packs
+    spreads around 0 as of random orders; of batches that are cut from sorted packs it is 1.
+    """
+    lengths = long_tailed(2_000)
+    found = []
+    for seed in range(30):
+        packs = schedule(lengths, seed=seed)
+        work = packs.packs.sums(lengths.tokens.astype(int) ** 2)
+        mean = np.bincount(packs.step, weights=work) / np.bincount(packs.step)
+        found.append(np.corrcoef(np.arange(len(mean)), mean.argsort().argsort())[0, 1])
+    deviation = 1 / np.sqrt(packs.steps - 1)
+    assert abs(np.mean(found)) < 4 * deviation / np.sqrt(30)
+    assert np.max(np.abs(found)) < 4.5 * deviation
+
+
+def test_steps_mix_levels():
+    """Prevents steps of one level alone, whose gradients are of short or of long samples only."""
+    packs = schedule(long_tailed(3_000))
+    kinds = [len(set(packs.level[packs.step == step].tolist())) for step in range(packs.steps)]
+    assert np.mean(kinds) > 1.5
+
+
+def test_packs_of_a_row_are_alike():
+    """Prevents ranks that wait for the longest pack of a row."""
+    lengths = long_tailed(6_000)
+    packs = schedule(lengths)
+    load = load_of(lengths)(packs.packs)
+    row = packs.step * (packs.slot.max() + 1) + packs.slot
+    rows, of_row, sizes = np.unique(row, return_inverse=True, return_counts=True)
+    most = np.zeros(len(rows))
+    np.maximum.at(most, of_row, load)
+    mean = np.bincount(of_row, weights=load) / sizes
+    assert np.mean(1 - mean / most) < 0.01
+    shuffled = np.random.default_rng(0).permutation(load[packs.level == 0])
+    shuffled = shuffled[: len(shuffled) // 4 * 4].reshape(-1, 4)
+    assert np.mean(1 - shuffled.mean(axis=1) / shuffled.max(axis=1)) > 0.04
+
+
+def test_a_curriculum_begins_with_the_shortest_level():
+    """Prevents long packs in the first steps, and an order that stays short after them."""
+    lengths = long_tailed(3_000)
+    packs = schedule(lengths, curriculum_steps=20, epochs=2)
+    assert packs.level[packs.step < 20].max() == 0
+    later = packs.level[(packs.step >= 20) & (packs.epoch == 0)]
+    assert set(later.tolist()) == {0, 1, 2}
+    second = packs.step[packs.epoch == 1]
+    assert packs.level[(packs.step < second.min() + 10) & (packs.epoch == 1)].max() == 2
+    check_places(packs, LEVELS, 4)
+
+
+def test_a_curriculum_longer_than_the_short_rows_is_refused():
+    """Prevents a curriculum that ends early without a word."""
+    with pytest.raises(UserError, match=r"--curriculum-steps \d+ or fewer"):
+        schedule(long_tailed(300), curriculum_steps=1_000)
+
+
+def test_light_rows_are_at_the_ends_of_a_step():
+    """Prevents heavy rows at either end of a step, where all stages but one idle on them."""
+    lengths = make_lengths([(0, 60 + size) for size in range(24)])
+    packs = schedule(lengths, levels=LEVELS[:1], packs_per_step=24)
+    mean = np.bincount(packs.slot, weights=packs.tokens) / 4
+    peak = int(mean.argmax())
+    assert (np.diff(mean[: peak + 1]) > 0).all() and (np.diff(mean[peak:]) < 0).all()
+    assert max(mean[0], mean[-1]) == sorted(mean)[1]

@@ -1,0 +1,279 @@
+"""Features of shares, beside a token-by-token count, and what a level's exchange costs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plan_cases import MODEL, example_profile, job_spec
+
+from omnibal.config import LayerRun, load_cluster, load_model
+from omnibal.cost.analytic import model_flops
+from omnibal.cost.model import pack_features
+from omnibal.cost.profile import model_sha256
+from omnibal.cost.shares import share_features
+from omnibal.data.cut import cut_pack, item_bounds
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.shares import shares_of
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.levels import ContextExchange, CutRule, Level
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.units import feature_names, feature_names_at, unit_names
+
+pytestmark = pytest.mark.quick
+
+RANKS = 4
+
+
+def level(context: int, cut: CutRule = CutRule.CONTIGUOUS, exchange: str = "gather") -> Level:
+    return Level(
+        caps=Caps.of(tokens=1),
+        context=context,
+        cut=cut,
+        exchange=ContextExchange(exchange),
+        attention_weight=0.01,
+    )
+
+
+def random_schedule(
+    rng: np.random.Generator, contexts: list[int]
+) -> tuple[ScheduledPacks, Lengths]:
+    """Steps of three slots on four ranks, each slot of a level at random."""
+    rows = []
+    for step in range(4):
+        levels = [int(rng.integers(len(contexts))) for _ in range(3)]
+        for slot, index in enumerate(levels):
+            rows += [(step, rank, slot, index) for rank in range(0, RANKS, contexts[index])]
+    step, dp_rank, slot, index = np.array(sorted(rows)).T
+    sizes = rng.integers(1, 6, len(step))
+    samples = int(sizes.sum())
+    packs = Packs(samples=rng.permutation(samples), offsets=np.append(0, np.cumsum(sizes)))
+    tokens = (rng.pareto(1.0, samples) * 20).astype(np.int32).clip(0, 400) + 1
+    lengths = Lengths(
+        items={"tiles": rng.integers(0, 5, samples).astype(np.int32)},
+        tokens=tokens,
+        loss_tokens=rng.integers(0, tokens + 1).astype(np.int32),
+        source=np.zeros(samples, np.int32),
+        source_names=("docs",),
+        origin=None,
+    )
+    return ScheduledPacks(
+        packs=packs,
+        step=step,
+        dp_rank=dp_rank.astype(np.int32),
+        slot=slot.astype(np.int32),
+        epoch=np.zeros(len(step), np.int32),
+        items={},
+        tokens=packs.sums(tokens).astype(np.int32),
+        level=index.astype(np.int32),
+    ), lengths
+
+
+def counted(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: int, window: int):
+    """What a rank has of a pack, token by token, in the order of the test's features."""
+    pieces = cut_pack(tokens, one)
+    owner = [np.full(count, -1) for count in tokens]
+    for rank, sample, first, stop in zip(
+        pieces.rank, pieces.sample, pieces.first, pieces.stop, strict=True
+    ):
+        owner[sample][first:stop] = rank
+    own = squared = windowed = with_loss = 0.0
+    exchanged = np.zeros(one.context)
+    for ranks, count, lossy in zip(owner, tokens, loss, strict=True):
+        is_divided = len(set(ranks)) > 1
+        exchanged += is_divided * np.bincount(ranks, minlength=one.context)
+        by_heads = is_divided and one.exchange is ContextExchange.HEADS
+        for place, rank in enumerate(ranks):
+            share = 1 / one.context if by_heads else float(rank == part)
+            # The difference of squares: twice what a token sees but for itself.
+            squared += share * (2 * place + 1)
+            windowed += share * (2 * min(place, window) + (place < window))
+            own += rank == part
+            with_loss += (rank == part) * (place >= count - lossy)
+    bounds = item_bounds(tiles, one.context)
+    return [
+        1,
+        bounds[part + 1] - bounds[part],
+        own,
+        squared,
+        windowed,
+        with_loss,
+        exchanged.max(),
+    ]
+
+
+@pytest.mark.parametrize("cut", CutRule)
+@pytest.mark.parametrize("exchange", ContextExchange)
+def test_features_of_shares_are_those_of_a_token_by_token_count(
+    cut: CutRule, exchange: ContextExchange
+) -> None:
+    """Prevents times and memory of work that a rank does not do."""
+    rng, window = np.random.default_rng(3), 7
+    levels = [level(1), level(2, cut, exchange), level(4, cut, exchange)]
+    packs, lengths = random_schedule(rng, [1, 2, 4])
+    names = ("fixed", "tiles", "tokens", "squared_tokens", f"squared_tokens_window{window}")
+    features = feature_names_at((*names, "loss_tokens"), levels)
+    shares = shares_of(packs, levels)
+    found = share_features(packs, lengths, levels, features)
+    assert len(found) == len(shares) == 4 * 3 * RANKS
+    for row, pack in enumerate(shares.pack):
+        samples = packs.packs[pack]
+        expected = counted(
+            lengths.tokens[samples],
+            lengths.loss_tokens[samples],
+            int(lengths.items["tiles"][samples].sum()),
+            levels[shares.level[row]],
+            int(shares.part[row]),
+            window,
+        )
+        np.testing.assert_allclose(found[row], expected, rtol=1e-12)
+
+
+def test_features_without_levels_are_those_of_packs() -> None:
+    """Prevents plans of one level that change."""
+    packs, lengths = random_schedule(np.random.default_rng(1), [1])
+    names = feature_names(MODEL)
+    whole = pack_features(packs.packs, lengths, names)
+    for levels in ((), (level(1),)):
+        assert feature_names_at(names, levels) == names
+        np.testing.assert_array_equal(share_features(packs, lengths, levels, names), whole)
+
+
+def text_job(tensor: int = 1, data: int = 8, **changes) -> JobSpec:
+    parallel = Parallel(tensor=tensor, pipeline=1, data=data, sequence_parallel=tensor > 1)
+    return JobSpec(
+        **{
+            "model": load_model("internvl2-26b"),
+            "cluster": load_cluster("h100-80g"),
+            "parallel": parallel,
+            "precision": "bf16",
+        }
+        | changes
+    )
+
+
+def test_ranks_send_what_the_exchange_says() -> None:
+    """Prevents a wrong choice between gathering and exchange of heads: 48 heads share 8 of keys and
+    values, so gathering sends less up to 6 ranks."""
+    for tensor in (1, 2):
+        job = text_job(tensor)
+        language = job.model.language
+        assert (language.heads, language.kv_heads) == (48, 8)
+        rate = 450e6 * job.cluster.link_efficiency  # bytes per ms within a node
+        width = language.hidden_size / tensor
+        sent = {}
+        for context in (2, 4):
+            for exchange in ContextExchange:
+                (cost,) = job.costs_at([level(context, exchange=exchange)])
+                forward_ms, backward_ms = cost.units["language_layer"].context_ms
+                sent[exchange, context] = forward_ms[-1]
+                here = 2 * width * (context - 1) / context  # bf16
+                if exchange is ContextExchange.GATHER:
+                    elements = here * context * 2 * 8 / 48
+                    assert backward_ms[-1] == pytest.approx(2 * elements / rate)
+                else:
+                    elements = here * (2 + 2 * 8 / 48)
+                    assert backward_ms[-1] == pytest.approx(elements / rate)
+                assert forward_ms[-1] == pytest.approx(elements / rate)
+                assert forward_ms[0] > 0 and not forward_ms[1:-1].any()
+        assert sent["gather", 2] < sent["heads", 2] and sent["gather", 4] < sent["heads", 4]
+    # Of the same tokens, as 8 ranks share them: 7 k against 7/8 (2 h + k).
+    both = [text_job().costs_at([level(8, exchange=each)])[0] for each in ContextExchange]
+    gather, heads = (cost.units["language_layer"].context_ms[0, -1] for cost in both)
+    assert heads < gather
+
+
+def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:
+    """Prevents levels whose ranks talk over the network at the price of a node's links."""
+    within, beyond = (
+        text_job(tensor).costs_at([level(4)])[0].units["language_layer"].context_ms[0, -1]
+        for tensor in (2, 4)
+    )
+    assert beyond == pytest.approx(within * 450 / 50 / 2)
+
+
+def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
+    """Prevents levels that change what a share's own work costs."""
+    job = text_job()
+    small, shared = job.costs_at([level(1), level(4)])
+    base = job.cost
+    assert small.features == shared.features == (*base.features, "exchanged_tokens")
+    for name, unit in base.units.items():
+        alone, together = small.units[name], shared.units[name]
+        np.testing.assert_array_equal(alone.forward_ms, [*unit.forward_ms, 0])
+        np.testing.assert_allclose(
+            together.forward_ms - together.context_ms[0], alone.forward_ms, rtol=1e-12
+        )
+        np.testing.assert_allclose(
+            together.backward_ms - together.context_ms[1], alone.backward_ms, rtol=1e-12
+        )
+        again = together.recompute_ms - alone.recompute_ms
+        np.testing.assert_allclose(again, together.context_ms[0], atol=1e-15)
+        assert not alone.context_ms.any()
+        exchanges = name in ("language_layer", "language_embed")
+        assert together.context_ms.any() == exchanges, name
+        np.testing.assert_array_equal(together.activation_bytes, alone.activation_bytes)
+    assert job.costs_at([]) == (base,)
+    assert job.costs_at([level(1)]) == (base,)
+
+
+def test_gathered_keys_and_values_count_as_working_memory() -> None:
+    """Prevents a plan that runs out of memory in the attention of its longest packs."""
+    job = text_job()
+    width = 2 * job.model.language.hidden_size * 8 // 48
+    tokens = 16_384
+    features = np.zeros(len(job.cost.features) + 1)
+    for context in (2, 4):
+        (cost,) = job.costs_at([level(context)])
+        features[cost.features.index("tokens")] = features[-1] = tokens
+        most = (cost.units["language_layer"].transient_bytes @ features).max()
+        # Gathered, and the gradients of what was gathered, in bf16.
+        assert most >= 2 * 2 * context * tokens * width
+        assert (cost.units["vision_layer"].transient_bytes[:, -1] == 0).all()
+
+
+def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
+    """Prevents time for gradients that nobody needs."""
+    for frozen, goes_back in (((), True), (("vision",), True), (("vision", "projector"), False)):
+        (cost,) = text_job(frozen=frozen).costs_at([level(2)])
+        forward_ms, backward_ms = cost.units["language_embed"].context_ms
+        assert forward_ms.any() and backward_ms.any() == goes_back
+        assert cost.units["language_layer"].context_ms[1].any()
+
+
+def test_measured_units_keep_their_times() -> None:
+    """Prevents an exchange that is lost where costs were measured."""
+    profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
+    job = job_spec(parallel=Parallel(pipeline=1, data=2), profile=profile)
+    counted_job = replace(job, profile=None)
+    (measured,), (by_counts,) = (each.costs_at([level(2)]) for each in (job, counted_job))
+    for name in dict.fromkeys(unit_names(MODEL)):
+        np.testing.assert_allclose(
+            measured.units[name].forward_ms[:-1] - measured.units[name].context_ms[0][:-1],
+            job.cost.units[name].forward_ms,
+            rtol=1e-12,
+        )
+        np.testing.assert_array_equal(
+            measured.units[name].context_ms, by_counts.units[name].context_ms
+        )
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    """Prevents an exchange of parts of heads."""
+    assert text_job(tensor=2).costs_at([level(4, exchange="heads")])
+    with pytest.raises(UserError, match="8 over 2; exchange by gather"):
+        text_job(tensor=2).costs_at([level(8, exchange="heads")])
+
+
+def test_operations_of_a_pack_count_once() -> None:
+    """Prevents utilization that grows with the ranks that share a pack."""
+    packs, lengths = random_schedule(np.random.default_rng(2), [1, 2, 4])
+    model = MODEL.with_tower("language", layers=2, runs=(LayerRun(layers=1, window=6),) * 2)
+    flops = model_flops(model, load_cluster("laptop-cpu"), ())
+    names = feature_names(model)
+    of_packs = (pack_features(packs.packs, lengths, names)[:, 1:] @ flops[1:]).sum()
+    levels = [level(1), level(2, CutRule.ZIGZAG), level(4, CutRule.WHOLE)]
+    of_shares = (share_features(packs, lengths, levels, names)[:, 1:] @ flops[1:]).sum()
+    assert of_shares == pytest.approx(of_packs, rel=1e-12)
