@@ -283,7 +283,7 @@ class MemoryTable:
             own, others = own + run.number * held, others + run.number * of_others.sum(axis=1)
             # The last of these runs backward with most besides, and brings back what it dropped.
             running = own - held + kept.sum(axis=1) + self.working_bytes[:, run.kind]
-            running = running + (run.kind != runs[-1].kind) * own_gradient
+            running = running + (run.kind != _last_kind(counts)) * own_gradient
             running = running + tied * self.tied_gradient_bytes[run.kind]
             most = np.maximum(most, self.has_backward[run.kind] * running)
         # With the earliest of each kind recomputed, what the search counts.

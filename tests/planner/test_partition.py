@@ -120,7 +120,7 @@ def memory_of_run(
         working = (features @ costs.transient_bytes.T).max(axis=1)
         if cost.tied_trained_parameters and {"language_embed", "head"} <= set(held):
             # The head's gradient of the tied matrix waits for the embed's, then comes their sum.
-            waiting = {"language_embed": 2, "language_layer": 1}.get(unit, 0)
+            waiting = 2 * (unit == "language_embed") + unit.startswith("language_layer")
             working = working + 2 * waiting * cost.tied_parameters
         given = np.zeros_like(gradient) if unit == last or not costs.has_backward else gradient
         running = np.maximum(running, before + brought + working + np.stack([0 * given, given]))

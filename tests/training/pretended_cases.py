@@ -30,6 +30,7 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.stage import Stage, joined
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.plan_data import MockData
 from omnibal.planner import PlanRequest, make_plan, prediction_of
@@ -242,7 +243,8 @@ def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
         stages = [_with_last_recomputed(stage) for stage in plan.stages]
         plan = plan.model_copy(update={"stages": tuple(stages)})
         features = pack_features(scheduled[0].packs, scheduled[1], job.cost.features)
-        prediction = prediction_of(plan, job.cost, scheduled[0], features)
+        workload = Workload.of(scheduled[0], features, plan.parallel.data)
+        prediction = prediction_of(plan, job, scheduled[0], workload)
         plan = plan.model_copy(update={"prediction": prediction})
     return plan, scheduled
 
