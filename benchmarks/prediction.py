@@ -30,6 +30,7 @@ from scipy.stats import trim_mean
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
     ProfileOptions,
@@ -39,7 +40,6 @@ from megatron.vlm.measure.profiler import (
     random_batch,
 )
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.run.loop import own_rows
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.config import ModelConfig, load_cluster, load_model
@@ -216,7 +216,7 @@ def step_batches(
     """This rank's micro-batches of every step, with random content."""
     loss_tokens = scheduled.packs.sums(lengths.loss_tokens)
     steps: list[list[MicroBatch]] = [[] for _ in range(scheduled.steps)]
-    for row in own_rows(scheduled, 0, scheduled.steps):
+    for row in Sharing(dp_rank=0).rows(scheduled, 0, scheduled.steps):
         segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
         batch = random_batch(
             model, int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])

@@ -7,8 +7,10 @@ import numpy as np
 from pydantic import BaseModel
 
 from omnibal.config import LayerKind, ModelConfig
+from omnibal.cost.context import exchange_mistake
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
+from omnibal.data.shares import shares_of
 from omnibal.data.steps import steps_of
 from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
@@ -121,8 +123,17 @@ def _check_partition(plan: Plan) -> str:
             f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}; "
             f"the two must be equal; correct parallel.pipeline or {_ANEW}"
         )
+    for level in range(len(plan.levels)):
+        _check_recomputed(plan, level)
     check_stages(plan.model, plan.stages)
     return f"{len(plan.stages)} stages hold every layer of {plan.model.name} once, in order"
+
+
+def _check_recomputed(plan: Plan, level: int) -> None:
+    try:
+        check_stages(plan.model, plan.stages_at(level))
+    except UserError as error:
+        raise UserError(f"levels[{level}]: {error}") from error
 
 
 def _check_costs(
@@ -208,7 +219,8 @@ def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
         _check_counts(data, lengths, packs),
         _check_samples(data, lengths, packs),
         _check_sums(lengths, packs),
-        _check_caps(data, lengths, packs),
+        *_check_levels(plan, packs),
+        _check_caps(plan, data, lengths, packs),
         _check_places(plan, data, packs),
         _check_step_sizes(plan, data, packs),
     ]
@@ -270,18 +282,36 @@ def _check_sums(lengths: Lengths, packs: ScheduledPacks) -> str:
     return f"{words(names)} of every pack are the sums of its samples'"
 
 
-def _check_caps(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
-    caps = data.caps.words("or")
-    names = data.caps.names
-    over = [packs.packs.sums(lengths.column(name)) > data.caps[name] for name in names]
+def _check_levels(plan: Plan, packs: ScheduledPacks) -> list[str]:
+    count = max(len(plan.levels), 1)
+    outside = (packs.level < 0) | (packs.level >= count)
+    _refuse_rows(outside, "has no such level", f"levels go from 0 to {count - 1}")
+    for index, level in enumerate(plan.levels):
+        mistake = exchange_mistake(plan.model, plan.parallel, level)
+        if mistake is not None:
+            raise UserError(f"levels[{index}]: {mistake}")
+    contexts = ", ".join(str(level.context) for level in plan.levels)
+    return [f"packs are of {count} levels of context size {contexts}"] if plan.levels else []
+
+
+def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    all_caps = [level.caps for level in plan.levels] or [data.caps]
+    caps = data.caps.words("or") if not plan.levels else "the caps of its level"
+    over = [
+        packs.packs.sums(lengths.column(name))
+        > np.array([each[name] for each in all_caps])[packs.level]
+        for name in data.caps.names
+    ]
     _refuse_rows(np.any(over, axis=0), "exceeds a cap", f"no pack may exceed {caps}")
     return f"no pack exceeds {caps}"
 
 
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
-    # An epoch's one step of another size may have half as many micro-batches more.
+    # An epoch's one step of another size may have half as many micro-batches more, and of every
+    # level some that are not for all ranks.
     ranks, slots = plan.parallel.data, -(-3 * data.packs_per_step // (2 * plan.parallel.data))
+    slots += len(plan.levels)
     _refuse_rows(step < 0, "has no such step", "steps count from 0")
     outside = (rank < 0) | (rank >= ranks)
     _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
@@ -291,13 +321,53 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     same_rank = (step_up == 0) & (rank_up == 0)
     in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
     _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
-    gap = slot != np.where(same_rank, np.append(0, slot[:-1] + 1), 0)
-    _refuse_rows(gap, "leaves out a slot", "slots of a rank count from 0 in each step")
+    _check_blocks(plan, packs)
+    _refuse_rows(
+        _after_gap(plan, packs), "leaves out a slot", "slots of a rank count from 0 in each step"
+    )
     _refuse_rows(step_up > 1, "leaves out a step", "steps count from 0")
     epoch_change = np.diff(epoch, prepend=0)
     mixed = (epoch_change < 0) | ((step_up == 0) & (epoch_change > 0))
     _refuse_rows(mixed, "is of another epoch", "a step has one epoch, and epochs count up")
     return f"steps, ranks and slots are complete for data-parallel size {ranks}"
+
+
+def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
+    """Refuse shared packs that the ranks of a (step, slot) would not run together."""
+    if not plan.levels:
+        return
+    context = _contexts(plan, packs)
+    _refuse_rows(
+        packs.dp_rank % context != 0,
+        "is shared by ranks that are no block",
+        "dp_rank must be a multiple of its level's context size",
+    )
+    place = packs.step * (int(packs.slot.max()) + 1) + packs.slot
+    _, first, of_place = np.unique(place, return_index=True, return_inverse=True)
+    _refuse_rows(
+        context != context[first][of_place],
+        "has another context size than a pack of the same step and slot",
+        "all of a step and slot must be shared by equally many ranks",
+    )
+
+
+def _contexts(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
+    """Ranks that share every pack, int64 [packs]."""
+    return np.array([level.context for level in plan.levels] or [1])[packs.level]
+
+
+def _after_gap(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
+    """Packs before whose slot one of their ranks has a slot without a pack, bool [packs].
+
+    Ranks that share packs then wait for each other for ever: a stage runs as many forwards ahead as
+    its own micro-batches say.
+    """
+    shares = shares_of(packs, plan.levels)
+    before = np.append(-1, shares.slot[:-1])
+    same_rank = (np.diff(shares.step, prepend=-1) == 0) & (np.diff(shares.dp_rank, prepend=-1) == 0)
+    after_gap = np.zeros(len(packs), bool)
+    after_gap[shares.pack[shares.slot != np.where(same_rank, before + 1, 0)]] = True
+    return after_gap
 
 
 def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
@@ -308,7 +378,8 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
             f"{data.packs_per_step} packs_per_step over {plan.parallel.data} ranks; correct it, or "
             f"{_ANEW}"
         )
-    sizes = np.bincount(packs.step)
+    # A shared pack counts once for each rank.
+    sizes = np.bincount(packs.step, weights=_contexts(plan, packs)).astype(np.int64)
     epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
     others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
     if data.method != "other" and others.max() > 1:

@@ -4,6 +4,7 @@ A hand-written plan and a searched plan are the same type. `prediction` is for r
 absent; everything training needs is in the other fields.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -15,7 +16,7 @@ from omnibal.earlier_plan import refuse_earlier
 from omnibal.files import parse_json_model, read_text, write_json_model
 from omnibal.frozen import Count, Frozen
 from omnibal.levels import MAX_LEVELS, Level, largest_caps
-from omnibal.limits import Caps
+from omnibal.limits import Caps, words
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
@@ -126,6 +127,21 @@ class Plan(Frozen):
     def context_of(self, level: int) -> int:
         """Data-parallel ranks that share a pack of a level."""
         return self.levels[level].context if self.levels else 1
+
+    @model_validator(mode="after")
+    def _levels_rise(self) -> "Plan":
+        for index, (lower, level) in enumerate(pairwise(self.levels), start=1):
+            if level.caps.names != lower.caps.names:
+                raise ValueError(
+                    f"levels[{index}] has caps of {words(level.caps.names)}, and the one before "
+                    f"of {words(lower.caps.names)}; all levels must limit the same features"
+                )
+            if level.caps["tokens"] <= lower.caps["tokens"]:
+                raise ValueError(
+                    f"levels[{index}].caps are {level.caps}, after {lower.caps}; levels must come "
+                    "in the order of rising max_tokens"
+                )
+        return self
 
     @model_validator(mode="after")
     def _levels_fit(self) -> "Plan":

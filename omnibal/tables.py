@@ -164,7 +164,10 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
         (
             str(index),
             *(str(len(stage.layers(tower))) for tower in towers),
-            " + ".join(str(len(stage.recomputed(tower))) for tower in towers),
+            " / ".join(
+                " + ".join(str(len(stages[index].recomputed(tower))) for tower in towers)
+                for stages in plan.stages_at_levels
+            ),
             f"{predicted.forward_ms:,.2f}",
             f"{predicted.backward_ms:,.2f}",
             f"{predicted.wait_fraction:.1%}",
@@ -172,7 +175,8 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
         )
         for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True))
     ]
-    titles = ("stage", *towers, "recompute", "forward\nms", "backward\nms", "waits")
+    recompute = "recompute\nby level" if plan.levels else "recompute"
+    titles = ("stage", *towers, recompute, "forward\nms", "backward\nms", "waits")
     columns = [Column(title=title) for title in titles]
     # Words are not divided: the longest has as many characters.
     columns.append(Column(title="also holds", style="wrap", least_width=len("projector,")))

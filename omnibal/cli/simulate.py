@@ -30,18 +30,16 @@ def simulate(
 ) -> None:
     """Simulate all steps of a plan on its own packs."""
     from omnibal.check import open_plan
-    from omnibal.cost.model import pack_features
-    from omnibal.pipeline.simulate import simulate_run
-    from omnibal.pipeline.workload import Workload
+    from omnibal.pipeline.simulate import simulate_levels
     from omnibal.report.trace import chrome_trace
 
     check_files({"--trace": trace}, plan_files(directory))
     files = open_plan(directory)
-    planned, cost, (packs, samples) = files.plan, files.job.cost, files.steps
-    features = pack_features(packs.packs, samples, cost.features)
-    workload = Workload.of(packs, features, planned.parallel.data)
+    planned, job, (packs, samples) = files.plan, files.job, files.steps
+    workload = job.workload(packs, samples, planned.levels)
+    cost, stages_at = job.cost_of_all(planned.levels), planned.stages_at_levels
     with status("simulating"):
-        steps = simulate_run(cost, planned.stages, workload)
+        steps = simulate_levels(cost, stages_at, workload)
     shown = int(steps.step_ms.argmax()) if step is None else step
     if shown >= packs.steps:
         raise UserError(
@@ -49,7 +47,7 @@ def simulate(
             "these"
         )
     if trace is not None:
-        events = chrome_trace(cost, planned.stages, workload, shown)
+        events = chrome_trace(cost, stages_at, workload, shown)
         trace.parent.mkdir(parents=True, exist_ok=True)
         with atomic(trace) as temporary:
             temporary.write_text(json.dumps(events) + "\n")

@@ -111,6 +111,13 @@ def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> P
             return _cut_long(samples, level.context, level.attention_weight)
 
 
+def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
+    """Leave every sample of one pack whole, on its one rank."""
+    tokens = np.asarray(sample_tokens, np.int64)
+    zeros = np.zeros(len(tokens), np.int64)
+    return Pieces(pack=zeros, rank=zeros, sample=np.arange(len(tokens)), first=zeros, stop=tokens)
+
+
 def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
     """Bounds of the items of a pack that each of its ranks encodes: rank r has from entry r to
     entry r + 1. int64 [..., context + 1]"""

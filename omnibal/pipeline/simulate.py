@@ -278,34 +278,18 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
         times: of every row of the workload.
         once: what is exchanged and updated.
     """
-    dp_rank, slot = workload.dp_rank, workload.slot
     _, step_index = np.unique(workload.step, return_inverse=True)
     steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
-    micro_batches = int(slot.max()) + 1
-    at_once = max(_CHUNK_ENTRIES // (ranks * micro_batches * stages), 1)
+    at_once = max(_CHUNK_ENTRIES // (ranks * (int(workload.slot.max()) + 1) * stages), 1)
     finish_ms, busy_ms = np.empty((2, steps, stages))
     for first in range(0, steps, at_once):
         chunk = slice(first, min(first + at_once, steps))
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
-        row = (step_index[packs] - first) * ranks + dp_rank[packs]
-        rows = (chunk.stop - chunk.start) * ranks
-        context = _contexts(workload.context[packs], row, slot[packs], (rows, micro_batches))
-        forward_ms, backward_ms, forward_link_ms, backward_link_ms = (
-            _padded(values[packs], row, slot[packs], (rows, micro_batches))
-            for values in (
-                times.forward_ms,
-                times.backward_ms,
-                times.forward_link_ms,
-                times.backward_link_ms,
-            )
-        )
-        counts = np.bincount(row, minlength=rows)
-        ready_ms = once.first_wait_ms(forward_ms[:, 0])
-        timeline = simulate_steps(
-            forward_ms, backward_ms, forward_link_ms, backward_link_ms, counts, ready_ms, context
-        )
-        last = np.maximum(counts - 1, 0)
-        exposed_ms = once.exposed_ms(backward_ms[np.arange(rows), last])
+        rows = _Rows.of(times, workload, packs, step_index[packs] - first)
+        ready_ms = once.first_wait_ms(rows.forward_ms[:, 0])
+        timeline = rows.simulated(ready_ms)
+        last = np.maximum(rows.counts - 1, 0)
+        exposed_ms = once.exposed_ms(rows.backward_ms[np.arange(len(last)), last])
         reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         finish_ms[chunk] = reduced_ms.reshape(-1, ranks, stages).max(axis=1)
@@ -313,6 +297,66 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
     return StepTimes(
         step_ms=finish_ms.max(axis=1) + once.update_ms.max(), busy_ms=busy_ms + once.update_ms
     )
+
+
+def simulate_ranks(times: StageTimes, workload: Workload) -> Timeline:
+    """Simulate one step of all data-parallel ranks, without what they exchange. [ranks, ...]
+
+    Micro-batches that a rank does not have take no time.
+
+    Args:
+        times: of every row of the workload.
+        workload: a single step.
+    """
+    rows = _Rows.of(times, workload, slice(None), np.zeros(len(workload), np.int64))
+    return rows.simulated()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rows:
+    """What is simulated side by side: every rank of a step, and the next step's after them."""
+
+    forward_ms: np.ndarray
+    """[rows, m, p], and the backward time likewise."""
+    backward_ms: np.ndarray
+    forward_link_ms: np.ndarray
+    """[rows, m, p - 1], and the next likewise."""
+    backward_link_ms: np.ndarray
+    counts: np.ndarray
+    """Micro-batches of every row."""
+    context: np.ndarray | None
+    """Rows that share each micro-batch, [rows, m]; None where none is shared."""
+
+    @classmethod
+    def of(cls, times: StageTimes, workload: Workload, chosen: slice, step: np.ndarray) -> "_Rows":
+        """Arrange chosen micro-batches, of which the last is of the last step.
+
+        Args:
+            step: of every chosen one, counted from 0.
+        """
+        ranks, slot = workload.data_parallel_size, workload.slot[chosen]
+        row = step * ranks + workload.dp_rank[chosen]
+        shape = (int(step[-1]) + 1) * ranks, int(workload.slot.max()) + 1
+        return cls(
+            forward_ms=_padded(times.forward_ms[chosen], row, slot, shape),
+            backward_ms=_padded(times.backward_ms[chosen], row, slot, shape),
+            forward_link_ms=_padded(times.forward_link_ms[chosen], row, slot, shape),
+            backward_link_ms=_padded(times.backward_link_ms[chosen], row, slot, shape),
+            counts=np.bincount(row, minlength=shape[0]),
+            context=_contexts(workload.context[chosen], row, slot, shape),
+        )
+
+    def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:
+        """Simulate all rows; `ready_ms` says when each stage may begin, [rows, p]."""
+        return simulate_steps(
+            self.forward_ms,
+            self.backward_ms,
+            self.forward_link_ms,
+            self.backward_link_ms,
+            self.counts,
+            ready_ms,
+            self.context,
+        )
 
 
 def _contexts(

@@ -85,9 +85,12 @@ def split_figure(plan: Plan) -> Figure:
     label = "; ".join(
         f"stage {index}: "
         + " and ".join(f"{len(stage.layers(tower))} {tower}" for tower in plan.model.towers)
-        + f" layers, {stage.recomputed_layers} recomputed"
+        + " layers, "
+        + " / ".join(str(stages[index].recomputed_layers) for stages in plan.stages_at_levels)
+        + f" recomputed{' by level' if plan.levels else ''}"
         for index, stage in enumerate(plan.stages)
     )
+    of_levels = " at a level of packs" if plan.levels else ""
     letters = {"E": "embedding", "P": "projector", "H": "output head"}
     drawn = {short for row in rows for _, _, short, _ in row}
     named = {letter: name for letter, name in letters.items() if letter in drawn}
@@ -102,7 +105,7 @@ def split_figure(plan: Plan) -> Figure:
         legend=(
             *((css, f"{tower} layer") for tower, css in _colours(plan).items()),
             ("edge", ", ".join(named.values())),
-            ("hatched", "recomputed in the backward pass"),
+            ("hatched", f"recomputed in the backward pass{of_levels}"),
         ),
         wide=True,
     )
@@ -115,19 +118,21 @@ def _colours(plan: Plan) -> dict[str, str]:
 
 
 def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
-    """(class, name, short name, recomputed) of the units of every stage, in model order."""
+    """(class, name, short name, recomputed at any level) of the units of every stage, in model
+    order."""
     colours = _colours(plan)
     return [
         [
             _drawn(
                 unit,
                 colours.get(unit.name, "edge"),
-                unit.layers is not None and unit.layers[0] in stage.recomputed(unit.name),
+                unit.layers is not None
+                and any(unit.layers[0] in stage.recomputed(unit.name) for stage in at_levels),
             )
-            for span in stage.units
+            for span in at_levels[0].units
             for unit in span.units
         ]
-        for stage in plan.stages
+        for at_levels in zip(*plan.stages_at_levels, strict=True)
     ]
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import atomic
+from omnibal.job import JobSpec
 from omnibal.plan import Plan
 from omnibal.plan_files import PlanFiles
 from omnibal.pretended import PretendedStage, check_pretended, is_pretended, read_pretended
@@ -59,7 +59,7 @@ class ReportInput:
     """Everything the page shows, read and found to belong together."""
 
     plan: Plan
-    cost: CostModel
+    job: JobSpec
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
     replay: ReplaySummary | None
@@ -105,7 +105,7 @@ def write_report(
 def _read(
     files: PlanFiles, run_directory: Path | None, replay_directory: Path | None
 ) -> ReportInput:
-    plan, cost, data = files.plan, files.job.cost, files.data
+    plan, job, data = files.plan, files.job, files.data
     records = [] if run_directory is None else _records_of(plan, run_directory)
     replay = None
     pretended: tuple[PretendedStage, ...] = ()
@@ -120,10 +120,10 @@ def _read(
                 "a plan with neither data nor shapes has no steps to replay; give the plan "
                 f"that {replay_directory} is of, or no replay"
             )
-        replay = read_replay(replay_directory, plan, cost, data)
+        replay = read_replay(replay_directory, plan, job.cost, data)
     return ReportInput(
         plan=plan,
-        cost=cost,
+        job=job,
         data=data,
         replay=replay,
         pretended=pretended,
@@ -182,7 +182,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "split": split_figure(plan),
         "stages": stage_table(plan, run, replay),
         "waste": waste_figures(plan, replay),
-        "timeline": timeline_figure(plan.stages, report.cost, *report.data) if report.data else "",
+        "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
         "memory": memory_table(plan, run, replay, report.pretended),
         "times": time_figure(plan, run, replay),
         "memories": memory_figure(plan, run, replay),

@@ -56,8 +56,11 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
     stages, times = plan.stages, stage_times_by_source(plan, run, replay)
     counts = {
-        **{tower: [len(s.layers(tower)) for s in stages] for tower in plan.model.towers},
-        "recomputed": [s.recomputed_layers for s in stages],
+        **{tower: [str(len(s.layers(tower))) for s in stages] for tower in plan.model.towers},
+        "recomputed by level" if plan.levels else "recomputed": [
+            " / ".join(str(stage.recomputed_layers) for stage in at_levels)
+            for at_levels in zip(*plan.stages_at_levels, strict=True)
+        ],
     }
     waits = {
         "predicted": [s.wait_fraction for s in plan.prediction.stages] if plan.prediction else (),
@@ -66,7 +69,7 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     }
     columns = [
         _column("stage", [str(i) for i in range(len(stages))], "left"),
-        *(_column(name, [f"{n}" for n in of], group="layers") for name, of in counts.items()),
+        *(_column(name, of, group="layers") for name, of in counts.items()),
         *_beside("forward, ms", {k: [time.forward_ms for time in v] for k, v in times.items()}),
         *_beside("backward, ms", {k: [time.backward_ms for time in v] for k, v in times.items()}),
         *_beside("waiting, %", {k: [100 * share for share in v] for k, v in waits.items()}),

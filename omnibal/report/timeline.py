@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
-from omnibal.pipeline.simulate import Timeline, simulate_step
-from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import stage_times
+from omnibal.job import JobSpec
+from omnibal.pipeline.simulate import Timeline, simulate_ranks
+from omnibal.pipeline.stage_cost import workload_times
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Plan
 from omnibal.report.figures import WIDE, Figure
 from omnibal.report.svg import Scale, drawing, line, rect, text
 from omnibal.report.text import milliseconds, tick
@@ -19,29 +20,28 @@ _LABEL_WIDTH = 15.0
 """Least width of a block that carries a number."""
 
 
-def timeline_figure(
-    stages: Sequence[Stage], cost: CostModel, packs: ScheduledPacks, lengths: Lengths
-) -> Figure:
+def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> Figure:
     """The simulated schedule of one representative step of the first data-parallel rank."""
-    times = stage_times(cost, stages, pack_features(packs.packs, lengths, cost.features))
-    rows = representative_step(packs, (times.forward_ms + times.backward_ms).sum(axis=1))
-    timeline = simulate_step(
-        times.forward_ms[rows],
-        times.backward_ms[rows],
-        times.forward_link_ms[rows],
-        times.backward_link_ms[rows],
-    )
-    names = (*packs.items, "tokens")
+    cost, workload = job.cost_of_all(plan.levels), job.workload(packs, lengths, plan.levels)
+    times = workload_times(cost, plan.stages_at_levels, workload)
+    step = representative_step(workload, (times.forward_ms + times.backward_ms).sum(axis=1))
+    of_step = workload.of_steps([step])
+    own = of_step.rows(of_step.dp_rank == 0)
+    ranks = simulate_ranks(workload_times(cost, plan.stages_at_levels, of_step), of_step)
+    timeline = ranks.of_step(0)
+    names = [name for name in (*packs.items, "tokens") if name in cost.features]
+    features = own.features[:, [cost.features.index(name) for name in names]].astype(np.int64)
     tips = [
-        f"micro-batch {packs.slot[row]}: "
-        + ", ".join(f"{packs.column(name)[row]:,} {name}" for name in names)
-        for row in rows
+        f"micro-batch {slot}: "
+        + ", ".join(f"{count:,} {name}" for count, name in zip(counts, names, strict=True))
+        + (f", its share of a pack of {context} ranks" if context > 1 else "")
+        for slot, context, counts in zip(own.slot, own.context, features, strict=True)
     ]
     return Figure(
-        title=f"Step {packs.step[rows[0]]:,} as simulated",
+        title=f"Step {step:,} as simulated",
         svg=draw(timeline, tips),
         caption="The step of median load on the first data-parallel rank: "
-        f"{len(rows)} micro-batches under {timeline.schedule.name}. Rest the pointer on a block "
+        f"{len(own)} micro-batches under {timeline.schedule.name}. Rest the pointer on a block "
         "for its pack.",
         legend=(("forward", "forward"), ("backward", "backward"), ("wait", "waiting")),
         wide=True,
@@ -61,7 +61,9 @@ def draw(timeline: Timeline, tips: Sequence[str]) -> str:
         parts.append(text(0, y + 17, f"stage {stage}"))
         parts.append(rect(_LEFT, y, x(end_ms) - _LEFT, _ROW - 6, "wait"))
         for kind, start_ms in timeline.start_ms.items():
-            start, end = x(start_ms[:, stage]), x(timeline.end_ms[kind][:, stage])
+            # Other ranks may have more micro-batches.
+            real = slice(len(tips)), stage
+            start, end = x(start_ms[real]), x(timeline.end_ms[kind][real])
             for index, (left, right) in enumerate(zip(start, end, strict=True)):
                 tip = f"{kind.label} of {tips[index]}"
                 # The thin gap keeps equal neighbours apart.
@@ -72,11 +74,10 @@ def draw(timeline: Timeline, tips: Sequence[str]) -> str:
     return drawing(WIDE, bottom + 26, label, parts)
 
 
-def representative_step(packs: ScheduledPacks, load_ms: np.ndarray) -> np.ndarray:
-    """Rows of the first rank's packs in the step of median load, among its longest steps."""
-    first = np.flatnonzero(packs.dp_rank == 0)
-    counts = np.bincount(packs.step[first])
-    loads = np.bincount(packs.step[first], weights=load_ms[first])
+def representative_step(workload: Workload, load_ms: np.ndarray) -> int:
+    """The step of median load of the first rank, among its longest steps."""
+    first = np.flatnonzero(workload.dp_rank == 0)
+    counts = np.bincount(workload.step[first])
+    loads = np.bincount(workload.step[first], weights=load_ms[first])
     full = np.flatnonzero(counts == counts.max())
-    middle = full[np.argsort(loads[full], kind="stable")[(len(full) - 1) // 2]]
-    return first[packs.step[first] == middle]
+    return int(full[np.argsort(loads[full], kind="stable")[(len(full) - 1) // 2]])

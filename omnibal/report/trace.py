@@ -10,31 +10,32 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.simulate import Timeline, simulate_step
+from omnibal.pipeline.simulate import Timeline, simulate_ranks
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
 _US_PER_MS = 1e3
 
 
 def chrome_trace(
-    cost: CostModel, stages: Sequence[Stage], workload: Workload, step: int
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload, step: int
 ) -> dict[str, Any]:
-    """All ranks and stages of one step, from its first forward to its last backward."""
+    """All ranks and stages of one step, from its first forward to its last backward.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
+    """
     events: list[dict[str, Any]] = []
-    in_step = workload.step == step
+    of_step = workload.of_steps([step])
+    timeline = simulate_ranks(workload_times(cost, stages_at, of_step), of_step)
     sizes = cost.features[1 : cost.features.index("tokens") + 1]  # items of encoders, and tokens
     for rank in range(workload.data_parallel_size):
-        rows = np.flatnonzero(in_step & (workload.dp_rank == rank))
+        own = of_step.rows(of_step.dp_rank == rank)
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
-        events += [_name("thread_name", f"stage {s}", rank, s) for s in range(len(stages))]
-        if len(rows):
-            times = stage_times(cost, stages, workload.features[rows])
-            timeline = simulate_step(
-                times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
-            )
-            events += _blocks(timeline, workload.features[rows][:, 1 : 1 + len(sizes)], sizes, rank)
+        events += [_name("thread_name", f"stage {s}", rank, s) for s in range(len(stages_at[0]))]
+        events += _blocks(timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)], sizes, rank)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -32,6 +32,7 @@ from omnibal.pipeline.prediction import (
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import LENGTHS_FILE, PACKS_FILE, Plan, Shapes, read_plan, write_plan
 from omnibal.plan_data import describe_data
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
@@ -546,9 +547,7 @@ def test_representative_step_is_full_and_of_median_load() -> None:
     rows = rows[~((packs.step[rows] == 5) & (packs.dp_rank[rows] == 0) & (packs.slot[rows] == 3))]
     part = packs.take(rows)
     load = np.array([[9, 1, 5, 2, 7, 4][step] for step in part.step], float)
-    chosen = representative_step(part, load)
-    assert part.step[chosen].tolist() == [2] * MICRO_BATCHES
-    assert part.dp_rank[chosen].tolist() == [0] * MICRO_BATCHES
+    assert representative_step(Workload.of(part, np.zeros((len(part), 1)), 2), load) == 2
 
 
 def test_same_input_same_bytes(directories: tuple[Path, Path], page: str, tmp_path: Path) -> None:

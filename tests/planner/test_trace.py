@@ -29,7 +29,7 @@ def test_every_block_is_there_and_none_overlaps():
     """Prevents lost micro-batches, and blocks of a stage on top of each other."""
     cost, workload = random_cost(np.random.default_rng(0)), example()
     for step, counts in ((0, (3, 1)), (1, (2, 0))):
-        trace = json.loads(json.dumps(chrome_trace(cost, STAGES, workload, step)))
+        trace = json.loads(json.dumps(chrome_trace(cost, [STAGES], workload, step)))
         blocks = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         for rank, count in enumerate(counts):
             for stage in range(3):
@@ -49,7 +49,23 @@ def test_the_trace_is_as_long_as_the_slowest_pipeline():
     cost, workload = random_cost(np.random.default_rng(0)), example()
     alone = simulate_run(cost, STAGES, workload)
     for step in (0, 1):
-        blocks = [e for e in chrome_trace(cost, STAGES, workload, step)["traceEvents"] if "ts" in e]
+        events = chrome_trace(cost, [STAGES], workload, step)["traceEvents"]
+        blocks = [event for event in events if "ts" in event]
         last_ms = max(block["ts"] + block["dur"] for block in blocks) / 1e3
         # The rest of a step is reduction and update.
         assert 0.8 * alone.step_ms[step] < last_ms < alone.step_ms[step]
+
+
+def test_ranks_that_share_a_micro_batch_run_it_at_the_same_time():
+    """Prevents a trace of ranks that do not wait for each other, though they exchange."""
+    rng, (rank, slot) = np.random.default_rng(3), np.divmod(np.arange(8), 2)
+    cost = random_cost(rng)
+    workload = Workload(
+        features=random_features(rng, 8), step=0 * rank, dp_rank=rank, slot=slot,
+        data_parallel_size=4, context=np.where(slot == 1, 2, 1),
+    )  # fmt: skip
+    events = chrome_trace(cost, [STAGES], workload, 0)["traceEvents"]
+    begun = {(e["name"], e["tid"], e["pid"]): (e["ts"], e["dur"]) for e in events if "ts" in e}
+    for name, stage, number in begun:
+        pair = begun[name, stage, number], begun[name, stage, number ^ 1]
+        assert (pair[0] == pytest.approx(pair[1], abs=1e-6)) == name.endswith("1"), name

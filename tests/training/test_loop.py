@@ -18,6 +18,7 @@ from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
+from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.run import loop
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.log import show_log
@@ -97,6 +98,8 @@ def run_loop(
 
     data = RunData(
         scheduled=scheduled_packs(batches),
+        lengths=None,
+        sharing=Sharing(dp_rank=0),
         batches=iter(batches),
         pack_flops=np.full(len(batches), 1e6),
         peak_flops_per_s=1e9,

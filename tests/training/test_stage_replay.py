@@ -1,5 +1,6 @@
 """One rank of a job alone, against the same rank among the others."""
 
+import shutil
 import time
 import weakref
 
@@ -23,6 +24,7 @@ from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_i
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.check import check_plan
 from omnibal.config import load_cluster
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
@@ -30,6 +32,7 @@ from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.plan import PlannedLevel, read_plan, write_plan
 from omnibal.plan_data import SampleData
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanRequest, make_plan
@@ -269,3 +272,16 @@ def test_data_that_is_not_the_plans_is_refused(planned, tmp_path):
         load_replay(planned, tmp_path / "meta.json", None)
     with pytest.raises(UserError, match="does not say which data"):
         load_replay(planned, tmp_path / "meta.json", tmp_path / "tokenizer.model")
+
+
+def test_plans_with_levels_are_refused(planned, tmp_path):
+    """Prevents: a replay that recomputes the layers of one level on the packs of all."""
+    directory = tmp_path / "levels"
+    shutil.copytree(planned, directory)
+    plan = read_plan(directory)
+    level = PlannedLevel(caps=plan.data.caps, recompute=tuple(s.recompute for s in plan.stages))
+    stages = tuple(stage.model_copy(update={"recompute": ()}) for stage in plan.stages)
+    write_plan(plan.model_copy(update={"levels": (level,), "stages": stages}), directory)
+    check_plan(directory)
+    with pytest.raises(UserError, match="runs plans of one level alone"):
+        load_replay(directory, None, None)

@@ -8,9 +8,11 @@ import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
+from megatron.vlm.inputs.share import Share
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.encoders import TilesEncoder
+from omnibal.levels import Level
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.units import stages_from_cuts
@@ -126,6 +128,64 @@ def pack(
         loss_positions_L=predicted - 1,
         labels_L=token_ids[predicted],
         loss_weights_L=torch.from_numpy(weights),
+    )
+
+
+def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
+    """One rank's share of a pack, cut out of the fields of all of it, token by token."""
+    if level.context == 1:
+        return whole
+    share = Share.of(np.array(whole.segment_tokens), whole.tiles, level, part)
+    starts = np.cumsum(whole.segment_tokens) - whole.segment_tokens
+    rows = {  # of every rank, in the pack
+        rank: [
+            starts[sample] + place
+            for sample, first, stop, owner in zip(
+                share.pieces.sample, share.pieces.first, share.pieces.stop, share.pieces.rank,
+                strict=True,
+            )
+            if owner == rank
+            for place in range(first, stop)
+        ]
+        for rank in range(level.context)
+    }  # fmt: skip
+    local = {row: index for index, row in enumerate(rows[part])}
+    holder = {row: rank for rank, owned in rows.items() for row in owned}
+    images: dict[str, object] = {}
+    if whole.pixels_TCPP is not None:
+        positions = whole.image_positions_M.tolist()
+        per_tile = len(positions) // max(whole.tiles, 1)
+        maker = np.searchsorted(share.tile_bounds, np.arange(whole.tiles), "right") - 1
+        made = [p for i, p in enumerate(positions) if maker[i // per_tile] == part]
+        order = sorted(range(len(made)), key=lambda i: (holder[made[i]], i))
+        own = [(i, p) for i, p in enumerate(positions) if holder[p] == part]
+        counts = [
+            tuple(who.count(rank) for rank in range(level.context))
+            for who in ([holder[p] for p in made], [maker[i // per_tile] for i, _ in own])
+        ]
+        images = {
+            "pixels_TCPP": whole.pixels_TCPP[share.own_tiles.start : share.own_tiles.stop],
+            "image_positions_M": torch.tensor([local[p] for _, p in own], dtype=torch.int64),
+            "sent_features_F": torch.tensor(order, dtype=torch.int64) if whole.tiles else None,
+            "feature_counts": tuple(counts),
+        }
+        if whole.drop_path_keys_T is not None:
+            own_tiles = slice(share.own_tiles.start, share.own_tiles.stop)
+            images["drop_path_keys_T"] = whole.drop_path_keys_T[own_tiles]
+    kept = [i for i, row in enumerate(whole.loss_positions_L.tolist()) if row in local]
+    return MicroBatch(
+        tiles=len(share.own_tiles),
+        tokens=len(local),
+        segment_tokens=tuple(share.own_pieces.tokens.tolist()),
+        level=whole.level,
+        share=share,
+        token_ids_S=whole.token_ids_S[rows[part]],
+        **images,
+        loss_positions_L=torch.tensor(
+            [local[whole.loss_positions_L[i].item()] for i in kept], dtype=torch.int64
+        ),
+        labels_L=whole.labels_L[kept],
+        loss_weights_L=whole.loss_weights_L[kept],
     )
 
 

@@ -1,7 +1,7 @@
 """One micro-batch as tensors; each pipeline stage holds only the fields its units need.
 
-Shapes: T tiles, C channels, P pixels per side, S packed tokens, M image tokens, L loss positions,
-A answers.
+Shapes: T tiles, C channels, P pixels per side, S packed tokens, M image tokens, F image features,
+L loss positions, A answers. Of a pack that several ranks share, all are this rank's alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,22 +11,55 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron.vlm.inputs.share import Share, Sharing
+from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """Sizes of a micro-batch, which every stage knows from the plan before it comes."""
+    """Sizes of a micro-batch, which every stage knows from the plan before it comes.
+
+    Of a pack that several ranks share, they are one rank's.
+    """
 
     tiles: int
     tokens: int
-    """Tokens of all samples of the pack together."""
+    """Tokens of all samples of the pack together; 0 only of a share."""
+    context: int = 1
+    """Ranks that share the pack."""
 
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
-        """Shapes that the plan gives to some rows of its packs."""
+        """Shapes that the plan gives to some rows of its packs, which no ranks share."""
         sizes = zip(packs.column("tiles")[rows].tolist(), packs.tokens[rows].tolist(), strict=True)
         return [cls(tiles=tiles, tokens=tokens) for tiles, tokens in sizes]
+
+    @classmethod
+    def of_shares(
+        cls, packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, sharing: Sharing
+    ) -> list["MicroBatchShape"]:
+        """Shapes that the plan gives to a rank's shares of some rows of its packs."""
+        shapes = cls.of_rows(packs, rows)
+        for place, row in enumerate(rows.tolist()):
+            share = sharing.share(packs, lengths, row)
+            if share is not None:
+                shapes[place] = cls.of_share(share)
+        return shapes
+
+    @classmethod
+    def of_share(cls, share: Share) -> "MicroBatchShape":
+        """Shape of one rank's share of a pack."""
+        return cls(tiles=len(share.own_tiles), tokens=share.tokens, context=share.context)
+
+    def __str__(self) -> str:
+        shared = f", shared by {self.context} ranks" if self.context > 1 else ""
+        return f"{self.tiles} tiles and {self.tokens} tokens{shared}"
+
+    def padded_tokens(self, parts: int) -> int:
+        """Tokens that a stage computes, a multiple of `parts` and not 0: a rank without tokens of a
+        shared pack still joins the others' exchanges."""
+        return max(self.tokens + -self.tokens % parts, parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +69,11 @@ class MicroBatch:
     tiles: int
     tokens: int
     segment_tokens: tuple[int, ...]
-    """Tokens of each sample, in pack order; they add up to `tokens`."""
+    """Tokens of each sample, or of each piece of a share, in order; they add up to `tokens`."""
+    level: int = 0
+    """Level of the pack, by which layers are recomputed."""
+    share: Share | None = None
+    """This rank's share of the pack; None where it has all of it."""
     pixels_TCPP: torch.Tensor | None = None
     """Pixels of the tiles; where the vision embed is."""
     token_ids_S: torch.Tensor | None = None
@@ -44,6 +81,11 @@ class MicroBatch:
     image_positions_M: torch.Tensor | None = None
     """Positions in the pack that image features replace; where the language embed is, unless the
     model takes no images."""
+    sent_features_F: torch.Tensor | None = None
+    """Features of this rank's tiles in the order in which they are sent to the ranks that have
+    their image tokens, int64; where the language embed is, of a share of a pack with tiles."""
+    feature_counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Features sent to each rank and received from each, with `sent_features_F`."""
     labels_L: torch.Tensor | None = None
     """Next token at each loss position; where the head is, in training."""
     loss_positions_L: torch.Tensor | None = None
@@ -62,7 +104,8 @@ class MicroBatch:
     @property
     def shape(self) -> MicroBatchShape:
         """Sizes that determine the tensors sent between stages."""
-        return MicroBatchShape(tiles=self.tiles, tokens=self.tokens)
+        context = 1 if self.share is None else self.share.context
+        return MicroBatchShape(tiles=self.tiles, tokens=self.tokens, context=context)
 
     @property
     def replaced_samples(self) -> int:
@@ -96,25 +139,44 @@ class MicroBatch:
     def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
         """Borders of the samples, for block-diagonal attention and for RoPE to restart.
 
-        The borders are there twice: on the device for kernels, and as `*_padded` on the host, for
-        attention by one call a sample.
-
         Args:
             padding: tokens that follow the samples, as a segment of their own.
         """
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
-        borders = torch.tensor([0, *segments]).cumsum(0).to(torch.int32)
-        cu_seqlens = borders.to(device, non_blocking=True)  # else it would wait for the stream
-        longest = max(segments)
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=borders,
-            cu_seqlens_kv_padded=borders,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        return borders_of(segments, segments, device)
+
+
+def borders_of(
+    query_tokens: Sequence[int], key_tokens: Sequence[int], device: torch.device
+) -> PackedSeqParams:
+    """Borders of ranges of queries, and of the keys that each range attends to.
+
+    They are there twice: on the device for kernels, and as `*_padded` on the host, for attention by
+    one call a range.
+
+    Args:
+        query_tokens: of every range.
+        key_tokens: of every range; the same object where they are the same.
+    """
+    queries, queries_here = _borders(query_tokens, device)
+    keys, keys_here = queries, queries_here
+    if key_tokens is not query_tokens:
+        keys, keys_here = _borders(key_tokens, device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=queries,
+        cu_seqlens_kv=keys,
+        cu_seqlens_q_padded=queries_here,
+        cu_seqlens_kv_padded=keys_here,
+        max_seqlen_q=max(query_tokens),
+        max_seqlen_kv=max(key_tokens),
+    )
+
+
+def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Borders of ranges, int32 [ranges + 1], on the device and on the host."""
+    here = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
+    return here.to(device, non_blocking=True), here  # blocking, it would wait for the stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +187,8 @@ class MicroBatchStream:
     """Micro-batches in order; those after the step's own are not taken."""
     shapes: Sequence[MicroBatchShape]
     """Planned shapes of the step's micro-batches; may be empty."""
+    rows_are_full: bool = True
+    """Whether all data-parallel ranks have equally many micro-batches in the step."""
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
@@ -149,8 +213,7 @@ class MicroBatchStream:
             )
         if batch.shape != planned:
             raise ValueError(
-                f"micro-batch {micro_batch} of the step has {batch.tiles} tiles and {batch.tokens} "
-                f"tokens, and the plan has {planned.tiles} tiles and {planned.tokens} tokens for "
-                "it; read the packs of the plan's own rows, in their order"
+                f"micro-batch {micro_batch} of the step has {batch.shape}, and the plan has "
+                f"{planned} for it; read the packs of the plan's own rows, in their order"
             )
         return batch

@@ -3,10 +3,12 @@
 Shapes: T tiles, C channels, P pixels per side, S packed tokens, L loss positions.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +18,11 @@ from PIL import Image
 from megatron.vlm.inputs.augment import Purpose, degraded, jpeg_qualities, tile_keys
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.read_ahead import read_ahead
+from megatron.vlm.inputs.share import Share, Sharing, feature_route, samples_of_tiles
 from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
+from omnibal.data.cut import Pieces, whole_samples
 from omnibal.data.image_files import ImageFile, why_unreadable
 from omnibal.data.lengths import Lengths, check_positions
 from omnibal.data.packs import ScheduledPacks
@@ -84,6 +88,7 @@ class DataOptions:
 
 
 _PLAIN = DataOptions()
+_ALONE = Sharing(dp_rank=0)
 
 
 class UnreadableImage(UserError):
@@ -185,12 +190,22 @@ class SampleReader:
             UnreadableImage: one of them is missing or broken.
         """
         sample = sample.shown(self.model.vision.tiling)
+        return [tile for image in sample.images for tile in self._tiles_of(image, sample)]
+
+    def some_tiles(self, sample: Sample, wanted: range) -> list[np.ndarray]:
+        """Some of the sample's tiles, as `tiles`; only the images that these are of are decoded."""
+        sample = sample.shown(self.model.vision.tiling)
+        found: list[np.ndarray] = []
+        ends = list(accumulate(self.tiles_per_image(sample)))
+        for image, start, end in zip(sample.images, (0, *ends[:-1]), ends, strict=True):
+            first, stop = max(wanted.start, start), min(wanted.stop, end)
+            if first < stop:
+                found += self._tiles_of(image, sample)[first - start : stop - start]
+        return found
+
+    def _tiles_of(self, image: ImageFile, sample: Sample) -> list[np.ndarray]:
         tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
-        return [
-            tile
-            for image in sample.images
-            for tile in _image_tiles(_read_image(image, sample), tiling, size)
-        ]
+        return _image_tiles(_read_image(image, sample), tiling, size)
 
     def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
         """All tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
@@ -253,7 +268,7 @@ def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
-    """A sample of a pack, as far as the stage reads it."""
+    """A sample of a pack, as far as the rank and its stage read it."""
 
     sample: Sample
     place: int
@@ -261,10 +276,22 @@ class _Draft:
     tiles: int
     """Planned number of tiles, as `tokens` of tokens."""
     tokens: int
+    own_tiles: range
+    """Tiles of the sample that this rank encodes."""
     found: list[np.ndarray]
-    """Tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
+    """These tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
     unreadable: str | None
     """Error of an image, where the stage reads them; None if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _OwnPart:
+    """What this rank has of a pack: some pieces of its samples and some of its tiles."""
+
+    pieces: Pieces
+    tiles: range
+    share: Share | None
+    """Its share, where other ranks have the rest."""
 
 
 class PackDataset(torch.utils.data.Dataset):
@@ -272,6 +299,9 @@ class PackDataset(torch.utils.data.Dataset):
 
     Item i is the MicroBatch of row `rows[i]` of the packs, or the UserError met while loading it:
     loader processes would hide an exception's message in a traceback.
+
+    Args:
+        sharing: which rank reads, of packs that several share; without, it has all of them.
     """
 
     def __init__(
@@ -282,6 +312,7 @@ class PackDataset(torch.utils.data.Dataset):
         rows: np.ndarray,
         stage: Stage,
         options: DataOptions = _PLAIN,
+        sharing: Sharing = _ALONE,
     ) -> None:
         self.reader = reader
         self.scheduled = scheduled
@@ -289,6 +320,7 @@ class PackDataset(torch.utils.data.Dataset):
         self.rows = rows
         self.stage = stage
         self.options = options
+        self.sharing = sharing
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -301,24 +333,56 @@ class PackDataset(torch.utils.data.Dataset):
 
     def _load(self, row: int) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
-        stage = self.stage
-        fields: dict[str, torch.Tensor | None] = {}
-        if stage.layers("vision") and self.options.drop_path:
-            fields["drop_path_keys_T"] = self._drop_path_keys(indices, epoch)
-        drafts = []
-        if any(map(stage.holds, ("vision embed", "language embed", "head"))):
-            drafts = [self._draft(int(index)) for index in indices]
-        if stage.holds("vision embed"):
-            fields["pixels_TCPP"] = self._pixels(drafts, epoch)
-        if stage.holds("language embed") or stage.holds("head"):
-            fields |= self._text_fields(drafts)
+        own = self._own_part(row)
+        sample_tiles = self.lengths.column("tiles")[indices].astype(np.int64)
+        fields: dict[str, Any] = {}
+        if self.stage.layers("vision") and self.options.drop_path:
+            keys_T = self._drop_path_keys(indices, epoch)
+            fields["drop_path_keys_T"] = keys_T[own.tiles.start : own.tiles.stop]
+        drafts = {
+            position: self._draft(int(indices[position]), tiles)
+            for position, tiles in self._read_samples(own, sample_tiles).items()
+        }
+        if self.stage.holds("vision embed"):
+            fields["pixels_TCPP"] = self._pixels(list(drafts.values()), epoch)
+        if self.stage.holds("language embed") or self.stage.holds("head"):
+            fields |= self._text_fields(drafts, own, sample_tiles)
         return MicroBatch(
-            tiles=int(self.scheduled.column("tiles")[row]),
-            tokens=int(self.scheduled.tokens[row]),
-            segment_tokens=tuple(self.lengths.tokens[indices].tolist()),
-            unreadable=tuple(draft.unreadable for draft in drafts if draft.unreadable is not None),
+            tiles=len(own.tiles),
+            tokens=int(own.pieces.tokens.sum()),
+            segment_tokens=tuple(own.pieces.tokens.tolist()),
+            level=int(self.scheduled.level[row]),
+            share=own.share,
+            unreadable=tuple(_told(drafts.values())),
             **fields,
         )
+
+    def _own_part(self, row: int) -> _OwnPart:
+        share = self.sharing.share(self.scheduled, self.lengths, row)
+        if share is not None:
+            return _OwnPart(pieces=share.own_pieces, tiles=share.own_tiles, share=share)
+        tokens = self.lengths.tokens[self.scheduled.packs[row]]
+        tiles = int(self.scheduled.column("tiles")[row])
+        return _OwnPart(pieces=whole_samples(tokens), tiles=range(tiles), share=None)
+
+    def _read_samples(self, own: _OwnPart, sample_tiles: np.ndarray) -> dict[int, range]:
+        """Samples of the pack that are read, by their positions in it, and which of their tiles
+        this rank encodes."""
+        stage, wanted = self.stage, set[int]()
+        with_tiles = samples_of_tiles(own.tiles, sample_tiles)
+        if stage.holds("vision embed"):
+            wanted |= set(with_tiles)
+        if stage.holds("language embed"):
+            # Where a tile's features go is told by the places of its sample's image tokens.
+            wanted |= {*own.pieces.sample.tolist(), *with_tiles}
+        if stage.holds("head"):
+            by_pack = self.options.loss_weighting is LossWeighting.MICRO_BATCH
+            wanted |= set(range(len(sample_tiles)) if by_pack else own.pieces.sample.tolist())
+        starts = np.cumsum(sample_tiles) - sample_tiles
+        return {
+            position: _within(own.tiles, int(starts[position]), int(sample_tiles[position]))
+            for position in sorted(wanted)
+        }
 
     def _drop_path_keys(self, indices: np.ndarray, epoch: int) -> torch.Tensor:
         seed = self.options.seed
@@ -332,7 +396,7 @@ class PackDataset(torch.utils.data.Dataset):
         ]
         return torch.from_numpy(np.concatenate(keys).view(np.int64))
 
-    def _draft(self, index: int) -> _Draft:
+    def _draft(self, index: int, own_tiles: range) -> _Draft:
         """Read one sample of the annotations; its images too, where pixels or a verdict are due."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
@@ -340,13 +404,7 @@ class PackDataset(torch.utils.data.Dataset):
         found: list[np.ndarray] = []
         unreadable = None
         try:
-            if self.stage.holds("vision embed"):
-                found = self.reader.tiles(sample)
-                _check_frames(sample.shown(self.reader.model.tiling), tiles)
-            elif self.stage.holds("head") and self._skips:
-                # The head leaves out the loss of the samples that the vision embed blanks. Nothing
-                # tells it which: it comes to the same verdict by decoding the same files.
-                self.reader.check_images(sample, tiles)
+            found = self._tiles(sample, tiles, own_tiles)
         except UnreadableImage as error:
             if not self._skips:
                 raise UserError(f"{error}, or go on without it: --on-bad-sample skip") from error
@@ -356,9 +414,29 @@ class PackDataset(torch.utils.data.Dataset):
             place=place,
             tiles=tiles,
             tokens=int(self.lengths.tokens[index]),
+            own_tiles=own_tiles,
             found=found,
             unreadable=unreadable,
         )
+
+    def _tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
+        """Read the sample's own tiles where the vision embed is; raise UnreadableImage if they, or
+        where samples are skipped any image, cannot be read."""
+        embeds = self.stage.holds("vision embed")
+        if embeds and len(own_tiles) == tiles:
+            found = self.reader.tiles(sample)
+            _check_frames(sample.shown(self.reader.model.tiling), tiles)
+            _check_count(len(found), tiles, "tiles", sample)
+            return found
+        if self._skips and (embeds or self.stage.holds("head")):
+            # The head leaves out the loss of the samples that the vision embed blanks, on whatever
+            # rank. Nothing tells it which: all come to one verdict by decoding the same files.
+            self.reader.check_images(sample, tiles)
+        if not (embeds and own_tiles):
+            return []
+        _check_frames(sample.shown(self.reader.model.tiling), tiles)
+        _check_count(sum(self.reader.tiles_per_image(sample)), tiles, "tiles", sample)
+        return self.reader.some_tiles(sample, own_tiles)
 
     @property
     def _skips(self) -> bool:
@@ -368,42 +446,54 @@ class PackDataset(torch.utils.data.Dataset):
         tiles: list[np.ndarray | None] = []
         for draft in drafts:
             if draft.unreadable is not None:
-                tiles += [None] * draft.tiles
-                continue
-            _check_count(len(draft.found), draft.tiles, "tiles", draft.sample)
-            tiles += self._augmented(draft, epoch)
+                tiles += [None] * len(draft.own_tiles)
+            else:
+                tiles += self._augmented(draft, epoch)
         return torch.from_numpy(_normalized(tiles, self.reader.model.vision.image_size))
 
     def _augmented(self, draft: _Draft, epoch: int) -> list[np.ndarray]:
         if not (draft.sample.augment and self.options.augment):
             return draft.found
         seed = self.options.seed
-        keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, len(draft.found))
-        return list(map(degraded, draft.found, jpeg_qualities(keys)))
+        keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, draft.tiles)
+        own_keys = keys[draft.own_tiles.start : draft.own_tiles.stop]
+        return list(map(degraded, draft.found, jpeg_qualities(own_keys)))
 
-    def _text_fields(self, drafts: Sequence[_Draft]) -> dict[str, torch.Tensor | None]:
-        encoded = list(map(self._encode, drafts))
-        for one, draft in zip(encoded, drafts, strict=True):
-            _check_count(len(one.token_ids), draft.tokens, "tokens", draft.sample)
-        token_ids = np.concatenate([one.token_ids for one in encoded])
-        fields: dict[str, torch.Tensor | None] = {}
+    def _text_fields(
+        self, drafts: Mapping[int, _Draft], own: _OwnPart, sample_tiles: np.ndarray
+    ) -> dict[str, Any]:
+        texts = {}
+        for position, draft in drafts.items():
+            encoded = self._encode(draft)
+            _check_count(len(encoded.token_ids), draft.tokens, "tokens", draft.sample)
+            is_learned = draft.unreadable is None
+            mask = encoded.loss_mask if is_learned else np.zeros_like(encoded.loss_mask)
+            texts[position] = replace(encoded, loss_mask=mask)
+        fields: dict[str, Any] = {}
         if self.stage.holds("language embed"):
-            fields["token_ids_S"] = torch.from_numpy(token_ids)
-            fields["image_positions_M"] = self.reader.image_positions(fields["token_ids_S"])
+            fields |= self._embedding_fields(texts, own, sample_tiles)
         if self.stage.holds("head"):
-            masks = [
-                one.loss_mask if draft.unreadable is None else np.zeros_like(one.loss_mask)
-                for one, draft in zip(encoded, drafts, strict=True)
-            ]
-            # Position i predicts token i + 1; a sample's first token is never predicted, its mask
-            # is False, so no prediction crosses from one sample into the next.
-            predicted = np.flatnonzero(np.concatenate(masks))
-            counts = np.array([mask.sum() for mask in masks])
-            weights = sample_loss_weights(counts, self.options.loss_weighting)
-            fields["loss_positions_L"] = torch.from_numpy(predicted - 1)
-            fields["labels_L"] = torch.from_numpy(token_ids[predicted])
-            fields["loss_weights_L"] = torch.from_numpy(np.repeat(weights, counts))
+            fields |= _loss_fields(texts, own.pieces, self.options.loss_weighting)
         return fields
+
+    def _embedding_fields(
+        self, texts: Mapping[int, EncodedSample], own: _OwnPart, sample_tiles: np.ndarray
+    ) -> dict[str, Any]:
+        runs = [texts[sample].token_ids[first:stop] for sample, first, stop in _runs(own.pieces)]
+        token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *runs]))
+        positions_M = self.reader.image_positions(token_ids_S)
+        fields = {"token_ids_S": token_ids_S, "image_positions_M": positions_M}
+        if own.share is None or not sample_tiles.any():
+            return fields
+        positions = {
+            position: _image_places(text.token_ids, self.reader) for position, text in texts.items()
+        }
+        per_tile = self.reader.model.vision.tokens_per_item
+        route = feature_route(own.share, sample_tiles, positions, per_tile)
+        return fields | {
+            "sent_features_F": torch.from_numpy(route.order_F),
+            "feature_counts": (route.sent, route.received),
+        }
 
     def _encode(self, draft: _Draft) -> EncodedSample:
         try:
@@ -418,6 +508,54 @@ class PackDataset(torch.utils.data.Dataset):
             self.reader.model,
             self.reader.tokenizer,
         )
+
+
+def _within(tiles: range, start: int, count: int) -> range:
+    """Tiles of a pack as numbers of a sample's own, of which there are `count` from `start` on."""
+    first = min(max(tiles.start - start, 0), count)
+    return range(first, max(min(tiles.stop - start, count), first))
+
+
+def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
+    """Errors of samples; of one that several ranks read, on the one that has its first tile."""
+    for draft in drafts:
+        if draft.unreadable is not None and draft.own_tiles.start == 0 and draft.own_tiles:
+            yield draft.unreadable
+
+
+def _runs(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
+    """Sample, first token and token after the last of every piece."""
+    return zip(pieces.sample.tolist(), pieces.first.tolist(), pieces.stop.tolist(), strict=True)
+
+
+def _image_places(token_ids: np.ndarray, reader: SampleReader) -> np.ndarray:
+    positions = reader.image_positions(torch.from_numpy(token_ids))
+    assert positions is not None, "a model with tiles takes images"
+    return positions.numpy()
+
+
+def _loss_fields(
+    texts: Mapping[int, EncodedSample], pieces: Pieces, weighting: LossWeighting
+) -> dict[str, torch.Tensor]:
+    """Labels of the pieces' tokens, found before the cut: a piece's last one is the next piece's
+    first token. The weights are by whole samples."""
+    counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
+    weight_of = dict(zip(texts, sample_loss_weights(counts, weighting), strict=True))
+    places, labels, weights = [], [], []
+    start = 0
+    for sample, first, stop in _runs(pieces):
+        # Position i predicts token i + 1; a sample's first token is never predicted, its mask is
+        # False, so no prediction crosses from one sample into the next.
+        learned = np.flatnonzero(texts[sample].loss_mask[first + 1 : stop + 1])
+        places.append(start + learned)
+        labels.append(texts[sample].token_ids[first + 1 : stop + 1][learned])
+        weights.append(np.full(len(learned), weight_of[sample], np.float32))
+        start += stop - first
+    return {
+        "loss_positions_L": torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *places])),
+        "labels_L": torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *labels])),
+        "loss_weights_L": torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *weights])),
+    }
 
 
 def _check_count(found: int, planned: int, what: str, sample: Sample) -> None:

@@ -161,7 +161,7 @@ class _RecomputeClock(PhaseClock):
         towers = (trainer.stage.vision, trainer.stage.language)
         for tower in (tower for tower in towers if tower is not None):
             for layer in tower.layers:
-                if layer.layer_number - 1 in tower.recompute_layers:
+                if any(layer.layer_number - 1 in again for again in tower.recompute_layers):
                     layer.register_forward_pre_hook(self._begin)
                     layer.register_forward_hook(self._end)
 

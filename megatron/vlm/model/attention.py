@@ -1,8 +1,8 @@
 """Attention of both towers: full within a tile, causal within a packed sample.
 
 Shapes: S sequence (packed language tokens, or positions of one tile), B batch (1, or tiles),
-H hidden size, N heads, G key/value heads, D head size, T packed tokens, W width of this rank's
-heads.
+H hidden size, N heads, G key/value heads, D head size, T packed tokens, K keys (T, but for packs
+that ranks share), W width of this rank's heads.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
 from megatron.vlm.model.fused.rotary import Rotation, split_and_rotate
+from megatron.vlm.model.shared_attention import SharedAttention
 
 _HEAD_SIZE_MULTIPLE = 8
 
@@ -85,7 +86,7 @@ class PackedAttention(SelfAttention):
         attention_mask: None,
         *,
         rotary_pos_emb: Rotation,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedSeqParams | SharedAttention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within samples, [S, 1, H] to the same shape, and return the bias to be added."""
         qkv_T1X, _ = self.linear_qkv(hidden_states)
@@ -111,7 +112,8 @@ class PackedCoreAttention(MegatronModule):
     """Scaled dot-product attention, block-diagonal over the packed samples.
 
     With `packed_seq_params` the inputs are [T, N, D] and attention never crosses a sample's border;
-    without, they are [S, B, N, D] and each batch entry attends within itself.
+    without, they are [S, B, N, D] and each batch entry attends within itself. Of a pack that ranks
+    share, they are this rank's tokens, and what stands in the parameters' place knows the others.
     """
 
     def __init__(
@@ -135,40 +137,70 @@ class PackedCoreAttention(MegatronModule):
         attention_mask: None,
         attn_mask_type: AttnMaskType,
         attention_bias: None,
-        packed_seq_params: PackedSeqParams | None,
+        packed_seq_params: PackedSeqParams | SharedAttention | None,
     ) -> torch.Tensor:
         """Attend; returns [S, B, N * D], or [T, N * D] for packed inputs."""
         if packed_seq_params is None:
             query_BNSD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             context_BNSD = _attend(query_BNSD, key_BGSD, value_BGSD, self.causal)
             return context_BNSD.permute(2, 0, 1, 3).flatten(2)
-        # The packed kernel takes no other head sizes; for one sample at a time, torch pads them.
-        takes_heads = query.shape[-1] % _HEAD_SIZE_MULTIPLE == 0
-        if query.is_cuda and takes_heads and query.dtype in (torch.bfloat16, torch.float16):
-            return attend_flash(query, key, value, packed_seq_params, self.causal).flatten(1)
-        return attend_by_segment(query, key, value, packed_seq_params, self.causal).flatten(1)
+        if isinstance(packed_seq_params, SharedAttention):
+            return packed_seq_params.attend(query, key, value, attend_packed).flatten(1)
+        return attend_packed(query, key, value, packed_seq_params, self.causal).flatten(1)
+
+
+def attend_packed(
+    query_TND: torch.Tensor,
+    key_KGD: torch.Tensor,
+    value_KGD: torch.Tensor,
+    packed: PackedSeqParams,
+    causal: bool,
+) -> torch.Tensor:
+    """Attention of ranges of queries, each to a range of keys of its own, [T, N, D].
+
+    The last query of a causal range sees its last key, the one before it the one before, and so on.
+    """
+    # The packed kernel takes no other head sizes; for one range at a time, torch pads them.
+    takes_heads = query_TND.shape[-1] % _HEAD_SIZE_MULTIPLE == 0
+    is_16_bit = query_TND.dtype in (torch.bfloat16, torch.float16)
+    if query_TND.is_cuda and takes_heads and is_16_bit:
+        return attend_flash(query_TND, key_KGD, value_KGD, packed, causal)
+    return attend_by_segment(query_TND, key_KGD, value_KGD, packed, causal)
 
 
 def _attend(
-    query_BNSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor, causal: bool
+    query_BNSD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, causal: bool
 ) -> torch.Tensor:
-    grouped = query_BNSD.shape[1] != key_BGSD.shape[1]
+    grouped = query_BNSD.shape[1] != key_BGKD.shape[1]
+    queries, keys = query_BNSD.shape[2], key_BGKD.shape[2]
+    seen_SK = None
+    if causal and queries < keys:
+        # Torch's own causal mask begins at the first key, and here the last query sees the last.
+        everything = torch.ones(queries, keys, dtype=torch.bool, device=query_BNSD.device)
+        seen_SK = everything.tril(keys - queries)
     return F.scaled_dot_product_attention(
-        query_BNSD, key_BGSD, value_BGSD, is_causal=causal, enable_gqa=grouped
+        query_BNSD,
+        key_BGKD,
+        value_BGKD,
+        seen_SK,
+        is_causal=causal and seen_SK is None,
+        enable_gqa=grouped,
     )
 
 
 def attend_by_segment(
     query_TND: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
+    key_KGD: torch.Tensor,
+    value_KGD: torch.Tensor,
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attention by one kernel call a sample: linear in the pack, for every device and type."""
-    segments = packed.cu_seqlens_q_padded.diff().tolist()
+    """Attention by one kernel call a range: linear in the pack, for every device and type."""
+    queries = query_TND.split(packed.cu_seqlens_q_padded.diff().tolist())
+    key_counts = packed.cu_seqlens_kv_padded.diff().tolist()
+    keys, values = key_KGD.split(key_counts), value_KGD.split(key_counts)
     contexts = []
-    for qkv in zip(*(x.split(segments) for x in (query_TND, key_TGD, value_TGD)), strict=True):
+    for qkv in zip(queries, keys, values, strict=True):
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
         contexts.append(_attend(query, key, value, causal).squeeze(0).transpose(0, 1))
     return torch.cat(contexts)

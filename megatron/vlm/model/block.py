@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
+from megatron.vlm.model.shared_attention import SharedAttention
 
 
 def _for_gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -39,8 +40,8 @@ class PlannedBlock(TransformerBlock):
         config: must have `recompute_granularity="full"`, which makes core's forward call
             `_checkpointed_forward` in training.
         layer_specs: one spec for each layer of this stage.
-        recompute_layers: global layer numbers, from 0, of layers whose activations are dropped
-            after forward and computed again in backward.
+        recompute_layers: for every level of packs, global layer numbers, from 0, of layers whose
+            activations are dropped after forward and computed again in backward.
         final_norm: whether the tower's last norm follows.
     """
 
@@ -48,7 +49,7 @@ class PlannedBlock(TransformerBlock):
         self,
         config: TransformerConfig,
         layer_specs: Sequence[ModuleSpec],
-        recompute_layers: Sequence[int],
+        recompute_layers: Sequence[Sequence[int]],
         final_norm: bool,
     ) -> None:
         super().__init__(
@@ -57,21 +58,29 @@ class PlannedBlock(TransformerBlock):
             post_layer_norm=final_norm,
             post_process=final_norm,
         )
-        self.recompute_layers = frozenset(recompute_layers)
+        self.set_levels(recompute_layers)
+        self._level = 0
         self._branch_scales_L2B: torch.Tensor | None = None
+
+    def set_levels(self, recompute_layers: Sequence[Sequence[int]]) -> None:
+        """Set the recomputed layers of every level of packs."""
+        self.recompute_layers = tuple(map(frozenset, recompute_layers))
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: None,
         branch_scales_L2B: torch.Tensor | None = None,
+        level: int = 0,
         **arguments: object,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers; B may be 0, as in a pack without images.
 
         Args:
             branch_scales_L2B: drop path of both branches of every layer.
+            level: of the pack.
         """
+        self._level = level
         self._branch_scales_L2B = branch_scales_L2B
         if hidden_states.numel():
             return super().forward(hidden_states, attention_mask, **arguments)
@@ -84,17 +93,27 @@ class PlannedBlock(TransformerBlock):
         hidden_states: torch.Tensor,
         attention_mask: None,
         rotary_pos_emb: Rotation | None,
-        packed_seq_params: PackedSeqParams | None,
+        packed_seq_params: PackedSeqParams | SharedAttention | None,
         **unused: object,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers; called by core's forward in training."""
-        # Core's forward does not hand it on. Taken here, as other micro-batches' forwards come
+        # Core's forward does not hand these on. Taken here, as other micro-batches' forwards come
         # before this one's layers are recomputed.
-        scales_L2B = self._branch_scales_L2B
+        scales_L2B, again = self._branch_scales_L2B, self.recompute_layers[self._level]
+        packed_again = packed_seq_params
+        if isinstance(packed_seq_params, SharedAttention):
+            packed_again = packed_seq_params.recomputed()
         for index, layer in enumerate(self.layers):
+            # Core's checkpoint gives gradients only where its input wants one; before the first
+            # trained parameter there is nothing to keep anyway.
+            is_again = layer.layer_number - 1 in again and hidden_states.requires_grad
+            packed = packed_again if is_again else packed_seq_params
 
             def run(
-                hidden_SBH: torch.Tensor, index: int = index, layer: Any = layer
+                hidden_SBH: torch.Tensor,
+                index: int = index,
+                layer: Any = layer,
+                packed: Any = packed,
             ) -> torch.Tensor:
                 scales_2B = None
                 if scales_L2B is not None:
@@ -103,13 +122,11 @@ class PlannedBlock(TransformerBlock):
                     hidden_SBH,
                     attention_mask,
                     rotary_pos_emb=rotary_pos_emb,
-                    packed_seq_params=packed_seq_params,
+                    packed_seq_params=packed,
                     tile_scales_2B=scales_2B,
                 )[0]
 
-            # Core's checkpoint gives gradients only where its input wants one; before the first
-            # trained parameter there is nothing to keep anyway.
-            if layer.layer_number - 1 in self.recompute_layers and hidden_states.requires_grad:
+            if is_again:
                 hidden_states = tensor_parallel.checkpoint(_for_gradient(run), False, hidden_states)
             else:
                 hidden_states = run(hidden_states)

@@ -33,6 +33,7 @@ from megatron.vlm.model.fused.residual import (
 )
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
+from megatron.vlm.model.shared_attention import SharedAttention
 from omnibal.encoders import TilesEncoder
 
 
@@ -97,7 +98,7 @@ class Layer(TransformerLayer):
         hidden_states: torch.Tensor,
         attention_mask: None = None,
         rotary_pos_emb: Rotation | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams | SharedAttention | None = None,
         tile_scales_2B: torch.Tensor | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:

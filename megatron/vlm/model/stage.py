@@ -4,11 +4,12 @@ its units.
 Shapes: T tiles, C channels, P pixels per side, V positions of a tile (patches and class token),
 H vision hidden size, K image tokens over all tiles, S packed tokens, E language hidden size,
 W vocabulary, L loss positions, A answers. Over tensor-parallel ranks, W is padded and divided; with
-sequence parallelism so is S between the language embed and the head.
+sequence parallelism so is S between the language embed and the head. Of a pack that data-parallel
+ranks share, all are one rank's, and M are its image tokens, whose features other ranks may make.
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +26,17 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
+from megatron.vlm.model.context_groups import ContextGroups
 from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.model.exchange import exchange_rows
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
 from megatron.vlm.model.providers import Provider, layer_parts
-from megatron.vlm.model.tensor_parallel import describe_partitions, padded_size, unpadded_size
+from megatron.vlm.model.shared_attention import shared_attention
+from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
@@ -136,7 +140,7 @@ class VLMStage(MegatronModule):
             self.vision = PlannedBlock(
                 vision_config,
                 [spec] * len(stage.layers("vision")),
-                recompute_layers=stage.recomputed("vision"),
+                recompute_layers=[stage.recomputed("vision")],
                 final_norm=False,
             )
         if vision_config is not None and stage.holds("projector"):
@@ -156,7 +160,7 @@ class VLMStage(MegatronModule):
             self.language = PlannedBlock(
                 language_config,
                 [language_layer_spec(language_config, parts)] * len(stage.layers("language")),
-                recompute_layers=stage.recomputed("language"),
+                recompute_layers=[stage.recomputed("language")],
                 final_norm=stage.holds("head"),
             )
             self.rotary_frequencies = _rotary_frequencies(language, language_config.kv_channels)
@@ -182,7 +186,20 @@ class VLMStage(MegatronModule):
         describe_partitions(self, parts)
         if language.tied_head:
             self._describe_tied_weight()
+        self.context_groups: ContextGroups = {}
         self._input: torch.Tensor | None = None
+
+    def set_levels(self, stages: Sequence[Stage], context_groups: ContextGroups) -> None:
+        """Say what differs by level of packs: recomputed layers, and the ranks that share a pack.
+
+        Args:
+            stages: this stage at every level.
+            context_groups: of every context size above 1.
+        """
+        for name, block in (("vision", self.vision), ("language", self.language)):
+            if block is not None:
+                block.set_levels([stage.recomputed(name) for stage in stages])
+        self.context_groups = context_groups
 
     def _describe_tied_weight(self) -> None:
         """Give the matrix that is embedding and head core's attributes of how it is shared."""
@@ -226,7 +243,9 @@ class VLMStage(MegatronModule):
         if self.vision_embedding is not None:
             hidden = self.vision_embedding(batch.pixels_TCPP)
         if self.vision is not None:
-            hidden = self.vision(hidden, None, branch_scales_L2B=self._branch_scales(batch))
+            hidden = self.vision(
+                hidden, None, branch_scales_L2B=self._branch_scales(batch), level=batch.level
+            )
         if self.projector is not None:
             hidden = self.projector(hidden)
         return hidden
@@ -237,8 +256,8 @@ class VLMStage(MegatronModule):
             hidden = self.embed_tokens(batch, hidden)
         assert hidden is not None
         if self.language is not None:
-            padding = -batch.tokens % self.sequence_parts
-            hidden = self.language(hidden, None, **self.packing(batch, padding))
+            packing = self.packing(batch, self._padding(batch))
+            hidden = self.language(hidden, None, level=batch.level, **packing)
         return hidden
 
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
@@ -247,10 +266,19 @@ class VLMStage(MegatronModule):
         Args:
             padding: tokens that follow the samples, as a segment of their own.
         """
-        packed = batch.packed_seq_params(current_device(), padding)
+        device, share = current_device(), batch.share
+        packed = batch.packed_seq_params(device, padding)
+        first, shared = None, None
+        if share is not None:
+            firsts = [*share.own_pieces.first.tolist(), 0]
+            first = torch.tensor(firsts, dtype=torch.int32).to(device, non_blocking=True)
+            shared = shared_attention(share, padding, self.context_groups[share.context], device)
         tokens = batch.tokens + padding
-        turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies)
-        return {"rotary_pos_emb": turned_by, "packed_seq_params": packed}
+        turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
+        return {"rotary_pos_emb": turned_by, "packed_seq_params": shared or packed}
+
+    def _padding(self, batch: MicroBatch) -> int:
+        return batch.shape.padded_tokens(self.sequence_parts) - batch.tokens
 
     def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
         if batch.drop_path_keys_T is None or self.vision is None:
@@ -274,14 +302,27 @@ class VLMStage(MegatronModule):
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         if image_features_KE is not None:
+            image_features_KE = self._features_of_own_tokens(batch, image_features_KE)
             places_M = (batch.image_positions_M, torch.zeros_like(batch.image_positions_M))
             embedded_S1E = embedded_S1E.index_put(places_M, image_features_KE)
+        padding = self._padding(batch)
+        padded_S1E = F.pad(embedded_S1E, (0, 0, 0, 0, 0, padding)) if padding else embedded_S1E
         if self.sequence_parts == 1:
-            return embedded_S1E
-        padding = -batch.tokens % self.sequence_parts
-        padded_S1E = F.pad(embedded_S1E, (0, 0, 0, 0, 0, padding))
+            return padded_S1E
         # The copy lets go of the whole sequence, of which a rank's part would be a view.
         return tensor_parallel.scatter_to_sequence_parallel_region(padded_S1E).clone()
+
+    def _features_of_own_tokens(
+        self, batch: MicroBatch, image_features_KE: torch.Tensor
+    ) -> torch.Tensor:
+        """Give image features to the ranks that have their tokens; returns this rank's, [M, E]."""
+        if batch.share is None or batch.sent_features_F is None:
+            return image_features_KE
+        return exchange_rows(
+            image_features_KE.index_select(0, batch.sent_features_F),
+            *batch.feature_counts,
+            self.context_groups[batch.share.context],
+        )
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
         """Summed loss of the batch's labels, or without labels the likeliest next tokens [A]."""
@@ -344,7 +385,11 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
 
 
 def build_stage(
-    plan: Plan, pipeline_rank: int, drop_path_rate: float = 0.0, provider: Provider = "local"
+    plan: Plan,
+    pipeline_rank: int,
+    drop_path_rate: float = 0.0,
+    provider: Provider = "local",
+    context_groups: ContextGroups | None = None,
 ) -> VLMStage:
     """Build the stage of a pipeline rank on this device; its weights are not yet initialized.
 
@@ -352,6 +397,7 @@ def build_stage(
 
     Args:
         provider: of the layers' linears and attention.
+        context_groups: from `create_context_groups`; without, no packs are shared.
     """
     prefer_flash_attention_3()
     arguments = (plan.model, plan.stages, plan.parallel, plan.precision)
@@ -363,6 +409,8 @@ def build_stage(
         drop_path_rate,
         provider,
     )
+    at_levels = [plan.stages_at(level)[pipeline_rank] for level in range(max(len(plan.levels), 1))]
+    stage.set_levels(at_levels, context_groups or {})
     _freeze(stage, plan.frozen)
     return stage.to(current_device())
 
@@ -398,7 +446,7 @@ def boundary_shape(plan: Plan, cut: int, shape: MicroBatchShape) -> tuple[int, .
     model, before = plan.model, plan.stages[: cut + 1]
     if any(stage.holds("language embed") for stage in before):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
-        return (padded_size(shape.tokens, parts) // parts, 1, model.language.hidden_size)
+        return (shape.padded_tokens(parts) // parts, 1, model.language.hidden_size)
     if any(stage.holds("projector") for stage in before):
         return (shape.tiles * model.vision.tokens_per_item, model.language.hidden_size)
     return (model.vision.positions_per_item, shape.tiles, model.vision.hidden_size)

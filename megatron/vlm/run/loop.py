@@ -17,12 +17,14 @@ from megatron.core import parallel_state
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
+from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values, validation_values
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import StepResult, Trainer, train_step
 from megatron.vlm.step.validation import Validation, validate
+from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.runlog import (
@@ -61,6 +63,8 @@ class RunData:
     """Data that this rank trains on."""
 
     scheduled: ScheduledPacks
+    lengths: Lengths
+    sharing: Sharing
     batches: Iterator[MicroBatch]
     """Micro-batches of this data-parallel rank from the first step on."""
     pack_flops: np.ndarray
@@ -78,13 +82,6 @@ class RunOutcome:
     """Steps trained, those before a resume included."""
     stopped: bool
     """Whether the run was stopped on request, before its end."""
-
-
-def own_rows(scheduled: ScheduledPacks, first_step: int, last_step: int) -> np.ndarray:
-    """Rows of the packs that this data-parallel rank trains from `first_step` to before
-    `last_step`, in order."""
-    own = scheduled.dp_rank == parallel_state.get_data_parallel_rank()
-    return np.flatnonzero(own & (first_step <= scheduled.step) & (scheduled.step < last_step))
 
 
 class TrainingLoop:
@@ -137,11 +134,14 @@ class TrainingLoop:
         return RunOutcome(step, stopped)
 
     def _train(self, step: int) -> StepResult:
-        scheduled = self._data.scheduled
-        rows = self._rows(step)
-        rows = rows[scheduled.dp_rank[rows] == parallel_state.get_data_parallel_rank()]
-        shapes = MicroBatchShape.of_rows(scheduled, rows)
-        batches = MicroBatchStream(batches=self._data.batches, shapes=shapes)
+        data, rows = self._data, self._rows(step)
+        packs = data.scheduled.take(rows)
+        own = data.sharing.rows(packs, step, step + 1)
+        batches = MicroBatchStream(
+            batches=data.batches,
+            shapes=MicroBatchShape.of_shares(packs, data.lengths, own, data.sharing),
+            rows_are_full=data.sharing.rows_are_full(packs, self._trainer.plan.parallel.data),
+        )
         return train_step(self._trainer, batches, self._stop_requested())
 
     def _rows(self, step: int) -> np.ndarray:

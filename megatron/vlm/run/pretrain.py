@@ -18,6 +18,7 @@ from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
+from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.run.arguments import RunArguments
@@ -28,7 +29,6 @@ from megatron.vlm.run.loop import (
     RunOptions,
     RunOutcome,
     TrainingLoop,
-    own_rows,
 )
 from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.stop import StopSignal
@@ -212,13 +212,15 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
+    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.levels)
     dataset = PackDataset(
         run.reader(run.training_data),
         run.packs,
         run.lengths,
-        own_rows(run.packs, first_step, last_step),
+        sharing.rows(run.packs, first_step, last_step),
         run.plan.stages[trainer.links.rank],
         arguments.samples,
+        sharing,
     )
     batches = load_batches(dataset, arguments.num_workers, current_device())
     with closing(batches), StopSignal() as stop:
@@ -226,6 +228,8 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
             trainer,
             RunData(
                 scheduled=run.packs,
+                lengths=run.lengths,
+                sharing=sharing,
                 batches=batches,
                 pack_flops=_pack_flops(run),
                 peak_flops_per_s=_peak_flops_per_s(run.planned.job),

@@ -23,6 +23,7 @@ from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.providers import Provider
 from megatron.vlm.model.stage import VLMStage, build_stage, tied_copies
@@ -86,6 +87,8 @@ class Trainer:
         if self.overlap is None:
             return run_forward_backward(*arguments)
         with self.overlap.reducing():
+            if not _may_overlap(batches):
+                return run_forward_backward(*arguments)
             return run_forward_backward(*arguments, self.overlap.before_last_backward)
 
     def update_weights(self, divisor: float) -> float | None:
@@ -135,7 +138,8 @@ def build_trainer(
         can_save: whether core has the gloo groups that the optimizer's state is gathered in.
         provider: of the layers' linears and attention.
     """
-    stage = build_stage(plan, links.rank, options.drop_path_rate, provider)
+    groups = create_context_groups(plan)
+    stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
     initialize_parameters(stage, seed)
     exchange = _data_parallel_config(plan.parallel)
     model = DistributedDataParallel(stage.config, exchange, stage)
@@ -185,6 +189,16 @@ def build_trainer(
         tied_groups=_tied_groups(tied_copies(plan)),
         overlap=DataParallelOverlap(model) if exchange.overlap_param_gather else None,
     )
+
+
+def _may_overlap(batches: MicroBatchStream) -> bool:
+    """Whether gradients may be reduced while the last micro-batch's backward runs.
+
+    All ranks must begin the exchanges of a shared pack and the reductions in one order. They do
+    where none exchanges in its last backward, and where all do, at the same places. A rank whose
+    last pack is shared while another, which may share it, has one more to come, reduces after it.
+    """
+    return batches.rows_are_full or not batches.shapes or batches.shapes[-1].context == 1
 
 
 def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:

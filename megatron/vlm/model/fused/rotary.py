@@ -23,17 +23,26 @@ class Rotation(NamedTuple):
     sines: torch.Tensor
 
 
-def rotation(borders: torch.Tensor, tokens: int, frequencies: torch.Tensor) -> Rotation:
+def rotation(
+    borders: torch.Tensor,
+    tokens: int,
+    frequencies: torch.Tensor,
+    first: torch.Tensor | None = None,
+) -> Rotation:
     """Angles of every token at its position within its sample, without a word to the host.
 
     Args:
         borders: where samples begin and, at last, end, int32 [samples + 1], on the device.
         tokens: tokens of all samples together.
         frequencies: of RoPE (Su et al. 2021, arXiv 2104.09864), float32 [D / 2].
+        first: where there are pieces of samples in their place, each one's first token within its
+            sample, int32 [pieces], on the device.
     """
     places_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
     samples_T = torch.bucketize(places_T, borders[1:], right=True)
     positions_T = places_T - borders[samples_T]
+    if first is not None:
+        positions_T += first[samples_T]
     angles = positions_T.to(frequencies.dtype).outer(frequencies)
     return Rotation(angles.cos(), angles.sin())
 

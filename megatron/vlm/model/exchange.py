@@ -1,0 +1,97 @@
+"""Exchanges between the ranks that share a pack, with their gradients.
+
+All ranks of a group call the same function at the same place of a micro-batch's forward and
+backward, those without rows too.
+
+Shapes: R rows of this rank, S rows it sends, M most rows that a rank sends, W rows it wants,
+X whatever a row is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def exchange_rows(
+    rows_SX: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send some rows to each rank, in rank order; returns those received, in rank order.
+
+    Args:
+        rows_SX: the rows for the first rank, then for the second, and so on.
+        sent: how many rows are for each rank. They add up to S.
+        received: how many rows come from each rank.
+    """
+    return _ExchangeRows.apply(rows_SX, list(sent), list(received), group)
+
+
+def _exchanged(
+    rows_SX: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    out = rows_SX.new_empty((sum(received), *rows_SX.shape[1:]))
+    dist.all_to_all_single(out, rows_SX.contiguous(), received, sent, group=group)
+    return out
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_SX: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.back = (received, sent, group)
+        return _exchanged(rows_SX, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return _exchanged(gradients[0], *ctx.back), None, None, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Gathering:
+    """Which rows a rank gives to the others of its group, and which of all it wants."""
+
+    sent_S: torch.Tensor
+    """Own rows that other ranks may want, int64."""
+    most_sent: int
+    """M, the same on all ranks and at least 1: each sends as many, padded."""
+    wanted_W: torch.Tensor
+    """Wanted rows, int64: r < R is this rank's own, R + i * M + j is rank i's j-th that was sent.
+    None may be wanted more than twice, as the order of more sums could change."""
+    group: dist.ProcessGroup
+
+
+def gather_rows(rows_RX: torch.Tensor, gathering: Gathering) -> torch.Tensor:
+    """Gather the wanted rows of all ranks, [W, X]; without a gradient."""
+    most, ranks = gathering.most_sent, gathering.group.size()
+    own = len(rows_RX)
+    every = rows_RX.new_empty((own + ranks * most, *rows_RX.shape[1:]))
+    every[:own] = rows_RX
+    sent = rows_RX.new_zeros((most, *rows_RX.shape[1:]))
+    sent[: len(gathering.sent_S)] = rows_RX.index_select(0, gathering.sent_S)
+    dist.all_gather_into_tensor(every[own:], sent, group=gathering.group)
+    return every.index_select(0, gathering.wanted_W)
+
+
+def scatter_gradients(
+    gradients_WX: torch.Tensor, own_rows: int, gathering: Gathering
+) -> torch.Tensor:
+    """Sum the gradients of gathered rows where they came from: the transpose of `gather_rows`.
+
+    Returns:
+        Gradients of this rank's rows, [R, X].
+    """
+    most, ranks = gathering.most_sent, gathering.group.size()
+    every = gradients_WX.new_zeros((own_rows + ranks * most, *gradients_WX.shape[1:]))
+    every.index_add_(0, gathering.wanted_W, gradients_WX)
+    sent = every.new_empty((most, *every.shape[1:]))
+    dist.reduce_scatter_tensor(sent, every[own_rows:], group=gathering.group)
+    own_RX = every[:own_rows].clone()  # of which the others would keep the whole memory
+    own_RX.index_add_(0, gathering.sent_S, sent[: len(gathering.sent_S)])
+    return own_RX

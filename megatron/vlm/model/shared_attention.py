@@ -1,0 +1,325 @@
+"""Causal attention over a pack whose tokens several ranks have.
+
+A rank's queries are its pieces of samples; each attends to its sample's tokens from the first to
+the piece's own end. How its keys get there is the level's exchange:
+
+- `gather`: keys and values of samples that the cut divides are gathered from all ranks, and in
+  backward their gradients summed where they came from. What was gathered is not kept: a layer's
+  backward gathers it again, but for one that is recomputed, whose second forward does.
+- `heads`: queries, keys and values of divided samples are exchanged, so that each rank has all of
+  their tokens and some of the heads, and the output is exchanged back (DeepSpeed-Ulysses, arXiv
+  2309.14509).
+
+Samples that one rank has whole are attended there, without an exchange.
+
+Shapes: T tokens of this rank, N heads, G key/value heads, D head size, R tokens of its divided
+pieces, A tokens of all divided samples, K keys of all its pieces one after another, C ranks that
+share the pack.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron.vlm.inputs.batch import borders_of
+from megatron.vlm.inputs.share import Share, ShareLayout
+from megatron.vlm.model.exchange import (
+    Gathering,
+    exchange_rows,
+    gather_rows,
+    scatter_gradients,
+)
+from omnibal.levels import ContextExchange
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams, bool], torch.Tensor]
+"""Attention within the ranges of one rank, as `attention.attend_packed`."""
+
+
+class SharedAttention(ABC):
+    """Attention of one micro-batch's share; stands where core has its `PackedSeqParams`."""
+
+    @abstractmethod
+    def attend(
+        self, query_TND: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, by: Attend
+    ) -> torch.Tensor:
+        """Attend together with the other ranks of the block, [T, N, D]."""
+
+    def recomputed(self) -> "SharedAttention":
+        """The same for a layer that is recomputed in backward."""
+        return self
+
+
+def shared_attention(
+    share: Share, padding: int, group: dist.ProcessGroup, device: torch.device
+) -> SharedAttention | None:
+    """Attention of a rank's share; None where the cut has left every sample whole.
+
+    Args:
+        padding: tokens after the share's, which attend to each other.
+        group: ranks of the block.
+    """
+    layout = ShareLayout.of(share, padding)
+    if not len(layout.divided):
+        return None
+    match share.exchange:
+        case ContextExchange.GATHER:
+            return _GatheredKeys.of(layout, group, device)
+        case ContextExchange.HEADS:
+            return _DividedHeads.of(layout, group, device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _GatheredKeys(SharedAttention):
+    gathering: Gathering
+    borders: PackedSeqParams
+    """Of queries: this rank's pieces; of keys: each piece's sample up to the piece's end."""
+    keeps_keys: bool = False
+
+    @classmethod
+    def of(
+        cls, layout: ShareLayout, group: dist.ProcessGroup, device: torch.device
+    ) -> "_GatheredKeys":
+        most = int(layout.divided_tokens.max())
+        starts, counts, key_tokens = _wanted_ranges(layout, most)
+        query_tokens = layout.own.tokens.tolist()
+        if layout.padding:
+            query_tokens.append(layout.padding)
+        gathering = Gathering(
+            sent_S=_divided_rows(layout, device),
+            most_sent=most,
+            wanted_W=_ranges(starts, counts, device),
+            group=group,
+        )
+        return cls(gathering=gathering, borders=borders_of(query_tokens, key_tokens, device))
+
+    def recomputed(self) -> "_GatheredKeys":
+        return replace(self, keeps_keys=True)
+
+    def attend(
+        self, query_TND: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, by: Attend
+    ) -> torch.Tensor:
+        own_T2GD = torch.stack([key_TGD, value_TGD], 1)
+        again = None
+        if torch.is_grad_enabled() and not self.keeps_keys and own_T2GD.requires_grad:
+            again = _GatheredAgain(own_T2GD.detach(), self.gathering)
+        keys_K2GD = _GatherKeys.apply(own_T2GD, self.gathering, again)
+        key_KGD, value_KGD = keys_K2GD.unbind(1)
+        if again is None:
+            return by(query_TND, key_KGD, value_KGD, self.borders, True)
+        again.stands_for(keys_K2GD)
+        with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+            context_TND = by(query_TND, key_KGD, value_KGD, self.borders, True)
+        return _GatherBefore.apply(context_TND, again)
+
+
+def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Runs of rows that make up the keys of this rank's pieces, as `Gathering.wanted_W` counts.
+
+    Returns:
+        First row and number of rows of every run, and the number of keys of every piece, padding
+        being one.
+    """
+    divided, own = layout.divided, layout.own
+    before = np.cumsum(divided.tokens) - divided.tokens
+    of_rank = np.cumsum(layout.divided_tokens) - layout.divided_tokens
+    sent_row = layout.tokens + divided.rank * most + before - of_rank[divided.rank]
+    by_place = np.lexsort((divided.first, divided.sample))
+    starts, counts, key_tokens = [], [], []
+    for piece, is_divided in enumerate(layout.own_divided.tolist()):
+        sample, stop = own.sample[piece], own.stop[piece]
+        if is_divided:
+            low, high = np.searchsorted(divided.sample[by_place], [sample, sample + 1])
+            runs = by_place[low:high]
+            runs = runs[divided.stop[runs] <= stop]
+            starts += sent_row[runs].tolist()
+            counts += divided.tokens[runs].tolist()
+        else:
+            # A whole sample is in one run, whatever pieces it is in.
+            starts.append(int(layout.own_start[piece] - own.first[piece]))
+            counts.append(int(stop))
+        key_tokens.append(int(stop))
+    if layout.padding:
+        starts.append(layout.tokens - layout.padding)
+        counts.append(layout.padding)
+        key_tokens.append(layout.padding)
+    return np.array(starts), np.array(counts), key_tokens
+
+
+class _View(NamedTuple):
+    """A view of gathered keys that is not there at present."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _GatheredAgain:
+    """A layer's gathered keys and values, gone after its forward, here for its backward."""
+
+    def __init__(self, own_T2GD: torch.Tensor, gathering: Gathering) -> None:
+        self._own_T2GD, self._gathering = own_T2GD, gathering
+        self._address = 0
+        self._keys_K2GD: torch.Tensor | None = None
+
+    def stands_for(self, keys_K2GD: torch.Tensor) -> None:
+        """Say what was gathered, so that no view of it is saved."""
+        self._address = keys_K2GD.untyped_storage().data_ptr()
+
+    def pack(self, saved: torch.Tensor) -> "torch.Tensor | _View":
+        """Keep the shape alone of what is a view of the keys."""
+        if saved.untyped_storage().data_ptr() != self._address:
+            return saved
+        return _View(saved.size(), saved.stride(), saved.storage_offset())
+
+    def unpack(self, saved: "torch.Tensor | _View") -> torch.Tensor:
+        """Give back what was saved."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        assert self._keys_K2GD is not None, "a layer's keys are used before they are gathered"
+        return self._keys_K2GD.as_strided(*saved)
+
+    def gather(self) -> None:
+        """Gather anew, before the layer's attention runs backward."""
+        self._keys_K2GD = gather_rows(self._own_T2GD, self._gathering)
+
+    def free(self) -> None:
+        """Let go of the keys, after it."""
+        self._keys_K2GD = None
+
+
+class _GatherKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, own_T2GD: torch.Tensor, gathering: Gathering, again: _GatheredAgain | None
+    ) -> torch.Tensor:
+        ctx.own_rows, ctx.gathering, ctx.again = len(own_T2GD), gathering, again
+        return gather_rows(own_T2GD, gathering)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        if ctx.again is not None:
+            ctx.again.free()
+        return scatter_gradients(gradients[0], ctx.own_rows, ctx.gathering), None, None
+
+
+class _GatherBefore(torch.autograd.Function):
+    """Nothing in forward; in backward, the keys are gathered before what made the input is run."""
+
+    @staticmethod
+    def forward(ctx: Any, context_TND: torch.Tensor, again: _GatheredAgain) -> torch.Tensor:
+        ctx.again = again
+        return context_TND.view_as(context_TND)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.again.gather()
+        return gradients[0], None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _DividedHeads(SharedAttention):
+    group: dist.ProcessGroup
+    divided_tokens: list[int]
+    """Tokens of every rank's divided pieces. [C]"""
+    rows_R: torch.Tensor
+    """This rank's tokens of divided samples."""
+    whole_rows: torch.Tensor
+    """Its other tokens, padding included."""
+    unordered_T: torch.Tensor
+    """Place of every token in those two, one after the other."""
+    by_sample_A: torch.Tensor
+    """Tokens of all divided samples, as places in what all ranks send."""
+    by_rank_A: torch.Tensor
+    """The other way round."""
+    divided_borders: PackedSeqParams
+    whole_borders: PackedSeqParams | None
+
+    @classmethod
+    def of(
+        cls, layout: ShareLayout, group: dist.ProcessGroup, device: torch.device
+    ) -> "_DividedHeads":
+        divided, own, is_whole = layout.divided, layout.own, ~layout.own_divided
+        by_place = np.lexsort((divided.first, divided.sample))
+        sent_row = np.cumsum(divided.tokens) - divided.tokens
+        by_sample_A = _ranges(sent_row[by_place], divided.tokens[by_place], device)
+        whole_start, whole_tokens = layout.own_start[is_whole], own.tokens[is_whole]
+        if layout.padding:
+            whole_start = np.append(whole_start, layout.tokens - layout.padding)
+            whole_tokens = np.append(whole_tokens, layout.padding)
+        rows_R = _divided_rows(layout, device)
+        whole_rows = _ranges(whole_start, whole_tokens, device)
+        sample = divided.sample[by_place]
+        borders = np.flatnonzero(np.diff(sample, prepend=-1))
+        segments = np.add.reduceat(divided.tokens[by_place], borders).tolist()
+        whole = whole_tokens.tolist()
+        return cls(
+            group=group,
+            divided_tokens=layout.divided_tokens.tolist(),
+            rows_R=rows_R,
+            whole_rows=whole_rows,
+            unordered_T=_inverse(torch.cat([rows_R, whole_rows])),
+            by_sample_A=by_sample_A,
+            by_rank_A=_inverse(by_sample_A),
+            divided_borders=borders_of(segments, segments, device),
+            whole_borders=borders_of(whole, whole, device) if whole else None,
+        )
+
+    def attend(
+        self, query_TND: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, by: Attend
+    ) -> torch.Tensor:
+        qkv = (query_TND, key_TGD, value_TGD)
+        parts = [self._attend_divided(qkv, by)]
+        if self.whole_borders is not None:
+            query, key, value = (heads.index_select(0, self.whole_rows) for heads in qkv)
+            parts.append(by(query, key, value, self.whole_borders, True))
+        return torch.cat(parts).index_select(0, self.unordered_T)
+
+    def _attend_divided(
+        self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], by: Attend
+    ) -> torch.Tensor:
+        """Attention of this rank's tokens of divided samples, [R, N, D]."""
+        ranks, own = len(self.divided_tokens), len(self.rows_R)
+        each_own, counts = [own] * ranks, self.divided_tokens
+        # Rank i gets the i-th part of q's heads, of k's and of v's.
+        split = [
+            heads.index_select(0, self.rows_R)
+            .unflatten(1, (ranks, heads.shape[1] // ranks))
+            .transpose(0, 1)
+            for heads in qkv
+        ]
+        sent = torch.cat(split, 2).flatten(0, 1)  # [C * R, (N + 2 G) / C, D]
+        got_A = exchange_rows(sent, each_own, counts, self.group)
+        heads_AXD = got_A.index_select(0, self.by_sample_A)
+        query, key, value = heads_AXD.split([part.shape[2] for part in split], 1)
+        context_A = by(query, key, value, self.divided_borders, True)
+        context_A = context_A.index_select(0, self.by_rank_A)
+        back = exchange_rows(context_A, counts, each_own, self.group)
+        return back.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
+
+
+def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
+    """This rank's tokens of divided samples, in order. [R]"""
+    mine = layout.own_divided
+    return _ranges(layout.own_start[mine], layout.own.tokens[mine], device)
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Numbers of runs of so many from each start, one run after another, int64."""
+    starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    table = torch.from_numpy(np.stack([ends, starts - (ends - counts)]))
+    ends_on, shift_on = table.to(device, non_blocking=True)
+    places = torch.arange(total, device=device)
+    return places + shift_on[torch.bucketize(places, ends_on, right=True)]
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """Place of every number in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -1,0 +1,329 @@
+"""Check of plans with levels: every way in which shared packs can be wrong is found and named."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_cases import example_lengths, job_spec
+
+from omnibal.check import check_plan, open_plan
+from omnibal.cli.simulate import simulate
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums, read_packs, write_packs
+from omnibal.data.steps import steps_of
+from omnibal.errors import UserError
+from omnibal.levels import CutRule
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.units import stages_from_cuts
+from omnibal.plan import Plan, PlannedLevel, read_plan, write_plan
+from omnibal.plan_data import SampleData
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanResult, prediction_of
+from omnibal.report.page import write_report
+from omnibal.report.tables import stage_table
+
+pytestmark = pytest.mark.quick
+
+JOB = job_spec(parallel=Parallel(pipeline=2, data=4))
+SHORT, LONG = 300, 700
+"""Caps of tokens."""
+
+
+def long_and_short(count: int = 240) -> Lengths:
+    """The example's samples, of which every twelfth has so much text that it needs a long pack."""
+    lengths = example_lengths(count=count)
+    extra = np.where(np.arange(count) % 12 == 0, SHORT, 0).astype(np.int32)
+    return replace(lengths, tokens=lengths.tokens + extra)
+
+
+def planned(packs: ScheduledPacks | None = None, packs_per_step: int = 12) -> PlanResult:
+    """A plan of two levels: packs of one rank, and longer ones of two, which recompute a layer."""
+    stages = stages_from_cuts(JOB.model, (4,))
+    layer = stages[1].units[-2].units[:1]
+    levels = (
+        PlannedLevel(caps=Caps.of(tiles=8, tokens=SHORT), recompute=((), ())),
+        PlannedLevel(
+            caps=Caps.of(tiles=16, tokens=LONG),
+            context=2,
+            cut=CutRule.ZIGZAG,
+            recompute=((), layer),
+        ),
+    )
+    data = SampleData(
+        lengths=long_and_short(240 if packs is None else len(packs.packs.samples)),
+        caps=levels[1].caps,
+        packing=PackingMethod.ISF,
+        levels=tuple(level.unplanned for level in levels),
+        packs_per_step=packs_per_step,
+        epochs=1,
+        seed=0,
+    )
+    lengths = data.lengths
+    packs = data.schedule(JOB)[0] if packs is None else packs
+    plan = Plan(
+        model=JOB.model,
+        precision=JOB.precision,
+        parallel=JOB.parallel,
+        stages=stages,
+        levels=levels,
+        cluster=JOB.cluster,
+        data=data.described(packs, JOB),
+    )
+    prediction = prediction_of(plan, JOB, packs, JOB.workload(packs, lengths, plan.levels))
+    plan = plan.model_copy(update={"prediction": prediction})
+    return PlanResult(plan=plan, data=(packs, lengths), profile=None, search=None)
+
+
+@pytest.fixture(scope="module")
+def result() -> PlanResult:
+    return planned()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, result: PlanResult) -> Path:
+    save_plan(result, tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def rewrite_packs(directory: Path, change: Callable[[ScheduledPacks], ScheduledPacks]) -> None:
+    """Write changed packs, and their hashes into the plan, as a careless tool would."""
+    packs, plan = change(read_packs(directory / "packs.parquet")), read_plan(directory)
+    write_packs(packs, directory / "packs.parquet")
+    assert plan.data is not None
+    hashes = {"packs_sha256": packs.sha256, "steps_sha256": steps_of(packs).sha256}
+    update = {"data": plan.data.model_copy(update=hashes), "prediction": None}
+    write_plan(plan.model_copy(update=update), directory)
+
+
+def edit(directory: Path, change: Callable[[dict], None]) -> None:
+    """Change `plan.json` as text."""
+    path = directory / "plan.json"
+    plan = json.loads(path.read_text())
+    change(plan)
+    path.write_text(json.dumps(plan))
+
+
+def test_a_good_plan_of_levels_passes(directory: Path, result: PlanResult) -> None:
+    """Prevents checks that refuse what the planner makes, and a fixture without shared packs."""
+    packs, _ = result.data or pytest.fail("no packs")
+    assert 0 < packs.level.sum() < len(packs)
+    passed = check_plan(directory)
+    assert "packs are of 2 levels of context size 1, 2" in passed
+    assert "no pack exceeds the caps of its level" in passed
+    assert result.plan.prediction.lost.context_exchange_ms > 0
+
+
+def first_row(packs: ScheduledPacks, level: int) -> int:
+    return int(np.flatnonzero(packs.level == level)[0])
+
+
+def other_level(packs: ScheduledPacks) -> ScheduledPacks:
+    level = packs.level.copy()
+    level[first_row(packs, 0)] = 2
+    return replace(packs, level=level)
+
+
+def too_long_for_its_level(packs: ScheduledPacks) -> ScheduledPacks:
+    """The samples of a long pack and of a short one trade places."""
+    rows = np.arange(len(packs))
+    place, filler = first_row(packs, 0), int(packs.tokens.argmax())
+    rows[[place, filler]] = rows[[filler, place]]
+    moved = packs.take(rows)
+    return replace(
+        packs, packs=moved.packs, tokens=moved.tokens, items=moved.items, epoch=packs.epoch
+    )
+
+
+def off_its_block(packs: ScheduledPacks) -> ScheduledPacks:
+    dp_rank = packs.dp_rank.copy()
+    dp_rank[first_row(packs, 1)] += 1
+    moved = replace(packs, dp_rank=dp_rank)
+    return moved.take(np.lexsort((moved.slot, moved.dp_rank, moved.step)))
+
+
+def shared_beside_others(packs: ScheduledPacks) -> ScheduledPacks:
+    """A rank's own pack becomes one that it shares; all fit the caps of longer packs."""
+    level = packs.level.copy()
+    level[np.flatnonzero((packs.level == 0) & (packs.dp_rank == 2))[0]] = 1
+    return replace(packs, level=level)
+
+
+def later_slot(packs: ScheduledPacks) -> ScheduledPacks:
+    """All shared packs of a step's last shared slot come a slot later, so that one is left out."""
+    shared = np.flatnonzero(packs.level == 1)
+    step = packs.step[shared[0]]
+    in_step = packs.step == step
+    after = in_step & (packs.slot >= packs.slot[shared[0]])
+    return replace(packs, slot=packs.slot + after.astype(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (other_level, "has no such level.*levels go from 0 to 1"),
+        (too_long_for_its_level, "exceeds a cap.*the caps of its level"),
+        (off_its_block, "shared by ranks that are no block.*multiple of its level's context"),
+        (shared_beside_others, "another context size than a pack of the same step and slot"),
+        (later_slot, "leaves out a slot.*count from 0 in each step"),
+    ],
+)
+def test_wrong_shared_packs_are_refused(directory: Path, change, expected: str) -> None:
+    """Prevents runs whose ranks wait for each other for ever, or do not fit."""
+    rewrite_packs(directory, change)
+    with pytest.raises(UserError, match=expected):
+        check_plan(directory)
+
+
+@pytest.mark.parametrize("missing", [None, 1])
+def test_a_gap_on_a_rank_that_only_shares_is_found(tmp_path: Path, missing: int | None) -> None:
+    """Prevents gaps of ranks that no row of the packs names: the second of a block."""
+    lengths = long_and_short(25)
+    chosen = [index for index in range(25) if index % 12] + [0, 12, 24]
+    short, long = chosen[:22], chosen[22:]
+    ranks = [rank for rank in range(4) if rank != missing]
+    # Slot 0 is every rank's own, slot 1 shared, slot 2 the first block's.
+    lists = [short[rank::4] if rank in ranks else [] for rank in range(4)]
+    lists[ranks[-1]] += short[missing::4] if missing is not None else []
+    rows = [(rank, 0, 0, lists[rank]) for rank in ranks]
+    rows += [(0, 1, 1, long[:1]), (2, 1, 1, long[1:2]), (0, 2, 1, long[2:])]
+    rows = sorted(rows)
+    dp_rank, slot, level = (
+        np.array(column, np.int32) for column in list(zip(*rows, strict=True))[:3]
+    )
+    packs = Packs.from_lists([row[3] for row in rows])
+    scheduled = ScheduledPacks(
+        packs=packs,
+        step=np.zeros(len(rows), np.int64),
+        dp_rank=dp_rank,
+        slot=slot,
+        epoch=np.zeros(len(rows), np.int32),
+        items=item_sums(packs, lengths),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=level,
+    )
+    made = planned(scheduled, packs_per_step=len(ranks) + 6)
+    roomy = tuple(
+        level.model_copy(update={"caps": Caps.of(tiles=100, tokens=tokens)})
+        for level, tokens in zip(made.plan.levels, (4_000, 5_000), strict=True)
+    )
+    data = made.plan.data.model_copy(update={"caps": roomy[1].caps})
+    plan = made.plan.model_copy(update={"levels": roomy, "data": data, "prediction": None})
+    save_plan(replace(made, plan=plan), tmp_path / "plan")
+    if missing is None:
+        check_plan(tmp_path / "plan")
+    else:
+        with pytest.raises(UserError, match="leaves out a slot"):
+            check_plan(tmp_path / "plan")
+
+
+def context_of_3(plan: dict) -> None:
+    plan["levels"][1]["context"] = 3
+
+
+def context_of_8(plan: dict) -> None:
+    plan["levels"][1]["context"] = 8
+
+
+def head_exchange(plan: dict) -> None:
+    plan["levels"][1]["exchange"] = "heads"
+    plan["levels"][1]["context"] = 4
+
+
+def foreign_layer(plan: dict) -> None:
+    plan["levels"][1]["recompute"] = [["language 0"], []]
+
+
+def too_few_stages(plan: dict) -> None:
+    plan["levels"][0]["recompute"] = [[]]
+
+
+def falling_caps(plan: dict) -> None:
+    plan["levels"].reverse()
+
+
+def other_features(plan: dict) -> None:
+    del plan["levels"][0]["caps"]["max_tiles"]
+
+
+def recomputed_twice(plan: dict) -> None:
+    plan["stages"][1]["recompute"] = ["language 0"]
+
+
+def no_levels(plan: dict) -> None:
+    plan["levels"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (context_of_3, "context is 3, and must be a power of two"),
+        (context_of_8, "context is 8, and must divide the 4 data-parallel ranks"),
+        (head_exchange, r"levels\[1\]: context size 4 with exchange of heads needs"),
+        (foreign_layer, r"levels\[1\]: stage 0 recomputes language 0 but holds"),
+        (too_few_stages, "recompute has 1 entries for 2 stages"),
+        (falling_caps, "levels must come in the order of rising max_tokens"),
+        (other_features, "all levels must limit the same features"),
+        (recomputed_twice, "a stage names layers to recompute beside `levels`"),
+        (no_levels, "has no such level.*levels go from 0 to 0"),
+    ],
+)
+def test_wrong_levels_are_refused(directory: Path, change, expected: str) -> None:
+    """Prevents levels that no run can follow."""
+    edit(directory, change)
+    with pytest.raises(UserError, match=expected):
+        check_plan(directory)
+
+
+def test_what_a_level_recomputes_counts(directory: Path) -> None:
+    """Prevents predictions of a plan that are made with the layers of another level."""
+
+    def keep_all(plan: dict) -> None:
+        plan["levels"][1]["recompute"] = [[], []]
+
+    edit(directory, keep_all)
+    with pytest.raises(UserError, match="the stored prediction is of another plan"):
+        check_plan(directory)
+
+
+def test_other_weights_of_attention_are_other_shares(directory: Path) -> None:
+    """Prevents predictions for ranks that have other tokens."""
+
+    def cut_otherwise(plan: dict) -> None:
+        plan["levels"][1]["cut"] = "contiguous"
+
+    edit(directory, cut_otherwise)
+    with pytest.raises(UserError, match="the stored prediction is of another plan"):
+        check_plan(directory)
+
+
+def test_steps_count_a_shared_pack_for_each_of_its_ranks(tmp_path: Path) -> None:
+    """Prevents plans of levels whose steps seem to be of many sizes."""
+    made = planned(packs_per_step=8)
+    packs, _ = made.data or pytest.fail("no packs")
+    assert len(set(np.bincount(packs.step).tolist())) > 2  # one may differ in any plan
+    save_plan(made, tmp_path / "plan")
+    assert any(line.startswith("steps are of 8 packs") for line in check_plan(tmp_path / "plan"))
+
+
+def test_simulation_and_report_are_of_the_levels(
+    directory: Path, result: PlanResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents figures of a plan's shared packs as if each were one rank's, and hidden layers."""
+    simulate(directory, None, None, True)
+    simulated = json.loads(capsys.readouterr().out)
+    prediction = result.plan.prediction
+    assert simulated["step_ms_mean"] == pytest.approx(prediction.step_ms)
+    output = directory.parent / "report.html"
+    write_report(open_plan(directory), None, output)
+    page = output.read_text()
+    assert "its share of a pack of 2 ranks" in page
+    assert "0 / 1 recomputed by level" in page
+    table = stage_table(result.plan, None, None)
+    (titles,) = [[column.title for column in table.columns]]
+    at = titles.index("recomputed by level")
+    assert [row[at] for section in table.sections for row in section] == ["0 / 0", "0 / 1"]
