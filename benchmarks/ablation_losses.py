@@ -44,6 +44,7 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.parallel import Parallel
 from omnibal.plan import Plan
 from omnibal.plan_data import SampleData
@@ -142,7 +143,7 @@ def run(digits: Path, lengths: Lengths, system: System, seed: int) -> Curve:
 
 def heldout_packs(reader: SampleReader, plan: Plan) -> Validation:
     """All held-out samples, packed alike for every run."""
-    packs = pack_validation(reader, len(reader.annotations), CAPS, data_parallel=1)
+    packs = pack_validation(reader, len(reader.annotations), Level(caps=CAPS), data_parallel=1)
     dataset = packs.dataset(reader, plan.stages[0], rank=0, options=DataOptions())
     return Validation(
         batches=lambda: MicroBatchStream(

@@ -306,7 +306,7 @@ def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     stages = _all_recomputed(model, found)
     prediction = predict(cost, model, job.parallel, [stages], packs, workload)
     plan = balanced.plan.model_copy(update={"stages": stages, "prediction": prediction})
-    return replace(balanced, plan=plan, search=replace(found, stages=stages))
+    return replace(balanced, plan=plan, search=replace(found, stages_at=(stages,)))
 
 
 def _all_recomputed(model: ModelConfig, found: SearchResult) -> tuple[Stage, ...]:

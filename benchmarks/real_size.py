@@ -1,6 +1,6 @@
 """Plans of real size beside what the code allocates: every stage of many models, without a device.
 
-    python benchmarks/real_size.py [--quick] [--work work/real_size]
+    python benchmarks/real_size.py [--quick] [--provider local] [--work work/real_size]
 
 Plans each job, runs all of its stages on pretended CUDA devices (`tools/replay.py --pretend`) and
 prints
@@ -20,13 +20,18 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
-from megatron.vlm.measure.pretended.job import pretend_stages, pretended_info
+from megatron.vlm.measure.pretended.job import (
+    check_pretended_provider,
+    pretend_stages,
+    pretended_info,
+)
 from megatron.vlm.measure.replay_job import load_replay
 from megatron.vlm.run.launch import Launch, open_store
-from omnibal.config import load_cluster, load_model
+from omnibal.config import Provider, load_cluster, load_model
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.job import JobSpec
@@ -233,11 +238,14 @@ def show_kernels(work: Path, console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three jobs only")
+    parser.add_argument("--provider", choices=get_args(Provider), default="local")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "real_size")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     console = Console(width=200)
     try:
+        check_pretended_provider(given.provider)
+        console.print(f"provider of layers: {given.provider}")
         compare(QUICK if given.quick else JOBS, given.work, console)
         show_kernels(given.work, console)
     except UserError as error:

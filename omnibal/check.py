@@ -162,9 +162,6 @@ def _check_costs(
 
 def _check_prediction(stored: Prediction, anew: Prediction) -> None:
     """Refuse any figure that is not what the plan's own costs and packs give."""
-    if stored.exchange is None:
-        # As in plans of before it was predicted apart: right where there is nothing to exchange.
-        anew = anew.model_copy(update={"exchange": None})
     given, found = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
     # A part of a step may be next to nothing: what it differs by is measured at the step.
     slack = {
@@ -382,7 +379,8 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     sizes = np.bincount(packs.step, weights=_contexts(plan, packs)).astype(np.int64)
     epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
     others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
-    if data.method != "other" and others.max() > 1:
+    # Steps that were made for other context sizes count each pack for other numbers of ranks.
+    if data.method != "other" and not plan.levels and others.max() > 1:
         raise UserError(
             f"data.packs_per_step is {data.packs_per_step:,}, and {others.max():,} steps of an "
             "epoch have another number of packs; only one may: correct data.packs_per_step, or "

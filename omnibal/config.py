@@ -27,6 +27,9 @@ from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
 from omnibal.rates import Rates
 
 Precision = Literal["fp32", "bf16"]
+Provider = Literal["local", "te"]
+"""Where the linears and the attention of layers come from: this project and Megatron-core, or
+Transformer Engine."""
 ChatTemplate = Literal[
     "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5"
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from omnibal.errors import UserError
 
@@ -181,4 +182,9 @@ def _invalid(error: ValidationError, where: str, remedy: str) -> UserError:
     first = error.errors()[0]
     place = ": " + ": ".join(map(str, first["loc"])) if first["loc"] else ""
     given = f" (given: {first['input']!r:.80})" if first["type"] not in _TELLING else ""
-    return UserError(f"{where}{place}: {first['msg']}{given}; {remedy}")
+    return UserError(f"{where}{place}: {complaint(first)}{given}; {remedy}")
+
+
+def complaint(of: ErrorDetails) -> str:
+    """What is wrong by one of pydantic's errors: a validator's own words, without pydantic's."""
+    return str(of["ctx"]["error"]) if of["type"] == "value_error" else of["msg"]

@@ -14,7 +14,7 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Profile, fitted_cost
+from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
 from omnibal.cost.shares import part_features, share_features
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
@@ -70,10 +70,15 @@ class JobSpec:
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Costs of units on packs of every level; without levels, `cost` alone.
 
+        Ranks exchange at the profile's rates, where it has measured any.
+
         Raises:
             UserError: a level exchanges heads that its context size does not divide.
         """
-        sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+        cluster = self.cluster
+        if self.profile is not None and self.profile.rates is not None:
+            cluster = with_measured_rates(cluster, self.profile)
+        sizes = self.model, cluster, self.parallel, self.precision, self.frozen
         return costs_at(self.cost, *sizes, levels)
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:

@@ -8,7 +8,9 @@ from omnibal.config import ClusterConfig
 from omnibal.cost.profile import Profile
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.errors import UserError
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
@@ -18,7 +20,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import DataPlan, Plan
+from omnibal.plan import DataPlan, Plan, PlannedLevel
 from omnibal.plan_data import PlanData
 
 
@@ -27,8 +29,8 @@ class PlanRequest:
     """A job and its data, and the method that divides the model over stages.
 
     Raises:
-        UserError: a step has too many packs, the epochs too many samples, or the lengths were
-            scanned for another model.
+        UserError: a step has too many packs, the epochs too many samples, the lengths were scanned
+            for another model, or the method does not plan for levels.
     """
 
     job: JobSpec
@@ -40,6 +42,13 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
+        joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
+        if self.data.levels and (self.method, self.recompute) != joint:
+            raise UserError(
+                f"--method {self.method} with --recompute {self.recompute} was given for packs of "
+                "several levels, each of which recomputes layers of its own, and only the joint "
+                "search knows them: leave both options out, or give --levels 1"
+            )
 
     def sized(self, parallel: Parallel) -> Self:
         """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
@@ -92,8 +101,9 @@ def make_plan(request: PlanRequest) -> PlanResult:
     """
     job = request.job
     packs, lengths = request.data.schedule(job)
-    workload = job.workload(packs, lengths, request.data.levels)
-    stages, search = _stages(request, workload)
+    levels = request.data.levels
+    workload = job.workload(packs, lengths, levels)
+    stages_at, search = _stages(request, workload)
     described = request.data.described(packs, job)
     has_samples = isinstance(described, DataPlan)
     plan = Plan(
@@ -101,7 +111,8 @@ def make_plan(request: PlanRequest) -> PlanResult:
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
-        stages=stages,
+        stages=_without_recompute(stages_at[0]) if levels else stages_at[0],
+        levels=_planned(levels, stages_at),
         cluster=job.cluster,
         data=described if has_samples else None,
         shapes=None if has_samples else described,
@@ -127,16 +138,32 @@ def prediction_of(
     return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
 
 
+def _planned(
+    levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]
+) -> tuple[PlannedLevel, ...]:
+    """Levels with the layers that each stage recomputes at them."""
+    return tuple(
+        PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in stages))
+        for level, stages in zip(levels, stages_at, strict=bool(levels))
+    )
+
+
+def _without_recompute(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    return tuple(stage.model_copy(update={"recompute": ()}) for stage in stages)
+
+
 def _stages(
     request: PlanRequest, workload: Workload
-) -> tuple[tuple[Stage, ...], SearchResult | None]:
+) -> tuple[tuple[tuple[Stage, ...], ...], SearchResult | None]:
+    """Stages with the layers that they recompute at every level."""
     job = request.job
-    cost, model, pipeline = job.cost, job.model, job.parallel.pipeline
+    cost, model = job.cost_of_all(request.data.levels), job.model
+    pipeline = job.parallel.pipeline
     cap_bytes = job.memory_cap_gib * GIB
     if request.method is PartitionMethod.OMNIBAL and request.recompute is RecomputeRule.CHEAPEST:
         found = search_stages(cost, model, workload, pipeline, cap_bytes)
-        return found.stages, found
+        return found.stages_at, found
     chosen = baseline_stages(
         request.method, request.recompute, cost, model, workload, pipeline, cap_bytes
     )
-    return chosen, None
+    return (chosen,), None

@@ -23,6 +23,7 @@ from omnibal.frozen import Frozen
 from omnibal.pipeline.stage_memory import GIB, fits_cap, memory_table, running_passes
 from omnibal.pipeline.units import unit_runs
 from omnibal.plan import Plan
+from omnibal.replay import check_stage_of_file
 
 INFO_FILE = "pretended.json"
 _REMEDY = "count anew with tools/replay.py --pretend, into another directory"
@@ -205,14 +206,17 @@ def read_pretended(directory: Path, plan: Plan) -> tuple[PretendedStage, ...]:
     """Read the stages that have been counted so far, in order, with the plan's prediction.
 
     Raises:
-        UserError: a file does not follow the schema.
+        UserError: a file does not follow the schema, or is of another stage than its name says.
     """
-    paths = [pretended_file(directory, stage) for stage in range(len(plan.stages))]
-    found = [read_json_model(PretendedStage, path, _REMEDY) for path in paths if path.exists()]
-    return tuple(
-        one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
-        for one in found
-    )
+    found = []
+    for stage in range(len(plan.stages)):
+        path = pretended_file(directory, stage)
+        if path.exists():
+            one = read_json_model(PretendedStage, path, _REMEDY)
+            check_stage_of_file(path, stage, one.stage, _REMEDY)
+            predicted_gib = predicted_peak_gib(plan, stage)
+            found.append(one.model_copy(update={"predicted_gib": predicted_gib}))
+    return tuple(found)
 
 
 def predicted_peak_gib(plan: Plan, stage: int) -> float | None:

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from omnibal.config import Provider
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
@@ -47,6 +48,8 @@ class ReplayInfo(Frozen):
     device: str
     processes: PositiveInt
     """Processes that shared the stages."""
+    provider: Provider = "local"
+    """Provider of the layers that were measured."""
 
 
 class StageReplay(Frozen):
@@ -195,10 +198,25 @@ def read_stages(directory: Path, plan: Plan) -> tuple[StageReplay, ...]:
     """Read the stages that have been replayed so far, in order.
 
     Raises:
-        UserError: a file does not follow the schema.
+        UserError: a file does not follow the schema, or is of another stage than its name says.
     """
-    paths = [stage_file(directory, stage) for stage in range(len(plan.stages))]
-    return tuple(read_json_model(StageReplay, path, _REMEDY) for path in paths if path.exists())
+    found = []
+    for stage in range(len(plan.stages)):
+        path = stage_file(directory, stage)
+        if path.exists():
+            found.append(read_json_model(StageReplay, path, _REMEDY))
+            check_stage_of_file(path, stage, found[-1].stage, _REMEDY)
+    return tuple(found)
+
+
+def check_stage_of_file(path: Path, named: int, held: int, remedy: str) -> None:
+    """Refuse a file of one stage under the name of another.
+
+    Raises:
+        UserError: the stage that the file holds is not the one of its name.
+    """
+    if held != named:
+        raise UserError(f"{path}: holds stage {held}, and by its name stage {named}; {remedy}")
 
 
 def open_replay(directory: Path, info: ReplayInfo) -> None:

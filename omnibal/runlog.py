@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
+from omnibal.config import Provider
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_json_model, read_text, write_json_model
 from omnibal.frozen import Frozen
@@ -29,6 +30,9 @@ class RunInfo(Frozen):
     model: str
     packs_sha256: str
     """SHA-256 of the plan's packs: the data, its order and the step boundaries."""
+    provider: Provider | None = None
+    """Provider of the layers since the run was started or resumed last; None where it was not
+    recorded."""
 
 
 class StageRecord(Frozen):

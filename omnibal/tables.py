@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig
+from omnibal.config import ClusterConfig, ModelConfig, Provider
 from omnibal.data.metrics import PackMetrics
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
@@ -141,8 +141,8 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     )
 
 
-def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
-    """Errors of the fitted costs against the measurements."""
+def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> Table:
+    """Errors of the fitted costs against the measurements of a provider's layers."""
     rows = [
         (
             residual.unit,
@@ -154,7 +154,7 @@ def residuals_table(residuals: Sequence["FitResidual"]) -> Table:
         for residual in residuals
     ]
     titles = ("unit", "quantity", "measurements", "median error", "largest error")
-    return _table("Fit of the costs", titles, rows)
+    return _table(f"Fit of the costs, provider {provider}", titles, rows)
 
 
 def stages_table(plan: Plan, prediction: Prediction) -> Table:
@@ -195,7 +195,7 @@ def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
     entries.append(("step", f"{prediction.step_ms:,.1f} ms"))
     entries.append(("stages wait", f"{prediction.bubble_fraction:.1%} of it"))
     exchange = prediction.exchange
-    if exchange is not None and exchange.total_ms:
+    if exchange.total_ms:
         exposed = f"{exchange.exposed_ms:,.1f} ms exposed"
         entries.append(("data-parallel exchange", f"{exchange.total_ms:,.1f} ms, {exposed}"))
     if prediction.samples_per_second_per_gpu is not None:
@@ -243,6 +243,11 @@ def run_table(
         rows.append((name, *(cells.get(column, "") for column in columns)))
 
     predicted = plan.prediction
+    add(
+        "provider of layers",
+        replayed=replay.info.provider if replay else "",
+        measured=(run.provider or "not recorded") if run else "",
+    )
     if run is not None:
         add("loss, first step", measured=f"{run.first_loss:.4f}")
         add("loss, last step", measured=f"{run.last_loss:.4f}")

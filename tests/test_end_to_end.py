@@ -150,6 +150,7 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, l
     assert (result["run"]["first_loss"], result["run"]["last_loss"]) == (
         losses(pair)[0], losses(pair)[-1],
     )  # fmt: skip
+    assert result["run"]["provider"] == "local"
     assert result["accuracy"].keys() == {kind["kind"] for kind in evaluation["kinds"]}
     assert "</html>" in page.read_text()
     replay = tmp_path / "replay"
@@ -159,6 +160,7 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, l
     )  # fmt: skip
     assert "stage 1 waits" in succeed(*TORCHRUN, *replayed)
     result = json.loads(succeed(*report, "--replay", replay))
+    assert result["replay"]["provider"] == "local"
     assert result["replay"]["step_ms"] > 0 and result["run"]["step_ms"] > 0
     assert "replayed" in page.read_text()
 

@@ -23,12 +23,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron.vlm.measure.pretended.job import pretend_stages
+from megatron.vlm.measure.pretended.job import check_pretended_provider, pretend_stages
 from megatron.vlm.measure.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
+from megatron.vlm.model.providers import check_provider
 from megatron.vlm.run.launch import Launch, open_store
 from omnibal import tables
 from omnibal.cli.console import print_result
 from omnibal.cli.groups import with_groups
+from omnibal.cli.options import ProviderOption
 from omnibal.errors import UserError
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import memory_cap_gib
@@ -37,6 +39,8 @@ from omnibal.pretended import Roofline, read_pretended
 from omnibal.program import run_app
 from omnibal.replay import read_replay, read_stages
 from omnibal.report.pretended import contents_table, pretended_launches_table, pretended_table
+
+_STEPS, _REPETITIONS = 10, 3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -56,12 +60,28 @@ class TimeOptions:
     """How much of the run is timed."""
 
     steps: Annotated[
-        int,
-        typer.Option(min=1, max=MAX_COUNT, help="of the run, with the packs of all their ranks"),
-    ] = 10
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help=f"of the run, with the packs of all their ranks [default: {_STEPS}]",
+        ),
+    ] = None
     repetitions: Annotated[
-        int, typer.Option(min=1, max=10_000, help="of each step; medians count")
-    ] = 3
+        int | None,
+        typer.Option(
+            min=1, max=10_000, help=f"of each step; medians count [default: {_REPETITIONS}]"
+        ),
+    ] = None
+    provider: ProviderOption = "local"
+
+    def options(self) -> ReplayOptions:
+        """As given, or the defaults."""
+        return ReplayOptions(
+            steps=self.steps or _STEPS,
+            repetitions=self.repetitions or _REPETITIONS,
+            provider=self.provider,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +107,8 @@ def replay(
     stages: Annotated[str, typer.Option(help="all, or numbers such as 0,3")] = "all",
 ) -> None:
     launch = Launch.from_environment()
-    if counting.as_json and not counting.pretend:
-        raise UserError("--json: prints what --pretend counts; give both, or neither")
+    _check_together(timed, counting)
+    check_provider(timed.provider)
     if not counting.pretend:
         launch.check_device()
     inputs = (plan, samples.data, samples.tokenizer_model)
@@ -100,10 +120,23 @@ def replay(
         if launch.rank == 0:
             _print_pretended(job, numbers, output, counting.as_json)
         return
-    options = ReplayOptions(steps=timed.steps, repetitions=timed.repetitions)
-    replay_stages(job, options, numbers, output, launch, open_store(launch))
+    replay_stages(job, timed.options(), numbers, output, launch, open_store(launch))
     if launch.rank == 0:
         _print_result(job, output)
+
+
+def _check_together(timed: TimeOptions, counting: PretendOptions) -> None:
+    if counting.as_json and not counting.pretend:
+        raise UserError("--json: prints what --pretend counts; give both, or neither")
+    if not counting.pretend:
+        return
+    for name, value in (("--steps", timed.steps), ("--repetitions", timed.repetitions)):
+        if value is not None:
+            raise UserError(
+                f"{name}: says what is timed, and --pretend times nothing, but counts the micro-"
+                "batches that need most memory; give one of the two"
+            )
+    check_pretended_provider(timed.provider)
 
 
 def _stage_numbers(given: str, count: int) -> list[int]:

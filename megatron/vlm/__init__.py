@@ -8,3 +8,6 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
 # Conversion reads and writes checkpoints in one process, on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+# Before anything of the trainer imports Megatron-core.
+from megatron.vlm import installed as installed  # noqa: E402

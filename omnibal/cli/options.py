@@ -13,6 +13,7 @@ from omnibal.config import (
     ClusterConfig,
     ModelConfig,
     Precision,
+    Provider,
     cluster_file,
     load_cluster,
     load_model,
@@ -87,6 +88,9 @@ MicroBatchesOption = Annotated[
     int, typer.Option(min=1, max=MAX_PACKS_PER_STEP, help="packs of one rank in a step")
 ]
 PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
+ProviderOption = Annotated[
+    Provider, typer.Option(help="of the layers' linears and attention, as of pretrain_vlm.py")
+]
 SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="of packs and order")]
 TensorOption = Annotated[
     int | None,

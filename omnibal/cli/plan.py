@@ -9,6 +9,7 @@ import typer
 
 from omnibal import tables
 from omnibal.cli.console import print_notes, print_result, progress, status
+from omnibal.cli.levels import LevelOptions, balance_of, levels_of_plan, levels_table
 from omnibal.cli.options import (
     DEFAULT_CAP_SAMPLES,
     DEFAULT_MICRO_BATCHES,
@@ -41,12 +42,16 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.planner import PlanRequest, PlanResult
     from omnibal.search.parallel_sizes import Strategy, StrategySearch
 
-_DATA_OPTIONS = "lengths max_tiles max_tokens limit micro_batches epochs seed packing".split()
-_STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
+_DATA_OPTIONS = (
+    "lengths max_tiles max_tokens limit micro_batches epochs seed packing levels curriculum_steps"
+).split()
+_STRATEGY_OPTIONS = (
+    "micro_batches sequence_parallel steps_of method recompute levels curriculum_steps"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataOptions:
+class DataOptions(LevelOptions):
     """Options for the samples, their packing and the number of epochs."""
 
     max_tiles: ChosenMaxTilesOption = None
@@ -156,6 +161,12 @@ class PartitionOptions:
         is_joint = self.method is PartitionMethod.OMNIBAL
         return RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether split and recomputed layers are searched for together."""
+        joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
+        return (self.method, self.rule()) == joint
+
 
 def plan(
     context: typer.Context,
@@ -180,7 +191,7 @@ def plan(
         result = _make_plan(
             PlanRequest(
                 job=job,
-                data=_plan_data(job, data),
+                data=_plan_data(job, data, partition),
                 method=partition.method,
                 recompute=partition.rule(),
             )
@@ -228,21 +239,27 @@ def _uncounted(model: ModelConfig, samples: Lengths | None) -> list[str]:
     return [f"the lengths do not count {name}: no sample has any" for name in sorted(missing)]
 
 
-def _plan_data(job: "JobSpec", data: DataOptions) -> "PlanData":
-    """Data of the plan's micro-batches, with caps searched for where none are given."""
+def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -> "PlanData":
+    """Data of the plan's micro-batches, with caps and levels searched for where none are given."""
     from omnibal.check import open_plan
-    from omnibal.plan_data import MockData, SampleData
+    from omnibal.plan_data import MockData, SampleData, limited_features
+    from omnibal.search.level_estimates import top_caps
+    from omnibal.search.levels import shared_anew
 
     if data.steps_of is not None:
         earlier = open_plan(data.steps_of)
-        return SampleData.of_plan(earlier.plan, earlier.data)
+        return shared_anew(job, SampleData.of_plan(earlier.plan, earlier.data))
     caps, samples = data.caps(job.model), data.samples()
     print_notes(_uncounted(job.model, samples))
     if samples is None:
         assert caps is not None
+        data.refuse_without_samples()
         return MockData(caps=caps, micro_batches_per_step=data.micro_batches)
-    caps = caps or _find_caps(job, samples, data)
-    return data.packed(samples, caps, job.parallel.data * data.micro_batches)
+    packs_per_step = job.parallel.data * data.micro_batches
+    top = caps or top_caps(samples, limited_features(job.model))
+    whole = data.packed(samples, top, packs_per_step)
+    found = data.with_levels(job, whole, is_joint=partition.is_joint)
+    return found or data.packed(samples, caps or _find_caps(job, samples, data), packs_per_step)
 
 
 def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
@@ -378,19 +395,22 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
             f"the search ended before its proof: stages that are up to {gap:.2%} faster may exist"
         )
     print_notes(notes)
+    packs = None if result.data is None else result.data[0]
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
+    summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     strategies = []
     if found is not None:
         summary["strategies"] = [
             {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
         ]
         strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
-    memory = memory_table(plan)
+    memory, levels = memory_table(plan), levels_table(plan, packs)
     assert memory is not None
     print_result(
         as_json,
         summary,
         *strategies,
+        *([] if levels is None else [levels]),
         tables.stages_table(plan, prediction),
         memory,
         tables.lost_time_table(prediction),
@@ -417,7 +437,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "step_ms": prediction.step_ms,
         "ideal_step_ms": prediction.ideal_step_ms,
         "lost_ms": prediction.lost.model_dump(),
-        "exchange": prediction.exchange.model_dump() if prediction.exchange else None,
+        "exchange": prediction.exchange.model_dump(),
         "bubble_fraction": prediction.bubble_fraction,
         "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
         "gpu_days": prediction.gpu_days,

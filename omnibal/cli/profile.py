@@ -19,6 +19,7 @@ from omnibal.cli.options import (
     ModelOption,
     NeededMaxTilesOption,
     PrecisionOption,
+    ProviderOption,
     limits_given,
     preset_help,
 )
@@ -63,6 +64,7 @@ class MeasureOptions:
         int | None,
         typer.Option(min=1, max=_MOST_REPETITIONS, help="timed runs of each pack [default: few]"),
     ] = None
+    provider: ProviderOption = "local"
     processes: Annotated[
         int, typer.Option(min=1, max=MOST_PROCESSES, help="that measure at the same time")
     ] = 1
@@ -164,6 +166,7 @@ def profile(
         "--tokens-per-sample": tokens_per_sample,
         "--layers": measured.layers,
         "--repetitions": measured.repetitions,
+        "--provider": measured.provider,
     }
     launcher = [
         "-m",
@@ -185,8 +188,12 @@ def profile(
     preset.write(base, result)
     print_result(
         as_json,
-        {"profile": str(output), "residuals": [asdict(residual) for residual in residuals]},
-        tables.residuals_table(residuals),
+        {
+            "profile": str(output),
+            "provider": result.provider,
+            "residuals": [asdict(residual) for residual in residuals],
+        },
+        tables.residuals_table(residuals, result.provider),
     )
 
 

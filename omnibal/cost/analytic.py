@@ -377,7 +377,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
             [_collective_ms(device, one.counts), _back_collective_ms(device, one)]
         ),
         padding_ms=padding_ms,
-        context_ms=np.zeros_like(padding_ms),
+        context_ms=np.zeros((3, len(forward_ms))),
         activation_bytes=kept_bytes if has_backward else nothing,
         boundary_bytes=counts.boundary_bytes if has_backward else nothing,
         output_bytes=counts.output_bytes + one.carried_bytes,

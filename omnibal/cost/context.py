@@ -7,15 +7,18 @@ per layer and exchanged token, for context size c, query width h and width k of 
 together (per tensor-parallel rank):
 
 * `gather`: (c - 1) k in forward, which gathers keys and values. Backward gathers them again, as
-  they are not kept, and reduces and scatters their gradients: twice that.
+  they are not kept, and reduces and scatters their gradients: twice that. A recomputed layer's
+  second forward gathers for its backward, so that it sends no more.
 * `heads`: (c - 1) / c (2 h + k) in forward, from tokens to heads for queries, keys and values and
-  back for the output; the same in backward (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv
-  2309.14509, section 3.2).
+  back for the output; the same in backward and in a second forward (Jacobs et al. 2023,
+  DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2).
 
-A recomputed layer repeats forward's. All are sent at the rate of the block's slowest link: a node's
-while the tensor-parallel ranks of all of the block fit one, else the network's. Nothing of it is
-hidden behind computation. What one rank has fewer tokens of than another is padding, or a wait that
-takes as long: so exchanged tokens are those of the block's largest share (`EXCHANGED`).
+All are sent at the rate of the block's slowest link: a node's while the tensor-parallel ranks of
+all of the block fit one, else the network's. To it come the copies between places of tokens and of
+what is sent, as `megatron/vlm/model/exchange.py` makes them. Nothing of it is hidden behind
+computation. Every rank sends as much as the one with most, padded: so exchanged tokens are those of
+the block's largest share (`EXCHANGED`). A pack without divided samples pays the latency too, though
+it exchanges nothing.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,6 +31,7 @@ from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Precision
 from omnibal.cost.analytic import context_line
 from omnibal.cost.counts import ELEMENT_BYTES, Features
 from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
 from omnibal.levels import ContextExchange, Level
 from omnibal.parallel import Parallel
@@ -35,17 +39,55 @@ from omnibal.units import EXCHANGED, LANGUAGE_EMBED, feature_names_at, projector
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Added:
-    """What a unit exchanges in one direction at most, and what it works with meanwhile."""
+class _Pass:
+    """What a forward or a backward exchanges; vectors are [features]."""
 
-    forward_bytes: np.ndarray
-    """Bytes that a rank sends in forward; all are [features]."""
-    backward_bytes: np.ndarray
-    forward_passes: int
-    """Collectives of forward."""
-    backward_passes: int
+    sent_bytes: np.ndarray
+    """Bytes that a rank sends."""
+    copied_bytes: np.ndarray
+    """Bytes that copies read and write."""
+    collectives: int
+    kernels: int
+
+    def both(self, other: "_Pass") -> "_Pass":
+        """This one, and then the other."""
+        return _Pass(
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            copied_bytes=self.copied_bytes + other.copied_bytes,
+            collectives=self.collectives + other.collectives,
+            kernels=self.kernels + other.kernels,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Added:
+    """What a unit exchanges, where it has a backward and is recomputed."""
+
+    forward: _Pass
+    backward: _Pass
+    again: _Pass | None
+    """What recomputation adds."""
     working_bytes: np.ndarray
-    """Working memory at the moment of the exchange."""
+    """Working memory at the moment of the exchange, [features]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rates:
+    """Rates of a block of ranks."""
+
+    line: Line
+    """Of its collectives."""
+    bytes_per_ms: float
+    """Of copies."""
+    kernel_ms: float
+
+    def ms(self, what: _Pass | None, like: np.ndarray) -> np.ndarray:
+        """Time of what is exchanged, [features]."""
+        if what is None:
+            return 0 * like
+        time_ms = self.line.each_ms * what.sent_bytes + what.copied_bytes / self.bytes_per_ms
+        time_ms[0] += what.collectives * self.line.fixed_ms + what.kernels * self.kernel_ms
+        return time_ms
 
 
 def costs_at(
@@ -118,21 +160,21 @@ def _at_level(
         raise UserError(mistake)
     if level.context == 1:
         return cost
-    line = context_line(cluster, level.context, parallel.tensor, precision)
+    rates = _Rates(
+        line=context_line(cluster, level.context, parallel.tensor, precision),
+        bytes_per_ms=cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency,
+        kernel_ms=cluster.kernel_us / 1e3,
+    )
     features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
     units = dict(cost.units)
     for kind in cost.kinds:
         unit = units[kind.name]
         if kind.layer is not None:
             added = _of_attention(model.language, parallel.tensor, level, features, size)
-            units[kind.name] = _with_exchange(
-                unit, added, line.fixed_ms, line.each_ms, bool(unit.backward_ms.any())
-            )
+            units[kind.name] = _with_exchange(unit, added, rates, bool(unit.backward_ms.any()))
         elif kind.name == LANGUAGE_EMBED and model.encoders:
             added = _of_features(model, level, features, size)
-            units[kind.name] = _with_exchange(
-                unit, added, line.fixed_ms, line.each_ms, encoder_trained
-            )
+            units[kind.name] = _with_exchange(unit, added, rates, encoder_trained)
     return replace(cost, units=units)
 
 
@@ -140,31 +182,70 @@ def _of_attention(
     language: LanguageConfig, tensor: int, level: Level, features: Features, size: int
 ) -> _Added:
     """Exchange of a language layer, with elements of `size` bytes."""
-    exchanged, context = features.one(EXCHANGED), level.context
     query_bytes = language.hidden_size / tensor * size
     key_value_bytes = 2 * query_bytes * language.kv_heads / language.heads
     # Gradients of the residual, of attention's output and of its query, key and value.
     each_bytes = language.hidden_size * size + 2 * query_bytes + key_value_bytes
     running_bytes = features.one("tokens") * each_bytes
     if level.exchange is ContextExchange.GATHER:
-        gathered_bytes = exchanged * context * key_value_bytes
-        sent_bytes = gathered_bytes * (context - 1) / context
-        return _Added(
-            forward_bytes=sent_bytes,
-            backward_bytes=2 * sent_bytes,
-            forward_passes=1,
-            backward_passes=2,
-            # Keys and values of all ranks, and their gradients.
-            working_bytes=running_bytes + 2 * gathered_bytes,
-        )
-    turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
-    sent_bytes = turned_bytes * (context - 1) / context
+        return _of_gather(level.context, features, key_value_bytes, running_bytes)
+    return _of_heads(level.context, features, query_bytes, key_value_bytes, running_bytes)
+
+
+def _of_gather(
+    context: int, features: Features, key_value_bytes: float, running_bytes: np.ndarray
+) -> _Added:
+    own_bytes = features.one("tokens") * key_value_bytes
+    gathered_bytes = features.one(EXCHANGED) * context * key_value_bytes
+    all_bytes = own_bytes + gathered_bytes
+    sent_bytes = gathered_bytes * (context - 1) / context
+    gather = _Pass(
+        sent_bytes=sent_bytes,
+        # Keys beside values, beside the others'; then in the order of this rank's pieces.
+        copied_bytes=4 * own_bytes + 2 * all_bytes,
+        collectives=1,
+        kernels=6,
+    )
+    scatter = _Pass(
+        sent_bytes=sent_bytes,
+        # Gradients of keys beside those of values, added up where each was sent from, and to own.
+        copied_bytes=6 * all_bytes + 4 * own_bytes,
+        collectives=1,
+        kernels=6,
+    )
     return _Added(
-        forward_bytes=sent_bytes,
-        backward_bytes=sent_bytes,
-        forward_passes=2,
-        backward_passes=2,
-        working_bytes=running_bytes + 2 * turned_bytes,
+        forward=gather,
+        backward=gather.both(scatter),
+        again=None,
+        # Keys and values of all ranks, their gradients apart, and those side by side.
+        working_bytes=running_bytes + 3 * all_bytes,
+    )
+
+
+def _of_heads(
+    context: int,
+    features: Features,
+    query_bytes: float,
+    key_value_bytes: float,
+    running_bytes: np.ndarray,
+) -> _Added:
+    exchanged = features.one(EXCHANGED)
+    turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
+    exchange = _Pass(
+        sent_bytes=turned_bytes * (context - 1) / context,
+        # Queries, keys and values are chosen and put together by rank, then by sample; the output
+        # is by rank, back, and beside that of whole samples.
+        copied_bytes=exchanged * (10 * query_bytes + 6 * key_value_bytes)
+        + 4 * features.one("tokens") * query_bytes,
+        collectives=2,
+        kernels=12,
+    )
+    return _Added(
+        forward=exchange,
+        backward=exchange,
+        again=exchange,
+        # Either side of both exchanges, and gradients of what was received.
+        working_bytes=running_bytes + exchanged * (6 * query_bytes + 4 * key_value_bytes),
     )
 
 
@@ -174,33 +255,28 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
         features.one(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
     ]
     encoded_bytes = np.sum(item_tokens, axis=0) * model.language.hidden_size * size
-    sent_bytes = encoded_bytes * (level.context - 1) / level.context
-    return _Added(
-        forward_bytes=sent_bytes,
-        backward_bytes=sent_bytes,
-        forward_passes=1,
-        backward_passes=1,
-        working_bytes=2 * encoded_bytes,
+    exchange = _Pass(
+        sent_bytes=encoded_bytes * (level.context - 1) / level.context,
+        copied_bytes=2 * encoded_bytes,
+        collectives=1,
+        kernels=2,
     )
+    return _Added(forward=exchange, backward=exchange, again=None, working_bytes=2 * encoded_bytes)
 
 
-def _with_exchange(
-    unit: UnitCost, added: _Added, pass_ms: float, ms_per_byte: float, goes_back: bool
-) -> UnitCost:
+def _with_exchange(unit: UnitCost, added: _Added, rates: _Rates, goes_back: bool) -> UnitCost:
     """The unit's costs with its exchange; `goes_back` says whether gradients are exchanged too."""
-    forward_ms = ms_per_byte * added.forward_bytes
-    forward_ms[0] += added.forward_passes * pass_ms
-    backward_ms = ms_per_byte * added.backward_bytes
-    backward_ms[0] += added.backward_passes * pass_ms
-    backward_ms = backward_ms * goes_back
-    # Without a backward, a unit's moments are of all that its forward needs.
+    forward_ms = rates.ms(added.forward, unit.forward_ms)
+    backward_ms = rates.ms(added.backward if goes_back else None, unit.forward_ms)
+    # Without a backward, nothing is recomputed, and moments are of all that forward needs.
     runs_back = bool(unit.backward_ms.any())
+    again_ms = rates.ms(added.again if runs_back else None, unit.forward_ms)
     working_bytes = added.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
     return replace(
         unit,
         forward_ms=unit.forward_ms + forward_ms,
         backward_ms=unit.backward_ms + backward_ms,
-        recompute_ms=unit.recompute_ms + forward_ms * bool(unit.recompute_ms.any()),
-        context_ms=unit.context_ms + np.stack([forward_ms, backward_ms]),
+        recompute_ms=unit.recompute_ms + again_ms,
+        context_ms=unit.context_ms + np.stack([forward_ms, backward_ms, again_ms]),
         transient_bytes=np.vstack([unit.transient_bytes, working_bytes]),
     )

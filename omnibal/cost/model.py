@@ -38,8 +38,8 @@ class UnitCost:
     padding_ms: np.ndarray
     """Part of the forward and backward time spent on padding, [2, features]."""
     context_ms: np.ndarray
-    """Part of the forward and backward time spent in exchange with the ranks that share a pack, [2,
-    features]."""
+    """Part of the forward, backward and recompute time spent in exchange with the ranks that share
+    a pack, [3, features]."""
     activation_bytes: np.ndarray
     """Activations kept from forward to backward when nothing is recomputed, [features]."""
     boundary_bytes: np.ndarray

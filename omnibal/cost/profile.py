@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from scipy.optimize import nnls
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision, model_sizes
+from omnibal.config import ClusterConfig, ModelConfig, Precision, Provider, model_sizes
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import UserError
@@ -88,6 +88,8 @@ class Profile(Frozen):
     """Tensor-parallel size that the units ran under."""
     processes: Count
     """Processes that measured at the same time, sharing the machine."""
+    provider: Provider = "local"
+    """Provider of the layers that were measured."""
     measurements: tuple[UnitMeasurement, ...]
     optimizer: tuple[OptimizerMeasurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = ()
@@ -163,7 +165,10 @@ def fitted_cost(
             kind.name: _fitted_unit(profile, model, cost, kind, trained[kind.name])
             for kind in cost.kinds
         },
-        source=f"profile:{profile.device}, {profile.processes} process{plural}",
+        source=(
+            f"profile:{profile.device}, {profile.processes} process{plural}, "
+            f"provider {profile.provider}"
+        ),
     )
     if profile.optimizer:
         fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])

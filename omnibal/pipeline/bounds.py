@@ -80,7 +80,8 @@ class Structure:
 
     layout: TermLayout
     recompute_ms: np.ndarray
-    """Time that recomputing a layer of each kind adds to a backward, [layer kinds, features]."""
+    """Time that recomputing a layer of each kind adds to a backward at each level, [levels * layer
+    kinds, features]."""
     runs: Runs
     weights: np.ndarray
     """Weights of the structural paths, averaged over the steps. [p, paths, p, terms]"""
@@ -94,7 +95,7 @@ class Structure:
         recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
         return cls(
             layout=steps.layout,
-            recompute_ms=recompute_ms[layers],
+            recompute_ms=_at_each_level(recompute_ms[layers], cost.levels),
             runs=possible_runs(cost, model),
             weights=_structural_paths(steps, _unit_terms(cost)[layers], stages),
         )
@@ -139,7 +140,7 @@ def least_step_ms(
     Args:
         pipeline_size: stages; at most as many as the model has layers.
     """
-    steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS))
+    steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
     structure = Structure.of(cost, model, steps, pipeline_size)
     runs = structure.runs
     every = np.arange(len(runs.start))
@@ -150,6 +151,13 @@ def least_step_ms(
         for stage in range(pipeline_size)
     ]
     return least_largest([(runs.start, runs.end)] * pipeline_size, bounds_ms, runs.units)
+
+
+def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:
+    """Coefficients [kinds, features] with only one level's features after another.
+    [levels * kinds, features]"""
+    level = np.repeat(np.arange(levels), per_layer.shape[1] // levels)
+    return np.concatenate([np.where(level == each, per_layer, 0.0) for each in range(levels)])
 
 
 def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
@@ -224,8 +232,9 @@ def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
 def _unit_terms(cost: CostModel) -> np.ndarray:
     """Terms that a unit of each kind, and a cut right after it, add to a stage. [kinds, terms]"""
     layout = TermLayout(len(cost.features))
+    # The first feature of every level is 1.
     fixed = np.zeros(layout.features)
-    fixed[0] = cost.link_latency_ms
+    fixed[:: layout.features // cost.levels] = cost.link_latency_ms
     terms = np.zeros((len(cost.units), len(layout)))
     for kind, unit_cost in enumerate(cost.units.values()):
         returns = unit_cost.output_gradient_bytes.any()

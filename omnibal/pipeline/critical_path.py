@@ -12,13 +12,21 @@ ms. A path's weights are laid out alike. A path begins with the gather of all we
 bucket's share of the stage's first forward follows, or with that of the first bucket and the whole
 forward; it ends with the reduction of all gradients after a share of the last backward, or with
 that of the last bucket after all of it (`omnibal.pipeline.stage_cost.OnceAStep`).
+
+Ranks that share a pack start every pass of it together, when the last of them can, and take as long
+as the slowest. A path then goes on with the rank that was the last, or takes the time of the
+slowest: it is a sum of the same terms. Costs and features are of all levels, one after another
+(`omnibal.pipeline.level_costs`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     planned_graph,
@@ -119,7 +127,11 @@ _FORWARD, _BACKWARD, _SEND, _FORWARD_SHARE, _BACKWARD_SHARE = 0, 1, 2, 4, 5
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampledSteps:
-    """Steps to simulate. A row is what one data-parallel rank runs; equal rows are kept once."""
+    """Steps to simulate. A row is what one data-parallel rank runs; equal rows are kept once.
+
+    Where ranks share packs, rows are in blocks as large as the largest of theirs, and it is equal
+    blocks that are kept once.
+    """
 
     features: np.ndarray
     """Features of every micro-batch, [rows, m, features]; 0 where a row has no such micro-batch."""
@@ -129,29 +141,39 @@ class SampledSteps:
     """Row that each rank of a step runs, [steps, ranks]."""
     weight: np.ndarray
     """Weight of every step, [steps], 1 in all."""
+    context: np.ndarray
+    """Rows that share the micro-batch, an aligned block of them, [rows, m]."""
 
     @classmethod
-    def of(cls, workload: Workload) -> "SampledSteps":
-        """All steps of the workload."""
+    def of(cls, workload: Workload, cost: CostModel) -> "SampledSteps":
+        """All steps of the workload, with features as `cost` has them."""
         _, step_index = np.unique(workload.step, return_inverse=True)
-        ranks = workload.data_parallel_size
-        micro_batches, features = int(workload.slot.max()) + 1, workload.features.shape[1]
-        shape = int(step_index[-1]) + 1, ranks, micro_batches, features
-        table = np.zeros(shape)
-        table[step_index, workload.dp_rank, workload.slot] = workload.features
+        ranks, block = workload.data_parallel_size, int(workload.context.max())
+        of_packs = features_of(workload, cost)
+        micro_batches, features = int(workload.slot.max()) + 1, of_packs.shape[1]
+        shape = int(step_index[-1]) + 1, ranks, micro_batches
+        table, context = np.zeros((*shape, features)), np.ones(shape, np.int64)
+        place = step_index, workload.dp_rank, workload.slot
+        table[place], context[place] = of_packs, workload.context
         counts = np.bincount(step_index * ranks + workload.dp_rank, minlength=shape[0] * ranks)
         # A micro-batch may be nothing but zeros, so the number of them tells rows apart, too.
         keys = np.column_stack([counts, table.reshape(len(counts), -1)])
+        if block > 1:
+            keys = np.column_stack([keys, context.reshape(len(counts), -1)])
+            keys = keys.reshape(-1, block * keys.shape[1])
         whole = np.dtype((np.void, keys.itemsize * keys.shape[1]))
-        _, first, row = np.unique(keys.view(whole).ravel(), return_index=True, return_inverse=True)
-        # A step lasts as long with its ranks in any order.
-        rows = np.sort(row.reshape(shape[:2]), axis=1)
-        steps, times = np.unique(rows, axis=0, return_counts=True)
+        _, first, kind = np.unique(keys.view(whole).ravel(), return_index=True, return_inverse=True)
+        # A step lasts as long with its blocks in any order.
+        blocks = np.sort(kind.reshape(shape[0], -1), axis=1)
+        steps, times = np.unique(blocks, axis=0, return_counts=True)
+        within = np.arange(block)
+        chosen = (block * first[:, None] + within).ravel()
         return cls(
-            features=table.reshape(-1, *shape[2:])[first],
-            counts=counts[first],
-            rows=steps,
+            features=table.reshape(-1, micro_batches, features)[chosen],
+            counts=counts[chosen],
+            rows=(block * steps[:, :, None] + within).reshape(len(steps), -1),
             weight=times / times.sum(),
+            context=context.reshape(-1, micro_batches)[chosen],
         )
 
     @property
@@ -176,6 +198,9 @@ class PipelineSimulator:
     before: np.ndarray
     """Operation that its stage runs before each one, [operations]; before stage s's first one, the
     number of operations + 1 + s."""
+    shared: Mapping[int, np.ndarray]
+    """Whether so many rows share the operation's micro-batch, [operations, rows], by size of the
+    blocks; only where there are any."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
@@ -184,6 +209,8 @@ class PipelineSimulator:
         require_in_order(graph)
         missing = graph.micro_batch[:, None] >= steps.counts
         firsts = graph.before == len(graph)
+        context = steps.context.T[graph.micro_batch]
+        sizes = np.unique(steps.context[steps.context > 1]).tolist()
         if missing.any():
             require_shortens(graph.schedule)
         return cls(
@@ -193,6 +220,7 @@ class PipelineSimulator:
             delay_ms=np.where(missing, _NEVER_MS, 0.0)[:, None],
             last=graph.last_of_stages(),
             before=np.where(firsts, len(graph) + 1 + graph.stage, graph.before),
+            shared={size: context == size for size in sizes},
         )
 
     @property
@@ -234,6 +262,7 @@ class PipelineSimulator:
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
         """Weights of a longest path of every step, followed back from its end."""
         end, link = self._run(terms)
+        alone_ms, ready_ms = self._of_rows(terms, end, link)
         layout, finish_ms = self.steps.layout, self._finish_ms(end, terms)
         n, steps = finish_ms.shape[:2]
         last = finish_ms.reshape(n, -1, self.stages * finish_ms.shape[2]).argmax(axis=2)
@@ -248,7 +277,9 @@ class PipelineSimulator:
         self._take_exposed(exposed[1], weights, of_kind, (candidate, step, stage, row))
         graph, backwards = self.graph, self._backwards
         while len(operation):
-            features = self.steps.features[row, graph.micro_batch[operation]]
+            slowest = self._leading(alone_ms, operation, candidate, row)
+            row = self._leading(ready_ms, operation, candidate, row)
+            features = self.steps.features[slowest, graph.micro_batch[operation]]
             backward, stage = backwards[operation], graph.stage[operation]
             of_kind[candidate, step, stage, backward] += features
             before, sender = self.before[operation], graph.source[operation]
@@ -256,7 +287,7 @@ class PipelineSimulator:
             waits = arrival > end[before, candidate, row]
             cut = np.where(backward, stage, stage - 1)
             sent = candidate[waits], step[waits], cut[waits], _SEND + backward[waits]
-            of_kind[sent] += features[waits]
+            of_kind[sent] += self.steps.features[row[waits], graph.micro_batch[operation[waits]]]
             operation = np.where(waits, sender, before)
             begun = operation > len(graph)
             at = candidate[begun], step[begun], stage[begun], row[begun]
@@ -267,6 +298,34 @@ class PipelineSimulator:
             )
         weights[..., layout.by_feature] = of_kind.reshape(n, steps, self.stages, -1)
         return np.einsum("s,nspt->npt", self.steps.weight, weights)
+
+    def _of_rows(
+        self, terms: np.ndarray, end: np.ndarray, link: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Time of every operation on each row, and when the row can start it; [operations, n, rows]
+        each, or nothing where no rows share any."""
+        if not self.shared:
+            return np.empty((0, 0, 0)), np.empty((0, 0, 0))
+        ready_ms = np.maximum(end[self.graph.source] + link, end[self.before])
+        return self._alone_ms(terms), ready_ms
+
+    def _leading(
+        self, values_ms: np.ndarray, operation: np.ndarray, candidate: np.ndarray, row: np.ndarray
+    ) -> np.ndarray:
+        """Rows of the same blocks in which a value is the largest. [paths]
+
+        Args:
+            values_ms: [operations, n, rows].
+            operation: that each path has come to, [paths], of this candidate and row.
+        """
+        found = row
+        for size, shared in self.shared.items():
+            at = np.flatnonzero(shared[operation, row])
+            members = (row[at] // size * size)[:, None] + np.arange(size)
+            most = values_ms[operation[at, None], candidate[at, None], members].argmax(axis=1)
+            found = found.copy()
+            found[at] = members[np.arange(len(at)), most]
+        return found
 
     @staticmethod
     def _take_exposed(
@@ -295,7 +354,7 @@ class PipelineSimulator:
         graph, backwards = self.graph, self._backwards
         of_kind = terms[:, :, self.steps.layout.by_feature]
         of_kind = of_kind.reshape(n, self.stages, 6, -1).transpose(1, 2, 0, 3)
-        duration = np.matmul(of_kind[graph.stage, backwards], self.features)
+        duration = self._of_block(self._alone_ms(terms), slice(None))
         cut = np.where(backwards, graph.stage, graph.stage - 1)
         sent = of_kind[cut, _SEND + backwards]
         sent[graph.source == len(graph)] = 0
@@ -310,8 +369,30 @@ class PipelineSimulator:
             start = end[graph.source[level]]
             start += link[level]
             np.maximum(start, end[self.before[level]], out=start)
-            np.add(start, duration[level], out=end[level])
+            np.add(self._of_block(start, level), duration[level], out=end[level])
         return end, link
+
+    def _alone_ms(self, terms: np.ndarray) -> np.ndarray:
+        """Time of operations on each row, had it no others to wait for. [operations, n, rows]"""
+        of_kind = terms[:, :, self.steps.layout.by_feature]
+        of_kind = of_kind.reshape(len(terms), self.stages, 6, -1).transpose(1, 2, 0, 3)
+        return np.matmul(of_kind[self.graph.stage, self._backwards], self.features)
+
+    def _of_block(self, values_ms: np.ndarray, chosen: slice) -> np.ndarray:
+        """The largest value of the rows that share a micro-batch, on each. [operations, n, rows]
+
+        Args:
+            values_ms: of the chosen operations, [operations, n, rows].
+        """
+        for size, shared in self.shared.items():
+            is_shared = shared[chosen]
+            if is_shared.any():
+                blocks = values_ms.reshape(*values_ms.shape[:2], -1, size)
+                while (half := blocks.shape[3] // 2) > 0:
+                    blocks = np.maximum(blocks[..., :half], blocks[..., half:])
+                largest = np.repeat(blocks[..., 0], size, axis=2)
+                values_ms = np.where(is_shared[:, None], largest, values_ms)
+        return values_ms
 
     def _exposed(self, terms: np.ndarray) -> tuple["_Exposed", "_Exposed"]:
         """What the first forwards do not hide of the gather, and the last backwards of the

@@ -108,7 +108,7 @@ def _mean_of_ranks_ms(times: StageTimes, once: OnceAStep, workload: Workload, ra
 
 
 _Cause = Callable[[UnitCost], np.ndarray]
-"""Part of a unit's forward and backward time that has one cause, [2, features]."""
+"""Part of a unit's forward, backward and recompute time that has one cause, [3, features]."""
 
 
 def _context(unit: UnitCost) -> np.ndarray:
@@ -116,11 +116,16 @@ def _context(unit: UnitCost) -> np.ndarray:
 
 
 def _collective(unit: UnitCost) -> np.ndarray:
-    return unit.collective_ms
+    return _as_often_again(unit.collective_ms)
 
 
 def _padding(unit: UnitCost) -> np.ndarray:
-    return unit.padding_ms
+    return _as_often_again(unit.padding_ms)
+
+
+def _as_often_again(forward_and_backward_ms: np.ndarray) -> np.ndarray:
+    """The same with the recompute time: a unit that runs again exchanges and pads as much."""
+    return forward_and_backward_ms[[0, 1, 0]]
 
 
 def _without(cost: CostModel, causes: Sequence[_Cause]) -> CostModel:
@@ -129,13 +134,12 @@ def _without(cost: CostModel, causes: Sequence[_Cause]) -> CostModel:
         return cost
 
     def bare(unit: UnitCost) -> UnitCost:
-        forward_ms, backward_ms = np.sum([cause(unit) for cause in causes], axis=0)
+        forward_ms, backward_ms, again_ms = np.sum([cause(unit) for cause in causes], axis=0)
         return replace(
             unit,
             forward_ms=unit.forward_ms - forward_ms,
             backward_ms=unit.backward_ms - backward_ms,
-            # A unit that runs again exchanges and pads as much again.
-            recompute_ms=np.maximum(unit.recompute_ms - forward_ms, 0),
+            recompute_ms=np.maximum(unit.recompute_ms - again_ms, 0),
         )
 
     return replace(cost, units={kind: bare(unit) for kind, unit in cost.units.items()})

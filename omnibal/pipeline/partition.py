@@ -18,20 +18,30 @@ no matter how fast the machine is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
 from omnibal.pipeline.bounds import Runs, Structure, least_largest, least_sums, possible_runs
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.level_recompute import LevelFit, recomputes_of_levels, sets_near
 from omnibal.pipeline.operation_graph import planned_graph
-from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
+from omnibal.pipeline.recompute import Recomputes, least_peak_bytes, useful_recomputes
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.stage_memory import (
+    GIB,
+    MemoryTable,
+    fits_cap,
+    heaviest_passes,
+    memory_tables,
+    recomputed_at_levels,
+)
+from omnibal.pipeline.units import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
 MAX_SAMPLED_STEPS = 32
@@ -74,6 +84,10 @@ _MAX_DESCENT_WORK, _MAX_WORK = 2e8, 8e8
 result: a second or two, and some seconds."""
 _SIMULATED_WORK, _LEARNED_WORK = 3, 6
 """Work of one operation in path lengths: when simulated, and when traced for a critical path."""
+_MOST_OPTIONS = 20_000
+"""Sets of recomputed layers of a stage at several levels, over all runs of units."""
+_MAX_CHANGES = 20
+"""Times that the sets near to the best ones are searched."""
 _CHUNK_ENTRIES = 8_000_000
 """Entries of [partial splits, paths] computed at a time: bounds memory."""
 
@@ -82,13 +96,19 @@ _CHUNK_ENTRIES = 8_000_000
 class SearchResult:
     """The best stages, and how good they are proven to be."""
 
-    stages: tuple[Stage, ...]
+    stages_at: tuple[tuple[Stage, ...], ...]
+    """The stages with the layers that they recompute at each level."""
     step_ms: float
     """Simulated step time, mean over the sampled steps."""
     lower_bound_ms: float
     """Proven bound over all splits and recomputed sets that fit; `step_ms` if the search ended."""
     simulated: int
     """Candidates that were simulated."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages at the first level, which is the only one where packs have no levels."""
+        return self.stages_at[0]
 
     @property
     def gap(self) -> float:
@@ -104,7 +124,7 @@ class _Options:
     """Position of the first unit; this and the next are [options]."""
     end: np.ndarray
     recomputed: np.ndarray
-    """Recomputed layers of each kind, [options, layer kinds]."""
+    """Recomputed layers of each kind at each level, [options, levels * layer kinds]."""
     terms: np.ndarray
     """Cost terms with recomputation, [options, terms]."""
     bound_ms: np.ndarray
@@ -113,11 +133,29 @@ class _Options:
     def __len__(self) -> int:
         return len(self.start)
 
-    def place(self, others: "_Options", chosen: int) -> int:
-        """Index here of one of the other options."""
-        same = (self.start == others.start[chosen]) & (self.end == others.end[chosen])
-        same &= (self.recomputed == others.recomputed[chosen]).all(axis=1)
-        return int(same.argmax())
+    def place(self, one: "_Options") -> int:
+        """Index here of an option given by itself; -1 where it is not among these."""
+        same = (self.start == one.start) & (self.end == one.end)
+        same &= (self.recomputed == one.recomputed).all(axis=1)
+        return int(same.argmax()) if same.any() else -1
+
+    def including(self, one: "_Options") -> "_Options":
+        """These and an option given by itself."""
+        if self.place(one) >= 0:
+            return self
+        both = _Options(
+            start=np.append(self.start, one.start),
+            end=np.append(self.end, one.end),
+            recomputed=np.concatenate([self.recomputed, one.recomputed]),
+            terms=np.concatenate([self.terms, one.terms]),
+            bound_ms=np.append(self.bound_ms, one.bound_ms),
+        )
+        return both.in_order()
+
+    def in_order(self) -> "_Options":
+        """The same, of each run the one with the smallest bound first."""
+        keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
+        return self.take(np.lexsort(keys))
 
     def take(self, kept: np.ndarray) -> "_Options":
         """Some of them, in the same order."""
@@ -138,7 +176,8 @@ class _Problem:
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray
-    """Times to recompute layers, [extremes, layer kinds]; see `useful_recomputes`."""
+    """Times to recompute layers, [extremes, levels * layer kinds]; see `useful_recomputes`."""
+    levels: int
 
     @property
     def stages(self) -> int:
@@ -155,29 +194,102 @@ def search_stages(
     workload: Workload,
     pipeline_size: int,
     memory_cap_bytes: float,
+    *,
+    prove: bool = True,
 ) -> SearchResult:
     """The stages of least simulated step time that are found, and what is proven of them.
 
     Args:
+        cost: of all levels of the workload (`omnibal.pipeline.level_costs.side_by_side`).
         pipeline_size: stages; at most as many as the model has layers.
         memory_cap_bytes: of one device.
+        prove: False to end with a good split: a fraction of the time, and a bound that is of the
+            slowest stage alone.
 
     Raises:
         DoesNotFit: no split fits the cap.
     """
-    search = _descend(_problem(cost, model, workload, pipeline_size, memory_cap_bytes))
-    lower_bound_ms = search.prove()
-    best = [o.take(search.best[[s]]) for s, o in enumerate(search.options)]
+    problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes)
+    heavier: _Problem | None = problem
+    while heavier is not None:
+        problem = heavier
+        search = _descend(problem)
+        heavier = _heavier(problem, cost, workload, _stages_at(problem, search.best_options))
+        if heavier is None:
+            found = _found(problem, search, prove)
+            heavier = _heavier(problem, cost, workload, found.stages_at)
+    return found
+
+
+def _found(problem: _Problem, search: "_Search", prove: bool) -> SearchResult:
+    """The best stages by the problem's own memory tables."""
+    complete = search.choices.complete
+    if prove:
+        lower_bound_ms = search.prove(_MAX_WORK if complete else _MAX_DESCENT_WORK)
+    else:
+        lower_bound_ms = search.quick_bound_ms()
+    best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
+    if not complete:
+        best, best_ms, more = _changed(problem, search)
+        optimistic = search.over_optimistic(best_ms)
+        lower_bound_ms = optimistic.prove(_MAX_WORK) if prove else optimistic.quick_bound_ms()
+        simulated += more + optimistic.simulated
     return SearchResult(
-        stages=stages_from_cuts(
-            model,
-            [int(option.end[0]) for option in best[:-1]],
-            [option.recomputed[0].tolist() for option in best],
-        ),
-        step_ms=search.best_ms,
-        lower_bound_ms=lower_bound_ms,
-        simulated=search.simulated,
+        stages_at=_stages_at(problem, best),
+        step_ms=best_ms,
+        lower_bound_ms=min(lower_bound_ms, best_ms),
+        simulated=simulated,
     )
+
+
+def _stages_at(problem: _Problem, best: Sequence[_Options]) -> tuple[tuple[Stage, ...], ...]:
+    """The stages of a split at every level; `best` has one option of each."""
+    cuts = [int(option.end[0]) for option in best[:-1]]
+    recomputed = [np.split(option.recomputed[0], problem.levels) for option in best]
+    return tuple(
+        stages_from_cuts(problem.model, cuts, [of_stage[level].tolist() for of_stage in recomputed])
+        for level in range(problem.levels)
+    )
+
+
+def _changed(problem: _Problem, search: "_Search") -> tuple[list[_Options], float, int]:
+    """The best split with the best of the sets that differ little from its own, its time, and the
+    splits simulated."""
+    best, best_ms, simulated = search.best_options, search.best_ms, 0
+    for _ in range(_MAX_CHANGES):
+        options = [_near(problem, *each) for each in enumerate(best)]
+        near = _Search(problem, _Choices(fitting=options, optimistic=options, complete=False))
+        near.cuts = search.cuts
+        near.descend()
+        simulated += near.simulated
+        if near.best_ms >= best_ms * (1 - _TOLERANCE):
+            break
+        best, best_ms = near.best_options, near.best_ms
+    return best, best_ms, simulated
+
+
+def _heavier(
+    problem: _Problem,
+    cost: CostModel,
+    workload: Workload,
+    stages_at: Sequence[Sequence[Stage]],
+) -> _Problem | None:
+    """The problem with passes in which stages that were found do not fit; None if they all fit.
+
+    Of one level, tables have all passes that matter.
+    """
+    if problem.levels == 1:
+        return None
+    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
+    recomputed = recomputed_at_levels(cost.kinds, stages_at)
+    heaviest = heaviest_passes(cost, features_of(workload, cost), workload.slot, counts, recomputed)
+    peaks = [
+        table.peak_bytes(*each) for table, *each in zip(heaviest, counts, recomputed, strict=True)
+    ]
+    if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
+        return None
+    tables = [few.joined(more) for few, more in zip(problem.tables, heaviest, strict=True)]
+    return replace(problem, tables=tables)
 
 
 def sampled_steps(workload: Workload) -> Workload:
@@ -191,7 +303,7 @@ def least_peak_of_splits(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
     """Bytes of the smallest memory cap that some split and recomputed sets fit."""
-    tables = memory_tables(cost, workload.features, workload.slot, pipeline_size)
+    tables = memory_tables(cost, features_of(workload, cost), workload.slot, pipeline_size)
     return _least_peak(possible_runs(cost, model), tables)
 
 
@@ -202,15 +314,16 @@ def _problem(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> _Problem:
-    simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload)), pipeline_size)
+    simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
     structure = Structure.of(cost, model, simulator.steps, pipeline_size)
     return _Problem(
         model=model,
         structure=structure,
-        tables=memory_tables(cost, workload.features, workload.slot, pipeline_size),
+        tables=memory_tables(cost, features_of(workload, cost), workload.slot, pipeline_size),
         memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
-        extreme_ms=_extreme_ms(simulator.steps, structure.recompute_ms),
+        extreme_ms=_extreme_ms(simulator.steps, structure.recompute_ms, cost.levels),
+        levels=cost.levels,
     )
 
 
@@ -223,7 +336,7 @@ def _descend(problem: _Problem) -> "_Search":
     limit_ms = _FIRST_LIMIT * _even_ms(problem)
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
-        search = _Search(problem, _options(problem, limit_ms))
+        search = _Search(problem, _choices(problem, limit_ms))
         found = search.descend()
         if found:
             return search if search.best_ms <= limit_ms else search.with_options_of_better()
@@ -249,7 +362,17 @@ def _even_ms(problem: _Problem) -> float:
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
 
 
-def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Choices:
+    """Options of every stage."""
+
+    fitting: list[_Options]
+    optimistic: list[_Options]
+    """Options of which one takes no longer than any that fits: the same where `complete`."""
+    complete: bool
+
+
+def _choices(problem: _Problem, limit_ms: float) -> _Choices:
     """Options that every stage may have in a split of at most `limit_ms`."""
     structure, runs = problem.structure, problem.structure.runs
     every = np.arange(len(runs.start))
@@ -261,33 +384,77 @@ def _options(problem: _Problem, limit_ms: float) -> list[_Options]:
         for stage in range(problem.stages)
     ]
     usable = _on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
-    options = []
+    both: list[list[_Options]] = [[], []]
+    complete = True
     for stage, (f, u) in enumerate(zip(fast, usable, strict=True)):
-        found = _with_recomputes(problem, stage, np.flatnonzero(f)[u])
-        options.append(found.take(np.flatnonzero(found.bound_ms <= limit_ms)))
-    kept = _on_paths([(found.start, found.end) for found in options], problem.units)
-    return [found.take(k) for found, k in zip(options, kept, strict=True)]
+        found = _recomputes(problem, stage, np.flatnonzero(f)[u])
+        complete &= found.complete
+        for options, each in zip(both, (found.fitting, found.optimistic), strict=True):
+            options.append(each.take(np.flatnonzero(each.bound_ms <= limit_ms)))
+    for options in both:
+        kept = _on_paths([(found.start, found.end) for found in options], problem.units)
+        options[:] = [found.take(k) for found, k in zip(options, kept, strict=True)]
+    return _Choices(fitting=both[0], optimistic=both[1], complete=complete)
 
 
-def _with_recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _Options:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _StageChoices:
+    """Options of one stage, as in `_Choices`."""
+
+    fitting: _Options
+    optimistic: _Options
+    complete: bool
+
+
+def _recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _StageChoices:
     """The chosen runs with every recomputed set that fits at that stage and may be the best."""
-    structure, runs = problem.structure, problem.structure.runs
+    runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
-    sets = useful_recomputes(
-        problem.tables[stage], counts, problem.extreme_ms, problem.memory_cap_bytes
+    if problem.levels == 1:
+        sets = useful_recomputes(table, counts, problem.extreme_ms, cap_bytes)
+        options = _of_sets(problem, stage, chosen, kind, sets)
+        return _StageChoices(fitting=options, optimistic=options, complete=True)
+    most = max(_MOST_OPTIONS // max(len(chosen), 1), 1)
+    found = recomputes_of_levels(table, counts, problem.extreme_ms, cap_bytes, most)
+    return _StageChoices(
+        fitting=_of_sets(problem, stage, chosen, kind, found.fitting),
+        optimistic=_of_sets(problem, stage, chosen, kind, found.optimistic),
+        complete=found.complete,
     )
-    first = np.searchsorted(sets.stage, np.arange(len(counts) + 1))
+
+
+def _of_sets(
+    problem: _Problem, stage: int, chosen: np.ndarray, kind: np.ndarray, sets: Recomputes
+) -> _Options:
+    """The chosen runs with the sets of their kind, which `sets.stage` numbers."""
+    first = np.searchsorted(sets.stage, np.arange(int(kind.max(initial=-1)) + 2))
     number = np.diff(first)[kind]
-    run = np.repeat(chosen, number)
-    place = np.arange(len(run)) - np.repeat(np.cumsum(number) - number, number)
+    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
     which = np.repeat(first[kind], number) + place
-    recomputed, terms = sets.layers[which], runs.terms[run].copy()
+    return _recomputing(problem, stage, np.repeat(chosen, number), sets.layers[which])
+
+
+def _near(problem: _Problem, stage: int, option: _Options) -> _Options:
+    """The run of an option with the sets near to its own."""
+    runs = problem.structure.runs
+    run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
+    fit = LevelFit.of(problem.tables[stage], runs.counts[run], problem.memory_cap_bytes)
+    sets = sets_near(fit, option.recomputed[0])
+    return _recomputing(problem, stage, np.repeat(run, len(sets)), sets)
+
+
+def _recomputing(
+    problem: _Problem, stage: int, run: np.ndarray, recomputed: np.ndarray
+) -> _Options:
+    """Options of a stage: runs [n] that recompute so many layers [n, levels * layer kinds]."""
+    structure, runs = problem.structure, problem.structure.runs
+    terms = runs.terms[run]
     terms[:, structure.layout.backward] += recomputed @ structure.recompute_ms
     terms = runs.with_buckets(terms, run, stage)
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)
     options = _Options(start=start, end=end, recomputed=recomputed, terms=terms, bound_ms=bound_ms)
-    return options.take(np.lexsort((*recomputed.T[::-1], bound_ms, end, start)))
+    return options.in_order()
 
 
 def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
@@ -306,25 +473,31 @@ def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> lis
     return kept[::-1]
 
 
-def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray) -> np.ndarray:
+def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels: int) -> np.ndarray:
     """Times to recompute a layer of each kind that span those on every micro-batch.
 
     Of a micro-batch's time for a layer of every kind, each kind takes at least the least share that
-    it has on any. An extreme gives all kinds but one that share, so that one takes the rest: every
-    micro-batch is a mean of these. With two kinds they are the two micro-batches that differ most.
+    it has on any of the level. An extreme gives all kinds but one that share, so that one takes the
+    rest: every micro-batch is a mean of these. With two kinds they are the two micro-batches that
+    differ most.
 
     Args:
-        recompute_ms: [layer kinds, features].
+        recompute_ms: [levels * layer kinds, levels * features].
 
     Returns:
-        [extremes, layer kinds].
+        [extremes, levels * layer kinds], each of one level.
     """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ recompute_ms.T
+    return block_diag(*map(_extremes_of_level, np.split(layers_ms, levels, axis=1)))
+
+
+def _extremes_of_level(layers_ms: np.ndarray) -> np.ndarray:
+    """Extremes of times [micro-batches, layer kinds]. [extremes, layer kinds]"""
     # Micro-batches without recomputation time are left out, as any sets are equal on them.
     total_ms = layers_ms.sum(axis=1)
     if not total_ms.any():
-        return np.zeros((1, len(recompute_ms)))
+        return np.zeros((1, layers_ms.shape[1]))
     shares = layers_ms[total_ms > 0] / total_ms[total_ms > 0, None]
     least = shares.min(axis=0)
     return least + max(1 - least.sum(), 0) * np.eye(len(least))
@@ -393,9 +566,10 @@ class _Search:
     A split is an index into each stage's options. [p]
     """
 
-    def __init__(self, problem: _Problem, options: list[_Options]) -> None:
+    def __init__(self, problem: _Problem, choices: _Choices) -> None:
         self.problem = problem
-        self.options = options
+        self.choices = choices
+        self.options = options = choices.fitting
         self.kept = [np.arange(len(found)) for found in options]
         """Options of each stage that have not been ruled out."""
         self.simulated = 0
@@ -425,12 +599,34 @@ class _Search:
     def with_options_of_better(self) -> "_Search":
         """The same split and paths, over all options that a better split may have."""
         # A little more, for the rounding of bounds that are exact.
-        options = _options(self.problem, self.best_ms * (1 + _TOLERANCE))
-        search = _Search(self.problem, options)
+        choices = _choices(self.problem, self.best_ms * (1 + _TOLERANCE))
+        # Where there are fewer runs, other sets are chosen of each.
+        pairs = zip(choices.fitting, self.best_options, strict=True)
+        choices = replace(choices, fitting=[found.including(best) for found, best in pairs])
+        search = _Search(self.problem, choices)
         search.simulated, search.cuts, search.best_ms = self.simulated, self.cuts, self.best_ms
-        for stage, (option, chosen) in enumerate(zip(self.options, self.best, strict=True)):
-            search.best[stage] = options[stage].place(option, int(chosen))
+        for stage, best in enumerate(self.best_options):
+            search.best[stage] = choices.fitting[stage].place(best)
         return search
+
+    def over_optimistic(self, best_ms: float) -> "_Search":
+        """A search with the same paths that bounds all splits faster than `best_ms`, complete or
+        not: what it finds may not fit."""
+        choices = replace(self.choices, fitting=self.choices.optimistic)
+        search = _Search(self.problem, choices)
+        search.cuts, search.best_ms = self.cuts, best_ms
+        return search
+
+    @property
+    def best_options(self) -> list[_Options]:
+        """The option of every stage in the best split."""
+        return [option.take(self.best[[stage]]) for stage, option in enumerate(self.options)]
+
+    def quick_bound_ms(self) -> float:
+        """Lower bound on every split, by its slowest stage and by each known path alone."""
+        edges = [(o.start, o.end) for o in self.options]
+        slowest_ms = least_largest(edges, [o.bound_ms for o in self.options], self.problem.units)
+        return max(slowest_ms, float(self._bounds().before[-1][-1].max(initial=0.0)))
 
     def _improve(self, splits: np.ndarray) -> bool:
         """Simulate the most promising of the splits until one is better; whether one is."""
@@ -444,8 +640,9 @@ class _Search:
                 return True
         return False
 
-    def prove(self) -> float:
-        """Search until nothing better is left or the budget is spent; the bound that is proven."""
+    def prove(self, most_work: float) -> float:
+        """Search until nothing better is left or the work allowed is done; the bound that is
+        proven."""
         self.work = lower_bound_ms = 0.0
         width, stale = _FIRST_WIDTH, 0
         for _ in range(_MAX_ROUNDS):
@@ -463,7 +660,7 @@ class _Search:
             stale = 0 if risen > _LEAST_RISE * self.best_ms or width < _MAX_WIDTH else stale + 1
             wider = risen < _WIDENING_RISE * (self.best_ms - lower_bound_ms)
             lower_bound_ms = max(lower_bound_ms, open_ms)
-            if stale == _MAX_STALE or self.work > _MAX_WORK:
+            if stale == _MAX_STALE or self.work > most_work:
                 break
             sample = np.concatenate([splits[_spread(len(splits), _SAMPLE // 2)], dropped])
             self._simulate(sample)

@@ -100,7 +100,8 @@ class Prediction(Frozen):
     """Result of simulating the plan on its own packs."""
 
     cost_source: str
-    """"analytic:<cluster>, <whose> rates" or "profile:<device>, <n> processes"."""
+    """"analytic:<cluster>, <whose> rates" or "profile:<device>, <n> processes,
+    provider <provider>"."""
     step_ms: NonNegativeFloat
     """Step time, mean over the simulated steps."""
     lost: LostTime
@@ -111,8 +112,7 @@ class Prediction(Frozen):
     """Samples per second and GPU; None, as `gpu_days`, for a plan of shapes only."""
     gpu_days: NonNegativeFloat | None
     """GPU-days of all planned epochs."""
-    exchange: DataParallelExchange | None = None
-    """None in plans made before it was predicted apart; their steps take it as exposed whole."""
+    exchange: DataParallelExchange
     stages: tuple[StagePrediction, ...]
 
     @property

@@ -26,7 +26,7 @@ class Recomputes:
     stage: np.ndarray
     """Index of the stage among those given, [sets]."""
     layers: np.ndarray
-    """Recomputed layers of each kind, [sets, layer kinds]."""
+    """Recomputed layers of each kind at each level, [sets, levels * layer kinds]."""
 
 
 def useful_recomputes(
@@ -40,27 +40,27 @@ def useful_recomputes(
             those on any micro-batch are a sum of these, each times a number that is not negative.
     """
     kinds = layer_kinds(table.kinds)
-    cap = _Cap.of(table, memory_cap_bytes)
+    cap = Cap.of(table, memory_cap_bytes)
     nothing = cap.holds(counts, np.zeros_like(counts))
     without = np.flatnonzero(nothing)
     stage, layers = _with_all_but_last(counts[:, kinds], np.flatnonzero(~nothing))
     layers, fits = _fewest_of_last(cap, counts[stage], layers)
     stage = np.concatenate([without, stage[fits]])
     layers = np.concatenate([np.zeros((len(without), len(kinds)), np.int64), layers[fits]])
-    kept = _undominated(stage, layers @ extreme_ms.T)
+    kept = undominated_sets(stage, layers @ extreme_ms.T)
     kept = kept[np.lexsort((*layers[kept].T[::-1], stage[kept]))]
     return Recomputes(stage=stage[kept], layers=layers[kept])
 
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     """Smallest peak that recomputing can reach in each of many possible stages. [stages]"""
-    recomputed, kinds = np.zeros_like(counts), layer_kinds(table.kinds)
-    recomputed[:, kinds] = counts[:, kinds]
-    return _peak_bytes(table, counts, recomputed)
+    every, kinds = np.zeros_like(counts), layer_kinds(table.kinds)
+    every[:, kinds] = counts[:, kinds]
+    return _peak_bytes(table, counts, np.tile(every, table.levels))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Cap:
+class Cap:
     """A memory cap, with tables by which most stages are found to be over or under it."""
 
     cap_bytes: float
@@ -71,7 +71,7 @@ class _Cap:
     table: MemoryTable
 
     @classmethod
-    def of(cls, table: MemoryTable, cap_bytes: float) -> "_Cap":
+    def of(cls, table: MemoryTable, cap_bytes: float) -> "Cap":
         """Choose the passes that hold most, keep most of their own, and work most."""
         others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
         much = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
@@ -130,7 +130,7 @@ def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarr
 
 
 def _fewest_of_last(
-    cap: _Cap, counts: np.ndarray, layers: np.ndarray
+    cap: Cap, counts: np.ndarray, layers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add the fewest recomputed layers of each stage's last kind that fit, and whether any do.
 
@@ -166,7 +166,7 @@ def _fewest_of_last(
     return recomputed[:, kinds], fitting
 
 
-def _undominated(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
+def undominated_sets(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """Entries of which no other entry of their group is as small in every cost [entries, costs].
 
     Of equal entries the first stays.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -52,12 +53,12 @@ _KEPT_COUNTS = 8
 
 _PASSES_AT_ONCE = 4_096
 """Passes of which memory is computed at a time."""
-_CHOICES = 192
+_DRAWN_STAGES = 32
 """Stages, drawn at random, whose heaviest passes a table of several levels has."""
-_MOST_LAYERS = 24
-"""Layers of a kind in these stages; only the proportion of kinds matters."""
-_MOST_PASSES = 20_000
-"""Passes among which these are looked for, spread evenly over the run."""
+_RECOMPUTING_ALL = 8
+"""Stages of these that recompute every layer."""
+_MOST_LAYERS = (4, 24)
+"""Layers of a kind in these stages, of which there are few and many."""
 
 
 def fits_cap(peak: np.ndarray | float, memory_cap: np.ndarray | float) -> np.ndarray:
@@ -90,7 +91,7 @@ in a backward the gradient that it began with."""
 
 
 _Measure = Callable[["MemoryTable"], tuple[np.ndarray, np.ndarray]]
-"""Bytes that one stage or many need and keep in every pass of a table."""
+"""Bytes that a stage needs and keeps in every pass of a table."""
 
 
 def running_passes(
@@ -304,6 +305,14 @@ class MemoryTable:
         """The same of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
+    def joined(self, more: "MemoryTable") -> "MemoryTable":
+        """The same with the passes of another table."""
+        both: dict[str, Any] = {
+            name: np.concatenate([getattr(table, name) for table in (self, more)])
+            for name in _OF_PASSES
+        }
+        return replace(self, **both)
+
     def at_most(self) -> "MemoryTable":
         """One pass for every level, which needs at least as much as any of that level's, whatever
         the stage holds."""
@@ -313,18 +322,15 @@ class MemoryTable:
         return self._each(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in first]))
 
     def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
-        return replace(
-            self,
-            others_kept_bytes=change(self.others_kept_bytes),
-            others_input_bytes=change(self.others_input_bytes),
-            own_kept_bytes=change(self.own_kept_bytes),
-            own_input_bytes=change(self.own_input_bytes),
-            working_bytes=change(self.working_bytes),
-            passing_bytes=change(self.passing_bytes),
-            first_bytes=change(self.first_bytes),
-            last_bytes=change(self.last_bytes),
-            own_gradient_bytes=change(self.own_gradient_bytes),
-        )
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _OF_PASSES}
+        return replace(self, **changed)
+
+
+_OF_PASSES = (
+    *("others_kept_bytes", "others_input_bytes", "own_kept_bytes", "own_input_bytes"),
+    *("working_bytes", "passing_bytes", "first_bytes", "last_bytes", "own_gradient_bytes"),
+)
+"""Fields of a table that have a row for each of its passes."""
 
 
 def _last_kind(counts: np.ndarray) -> np.ndarray:
@@ -390,7 +396,7 @@ def heaviest_passes(
 
 
 def _needed_and_kept(counts: np.ndarray, recomputed: np.ndarray) -> _Measure:
-    """Bytes that stages need and keep, with the earliest of every kind recomputed."""
+    """Bytes that a stage needs and keeps, with the earliest of every kind recomputed."""
     return lambda table: (
         table.pass_bytes(counts, recomputed),
         table.activation_bytes(counts, recomputed),
@@ -406,36 +412,77 @@ def _of_stage(runs: Sequence[UnitRun]) -> _Measure:
 
 
 def _heaviest(cost: CostModel, passes: RunningPasses, measure: _Measure) -> RunningPasses:
-    """Of all passes, for each stage measured, the one that needs most and the one that keeps most.
+    """Of all passes, the one in which a stage needs most and the one in which it keeps most.
 
     Args:
-        measure: both of a table's passes, [..., passes] each.
+        measure: both of a table's passes, [passes] each.
     """
-    found = []
+    few = []
     for first in range(0, len(passes.own), _PASSES_AT_ONCE):
-        chunk = slice(first, first + _PASSES_AT_ONCE)
-        table = memory_table(cost, passes.take(chunk))
-        found.append(first + np.stack([each.argmax(axis=-1).ravel() for each in measure(table)]))
-    few = passes.take(np.unique(found))
-    if len(found) == 1:
-        return few
-    return _heaviest(cost, few, measure)
+        chunk = passes.take(slice(first, first + _PASSES_AT_ONCE))
+        bytes_ = measure(memory_table(cost, chunk))
+        few.append(first + np.array([each.argmax() for each in bytes_]))
+    chosen = np.concatenate(few)
+    left = passes.take(chosen)
+    return left if len(few) == 1 else _heaviest(cost, left, measure)
 
 
 def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     """Those passes that are the heaviest for some of a wide choice of stages."""
-    rng = np.random.default_rng(0)
-    shape = _CHOICES, cost.levels, len(cost.kinds)
+    others, own, own_backward, links = _drawn_stages(cost, passes.largest)
+    chunks = range(0, len(passes.own), _PASSES_AT_ONCE)
+    most, found = np.full(len(others), -np.inf), np.zeros(len(others), np.int64)
+    for chunk in (slice(first, first + _PASSES_AT_ONCE) for first in chunks):
+        bytes_ = others @ passes.others[chunk].T + own @ passes.own[chunk].T
+        bytes_ += links @ passes.links[chunk, :-1].T
+        bytes_ += (own_backward @ passes.own[chunk].T) * passes.links[chunk, -1]
+        place = bytes_.argmax(axis=1)
+        largest = bytes_[np.arange(len(others)), place]
+        found = np.where(largest > most, chunk.start + place, found)
+        most = np.maximum(largest, most)
+    return passes.take(np.unique(found))
+
+
+def _drawn_stages(
+    cost: CostModel, largest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What a unit of each feature takes in stages that are drawn at random, while a unit of each
+    kind runs in them: of the other micro-batches, of the running one, and of that in a backward
+    besides, [stages * kinds * moments, levels * features] each; and what each of `LINKS` but the
+    last takes, [stages * kinds * moments, links - 1]."""
+    rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
+    units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
-    counts = np.where(
-        is_layer, rng.integers(0, _MOST_LAYERS, shape[::2]), rng.integers(0, 2, shape[::2])
-    )
-    # Some levels recompute nothing and some all of it, as most do.
+    shape = _DRAWN_STAGES, levels, kinds
+    most = np.where(is_layer, rng.choice(_MOST_LAYERS, (_DRAWN_STAGES, 1)), 2)
+    counts = rng.integers(0, most)
+    # Most levels recompute nothing or all they can, and some stages all of every level.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
-    recomputed = np.rint(share * counts[:, None] * is_layer).reshape(_CHOICES, -1)
-    step = -(-len(passes.own) // _MOST_PASSES)
-    some = passes.take(slice(None, None, step))
-    return _heaviest(cost, some, _needed_and_kept(counts, recomputed))
+    share[:: _DRAWN_STAGES // _RECOMPUTING_ALL] = 1
+    again = counts[:, None] * is_layer * share
+    whole = np.repeat(counts[:, None] - again, len(cost.features) // levels, axis=1)
+    recomputed = np.repeat(again, len(cost.features) // levels, axis=1)
+    activation = np.stack([unit.activation_bytes for unit in units], axis=1)
+    boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
+    kept = whole * activation + recomputed * boundary  # [stages, levels * features, kinds]
+    back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
+    # While a unit runs, those after it keep nothing.
+    running = kept.cumsum(axis=2) + back
+    cuts = _cut_bytes(cost, largest)
+    first, last = (counts > 0).argmax(axis=1), _last_kind(counts)
+    of_cuts = [cuts.came[first], cuts.back_to[first], cuts.sent[last], cuts.back[last]]
+    gradient = np.stack([unit.output_gradient_bytes for unit in units])[last]
+    input_ = _unkept_input(cost)[first]
+    others, own, own_backward, links = [], [], [], []
+    for kind, unit in enumerate(units):
+        holds = counts[:, kind] > 0
+        for working in unit.transient_bytes:
+            others.append((kept.sum(axis=2) + input_)[holds])
+            own.append((running[:, :, kind] + input_)[holds] + working)
+            own_backward.append((gradient * (last != kind)[:, None])[holds])
+            links.append(np.stack(of_cuts, axis=1)[holds])
+    found = (np.concatenate(each) for each in (others, own, own_backward, links))
+    return next(found), next(found), next(found), next(found)
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
@@ -463,7 +510,7 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
     boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
     passing = np.stack([unit.passing_bytes for unit in units], axis=1)
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
-    shared = [_largest_bytes(cost, unit.shared_bytes, passes) for unit in units]
+    shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
     first_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
     state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     return MemoryTable(
@@ -495,20 +542,24 @@ def _link_bytes(
     what a stage holds, and a pass would have four micro-batches' features more.
     """
     next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
-    units = [*cost.units.values()]
-    sent = np.array([_largest_bytes(cost, unit.output_bytes, passes) for unit in units])
-    back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, passes) for unit in units])
-    # What comes to a unit has left a unit of its kind, or of the kind before it.
-    first_bytes = next_input * np.append(0, sent[:-1]) + input_gradient * np.append(0, back[:-1])
-    for index, (before, kind) in enumerate(zip(units, cost.kinds[1:], strict=False), 1):
-        if before.output_gradient_bytes.any() and not (kind.is_layer or kind.name == HEAD):
-            # Projectors and the language embed keep no input, but a stage does for its gradient.
-            first_bytes[:, index] += (passes.own + passes.others) @ before.output_bytes
+    units, cuts = cost.units.values(), _cut_bytes(cost, passes.largest)
+    first_bytes = next_input * cuts.came + input_gradient * cuts.back_to
     return (
-        first_bytes,
-        output * sent + next_gradient * back,
+        first_bytes + (passes.own + passes.others) @ _unkept_input(cost).T,
+        output * cuts.sent + next_gradient * cuts.back,
         own_gradient * (passes.own @ np.stack([each.output_gradient_bytes for each in units], 1)),
     )
+
+
+def _unkept_input(cost: CostModel) -> np.ndarray:
+    """Input of a stage that begins with a unit of each kind, where the unit keeps none but the
+    stage does for its gradient: projectors and the language embed. [kinds, features]"""
+    units = [*cost.units.values()]
+    inputs = np.zeros((len(units), len(cost.features)))
+    for index, (before, kind) in enumerate(zip(units, cost.kinds[1:], strict=False), 1):
+        if before.output_gradient_bytes.any() and not (kind.is_layer or kind.name == HEAD):
+            inputs[index] = before.output_bytes
+    return inputs
 
 
 def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
@@ -519,9 +570,32 @@ def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
     return matrix_bytes * np.array(number)
 
 
-def _largest_bytes(cost: CostModel, per_feature: np.ndarray, passes: RunningPasses) -> float:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _CutBytes:
+    """Tensors of the largest micro-batch on the cuts before and after a unit, [kinds] each."""
+
+    came: np.ndarray
+    """To a unit of each kind."""
+    back_to: np.ndarray
+    """The gradient of that."""
+    sent: np.ndarray
+    """From a unit of each kind."""
+    back: np.ndarray
+    """The gradient of that."""
+
+
+def _cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
+    units = cost.units.values()
+    sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
+    back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])
+    # What comes to a unit has left a unit of its kind, or of the kind before it.
+    came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
+    return _CutBytes(came=came, back_to=back_to, sent=sent, back=back)
+
+
+def _largest_bytes(cost: CostModel, per_feature: np.ndarray, largest: np.ndarray) -> float:
     """Bytes of a micro-batch with the most of every feature, at the level where they are most."""
-    return float((per_feature * passes.largest).reshape(cost.levels, -1).sum(axis=1).max())
+    return float((per_feature * largest).reshape(cost.levels, -1).sum(axis=1).max())
 
 
 def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> np.ndarray:

@@ -358,7 +358,7 @@ def waste_figures(plan: Plan, replay: ReplaySummary | None) -> list[Figure]:
             "simulated again without one cause after another; the differences add up to it."
         )
         exchange = plan.prediction.exchange
-        if exchange is not None and exchange.total_ms:
+        if exchange.total_ms:
             caption += (
                 f" Data-parallel ranks exchange gradients and weights for "
                 f"{milliseconds(exchange.total_ms)}, of which {milliseconds(exchange.exposed_ms)} "

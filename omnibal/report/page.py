@@ -43,6 +43,7 @@ from omnibal.report.timeline import timeline_figure
 from omnibal.runlog import (
     RUN_FILE,
     Evaluation,
+    RunInfo,
     StepRecord,
     ValidationRecord,
     read_evaluation,
@@ -106,7 +107,11 @@ def _read(
     files: PlanFiles, run_directory: Path | None, replay_directory: Path | None
 ) -> ReportInput:
     plan, job, data = files.plan, files.job, files.data
-    records = [] if run_directory is None else _records_of(plan, run_directory)
+    records: list[StepRecord] = []
+    run: RunSummary | None = None
+    if run_directory is not None:
+        info, records = _run_of(plan, run_directory)
+        run = summarise_run(records, plan.parallel.world_size, info.provider)
     replay = None
     pretended: tuple[PretendedStage, ...] = ()
     if replay_directory is not None and is_pretended(replay_directory):
@@ -129,13 +134,13 @@ def _read(
         pretended=pretended,
         records=records,
         validations=[] if run_directory is None else read_validations(run_directory),
-        run=summarise_run(records, plan.parallel.world_size) if records else None,
+        run=run,
         evaluation=None if run_directory is None else read_evaluation(run_directory),
     )
 
 
-def _records_of(plan: Plan, run_directory: Path) -> list[StepRecord]:
-    """The run's steps, if it was trained from the plan."""
+def _run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
+    """The run and its steps, if it was trained from the plan."""
     if plan.data is None:
         raise UserError(
             "a plan without data cannot have been trained; give the plan that the run "
@@ -153,7 +158,7 @@ def _records_of(plan: Plan, run_directory: Path) -> list[StepRecord]:
             f"{run_directory}: the run has {len(records[0].stages)} pipeline stages and the plan "
             f"{len(plan.stages)}; give the run that was trained from this plan"
         )
-    return records
+    return info, records
 
 
 def render(report: ReportInput) -> str:
@@ -191,7 +196,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "accuracy": accuracy_table(evaluation) if evaluation else None,
         "answers": answers_table(evaluation) if evaluation else None,
         "packs": None,
-        "provenance": provenance_facts(plan, replay, report.records),
+        "provenance": provenance_facts(plan, replay, report.run, report.records),
     }
     if plan.data is not None and report.data is not None:
         packs, lengths = report.data
@@ -212,7 +217,8 @@ def _about(replay: ReplaySummary) -> str:
     content = {"data": "the samples of the data", "random": "random content of the plan's sizes"}
     return (
         f"Replayed: {steps:,} step{'s' * (steps > 1)} of the plan, each stage by itself on "
-        f"{info.device}{several}, with {content[info.content]}; {repeated}. What devices exchange "
+        f"{info.device}{several}, with {content[info.content]}; {repeated}. Its layers are of the "
+        f"provider {info.provider}. What devices exchange "
         "is the cost model's, as no other device was there; reading samples, logging and drop path "
         "are left out."
     )

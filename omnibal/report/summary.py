@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from omnibal.config import Provider
 from omnibal.plan import Plan
 from omnibal.replay import ReplaySummary
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
@@ -31,6 +32,8 @@ class StageTime(NamedTuple):
 class RunSummary:
     """Measurements of a run."""
 
+    provider: Provider | None
+    """Provider of its layers; None where it was not recorded."""
     step_ms: float
     bubble_fraction: float
     """Idle share of the step, for any cause, mean over stages."""
@@ -61,7 +64,9 @@ class RunSummary:
         return {name: count for name, count in counts.items() if count}
 
 
-def summarise_run(records: Sequence[StepRecord], world_size: int) -> RunSummary:
+def summarise_run(
+    records: Sequence[StepRecord], world_size: int, provider: Provider | None
+) -> RunSummary:
     """Medians over the steps; `records` must not be empty."""
     step_ms = np.array([record.step_ms for record in records])
     stages = range(len(records[0].stages))
@@ -70,6 +75,7 @@ def summarise_run(records: Sequence[StepRecord], world_size: int) -> RunSummary:
     seconds = (step_ms.sum() + sum(record.between_ms for record in records)) / 1000
     samples = sum(record.samples for record in records)
     return RunSummary(
+        provider=provider,
         step_ms=float(np.median(step_ms)),
         bubble_fraction=float(np.median(waits.mean(axis=1))),
         samples_per_second_per_gpu=samples / seconds / world_size if seconds else 0.0,

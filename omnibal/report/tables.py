@@ -223,7 +223,10 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, plan:
 
 
 def provenance_facts(
-    plan: Plan, replay: ReplaySummary | None, records: Sequence[StepRecord]
+    plan: Plan,
+    replay: ReplaySummary | None,
+    run: RunSummary | None,
+    records: Sequence[StepRecord],
 ) -> Facts:
     """Facts about the page's inputs."""
     entries: list[tuple[str, str | Marked]] = [
@@ -244,7 +247,10 @@ def provenance_facts(
         entries += [("Tokenizer", _sha256(origin.tokenizer_sha256))]
     if replay:
         steps = ", ".join(f"{step:,}" for step in replay.info.steps)
-        entries += [("Replayed steps", f"{steps}, on {replay.info.device}")]
+        about = f"on {replay.info.device}, provider {replay.info.provider}"
+        entries += [("Replayed steps", f"{steps}, {about}")]
+    if run:
+        entries += [("Provider of the run's layers", run.provider or "not recorded")]
     if records:
         seen = f"{len(records):,} steps, {records[0].step:,} to {records[-1].step:,}"
         entries += [("Run log", seen)]

@@ -304,7 +304,7 @@ def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
         ("[]", "maps each source name"),
         ("{", "maps each source name"),
         ("{}", "names no source"),
-        ('{"a": {"root": ""}}', 'a: Value error, one of "annotation", "shards" and "energon" must'),
+        ('{"a": {"root": ""}}', 'a: one of "annotation", "shards" and "energon" must'),
         ('{"a": {"annotation": "a.jsonl", "shards": "a.tar"}}', 'one of "annotation"'),
         ('{"a": {"shards": "a.tar", "root": ""}}', '"root", the folder of the images, goes with'),
         ('{"a": {"shards": "a.tar", "split": "train"}}', '"split" goes with "energon" alone'),

@@ -38,7 +38,8 @@ PACK_KEYS = (
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
-    "gpu_days memory_cap_gib cost_source packs steps search_gap"
+    "gpu_days memory_cap_gib cost_source packs steps search_gap levels attention_balance_ratio "
+    "least_attention_balance_ratio communication_ratio exchanged_ratio tokens_per_rank"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "
@@ -53,11 +54,11 @@ FLAGS = {
     "--network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --max-tokens --tokens-per-sample --lengths --output -o "
-    "--precision --processes --layers --repetitions --cluster --cluster-output --json",
+    "--precision --processes --layers --repetitions --provider --cluster --cluster-output --json",
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
-    "--steps-of --json",
+    "--steps-of --levels --curriculum-steps --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
@@ -240,7 +241,9 @@ def test_plan_of_shapes_has_no_data_figures(capsys, tmp_path):
     printed = json.loads(capsys.readouterr().out)
     assert printed["step_ms"] > 0
     unknown = {key for key, value in printed.items() if value is None}
-    assert unknown == {"samples_per_second_per_gpu", "gpu_days", "packs", "steps"}
+    of_data = {"samples_per_second_per_gpu", "gpu_days", "packs", "steps", "tokens_per_rank"}
+    of_data |= {"attention_balance_ratio", "least_attention_balance_ratio"}
+    assert unknown == of_data | {"communication_ratio", "exchanged_ratio"}
 
 
 def test_memory_option_replaces_the_clusters(capsys, tmp_path):
@@ -652,13 +655,13 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
     monkeypatch.setattr(subprocess, "run", run_profiler)
-    run(PROFILE + " --processes 2 --layers 3 --precision fp32 --json -o", output)
+    run(PROFILE + " --processes 2 --layers 3 --precision fp32 --provider te --json -o", output)
     printed = json.loads(capsys.readouterr().out)
     assert printed["profile"] == str(output)
     assert {residual["unit"] for residual in printed["residuals"]} == set(
         unit_names(load_model("internvl-digits"))
     )
-    launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-14:]
+    launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-16:]
     assert "--nproc-per-node=2" in launcher
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert Path(given.pop("--output")).parent == output.parent
@@ -669,6 +672,7 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
         "--max-tokens": "512",
         "--tokens-per-sample": "64",
         "--layers": "3",
+        "--provider": "te",
     }
 
 

@@ -560,7 +560,7 @@ def test_rows_with_another_number_of_micro_batches_are_told_apart():
         slot=np.array([0, 1, 2, 0, 1]),
         data_parallel_size=1,
     )
-    steps = SampledSteps.of(packs)
+    steps = SampledSteps.of(packs, random_cost(np.random.default_rng(0)))
     assert sorted(steps.counts[steps.rows].ravel()) == [2, 3]
 
 
@@ -573,7 +573,9 @@ def test_every_path_is_a_lower_bound():
         cap = rng.uniform(1, 1.5) * least_peak_of_splits(cost, model, packs, p)
         problem = partition._problem(cost, model, packs, p, cap)
         options = [
-            partition._with_recomputes(problem, stage, np.arange(len(problem.structure.runs.start)))
+            partition._recomputes(
+                problem, stage, np.arange(len(problem.structure.runs.start))
+            ).fitting
             for stage in range(p)
         ]
         kept = partition._on_paths([(o.start, o.end) for o in options], problem.units)

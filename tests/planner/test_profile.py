@@ -112,7 +112,7 @@ def test_exact_measurements_give_back_the_true_costs():
     assert fitted.optimizer_ms_per_parameter == pytest.approx(1e-5)
     assert fitted.link_latency_ms == pytest.approx(0.03)
     assert fitted.link_ms_per_byte == pytest.approx(2e-6)
-    assert fitted.source == "profile:test CPU, 2 processes"
+    assert fitted.source == "profile:test CPU, 2 processes, provider local"
     assert all(residual.max_error < 1e-3 for residual in fit_residuals(measured(), MODEL))
 
 

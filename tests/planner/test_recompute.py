@@ -106,7 +106,7 @@ def test_only_dominated_sets_are_dropped(costs: int):
                 for j in range(30)
             )
         ]
-        assert sorted(recompute._undominated(group, values).tolist()) == expected
+        assert sorted(recompute.undominated_sets(group, values).tolist()) == expected
 
 
 def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCost:
@@ -118,7 +118,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
         recompute_ms=np.array([0.0, 0, 0.75, 0, 0]),
         collective_ms=np.zeros((2, 5)),
         padding_ms=np.zeros((2, 5)),
-        context_ms=np.zeros((2, 5)),
+        context_ms=np.zeros((3, 5)),
         activation_bytes=kept,
         boundary_bytes=boundary,
         output_bytes=boundary,

@@ -193,7 +193,12 @@ def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
     info = replay_info(small.plan, (0, 1))
     open_replay(tmp_path / "replay", info)
     open_replay(tmp_path / "replay", info)
-    for name, value in (("steps", (0, 2)), ("content", "data"), ("device", "another")):
+    for name, value in (
+        ("steps", (0, 2)),
+        ("content", "data"),
+        ("device", "another"),
+        ("provider", "te"),
+    ):
         with pytest.raises(UserError, match=f"holds a replay with another {name}"):
             open_replay(
                 tmp_path / "replay", replay_info(small.plan, **({"steps": (0, 1)} | {name: value}))

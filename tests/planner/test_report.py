@@ -268,7 +268,8 @@ def write_run_directory(
 ) -> list[StepRecord]:
     directory.mkdir()
     packs = make_packs(make_lengths(text))
-    write_run_info(RunInfo(model="internvl-digits", packs_sha256=packs.sha256), directory)
+    info = RunInfo(model="internvl-digits", packs_sha256=packs.sha256, provider="te")
+    write_run_info(info, directory)
     records = make_records(steps)
     lines = [record.model_dump_json() for record in records]
     (directory / RUN_FILE).write_text("\n".join(lines) + "\n")
@@ -676,6 +677,7 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
     assert "held-out data, 1.25 at the end" in words
     assert "skipped steps: 1, spikes of the loss: 1, unreadable samples passed over: 3" in words
     assert "retries of allocations: 5" in words
+    assert "Provider of the run's layers te" in words
 
 
 def tag_points(attributes: dict[str, str | None]) -> int:

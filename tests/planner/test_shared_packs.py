@@ -197,7 +197,7 @@ def two_levels(rng: np.random.Generator):
             unit,
             forward_ms=unit.forward_ms * 1.5,
             backward_ms=unit.backward_ms * 1.5,
-            context_ms=0.5 * np.stack([unit.forward_ms, unit.backward_ms]),
+            context_ms=0.5 * np.stack([unit.forward_ms, unit.backward_ms, 0 * unit.forward_ms]),
         )
         for name, unit in base.units.items()
     }

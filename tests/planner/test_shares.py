@@ -20,6 +20,7 @@ from omnibal.job import JobSpec
 from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.rates import CollectiveTime, Rates
 from omnibal.units import feature_names, feature_names_at, unit_names
 
 pytestmark = pytest.mark.quick
@@ -141,12 +142,18 @@ def test_features_without_levels_are_those_of_packs() -> None:
         np.testing.assert_array_equal(share_features(packs, lengths, levels, names), whole)
 
 
+FAST_COPIES = load_cluster("h100-80g").model_copy(
+    update={"memory_gb_per_s": 1e30, "kernel_us": 1e-12, "link_latency_us": 10}
+)
+"""A cluster on which an exchange takes the time of its links alone."""
+
+
 def text_job(tensor: int = 1, data: int = 8, **changes) -> JobSpec:
     parallel = Parallel(tensor=tensor, pipeline=1, data=data, sequence_parallel=tensor > 1)
     return JobSpec(
         **{
             "model": load_model("internvl2-26b"),
-            "cluster": load_cluster("h100-80g"),
+            "cluster": FAST_COPIES,
             "parallel": parallel,
             "precision": "bf16",
         }
@@ -167,17 +174,22 @@ def test_ranks_send_what_the_exchange_says() -> None:
         for context in (2, 4):
             for exchange in ContextExchange:
                 (cost,) = job.costs_at([level(context, exchange=exchange)])
-                forward_ms, backward_ms = cost.units["language_layer"].context_ms
+                forward_ms, backward_ms, again_ms = cost.units["language_layer"].context_ms
                 sent[exchange, context] = forward_ms[-1]
                 here = 2 * width * (context - 1) / context  # bf16
                 if exchange is ContextExchange.GATHER:
                     elements = here * context * 2 * 8 / 48
                     assert backward_ms[-1] == pytest.approx(2 * elements / rate)
+                    # The second forward of a recomputed layer gathers in place of the backward.
+                    assert not again_ms.any()
                 else:
                     elements = here * (2 + 2 * 8 / 48)
                     assert backward_ms[-1] == pytest.approx(elements / rate)
+                    np.testing.assert_array_equal(again_ms, forward_ms)
                 assert forward_ms[-1] == pytest.approx(elements / rate)
-                assert forward_ms[0] > 0 and not forward_ms[1:-1].any()
+                # A latency for each collective: one gathers, two turn to heads and back.
+                latency_ms = 0.01 * (1 if exchange is ContextExchange.GATHER else 2)
+                assert forward_ms[0] == pytest.approx(latency_ms)
         assert sent["gather", 2] < sent["heads", 2] and sent["gather", 4] < sent["heads", 4]
     # Of the same tokens, as 8 ranks share them: 7 k against 7/8 (2 h + k).
     both = [text_job().costs_at([level(8, exchange=each)])[0] for each in ContextExchange]
@@ -196,7 +208,7 @@ def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:
 
 def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
     """Prevents levels that change what a share's own work costs."""
-    job = text_job()
+    job = text_job(cluster=load_cluster("h100-80g"))
     small, shared = job.costs_at([level(1), level(4)])
     base = job.cost
     assert small.features == shared.features == (*base.features, "exchanged_tokens")
@@ -210,7 +222,7 @@ def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
             together.backward_ms - together.context_ms[1], alone.backward_ms, rtol=1e-12
         )
         again = together.recompute_ms - alone.recompute_ms
-        np.testing.assert_allclose(again, together.context_ms[0], atol=1e-15)
+        np.testing.assert_allclose(again, together.context_ms[2], atol=1e-15)
         assert not alone.context_ms.any()
         exchanges = name in ("language_layer", "language_embed")
         assert together.context_ms.any() == exchanges, name
@@ -229,8 +241,8 @@ def test_gathered_keys_and_values_count_as_working_memory() -> None:
         (cost,) = job.costs_at([level(context)])
         features[cost.features.index("tokens")] = features[-1] = tokens
         most = (cost.units["language_layer"].transient_bytes @ features).max()
-        # Gathered, and the gradients of what was gathered, in bf16.
-        assert most >= 2 * 2 * context * tokens * width
+        # Gathered, the gradients of what was gathered, and these beside each other, in bf16.
+        assert most >= 3 * 2 * context * tokens * width
         assert (cost.units["vision_layer"].transient_bytes[:, -1] == 0).all()
 
 
@@ -238,7 +250,7 @@ def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
     """Prevents time for gradients that nobody needs."""
     for frozen, goes_back in (((), True), (("vision",), True), (("vision", "projector"), False)):
         (cost,) = text_job(frozen=frozen).costs_at([level(2)])
-        forward_ms, backward_ms = cost.units["language_embed"].context_ms
+        forward_ms, backward_ms, _ = cost.units["language_embed"].context_ms
         assert forward_ms.any() and backward_ms.any() == goes_back
         assert cost.units["language_layer"].context_ms[1].any()
 
@@ -258,6 +270,41 @@ def test_measured_units_keep_their_times() -> None:
         np.testing.assert_array_equal(
             measured.units[name].context_ms, by_counts.units[name].context_ms
         )
+
+
+def test_copies_and_kernels_of_an_exchange_count() -> None:
+    """Prevents levels that seem free where links are fast, as between processes of one machine."""
+    fast, real = (
+        text_job(cluster=cluster).costs_at([level(4)])[0].units["language_layer"].context_ms
+        for cluster in (FAST_COPIES, load_cluster("h100-80g"))
+    )
+    width, cluster = 2 * 6144 * 8 // 48, load_cluster("h100-80g")
+    # Written to where they are received, and read and written in the order of this rank's pieces.
+    least_ms = 2 * 4 * 2 * width / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
+    assert real[0, -1] - fast[0, -1] == pytest.approx(least_ms)
+    assert (real[0, 0] - fast[0, 0]) * 1e3 == pytest.approx(6 * cluster.kernel_us)
+
+
+def test_exchanges_are_at_the_profiles_rates() -> None:
+    """Prevents a cluster's guess where collectives were measured."""
+    profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
+    sizes = [2**power for power in range(10, 21, 2)]
+    collectives = tuple(
+        CollectiveTime(kind="all_gather", ranks=2, bytes=size, ms=0.5 + size / 2 * 1e-4)
+        for size in sizes
+    )
+    rates = Rates(device="test", collectives=collectives)
+    given = {"parallel": Parallel(pipeline=1, data=2)}
+    unknown = job_spec(profile=profile, **given).costs_at([level(2)])[0]
+    measured = job_spec(profile=profile.model_copy(update={"rates": rates}), **given)
+    found = measured.costs_at([level(2)])[0].units["language_layer"].context_ms[0]
+    guessed = unknown.units["language_layer"].context_ms[0]
+    width, cluster = 2 * MODEL.language.hidden_size, measured.cluster
+    width = width * MODEL.language.kv_heads // MODEL.language.heads
+    copies_ms = 2 * 2 * 4 * width / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
+    assert found[-1] - copies_ms == pytest.approx(4 * width * 1e-4, rel=1e-3)
+    assert found[0] == pytest.approx(0.5 + 6 * cluster.kernel_us / 1e3, rel=1e-3)
+    assert guessed[0] < found[0] and guessed[-1] < found[-1]
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -8,12 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import WeightGradients, current_device
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
-from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.batch import MicroBatchStream, borders_of
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.model.attention import attend_by_segment
 from megatron.vlm.model.flash_attention import attend_flash
@@ -37,22 +36,30 @@ def join() -> PipelineLinks:
 
 def varlen_attention(folder: Path) -> None:
     """The packed kernel gives what one call a sample gives, forward and backward."""
-    for one, other in zip(*attended_both_ways(), strict=True):
+    segments = [5, 300, 1, 128]
+    _assert_same(attended_both_ways(segments, segments))
+
+
+def pieces_attention(folder: Path) -> None:
+    """So it does for pieces of samples, of which the last query sees the last key."""
+    _assert_same(attended_both_ways([5, 300, 1, 128], [5, 700, 260, 1024]))
+
+
+def _assert_same(both: list[list[torch.Tensor]]) -> None:
+    for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
 
 
-def attended_both_ways() -> list[list[torch.Tensor]]:
-    """Outputs and gradients of inputs by one call a sample, and by the packed kernel."""
-    segments = [5, 300, 1, 128]
-    borders = torch.tensor([0, *segments]).cumsum(0).to(torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=borders.cuda(), cu_seqlens_kv=borders.cuda(),
-        cu_seqlens_q_padded=borders, cu_seqlens_kv_padded=borders,
-        max_seqlen_q=max(segments), max_seqlen_kv=max(segments),
-    )  # fmt: skip
+def attended_both_ways(segments: list[int], keys: list[int]) -> list[list[torch.Tensor]]:
+    """Outputs and gradients of inputs by one call a range, and by the packed kernel.
+
+    Args:
+        segments: queries of every range.
+        keys: keys of every range.
+    """
+    packed = borders_of(segments, keys, current_device())
     torch.manual_seed(0)
-    tokens = sum(segments)
-    shapes = ((tokens, 8, 64), (tokens, 2, 64), (tokens, 2, 64))
+    shapes = ((sum(segments), 8, 64), (sum(keys), 2, 64), (sum(keys), 2, 64))
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     results = []
     for attend in (attend_by_segment, attend_flash):
@@ -159,5 +166,8 @@ def checkpoint(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    checks = (varlen_attention, weight_gradients, precisions_agree, real_size_stage, checkpoint)
+    checks = (
+        varlen_attention, pieces_attention, weight_gradients, precisions_agree, real_size_stage,
+        checkpoint,
+    )  # fmt: skip
     {check.__name__: check for check in checks}[sys.argv[1]](Path(sys.argv[2]))

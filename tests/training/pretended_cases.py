@@ -301,8 +301,10 @@ def device_checks() -> None:
     import cuda_checks
 
     with pretended_cuda() as pretence:
-        shapes = [[one.shape for one in way] for way in cuda_checks.attended_both_ways()]
-        assert shapes[0] == shapes[1]
+        for sizes in (([5, 300, 1], [5, 300, 1]), ([5, 300, 1], [5, 700, 260])):
+            both = cuda_checks.attended_both_ways(*sizes)
+            shapes = [[one.shape for one in way] for way in both]
+            assert shapes[0] == shapes[1]
         assert {one.phase for one in pretence.device.counts.operations()} == {"build"}
     toy = toy_plan(toy_model(), stages_of(toy_model()))
     for precision in ("fp32", "bf16"):

@@ -4,12 +4,16 @@ for Transformer Engine: PYTHONPATH=.:tests/training/fake_te python tests/trainin
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
-from ranks import run_ranks
+from ranks import run_alone, run_ranks
 from toy import pack, stages_of, toy_model, toy_plan, toy_sample
 
 from megatron.vlm.backend import prepare_megatron_core
+from megatron.vlm.measure.profiler import _whole_stage_trainer
+from megatron.vlm.measure.replay import StageReplayer, standing_in
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
+from omnibal.config import load_cluster
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 
 MODELS = (toy_model(), toy_model(normalization="RMSNorm", qkv_bias=False))
@@ -45,6 +49,26 @@ def compare(links, model, tensor):
         torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def is_of_engine(trainer):
+    return any(isinstance(part, TELinear) for part in trainer.stage.modules())
+
+
+def replayed(provider):
+    """A replay builds the layers of the provider that it is asked for."""
+    plan = toy_plan(MODELS[0], stages_of(MODELS[0]))
+    with standing_in(plan.parallel, 0) as links:
+        trainer = StageReplayer(plan, links, provider=provider).trainer
+        assert is_of_engine(trainer) == (provider == "te")
+
+
+def profiled(links, provider):
+    """A profile measures the layers of the provider that it is asked for."""
+    sizes, cluster = Parallel(pipeline=1), load_cluster("laptop-cpu")
+    job = JobSpec(model=MODELS[0], cluster=cluster, parallel=sizes, precision="fp32")
+    trainer = _whole_stage_trainer(job, links, depth=1, provider=provider)
+    assert is_of_engine(trainer) == (provider == "te")
+
+
 if __name__ == "__main__":
     assert HAVE_TE
     torch.set_num_threads(1)
@@ -52,3 +76,6 @@ if __name__ == "__main__":
     for model in MODELS:
         for tensor in (1, 2):
             run_ranks(Parallel(pipeline=1, tensor=tensor), compare, model, tensor)
+    for provider in ("local", "te"):
+        run_alone(replayed, {"provider": provider})
+        run_ranks(Parallel(pipeline=1), profiled, provider)

@@ -30,7 +30,14 @@ def has_device() -> bool:
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
 @pytest.mark.parametrize(
     "check",
-    ["varlen_attention", "weight_gradients", "precisions_agree", "real_size_stage", "checkpoint"],
+    [
+        "varlen_attention",
+        "pieces_attention",
+        "weight_gradients",
+        "precisions_agree",
+        "real_size_stage",
+        "checkpoint",
+    ],
 )
 def test_on_device(check, tmp_path):
     """Prevents: code that is only right on a CPU. See each check in cuda_checks.py."""

@@ -39,6 +39,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.scan import scan_lengths
 from omnibal.errors import UserError
+from omnibal.levels import Level
 from omnibal.limits import Caps
 
 MODEL = load_model("internvl-digits")
@@ -471,7 +472,7 @@ RANKS = 3
 def test_validation_packs_hold_every_sample_once(data):
     """Prevents: held-out samples that are lost, counted twice, or beyond the memory planned."""
     samples = 70
-    packs = pack_validation(data.reader, samples, CAPS, RANKS)
+    packs = pack_validation(data.reader, samples, Level(caps=CAPS), RANKS)
     options = DataOptions(seed=1, augment=True, drop_path=True)
     seen, labels = Counter(), Counter()
     for rank in range(RANKS):
@@ -504,13 +505,13 @@ def test_validation_packs_hold_every_sample_once(data):
 def test_validation_is_as_strict_as_planning(digits, data, tokenizer, tmp_path):
     """Prevents: a validation loss over other samples than were asked for, without a word."""
     with pytest.raises(UserError, match="all 20 held-out samples exceed"):
-        pack_validation(data.reader, 20, Caps.of(tiles=1, tokens=2), RANKS)
+        pack_validation(data.reader, 20, Level(caps=Caps.of(tiles=1, tokens=2)), RANKS)
     shutil.copytree(digits / "heldout", tmp_path / "heldout")
     annotations = Annotations.open(tmp_path / "heldout" / "meta.json")
     annotations[0].images[0].path.unlink()
     reader = SampleReader(annotations, tokenizer, MODEL)
     with pytest.raises(UserError, match=r"held-out data: .* does not exist"):
-        pack_validation(reader, 20, CAPS, RANKS)
+        pack_validation(reader, 20, Level(caps=CAPS), RANKS)
 
 
 FRAMES = 5

@@ -9,7 +9,9 @@ from rich.console import Console
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.run.dry_run import print_dry_run
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.plan import PlannedLevel
 
 
 def own_place(links):
@@ -47,3 +49,24 @@ def test_stages_name_their_units_and_every_rank_is_listed():
     assert "vision 2..3, projector, language embed, language 0 " in printed
     assert "language 1..2, head " in printed
     assert " vision 1 " in printed and " language 2 " in printed
+
+
+def test_levels_name_their_ranks_and_recomputed_layers():
+    """Prevents: a dry run that finds nothing recomputed where levels say what is."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, 8), data=2)
+    levels = [
+        PlannedLevel(caps=Caps.of(tiles=4, tokens=tokens), context=context, recompute=again)
+        for tokens, context, again in (
+            (1000, 1, ((), ("language 1",))),
+            (8000, 2, (("vision 0..3",), ())),
+        )
+    ]
+    text = io.StringIO()
+    plan = plan.model_copy(update={"levels": tuple(levels)})
+    print_dry_run(plan, Console(file=text, width=140))
+    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    assert "0 4 1,000 1" in lines
+    assert "1 4 8,000 2 contiguous gather" in lines
+    for said in ("level 0: language 1", "level 1: vision 0..3", "level 0: nothing"):
+        assert any(said in line for line in lines), said

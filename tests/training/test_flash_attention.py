@@ -10,6 +10,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.attention import list_flash_attention_impls
 
+from megatron.vlm.inputs.batch import borders_of
 from megatron.vlm.model.attention import attend_by_segment
 from megatron.vlm.model.flash_attention import attend_flash, prefer_flash_attention_3
 
@@ -63,6 +64,41 @@ def test_every_torch_gets_the_arguments_it_knows(monkeypatch, kernel, heads, cau
     )  # fmt: skip
     expected = attend_by_segment(*qkv, packed, causal)
     torch.testing.assert_close(attend_flash(*qkv, packed, causal), expected)
+
+
+def kernel_of_pieces(query, key, value, *borders_and_longest, window_size, enable_gqa):
+    """By definition, a range of queries at a time, of which the last sees the last key."""
+    borders, key_borders, longest, longest_keys = borders_and_longest
+    assert window_size == (-1, 0) and enable_gqa
+    assert borders.dtype == key_borders.dtype == torch.int32
+    served_N = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+    key_KND, value_KND = key[:, served_N], value[:, served_N]
+    outputs = []
+    for start, end, first, stop in zip(
+        borders[:-1], borders[1:], key_borders[:-1], key_borders[1:], strict=True
+    ):
+        assert end - start <= longest and stop - first <= longest_keys
+        places = torch.arange(stop - first) - (stop - first)
+        seen_SK = places[None, :] <= torch.arange(end - start)[:, None] - (end - start)
+        scores = torch.einsum("snd,knd->nsk", query[start:end], key_KND[first:stop])
+        scores = (scores / query.shape[-1] ** 0.5).masked_fill(~seen_SK, -torch.inf)
+        outputs.append(torch.einsum("nsk,knd->snd", scores.softmax(-1), value_KND[first:stop]))
+    return torch.cat(outputs)
+
+
+def test_pieces_of_samples_have_keys_of_their_own(monkeypatch):
+    """Prevents: a rank's piece of a shared pack that attends, on CUDA or on a CPU, to its sample
+    from the front, as causal attention of unequal lengths is elsewhere."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_of_pieces)
+    queries, keys = [5, 1, 12, 7], [9, 30, 12, 21]
+    packed = borders_of(queries, keys, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    qkv = [
+        torch.randn(tokens, heads, 8, generator=generator)
+        for tokens, heads in ((sum(queries), 6), (sum(keys), 2), (sum(keys), 2))
+    ]
+    expected = attend_by_segment(*qkv, packed, True)
+    torch.testing.assert_close(attend_flash(*qkv, packed, True), expected)
 
 
 @pytest.mark.parametrize(

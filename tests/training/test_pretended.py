@@ -8,13 +8,17 @@ import pytest
 from commands import launcher
 from toy import toy_model
 
+from megatron.vlm.measure.pretended import job
+from omnibal.check import open_plan
 from omnibal.config import load_cluster
+from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.plan_data import MockData
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanRequest, make_plan
+from omnibal.pretended import PretendedStage, pretended_file, read_pretended
 
 CASES = Path(__file__).with_name("pretended_cases.py")
 KEPT_CASES = Path(__file__).with_name("kept_cases.py")
@@ -58,14 +62,14 @@ def test_mistakes_that_only_a_device_shows_are_found():
 @pytest.fixture
 def planned(tmp_path):
     """A plan of shapes for two stages of the toy model."""
-    job = JobSpec(
+    whole = JobSpec(
         model=toy_model(),
         cluster=load_cluster("h100-80g"),
         parallel=Parallel(pipeline=2, data=2),
         precision="bf16",
     )
     data = MockData(caps=Caps.of(tiles=3, tokens=100), micro_batches_per_step=4)
-    save_plan(make_plan(PlanRequest(job=job, data=data)), tmp_path / "plan")
+    save_plan(make_plan(PlanRequest(job=whole, data=data)), tmp_path / "plan")
     return tmp_path / "plan"
 
 
@@ -102,10 +106,53 @@ def test_what_is_missing_or_of_another_plan_is_said(planned, tmp_path):
     ended = launcher().run(*command, PATH=os.fspath(nowhere))
     assert ended.returncode == 2
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
-    assert "g++" in line and not list((tmp_path / "kept").glob("pretended_*"))
+    assert "g++" in line and not (tmp_path / "kept").exists()
     ended = launcher().run("tools/replay.py", planned, "--json", "-o", tmp_path / "other")
     assert ended.returncode == 2 and "--pretend" in ended.stderr
-    info = tmp_path / "kept" / "pretended.json"
-    info.write_text(json.dumps(json.loads(info.read_text()) | {"plan_sha256": "0" * 64}))
+    (tmp_path / "kept").mkdir()
+    info = {"plan_sha256": "0" * 64, "torch": "2", "trainer_sha256": "0" * 64}
+    (tmp_path / "kept" / "pretended.json").write_text(json.dumps(info))
     ended = launcher().run(*command)
     assert ended.returncode == 2 and "another plan" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        (("--steps", "5"), "--steps: says what is timed"),
+        (("--repetitions", "2"), "--repetitions: says what is timed"),
+        (("--provider", "te"), "Transformer Engine"),
+    ],
+)
+def test_options_that_pretending_cannot_obey_are_refused(planned, tmp_path, option, expected):
+    """Prevents: an option that is taken and does nothing."""
+    ended = launcher().run("tools/replay.py", planned, "--pretend", *option, "-o", tmp_path / "o")
+    assert ended.returncode == 2 and expected in ended.stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_pretended_stage_is_the_one_of_its_name(planned, tmp_path):
+    """Prevents: a stage's figures shown as another's, as a file was copied or renamed."""
+    plan = open_plan(planned).plan
+    for stage in range(2):
+        counted = PretendedStage(
+            stage=0, predicted_gib=None, allocated_gib=3.0, state_gib=2.0, activations_gib=1.0,
+            peak_phase="forward", peak_at="", rows=(0,), micro_batches=1, kernels=1, tflop=1.0,
+            gigabytes=1.0, contents=(), operations=(), host_reads=(), unaligned=(),
+        )  # fmt: skip
+        pretended_file(tmp_path, stage).write_text(counted.model_dump_json())
+    with pytest.raises(UserError, match=r"_1\.json: holds stage 0, and by its name stage 1"):
+        read_pretended(tmp_path, plan)
+
+
+def test_what_was_counted_is_of_the_compiled_part_too(planned, tmp_path, monkeypatch):
+    """Prevents: figures of an earlier device.cpp that pass for those of the one there is."""
+    plan = open_plan(planned).plan
+    trainer = tmp_path / "trainer"
+    trainer.mkdir()
+    monkeypatch.setattr(job, "_TRAINER", trainer)
+    hashes = []
+    for name, text in (("a.py", "1"), ("b.cpp", "1"), ("b.cpp", "2"), ("c.md", "1")):
+        (trainer / name).write_text(text)
+        hashes.append(job.pretended_info(plan).trainer_sha256)
+    assert len(set(hashes)) == 3 and hashes[2] == hashes[3]

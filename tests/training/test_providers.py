@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import launcher
 
 from megatron.vlm.model.providers import check_provider
 from omnibal.errors import UserError
@@ -31,3 +32,32 @@ def test_a_provider_that_is_not_installed_is_refused(monkeypatch):
     check_provider("local")
     with pytest.raises(UserError, match=r"Transformer Engine.*not installed.*omnibal\[cuda\]"):
         check_provider("te")
+
+
+@pytest.mark.parametrize("mode", [("--dry-run",), ("--data", "meta.json")])
+def test_the_trainer_refuses_it_at_once(mode):
+    """Prevents: a dry run that says nothing of what ends the run itself."""
+    command = ("pretrain_vlm.py", "--plan", "none", "--provider", "te", *mode)
+    others = ("--tokenizer-model", "none", "--save", "none")
+    ended = launcher().run(*command, *(() if mode == ("--dry-run",) else others))
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "error: --provider te needs Transformer Engine, which is not installed" in ended.stderr
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path, error):
+    """Prevents: Megatron-core's own traceback over a broken shared library, for any provider."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(f'raise {error}("libcudnn.so.9: not found\\nat all")')
+    path = os.pathsep.join(map(str, (REPOSITORY, tmp_path)))
+    ended = subprocess.run(
+        [sys.executable, "pretrain_vlm.py", "--plan", "none", "--provider", "te", "--dry-run"],
+        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True,
+        timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr == (
+        "error: --provider te: Transformer Engine is installed, but cannot be imported "
+        f"({error}: libcudnn.so.9: not found); repair it, or leave --provider out\n"
+    )

@@ -1,6 +1,7 @@
 """A rank's share of a pack as it is loaded, beside the whole pack cut token by token."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from toy import share_of
 
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, PackDataset
 from megatron.vlm.inputs.share import Sharing
+from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.data.cut import item_bounds
 from omnibal.errors import UserError
 from omnibal.levels import CutRule, Level
@@ -134,3 +136,23 @@ def test_rows_are_in_the_order_of_slots(data: Data):
         assert sharing.rows(packs, 1, 2).tolist() == [5]
     assert not sharing.rows_are_full(packs.take(np.arange(5)), 2)
     assert sharing.rows_are_full(packs.take(np.arange(5, 6)), 2)
+
+
+def test_validation_packs_are_shared_too(data: Data):
+    """Prevents: held-out samples as long as the plan's that no rank alone has memory for, and some
+    that are lost or counted twice."""
+    level = level_of(CutRule.ZIGZAG, 2).model_copy(update={"caps": Caps.of(tiles=9, tokens=300)})
+    alone = Level(caps=level.caps)
+    labels = []
+    for one, ranks in ((alone, 1), (level, 4)):
+        packs = pack_validation(data.reader, 40, one, ranks)
+        batches = []
+        for rank in range(ranks):
+            dataset = packs.dataset(data.reader, WHOLE, rank, DataOptions(drop_path=True))
+            own = list(dataset)
+            assert [batch.shape for batch in own] == packs.shapes(rank)
+            assert all(batch.shape.context == one.context for batch in own)
+            batches += own
+        labels.append(Counter(torch.cat([batch.labels_L for batch in batches]).tolist()))
+        assert sum(batch.tiles for batch in batches) == packs.scheduled.column("tiles").sum()
+    assert labels[0] == labels[1]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
 from test_tensor_parallel import (
@@ -17,6 +18,8 @@ from test_tensor_parallel import (
 from toy import share_of, stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model import shared_attention
+from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.levels import ContextExchange, CutRule
 from omnibal.limits import Caps
@@ -176,3 +179,59 @@ def test_shared_packs_train_as_one_process(name):
     reference = run_ranks(alone.parallel, train_steps, alone, case, False)[0]
     ranks = run_ranks(plan.parallel, train_steps, plan, case, True)
     assert_same_training(ranks, plan.parallel.tensor, reference)
+
+
+def layers_run_again(links, plan):
+    """For every level, (language layers that a backward ran again, keys gathered) of one step."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    seen, gathers, gather = [], [], shared_attention.gather_rows
+
+    def counted(*arguments):
+        gathers.append(1)
+        return gather(*arguments)
+
+    shared_attention.gather_rows = counted
+    for layer in trainer.stage.language.layers:
+        layer.register_forward_hook(lambda layer, *_: seen.append(layer.layer_number - 1))
+    found = []
+    for number, level in enumerate(plan.levels):
+        whole = replace(toy_batch(plan.model, [(1, 20)], seed=1), level=number)
+        own = share_of(whole, level, parallel_state.get_data_parallel_rank())
+        train_step(trainer, MicroBatchStream.of([own]))
+        forward = len(trainer.stage.language.layers)
+        found.append((sorted(seen[forward:]), len(gathers)))
+        seen.clear()
+        gathers.clear()
+    return found
+
+
+def test_each_level_recomputes_its_own_layers():
+    """Prevents: memory that is not what was planned for a level, and an exchange more than needed:
+    one in forward and one before backward, whether the layer is recomputed or not."""
+    case = Case(
+        ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.ZIGZAG, GATHER)),
+        {"data": 2},
+        recompute=({}, {"language": (1,)}, {"language": (0, 1)}),
+    )
+    plan = plan_of(case)
+    for found in run_ranks(plan.parallel, layers_run_again, plan):
+        assert found == [([], 0), ([1], 4), ([0, 1], 4)]
+
+
+def own_groups(links, plan):
+    groups = create_context_groups(plan)
+    ranks = {size: dist.get_process_group_ranks(group) for size, group in groups.items()}
+    data = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    return ranks, data
+
+
+def test_blocks_are_aligned_runs_of_data_parallel_ranks():
+    """Prevents: packs shared with ranks of another tensor-parallel rank or another stage."""
+    case = Case(((4, CutRule.ZIGZAG, GATHER), (2, CutRule.ZIGZAG, GATHER)), {"data": 4})
+    plan = plan_of(case)
+    for rank, (ranks, data) in enumerate(run_ranks(plan.parallel, own_groups, plan)):
+        assert ranks == {2: data[rank // 2 * 2 :][:2], 4: data}
+    for sizes, cuts in (({"tensor": 2, "data": 2}, ()), ({"data": 2}, (4,))):
+        plan = plan_of(Case(((2, CutRule.ZIGZAG, GATHER),) * 2, sizes, cuts=cuts))
+        for ranks, data in run_ranks(plan.parallel, own_groups, plan):
+            assert ranks == {2: data}

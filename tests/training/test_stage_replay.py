@@ -234,8 +234,8 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, mon
     output, built = tmp_path / "replay", []
 
     class Failing(StageReplayer):
-        def __init__(self, plan, links):
-            super().__init__(plan, links)
+        def __init__(self, plan, links, provider):
+            super().__init__(plan, links, provider=provider)
             built.append(weakref.ref(self._trainer.stage))
             assert all(earlier() is None for earlier in built[:-1])
 

@@ -23,7 +23,7 @@ from megatron.vlm.inputs.data import PIXEL_MEAN, PIXEL_STD
 from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder, TilingConfig
 from omnibal.errors import UserError
-from omnibal.files import read_json_model
+from omnibal.files import complaint, read_json_model
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -260,7 +260,7 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {place}: {first['msg']}; {remedy}") from error
+        raise UserError(f"{path}: {place}: {complaint(first)}; {remedy}") from error
     raise UserError(
         f"{path}: is of a model of type {kind.model_type!r}; only InternVL's own "
         "(internvl_chat) and Transformers' (internvl), and text-only ones "

@@ -63,6 +63,7 @@ class ShareLayout:
     """Where a share's tokens are, and which of them other ranks attend to. Arrays have one entry an
     own piece."""
 
+    part: int
     ranks: int
     own: Pieces
     own_start: np.ndarray
@@ -80,6 +81,7 @@ class ShareLayout:
         is_own = share.pieces.rank == share.part
         own = share.pieces.take(is_own)
         return cls(
+            part=share.part,
             ranks=share.context,
             own=own,
             own_start=np.cumsum(own.tokens) - own.tokens,
@@ -162,11 +164,16 @@ def feature_route(
     """
     tile_start = np.concatenate([[0], np.cumsum(sample_tiles)])
     own_tiles, own = share.own_tiles, share.own_pieces
+    by_place = share.pieces.take(np.lexsort((share.pieces.first, share.pieces.sample)))
     targets = [np.zeros(0, np.int64)]
     for sample in samples_of_tiles(own_tiles, sample_tiles):
         first = max(own_tiles.start - tile_start[sample], 0) * features_per_tile
         stop = min(own_tiles.stop - tile_start[sample], sample_tiles[sample]) * features_per_tile
-        targets.append(_holders(share.pieces, sample, image_positions[sample][first:stop]))
+        low, high = np.searchsorted(by_place.sample, [sample, sample + 1])
+        place = np.searchsorted(
+            by_place.stop[low:high], image_positions[sample][first:stop], "right"
+        )
+        targets.append(by_place.rank[low + place])
     sources = [np.zeros(0, np.int64)]
     for sample, first, stop in zip(own.sample.tolist(), own.first, own.stop, strict=True):
         wanted = np.arange(*np.searchsorted(image_positions[sample], [first, stop]))
@@ -185,10 +192,3 @@ def samples_of_tiles(tiles: range, sample_tiles: np.ndarray) -> list[int]:
     ends = np.cumsum(sample_tiles)
     has_some = (ends > tiles.start) & (ends - sample_tiles < tiles.stop) & (sample_tiles > 0)
     return np.flatnonzero(has_some).tolist() if tiles else []
-
-
-def _holders(pieces: Pieces, sample: int, positions: np.ndarray) -> np.ndarray:
-    """Ranks that have these tokens of a sample."""
-    of_sample = pieces.take(pieces.sample == sample)
-    by_place = of_sample.take(np.argsort(of_sample.first))
-    return by_place.rank[np.searchsorted(by_place.stop, positions, "right")]

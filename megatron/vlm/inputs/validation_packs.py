@@ -6,11 +6,13 @@ import numpy as np
 
 from megatron.vlm.inputs.batch import MicroBatchShape
 from megatron.vlm.inputs.data import DataOptions, PackDataset, SampleReader
+from megatron.vlm.inputs.share import Sharing
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.data.scan import scan_lengths
 from omnibal.errors import UserError
+from omnibal.levels import Level
 from omnibal.limits import Caps
 from omnibal.pipeline.stage import Stage
 
@@ -22,8 +24,11 @@ class ValidationPacks:
     """Validation packs: the same samples in the same packs on every rank and in every run."""
 
     scheduled: ScheduledPacks
-    """Packs of one step, dealt to the data-parallel ranks in turn; a rank may have none."""
+    """Packs of one step, dealt to the data-parallel ranks in turn, or to blocks of them; a rank may
+    have none."""
     lengths: Lengths
+    level: Level
+    """Level of all packs."""
     left_out: int
     """Samples that exceed a cap."""
 
@@ -42,20 +47,32 @@ class ValidationPacks:
             options: those of training.
         """
         plain = replace(options, augment=False, drop_path=False)
-        return PackDataset(reader, self.scheduled, self.lengths, self._rows(rank), stage, plain)
+        packs, rows, sharing = self.scheduled, self._rows(rank), self._sharing(rank)
+        return PackDataset(reader, packs, self.lengths, rows, stage, plain, sharing)
 
     def shapes(self, rank: int) -> list[MicroBatchShape]:
         """Shapes of the rank's micro-batches."""
-        return MicroBatchShape.of_rows(self.scheduled, self._rows(rank))
+        return MicroBatchShape.of_shares(
+            self.scheduled, self.lengths, self._rows(rank), self._sharing(rank)
+        )
 
     def _rows(self, rank: int) -> np.ndarray:
-        return np.flatnonzero(self.scheduled.dp_rank == rank)
+        return self._sharing(rank).rows(self.scheduled, 0, 1)
+
+    def _sharing(self, rank: int) -> Sharing:
+        return Sharing(dp_rank=rank, levels=[self.level])
 
 
 def pack_validation(
-    reader: SampleReader, samples: int, caps: Caps, data_parallel: int
+    reader: SampleReader, samples: int, level: Level, data_parallel: int
 ) -> ValidationPacks:
     """Scan the first `samples` held-out samples and pack those that fit.
+
+    All are of one level, though short samples would not need to be shared, as slots of a rank then
+    have no gaps; validation is seldom.
+
+    Args:
+        level: of the packs; in training, the one that takes the longest samples.
 
     Raises:
         UserError: a sample is bad, or none fits.
@@ -68,6 +85,7 @@ def pack_validation(
     )
     if scan.skipped:
         raise UserError(f"held-out data: {scan.skipped[0].message}")
+    caps = level.caps
     lengths = _within(scan.lengths, caps)
     if not len(lengths):
         raise UserError(
@@ -76,8 +94,9 @@ def pack_validation(
         )
     packs = pack_isf(lengths, caps, _SEED)
     return ValidationPacks(
-        scheduled=_dealt(packs, lengths, data_parallel),
+        scheduled=_dealt(packs, lengths, data_parallel // level.context, level.context),
         lengths=lengths,
+        level=level,
         left_out=len(taken) - len(lengths),
     )
 
@@ -88,16 +107,16 @@ def _within(lengths: Lengths, caps: Caps) -> Lengths:
     return lengths.take(np.flatnonzero(fits))
 
 
-def _dealt(packs: Packs, lengths: Lengths, data_parallel: int) -> ScheduledPacks:
-    """Deal packs in turn: every rank takes every `data_parallel`-th pack."""
+def _dealt(packs: Packs, lengths: Lengths, blocks: int, context: int) -> ScheduledPacks:
+    """Deal packs in turn: every block of `context` ranks takes every `blocks`-th pack."""
     numbers = np.arange(len(packs))
-    order = np.argsort(numbers % data_parallel, kind="stable")
+    order = np.argsort(numbers % blocks, kind="stable")
     packs = packs.take(order)
     return ScheduledPacks(
         packs=packs,
         step=np.zeros(len(packs), np.int64),
-        dp_rank=(numbers[order] % data_parallel).astype(np.int32),
-        slot=(numbers[order] // data_parallel).astype(np.int32),
+        dp_rank=(numbers[order] % blocks * context).astype(np.int32),
+        slot=(numbers[order] // blocks).astype(np.int32),
         epoch=np.zeros(len(packs), np.int32),
         items=item_sums(packs, lengths),
         tokens=packs.sums(lengths.tokens).astype(np.int32),

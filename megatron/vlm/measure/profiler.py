@@ -36,6 +36,7 @@ from rich.progress import track
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.measure.rates import measure_rates
+from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import IMAGE_CHANNELS, VLMStage
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
@@ -47,7 +48,7 @@ from megatron.vlm.step.train import (
     build_trainer,
     global_sums,
 )
-from omnibal.config import ModelConfig, Precision, load_cluster, load_model
+from omnibal.config import ModelConfig, Precision, Provider, load_cluster, load_model
 from omnibal.cost.measured_sizes import measured_sizes
 from omnibal.cost.profile import (
     LinkMeasurement,
@@ -102,6 +103,8 @@ class ProfileOptions:
     """Layers of each tower in the measured stage; at most the model's own."""
     repetitions: int
     """Timed rounds, after one of warm-up; a round runs every micro-batch once."""
+    provider: Provider = "local"
+    """Provider of the layers' linears and attention."""
 
     def caps(self, model: ModelConfig) -> Caps:
         """Return the caps, of tiles only where the model takes images."""
@@ -170,7 +173,8 @@ class Profiler:
         self._batches = list(profiled_batches(job.model, options))
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
-        build = partial(_whole_stage_trainer, job, links)
+        build = partial(_whole_stage_trainer, job, links, provider=options.provider)
+        self._provider = options.provider
         self._shallow_optimizer: list[OptimizerMeasurement] = []
         if deep > 1:
             self._shallow_optimizer = [_measure_optimizer(build(depth=1), options.repetitions)]
@@ -211,6 +215,7 @@ class Profiler:
             model_sha256=model_sha256(self._job.model),
             tensor=1,
             processes=dist.get_world_size(),
+            provider=self._provider,
             measurements=tuple(
                 UnitMeasurement(
                     unit=unit,
@@ -276,10 +281,12 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
     )
 
 
-def _whole_stage_trainer(job: JobSpec, links: PipelineLinks, depth: int) -> Trainer:
+def _whole_stage_trainer(
+    job: JobSpec, links: PipelineLinks, depth: int, provider: Provider
+) -> Trainer:
     """Trainer of a stage with all kinds of unit and `depth` layers of each tower."""
     plan = _plan_of_whole_stages(job, links.size, depth)
-    return build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0)
+    return build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
 
 
 def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
@@ -619,10 +626,12 @@ def main() -> None:
     parser.add_argument("--tokens-per-sample", type=int, required=True, help="a typical sample's")
     parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")
     parser.add_argument("--repetitions", type=int, default=15, help="timed runs of each pack")
+    parser.add_argument("--provider", choices=get_args(Provider), default="local", help="of layers")
     parser.add_argument("-o", "--output", type=Path, required=True, help="profile.json to write")
     arguments = parser.parse_args()
     launch = Launch.from_environment()
     try:
+        check_provider(arguments.provider)
         job = JobSpec(
             model=load_model(arguments.model),
             cluster=load_cluster("laptop-cpu"),
@@ -638,11 +647,13 @@ def main() -> None:
                 tokens_per_sample=arguments.tokens_per_sample,
                 layers=arguments.layers,
                 repetitions=arguments.repetitions,
+                provider=arguments.provider,
             ),
             Console(stderr=True),
         )
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if launch.local_rank == 0:
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     if launch.rank == 0:
         write_profile(result, arguments.output)

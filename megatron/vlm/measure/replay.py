@@ -34,6 +34,7 @@ from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.step.schedule import Inbox, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.train import Trainer, build_trainer
+from omnibal.config import Provider
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -207,10 +208,18 @@ class StageReplayer:
     reads ahead, has the inputs of up to two more there.
     """
 
-    def __init__(self, plan: Plan, links: StandInLinks, on_phase: OnPhase | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        links: StandInLinks,
+        on_phase: OnPhase | None = None,
+        provider: Provider = "local",
+    ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
-        self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False)
+        self._trainer = build_trainer(
+            plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False, provider=provider
+        )
         self._update = RepeatedUpdate(self._trainer)
         self._clock = _RecomputeClock(self._trainer, on_phase)
         self.update_ms()  # which makes the optimizer's state
@@ -343,11 +352,17 @@ class StageWork:
 
 
 def replay_stage(
-    plan: Plan, stage: int, work: StageWork, load: LoadRows, on_run: Callable[[], None]
+    plan: Plan,
+    stage: int,
+    work: StageWork,
+    load: LoadRows,
+    on_run: Callable[[], None],
+    provider: Provider = "local",
 ) -> StageReplay:
     """Build a stage of the plan alone on this device, and run it.
 
     Args:
+        provider: of the layers' linears and attention.
         on_run: called after every run of the work.
 
     Raises:
@@ -357,7 +372,9 @@ def replay_stage(
     failure = None
     try:
         with standing_in(plan.parallel, stage) as links:
-            return _replay(StageReplayer(plan, links), stage, work, load, on_run)
+            # Under no name, which would hold the stage while its memory is to be freed.
+            built = partial(StageReplayer, plan, links, provider=provider)
+            return _replay(built(), stage, work, load, on_run)
     except torch.OutOfMemoryError as error:
         failure = str(error).splitlines()[0]
     finally:

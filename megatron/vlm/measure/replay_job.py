@@ -25,6 +25,7 @@ from megatron.vlm.measure.replay import (
 )
 from megatron.vlm.run.launch import Launch
 from omnibal.check import model_obstacle, open_plan
+from omnibal.config import Provider
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -55,6 +56,8 @@ class ReplayOptions:
     """Most steps of the run to replay, spread evenly over it."""
     repetitions: int
     """Repetitions of each step."""
+    provider: Provider = "local"
+    """Provider of the layers' linears and attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -151,6 +154,7 @@ def replay_info(job: ReplayJob, options: ReplayOptions, processes: int) -> Repla
         content="random" if job.reader is None else "data",
         device=device_name(),
         processes=processes,
+        provider=options.provider,
     )
 
 
@@ -186,7 +190,9 @@ def replay_stages(
     with shared_progress("replaying steps of single ranks", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
             try:
-                replayed = replay_stage(job.plan, stage, work[stage], job.rows_of(stage), on_run)
+                replayed = replay_stage(
+                    job.plan, stage, work[stage], job.rows_of(stage), on_run, options.provider
+                )
                 write_stage(replayed, output)
             except UserError as error:
                 # The other stages are worth having. The error itself would hold this one's memory.

@@ -80,18 +80,23 @@ def gather_rows(rows_RX: torch.Tensor, gathering: Gathering) -> torch.Tensor:
 
 
 def scatter_gradients(
-    gradients_WX: torch.Tensor, own_rows: int, gathering: Gathering
+    gradients_WX: Sequence[torch.Tensor], own_rows: int, gathering: Gathering
 ) -> torch.Tensor:
     """Sum the gradients of gathered rows where they came from: the transpose of `gather_rows`.
 
+    Args:
+        gradients_WX: of each entry of a row; a row is a stack of as many.
+
     Returns:
-        Gradients of this rank's rows, [R, X].
+        Gradients of this rank's rows, [R, entries, X].
     """
     most, ranks = gathering.most_sent, gathering.group.size()
-    every = gradients_WX.new_zeros((own_rows + ranks * most, *gradients_WX.shape[1:]))
-    every.index_add_(0, gathering.wanted_W, gradients_WX)
+    one = gradients_WX[0]
+    every = one.new_zeros((own_rows + ranks * most, len(gradients_WX), *one.shape[1:]))
+    for entry, gradient_WX in enumerate(gradients_WX):
+        every[:, entry].index_add_(0, gathering.wanted_W, gradient_WX)
     sent = every.new_empty((most, *every.shape[1:]))
     dist.reduce_scatter_tensor(sent, every[own_rows:], group=gathering.group)
-    own_RX = every[:own_rows].clone()  # of which the others would keep the whole memory
-    own_RX.index_add_(0, gathering.sent_S, sent[: len(gathering.sent_S)])
-    return own_RX
+    own = every[:own_rows].clone()  # of which the others would keep the whole memory
+    own.index_add_(0, gathering.sent_S, sent[: len(gathering.sent_S)])
+    return own

@@ -9,18 +9,17 @@ and joins its norms with the linear after them, under other names.
 import dataclasses
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
 from megatron.vlm.model.attention import PackedCoreAttention
+from omnibal.config import Provider
 from omnibal.errors import UserError
-
-Provider = Literal["local", "te"]
-"""`te` is Transformer Engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,16 @@ def check_provider(provider: Provider) -> None:
     """Refuse a provider that is not installed.
 
     Raises:
-        UserError: it is Transformer Engine, and that is not there.
+        UserError: it is Transformer Engine, and that is not there, or cannot be imported.
     """
-    if provider == "te" and importlib.util.find_spec("transformer_engine") is None:
+    if provider != "te":
+        return
+    if TRANSFORMER_ENGINE_FAILURE is not None:
+        raise UserError(
+            "--provider te: Transformer Engine is installed, but cannot be imported "
+            f"({TRANSFORMER_ENGINE_FAILURE}); repair it, or leave --provider out"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
             "--provider te needs Transformer Engine, which is not installed: pip install "
             "'omnibal[cuda]' on a machine with CUDA, or leave --provider out"

@@ -108,11 +108,10 @@ class _GatheredKeys(SharedAttention):
         again = None
         if torch.is_grad_enabled() and not self.keeps_keys and own_T2GD.requires_grad:
             again = _GatheredAgain(own_T2GD.detach(), self.gathering)
-        keys_K2GD = _GatherKeys.apply(own_T2GD, self.gathering, again)
-        key_KGD, value_KGD = keys_K2GD.unbind(1)
+        key_KGD, value_KGD = _GatherKeys.apply(own_T2GD, self.gathering, again)
         if again is None:
             return by(query_TND, key_KGD, value_KGD, self.borders, True)
-        again.stands_for(keys_K2GD)
+        again.stands_for(key_KGD)
         with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
             context_TND = by(query_TND, key_KGD, value_KGD, self.borders, True)
         return _GatherBefore.apply(context_TND, again)
@@ -125,30 +124,34 @@ def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarr
         First row and number of rows of every run, and the number of keys of every piece, padding
         being one.
     """
-    divided, own = layout.divided, layout.own
+    divided, own, is_divided = layout.divided, layout.own, layout.own_divided
     before = np.cumsum(divided.tokens) - divided.tokens
     of_rank = np.cumsum(layout.divided_tokens) - layout.divided_tokens
     sent_row = layout.tokens + divided.rank * most + before - of_rank[divided.rank]
     by_place = np.lexsort((divided.first, divided.sample))
-    starts, counts, key_tokens = [], [], []
-    for piece, is_divided in enumerate(layout.own_divided.tolist()):
-        sample, stop = own.sample[piece], own.stop[piece]
-        if is_divided:
-            low, high = np.searchsorted(divided.sample[by_place], [sample, sample + 1])
-            runs = by_place[low:high]
-            runs = runs[divided.stop[runs] <= stop]
-            starts += sent_row[runs].tolist()
-            counts += divided.tokens[runs].tolist()
-        else:
-            # A whole sample is in one run, whatever pieces it is in.
-            starts.append(int(layout.own_start[piece] - own.first[piece]))
-            counts.append(int(stop))
-        key_tokens.append(int(stop))
+    # Of a divided sample, the runs up to the piece itself; of another, which is in one run whatever
+    # pieces it is in, the tokens up to the piece's end.
+    first_run = np.searchsorted(divided.sample[by_place], own.sample)
+    last_run = first_run.copy()
+    last_run[is_divided] = np.argsort(by_place)[divided.rank == layout.part]
+    runs = np.where(is_divided, last_run - first_run + 1, 1)
+    of_divided = np.repeat(is_divided, runs)
+    starts = np.repeat(layout.own_start - own.first, runs)
+    counts = np.repeat(own.stop, runs)
+    chosen = by_place[_numbers(first_run[is_divided], runs[is_divided])]
+    starts[of_divided], counts[of_divided] = sent_row[chosen], divided.tokens[chosen]
+    key_tokens = own.stop.tolist()
     if layout.padding:
-        starts.append(layout.tokens - layout.padding)
-        counts.append(layout.padding)
+        starts = np.append(starts, layout.tokens - layout.padding)
+        counts = np.append(counts, layout.padding)
         key_tokens.append(layout.padding)
-    return np.array(starts), np.array(counts), key_tokens
+    return starts, counts, key_tokens
+
+
+def _numbers(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Numbers of runs of so many from each start, one run after another."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
 class _View(NamedTuple):
@@ -167,9 +170,9 @@ class _GatheredAgain:
         self._address = 0
         self._keys_K2GD: torch.Tensor | None = None
 
-    def stands_for(self, keys_K2GD: torch.Tensor) -> None:
-        """Say what was gathered, so that no view of it is saved."""
-        self._address = keys_K2GD.untyped_storage().data_ptr()
+    def stands_for(self, key_KGD: torch.Tensor) -> None:
+        """Say which memory the gathered keys and values are in, so that no view of it is saved."""
+        self._address = key_KGD.untyped_storage().data_ptr()
 
     def pack(self, saved: torch.Tensor) -> "torch.Tensor | _View":
         """Keep the shape alone of what is a view of the keys."""
@@ -197,15 +200,16 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, own_T2GD: torch.Tensor, gathering: Gathering, again: _GatheredAgain | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.own_rows, ctx.gathering, ctx.again = len(own_T2GD), gathering, again
-        return gather_rows(own_T2GD, gathering)
+        keys_K2GD = gather_rows(own_T2GD, gathering)
+        return keys_K2GD[:, 0], keys_K2GD[:, 1]
 
     @staticmethod
     def backward(ctx, *gradients):
         if ctx.again is not None:
             ctx.again.free()
-        return scatter_gradients(gradients[0], ctx.own_rows, ctx.gathering), None, None
+        return scatter_gradients(gradients, ctx.own_rows, ctx.gathering), None, None
 
 
 class _GatherBefore(torch.autograd.Function):
@@ -310,7 +314,7 @@ def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers of runs of so many from each start, one run after another, int64."""
+    """The same as `_numbers`, int64 on the device; only the runs are sent there."""
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0

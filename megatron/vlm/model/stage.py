@@ -34,10 +34,10 @@ from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
-from megatron.vlm.model.providers import Provider, layer_parts
+from megatron.vlm.model.providers import layer_parts
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
-from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.config import LanguageConfig, ModelConfig, Provider
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
 
@@ -409,7 +409,7 @@ def build_stage(
         drop_path_rate,
         provider,
     )
-    at_levels = [plan.stages_at(level)[pipeline_rank] for level in range(max(len(plan.levels), 1))]
+    at_levels = [stages[pipeline_rank] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
     _freeze(stage, plan.frozen)
     return stage.to(current_device())

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
-from megatron.vlm.model.providers import Provider
+from megatron.vlm.model.providers import check_provider
 from megatron.vlm.step.train import OptimizationOptions
+from omnibal.config import Provider
 from omnibal.errors import UserError
 
 DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
@@ -154,7 +155,8 @@ def parse_arguments() -> Arguments:
     """Parse and check the command line of this process.
 
     Raises:
-        UserError: an option is unknown, missing, not of its kind, or does not go with another.
+        UserError: an option is unknown, missing, not of its kind, or does not go with another, or
+            a provider is not installed.
     """
     parser = _Parser(description=DESCRIPTION)
     _add_job(parser.add_argument_group("job"))
@@ -165,6 +167,7 @@ def parse_arguments() -> Arguments:
     _add_evaluation(parser.add_argument_group("validation, and evaluation by greedy answers"))
     given = parser.parse_args()
     _check_together(given)
+    check_provider(given.provider)
     return Arguments(plan=given.plan, run=None if given.dry_run else _run_arguments(given))
 
 

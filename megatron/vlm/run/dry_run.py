@@ -1,18 +1,23 @@
 """Dry run: a plan's layout over ranks, without building or launching anything."""
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Span, Stage
 from omnibal.plan import Plan
 
 
 def print_dry_run(plan: Plan, console: Console) -> None:
-    """Print the stages, and every node's ranks with their places."""
+    """Print the stages, the levels of packs if any, and every node's ranks with their places."""
     sizes, per_node = plan.parallel, plan.cluster.gpus_per_node
     console.print(f"Stages of {plan.model.name}")
     console.print(_stages_table(plan))
+    if plan.levels:
+        console.print("Levels of packs")
+        console.print(_levels_table(plan))
     console.print(
         f"{sizes.world_size} processes: {sizes}, {per_node} a node of {plan.cluster.name}"
     )
@@ -24,11 +29,32 @@ def _stages_table(plan: Plan) -> Table:
     if plan.prediction is not None:
         table.add_column("predicted GiB", justify="right")
     for number, stage in enumerate(plan.stages):
-        held, again = (", ".join(map(str, spans)) for spans in (stage.units, stage.recompute))
-        cells = [str(number), held, again or "nothing", _loaded(stage)]
+        cells = [str(number), _words(stage.units), _recomputed(plan, number), _loaded(stage)]
         if plan.prediction is not None:
             cells.append(f"{plan.prediction.stages[number].memory.peak_gib:.2f}")
         table.add_row(*cells)
+    return table
+
+
+def _words(spans: Sequence[Span]) -> str:
+    return ", ".join(map(str, spans)) or "nothing"
+
+
+def _recomputed(plan: Plan, stage: int) -> str:
+    """Recomputed layers of a stage, a line for each of the plan's levels."""
+    again = [_words(stages[stage].recompute) for stages in plan.stages_at_levels]
+    if not plan.levels:
+        return again[0]
+    return "\n".join(f"level {level}: {layers}" for level, layers in enumerate(again))
+
+
+def _levels_table(plan: Plan) -> Table:
+    names = plan.levels[0].caps.names
+    table = Table("level", *names, "context", "cut", "exchange", box=box.SIMPLE_HEAD)
+    for number, level in enumerate(plan.levels):
+        caps = [f"{level.caps[name]:,}" for name in names]
+        shared = [level.cut, level.exchange] if level.context > 1 else ["", ""]
+        table.add_row(str(number), *caps, str(level.context), *shared)
     return table
 
 

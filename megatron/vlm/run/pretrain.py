@@ -20,7 +20,6 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
-from megatron.vlm.model.providers import check_provider
 from megatron.vlm.run.arguments import RunArguments
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
@@ -45,6 +44,8 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
+from omnibal.levels import Level
+from omnibal.limits import Caps
 from omnibal.plan import DataPlan, Plan
 from omnibal.plan_files import PlanFiles
 from omnibal.runlog import (
@@ -120,12 +121,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     """
     plan = planned.plan
     launch.check_against(plan.parallel)
-    check_provider(arguments.provider)
-    if arguments.samples.drop_path and not plan.model.takes_images:
-        raise UserError(
-            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
-            "layers are dropped; leave the option out"
-        )
+    _check_options(arguments, plan)
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None
     origin = plan.data.origin
@@ -147,6 +143,20 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
         training_data=training_data,
         heldout_data=heldout_data,
     )
+
+
+def _check_options(arguments: RunArguments, plan: Plan) -> None:
+    """Refuse options that do not go with the plan."""
+    if arguments.provider == "te" and any(level.context > 1 for level in plan.levels):
+        raise UserError(
+            "--provider te was given, but the plan has packs that ranks share, whose attention "
+            "Transformer Engine does not have; leave the option out, or plan with --levels 1"
+        )
+    if arguments.samples.drop_path and not plan.model.takes_images:
+        raise UserError(
+            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
+            "layers are dropped; leave the option out"
+        )
 
 
 def _check_no_other_run(save: Path, load: Path | None) -> None:
@@ -295,7 +305,11 @@ def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-    info = RunInfo(model=run.plan.model.name, packs_sha256=run.data.packs_sha256)
+    info = RunInfo(
+        model=run.plan.model.name,
+        packs_sha256=run.data.packs_sha256,
+        provider=arguments.provider,
+    )
     write_run_info(info, arguments.save)
     return sinks
 
@@ -324,8 +338,9 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     if evaluation is None or evaluation.eval_interval is None:
         return None
     reader = run.reader(run.heldout_data)
-    caps, sizes = run.data.caps, run.plan.parallel
-    packs = pack_validation(reader, evaluation.eval_samples, caps, sizes.data)
+    levels = run.plan.levels or (Level(caps=run.data.caps),)
+    longest = max(levels, key=lambda level: level.caps["tokens"])
+    packs = pack_validation(reader, evaluation.eval_samples, longest, run.plan.parallel.data)
     if packs.left_out:
         _log.info(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
     stage, rank = run.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
@@ -336,6 +351,17 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
             batches=load_batches(dataset, workers, current_device()), shapes=shapes
         )
     )
+
+
+def _caps_of_questions(run: Run) -> Caps:
+    """Caps of questions that a rank answers at once: the most that it has of any pack, as ranks
+    share packs but not questions."""
+    levels = run.plan.levels or (Level(caps=run.data.caps),)
+    shares = {
+        name: [level.caps[name] // level.context for level in levels]
+        for name in run.data.caps.names
+    }
+    return Caps.of(**{name: max(1, *parts) for name, parts in shares.items()})
 
 
 def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
@@ -349,7 +375,7 @@ def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
             trainer.model,
             trainer.links,
             run.plan,
-            run.data.caps,
+            _caps_of_questions(run),
             run.reader(run.heldout_data),
             step,
             EvaluationOptions(samples=given.eval_samples, max_new_tokens=given.max_new_tokens),

@@ -25,11 +25,11 @@ from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.model.initialize import initialize_parameters
-from megatron.vlm.model.providers import Provider
 from megatron.vlm.model.stage import VLMStage, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.schedule import PipelineLinks, all_pipelines, run_forward_backward
+from omnibal.config import Provider
 from omnibal.parallel import Parallel
 from omnibal.plan import Plan
 

@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.vlm.measure.pretended.device import install_device
 from megatron.vlm.measure.pretended.stage import pretend_stage
 from megatron.vlm.measure.replay_job import ReplayJob, open_by_all, shared_progress, together
 from megatron.vlm.run.launch import Launch
+from omnibal.config import Provider
+from omnibal.errors import UserError
 from omnibal.plan import Plan
 from omnibal.pretended import (
     PretendedInfo,
@@ -21,18 +24,33 @@ from omnibal.pretended import (
 from omnibal.replay import plan_sha256
 
 _TRAINER = Path(__file__).parents[2]
+_SOURCES = (".py", ".cpp")
 
 
 def pretended_info(plan: Plan) -> PretendedInfo:
     """Describe what distinguishes this pretended replay from others."""
     digest = hashlib.sha256()
-    for path in sorted(_TRAINER.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(_TRAINER.rglob("*")):
+        if path.suffix in _SOURCES:
+            digest.update(path.read_bytes())
     return PretendedInfo(
         plan_sha256=plan_sha256(plan),
         torch=torch.__version__,
         trainer_sha256=digest.hexdigest(),
     )
+
+
+def check_pretended_provider(provider: Provider) -> None:
+    """Refuse a provider whose kernels a pretended device cannot count.
+
+    Raises:
+        UserError: it is Transformer Engine, which launches its own without torch.
+    """
+    if provider == "te":
+        raise UserError(
+            "--provider te: Transformer Engine launches its kernels past torch, where a pretended "
+            "device cannot count them; leave --provider out, or replay on a CUDA device"
+        )
 
 
 def pretend_stages(
@@ -48,6 +66,7 @@ def pretend_stages(
         UserError: `output` holds another pretended replay, or there is no compiler.
         RefusedByDeviceError: a real device would refuse an operation of a stage.
     """
+    install_device()  # before there is an output that nothing could be written to
     torch.set_num_threads(1)
     info = pretended_info(job.plan)
     open_by_all(launch, store, lambda: open_pretended(output, info))

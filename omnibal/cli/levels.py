@@ -1,0 +1,210 @@
+"""Options and results of `omnibal plan` about levels: packs of several sizes."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from omnibal.cli.console import print_notes, progress, status
+from omnibal.errors import UserError
+from omnibal.frozen import MAX_COUNT
+from omnibal.limits import Caps
+from omnibal.plan import Plan
+from omnibal.report.table import Column, Table
+
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.data.lengths import Lengths
+    from omnibal.data.packs import ScheduledPacks
+    from omnibal.job import JobSpec
+    from omnibal.plan_data import SampleData
+    from omnibal.search.levels import LevelSearch
+
+_AUTO, _HBP = "auto", "hbp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LevelOptions:
+    """Options for how many sizes packs have, and when the long ones begin."""
+
+    levels: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|hbp|N",
+            help="sizes of packs, each shared by ranks of its own number: of least predicted time, "
+            "by the rule of the HBP paper, or so many (1: every pack is one rank's)",
+        ),
+    ] = _AUTO
+    curriculum_steps: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_COUNT, help="first steps, of packs of the smallest size alone"),
+    ] = 0
+
+    @property
+    def count(self) -> int | None:
+        """The number of levels that was asked for; None for `auto` and `hbp`.
+
+        Raises:
+            UserError: it is no number from 1 to the most levels that are searched.
+        """
+        from omnibal.search.level_estimates import MAX_SEARCHED
+
+        if self.levels in (_AUTO, _HBP):
+            return None
+        if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
+            raise UserError(
+                f"--levels {self.levels}: must be auto, hbp, or a number from 1 to {MAX_SEARCHED}; "
+                "give one of these"
+            )
+        return int(self.levels)
+
+    def refuse_without_samples(self) -> None:
+        """Refuse options that need samples, for a plan of shapes only.
+
+        Raises:
+            UserError: any is given.
+        """
+        if self.levels not in (_AUTO, "1") or self.curriculum_steps:
+            raise UserError(
+                "--levels and --curriculum-steps are about packs of samples, and the plan is of "
+                "shapes only: give --lengths, or leave them out"
+            )
+
+    def with_levels(
+        self, job: "JobSpec", data: "SampleData", *, is_joint: bool
+    ) -> "SampleData | None":
+        """The data with the levels that were asked for; None where packs are of one level.
+
+        Args:
+            job: whose predicted time decides.
+            data: whose caps are those of the longest packs.
+            is_joint: whether stages and recomputation are searched for together; levels need that.
+        """
+        count = self.count
+        if not is_joint and self.levels not in (_AUTO, "1"):
+            raise UserError(
+                f"--levels {self.levels} was given with --method or --recompute; layers are "
+                "recomputed by level, which only the joint search knows: leave these out, or give "
+                "--levels 1"
+            )
+        by_default = self.levels == _AUTO and not is_joint
+        found = () if by_default or count == 1 else self._found(job, data, count)
+        if not found:
+            if self.curriculum_steps:
+                raise UserError(
+                    f"--curriculum-steps {self.curriculum_steps} was given, and packs are of one "
+                    "level, which none is shorter than: leave it out, or give --levels 2"
+                )
+            return None
+        from omnibal.levels import FillRule
+
+        return replace(
+            data,
+            levels=found,
+            caps=found[-1].caps,
+            fill=FillRule.GREEDY if self.levels == _HBP else FillRule.COST,
+            curriculum_steps=self.curriculum_steps,
+        )
+
+    def _found(self, job: "JobSpec", data: "SampleData", count: int | None) -> tuple:
+        from omnibal.data.scan_pool import usable_cores
+        from omnibal.search import levels as search
+
+        request = search.LevelRequest(job=job, data=data, exactly=count)
+        if self.levels == _HBP:
+            with status("estimating packs of every length"):
+                return search.hbp_search(request).best
+        if search.is_one_level(request):
+            return ()
+        with progress("trying levels", search.max_trials()) as advance:
+            found = search.search_levels(request, advance, usable_cores())
+        print_notes(_search_notes(found))
+        return found.best
+
+
+def _search_notes(found: "LevelSearch") -> list[str]:
+    best = found.ranking[0]
+    words = " and ".join(
+        f"{level.caps['tokens']:,} tokens on {level.context} rank(s)" for level in found.best
+    )
+    notes = [f"packs of {words}" if found.best else "packs of one level are best"]
+    others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
+    if others:
+        slower = others[0].ms_per_sample / best.ms_per_sample - 1
+        notes.append(f"the best of another number of levels is {slower:.1%} slower")
+    assert found.gap is not None
+    notes.append(
+        f"of {found.sets} sets of sizes none can be more than {found.gap:.1%} faster, by a bound "
+        "which leaves out all that packs, steps and the pipeline take besides their samples"
+    )
+    return notes
+
+
+def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
+    """Every level of a plan for JSON; one without levels has one, of context size 1.
+
+    Packs and samples are of all epochs, and None for a plan of shapes only.
+    """
+    import numpy as np
+
+    shapes = plan.data or plan.shapes
+    assert shapes is not None
+    samples = None if packs is None else np.diff(packs.packs.offsets)
+    found = []
+    for index in range(max(len(plan.levels), 1)):
+        caps: Caps = plan.levels[index].caps if plan.levels else shapes.caps
+        here = None if packs is None else packs.level == index
+        found.append(
+            {
+                **caps.model_dump(mode="json"),
+                "context": plan.context_of(index),
+                "packs": None if here is None else int(here.sum()),
+                "samples": None if here is None or samples is None else int(samples[here].sum()),
+                "recompute": [stage.recomputed_layers for stage in plan.stages_at(index)],
+            }
+        )
+    return found
+
+
+def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
+    """The levels of a plan; None where there is but one, of context size 1."""
+    if not plan.levels:
+        return None
+    entries = levels_of_plan(plan, packs)
+    names = plan.levels[0].caps.names
+    titles = (*(f"max {name}" for name in names), "ranks", "cut", "exchange", "packs", "samples")
+    rows = [
+        (
+            *(f"{cap:,}" for cap in level.caps.values),
+            str(level.context),
+            level.cut.value if level.context > 1 else "-",
+            level.exchange.value if level.context > 1 else "-",
+            f"{entry['packs']:,}",
+            f"{entry['samples']:,}",
+            " ".join(map(str, entry["recompute"])),
+        )
+        for level, entry in zip(plan.levels, entries, strict=True)
+    ]
+    columns = [Column(title=title) for title in (*titles, "recomputed by stage")]
+    return Table(title="Levels of packs", columns=columns, sections=[rows], tight=True)
+
+
+def balance_of(
+    plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
+) -> dict[str, float | None]:
+    """How evenly attention is spread, and what ranks exchange of it, by the keys of the JSON."""
+    from omnibal.data.metrics import measure_packs
+
+    names = (
+        "attention_balance_ratio",
+        "least_attention_balance_ratio",
+        "communication_ratio",
+        "exchanged_ratio",
+        "tokens_per_rank",
+    )
+    if data is None or plan.data is None:
+        return dict.fromkeys(names)
+    packs, lengths = data
+    metrics = measure_packs(
+        packs, lengths, plan.data.caps, plan.parallel.data, packs.tokens, 1, plan.levels
+    ).as_dict()
+    return {name: metrics[name] for name in names}

@@ -1,0 +1,164 @@
+"""Choice of context size, cut and exchange for the packs of a level, by an estimate of their time.
+
+Whole sets of levels are simulated (`omnibal.search.levels`); here one level is looked at alone, on
+the packs of its own samples, so that few of its many forms have to be simulated. The model is taken
+as evenly divided over the stages, and a share of all layers recomputes, just enough for the
+fullest share to fit.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from omnibal.cost.context import exchange_mistake
+from omnibal.cost.model import CostModel, is_attended
+from omnibal.cost.shares import part_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs
+from omnibal.job import JobSpec
+from omnibal.levels import ContextExchange, CutRule, Level
+from omnibal.limits import Caps
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.units import unit_names
+
+_FORMS = (
+    (CutRule.WHOLE, ContextExchange.GATHER),
+    (CutRule.ZIGZAG, ContextExchange.GATHER),
+    (CutRule.WHOLE, ContextExchange.HEADS),
+    (CutRule.CONTIGUOUS, ContextExchange.HEADS),
+)
+"""Cuts and exchanges that are tried. Where heads are exchanged, attention is balanced by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WholeModel:
+    """Time and memory of all units on one share; vectors have one coefficient per feature."""
+
+    cost: CostModel
+    pass_ms: np.ndarray
+    """Forward and backward without recomputation, [features]."""
+    recompute_ms: np.ndarray
+    """What recomputing all layers of a kind adds, [layer kinds, features]."""
+    kept_bytes: np.ndarray
+    """Activations kept where nothing is recomputed, [features]."""
+    saved_bytes: np.ndarray
+    """What recomputing all layers of a kind saves of them, [layer kinds, features]."""
+    working_bytes: np.ndarray
+    """Working memory of every moment of every unit, [moments, features]."""
+    state_bytes: float
+    """Weights, gradients and optimizer state of all stages."""
+
+    @classmethod
+    def of(cls, job: JobSpec, cost: CostModel) -> Self:
+        """Add up the units of a job's model, at the costs of one level."""
+        counts = Counter(unit_names(job.model))
+        units = [(counts[name], unit) for name, unit in cost.units.items()]
+        layers = [
+            (counts[kind.name], cost.units[kind.name]) for kind in cost.kinds if kind.is_layer
+        ]
+        trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
+        return cls(
+            cost=cost,
+            pass_ms=np.sum([n * (u.forward_ms + u.backward_ms) for n, u in units], axis=0),
+            recompute_ms=np.stack([n * u.recompute_ms for n, u in layers]),
+            kept_bytes=np.sum([n * u.activation_bytes for n, u in units], axis=0),
+            saved_bytes=np.stack([n * (u.activation_bytes - u.boundary_bytes) for n, u in layers]),
+            working_bytes=np.vstack([u.transient_bytes for _, u in units]),
+            state_bytes=sum(
+                n * (cost.weight_bytes_per_parameter * u.parameters)
+                + n * trained_bytes * u.trained_parameters
+                for n, u in units
+            ),
+        )
+
+    def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: int) -> float:
+        """Share of the layers that must recompute for shares [shares, features] to fit; infinite
+        where all do not do."""
+        stages = job.parallel.pipeline
+        in_flight = min(stages, micro_batches) / stages
+        room = job.memory_cap_gib * GIB - self.state_bytes / stages
+        working = (features @ self.working_bytes.T).max(axis=1)
+        missing = in_flight * features @ self.kept_bytes + working - room
+        saved = in_flight * features @ self.saved_bytes.sum(axis=0)
+        share = np.divide(missing, saved, out=np.full(len(saved), np.inf), where=saved > 0)
+        most = float(np.where(missing <= 0, 0.0, share).max())
+        return most if most <= 1 else np.inf
+
+
+def attention_weight(job: JobSpec) -> float:
+    """Time of one squared token relative to that of one token, on the whole model."""
+    whole = WholeModel.of(job, job.cost)
+    attention = sum(
+        float(whole.pass_ms[index])
+        for index, name in enumerate(job.cost.features)
+        if is_attended(name)
+    )
+    return attention / float(whole.pass_ms[job.cost.features.index("tokens")])
+
+
+def possible_contexts(job: JobSpec) -> list[int]:
+    """Context sizes that blocks of the job's data-parallel ranks may have: powers of two."""
+    ranks = job.parallel.data
+    return [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
+
+
+def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
+    """Yield a level of these caps with every context size, cut and exchange that is tried."""
+    weight = attention_weight(job)
+    for context in possible_contexts(job) if contexts is None else contexts:
+        if context == 1:
+            yield Level(caps=caps)
+            continue
+        for cut, exchange in _FORMS:
+            level = Level(
+                caps=caps, context=context, cut=cut, exchange=exchange, attention_weight=weight
+            )
+            if exchange_mistake(job.model, job.parallel, level) is None:
+                yield level
+
+
+def estimated_ms(
+    job: JobSpec, level: Level, packs: Packs, lengths: Lengths, micro_batches: int
+) -> float:
+    """Estimate the time that packs of one level take of a step's ranks; infinite if none fit.
+
+    Packs of like time form a row, which takes as long as its slowest share.
+
+    Args:
+        micro_batches: of a rank in a step.
+    """
+    (cost,) = job.costs_at([level])
+    whole = WholeModel.of(job, cost)
+    parts = part_features(packs, lengths, level, cost.features)
+    again = whole.recomputed_share(parts.reshape(-1, parts.shape[2]), job, micro_batches)
+    if not np.isfinite(again):
+        return np.inf
+    share_ms = parts @ (whole.pass_ms + again * whole.recompute_ms.sum(axis=0))
+    slowest_first = np.sort(share_ms.max(axis=1))[::-1]
+    width = job.parallel.data // level.context
+    rows_ms = slowest_first[::width]
+    full = len(packs) / width / len(rows_ms)
+    return float(rows_ms.sum() * full)
+
+
+def best_form(
+    job: JobSpec,
+    caps: Caps,
+    packs: Packs,
+    lengths: Lengths,
+    micro_batches: int,
+    contexts: Sequence[int] | None = None,
+) -> tuple[float, Level] | None:
+    """The estimated ms and form of a level that its packs take least in; None if they fit none.
+
+    Of equal ones it is the one of the smallest context size.
+    """
+    found: tuple[float, Level] | None = None
+    for level in level_forms(job, caps, contexts):
+        taken_ms = estimated_ms(job, level, packs, lengths, micro_batches)
+        if np.isfinite(taken_ms) and (found is None or taken_ms < found[0]):
+            found = taken_ms, level
+    return found

@@ -1,0 +1,122 @@
+"""`omnibal plan --levels`: plans that check, JSON that says the levels, and clear refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnibal.data.lengths import write_lengths
+from omnibal.plan import read_plan
+from omnibal.plan_files import data_of_plan
+from tests.planner.plan_cases import example_lengths
+from tests.planner.test_cli import failure, run
+from tests.planner.test_search_levels import long_tailed
+
+LONG = "plan --model llama3.1-8b --cluster h200-141g --micro-batches 2 --max-tokens 65536"
+DIGITS = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2"
+
+
+@pytest.fixture
+def texts_file(tmp_path: Path) -> Path:
+    write_lengths(long_tailed(1_200, 65_536), tmp_path / "texts.parquet")
+    return tmp_path / "texts.parquet"
+
+
+@pytest.mark.parametrize("levels", ["auto", "hbp", "2"])
+def test_plans_of_levels(capsys, tmp_path, texts_file, levels):
+    """Prevents plans of levels that do not check, and JSON that does not say what is planned."""
+    out = tmp_path / "plan"
+    run(LONG, "--dp", 4, "--lengths", texts_file, "--levels", levels, "-o", out, "--json")
+    printed = json.loads(capsys.readouterr().out)
+    plan = read_plan(out)
+    assert plan.data is not None
+    packs, lengths = data_of_plan(plan, out)
+    found = printed["levels"]
+    assert len(found) == len(plan.levels) > 1
+    assert [level["context"] for level in found] == [level.context for level in plan.levels]
+    assert [level["max_tokens"] for level in found][-1] == 65_536
+    assert sum(level["packs"] for level in found) == len(packs)
+    assert sum(level["samples"] for level in found) == len(lengths)
+    for index, level in enumerate(found):
+        stages = plan.stages_at(index)
+        assert level["recompute"] == [stage.recomputed_layers for stage in stages]
+    shared = [level.context > 1 for level in plan.levels]
+    tokens = packs.tokens[np.array(shared)[packs.level]].sum() / packs.tokens.sum()
+    assert printed["communication_ratio"] == pytest.approx(tokens, rel=0.3)
+    assert 0 < printed["exchanged_ratio"] <= tokens
+    assert 0 <= printed["attention_balance_ratio"] < 0.2
+    run("check", out)
+
+
+def test_levels_of_one_level_are_said_too(capsys, tmp_path):
+    """Prevents scripts that must know how many levels a plan has before they read it."""
+    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
+    options = f"{DIGITS} --max-tiles 8 --max-tokens 512 --json"
+    run(options, "--lengths", tmp_path / "lengths.parquet", "-o", tmp_path / "plan")
+    printed = json.loads(capsys.readouterr().out)
+    (level,) = printed["levels"]
+    assert level["samples"] == 300 and level["packs"] == printed["packs"]
+    assert (level["max_tiles"], level["max_tokens"], level["context"]) == (8, 512, 1)
+    assert level["recompute"] == [stage["recompute"] for stage in printed["stages"]]
+    assert printed["communication_ratio"] == 0
+    run(options, "-o", tmp_path / "shapes")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["levels"][0]["packs"] is None and printed["communication_ratio"] is None
+
+
+def test_short_data_makes_the_plan_of_one_level(tmp_path):
+    """Prevents another plan, byte for byte, where levels cannot help."""
+    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
+    options = f"{DIGITS} --max-tiles 8 --max-tokens 512 --lengths {tmp_path}/lengths.parquet"
+    for levels in ("auto", "1"):
+        run(options, "--levels", levels, "-o", tmp_path / levels)
+    for name in ("plan.json", "packs.parquet"):
+        assert (tmp_path / "auto" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+
+
+def test_steps_of_levels_for_other_ranks(tmp_path, texts_file):
+    """Prevents a run that cannot go on with fewer ranks, or goes on at another sample."""
+    run(LONG, "--dp", 8, "--lengths", texts_file, "--levels", 2, "-o", tmp_path / "plan")
+    options = "plan --model llama3.1-8b --cluster h200-141g --dp 2 --tp 2 --steps-of"
+    run(options, tmp_path / "plan", "-o", tmp_path / "fewer")
+    first, fewer = (read_plan(tmp_path / name) for name in ("plan", "fewer"))
+    assert fewer.data.steps_sha256 == first.data.steps_sha256
+    assert [level.caps for level in fewer.levels] == [level.caps for level in first.levels]
+    assert max(level.context for level in fewer.levels) <= 2
+    run("check", tmp_path / "fewer")
+
+
+def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
+    """Prevents a curriculum that the plan does not hold or say."""
+    options = f"{LONG} --dp 4 --lengths {texts_file} --curriculum-steps 3 --levels"
+    run(options, 2, "-o", tmp_path / "plan")
+    plan = read_plan(tmp_path / "plan")
+    packs, _ = data_of_plan(plan, tmp_path / "plan")
+    assert plan.data.curriculum_steps == 3
+    assert packs.level[packs.step < 3].max() == 0 < packs.level.max()
+    run("check", tmp_path / "plan")
+    capsys.readouterr()
+    message = failure(capsys, options, 1, "-o", tmp_path / "x")
+    assert "packs are of one level" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels 5", "auto, hbp, or a number"),
+        ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels two", "auto, hbp, or a number"),
+        ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels 4", "may have"),
+        ("--max-tiles 8 --max-tokens 512 --levels 2", "the plan is of shapes only"),
+        ("--max-tiles 8 --max-tokens 512 --curriculum-steps 2", "the plan is of shapes only"),
+        (
+            "--lengths FILE --max-tiles 8 --max-tokens 1024 --levels 2 --method layer",
+            "only the joint search",
+        ),
+    ],
+)
+def test_levels_that_cannot_be(capsys, tmp_path, options, message):
+    """Prevents tracebacks, and options that are silently ignored."""
+    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
+    given = options.replace("FILE", str(tmp_path / "lengths.parquet"))
+    assert message in failure(capsys, f"{DIGITS} {given}", "-o", tmp_path / "plan")

@@ -1,0 +1,204 @@
+"""Search for levels: as good as trying all, never above its bound, and silent on short data."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from omnibal.config import load_cluster, load_model
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.levels import Level
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.plan_data import SampleData
+from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
+from omnibal.search.level_bound import least_ms_per_sample
+from omnibal.search.level_choice import level_forms
+from omnibal.search.level_estimates import candidate_caps, top_caps
+from omnibal.search.level_trial import LevelTrials
+from omnibal.search.levels import (
+    LEAST_GAIN,
+    LevelRequest,
+    hbp_search,
+    is_one_level,
+    search_levels,
+    shared_anew,
+)
+
+MODEL = load_model("llama3.1-8b")
+
+
+def texts(tokens: np.ndarray) -> Lengths:
+    count = np.asarray(tokens, np.int32)
+    return Lengths(
+        items={},
+        tokens=count,
+        loss_tokens=count // 2,
+        source=np.zeros(len(count), np.int32),
+        source_names=("texts",),
+        origin=None,
+    )
+
+
+def long_tailed(count: int, longest: int, seed: int = 0) -> Lengths:
+    rng = np.random.default_rng(seed)
+    short = np.clip(rng.lognormal(np.log(400), 1, count), 30, 4_000)
+    long = rng.integers(longest // 3, longest, count // 50)
+    return texts(rng.permutation(np.concatenate([short, long, [longest]])))
+
+
+def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
+    return JobSpec(
+        model=MODEL,
+        cluster=load_cluster("h200-141g"),
+        parallel=Parallel(pipeline=pipeline, data=ranks),
+        precision="bf16",
+    )
+
+
+def data_of(lengths: Lengths, ranks: int, tokens: int) -> SampleData:
+    return SampleData(
+        lengths=lengths,
+        caps=Caps.of(tokens=tokens),
+        packing=PackingMethod.ISF,
+        packs_per_step=2 * ranks,
+        epochs=1,
+        seed=0,
+    )
+
+
+def ignore(done: int) -> None:
+    pass
+
+
+TABLE_19 = [(8, 2, 2.69), (16, 1, 2.65), (32, 8, 2.83), (64, 4, 3.01), (128, 8, 3.05)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("figures", "chosen"),
+    [
+        (TABLE_19, ((16, 1), (128, 8))),
+        # What a rank has of the fastest pack is a level, and of the longest one too if it is long.
+        ([(8, 1, 3.0), (32, 4, 2.0), (128, 2, 4.0)], ((8, 1), (32, 4), (64, 1), (128, 2))),
+        ([(8, 1, 3.0), (32, 4, 2.0), (128, 8, 4.0)], ((8, 1), (32, 4), (128, 8))),
+        # The fastest context size of a length counts, whatever the others take.
+        ([(8, 1, 9.0), (8, 2, 1.0), (16, 1, 2.0), (16, 2, 3.0)], ((4, 1), (8, 2), (16, 1))),
+        ([(8, 1, 1.0)], ((8, 1),)),
+    ],
+)
+def test_levels_by_the_rule_of_hbp(figures, chosen):
+    """Prevents levels other than Algorithm 1's, such as [16K, 128K] of the paper's table 19."""
+    profiled = [ProfiledLength(tokens=n, context=c, ms=t) for n, c, t in figures]
+    assert hbp_levels(profiled) == chosen
+
+
+@pytest.mark.quick
+def test_candidates_suit_the_data():
+    """Prevents levels that hold one sample a pack, and limits of items that do not go down."""
+    assert candidate_caps(texts(np.full(100, 1_000)), Caps.of(tokens=4_096)) == (
+        Caps.of(tokens=4_096),
+    )
+    found = candidate_caps(texts(np.full(100, 100)), Caps.of(tiles=9, tokens=4_000))
+    assert found == (
+        Caps.of(tiles=2, tokens=500),
+        Caps.of(tiles=3, tokens=1_000),
+        Caps.of(tiles=5, tokens=2_000),
+        Caps.of(tiles=9, tokens=4_000),
+    )
+    assert top_caps(texts([5, 4_097]), ["tokens"]) == Caps.of(tokens=8_192)
+    assert top_caps(texts([4_096]), ["tokens"]) == Caps.of(tokens=4_096)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_search_is_as_good_as_trying_everything(pipeline):
+    """Prevents an estimate that rules out the best levels, and a bound that a set of levels
+    breaks."""
+    job, lengths = job_of(4, pipeline), long_tailed(1_500, 65_536)
+    data = data_of(lengths, 4, 65_536)
+    caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
+    found = search_levels(LevelRequest(job=job, data=data), ignore)
+    trials = LevelTrials(job=job, data=data, samples_per_step=found.samples_per_step)
+    bound = least_ms_per_sample(job, lengths)
+    all_ms = []
+    for count in (1, 2):
+        for levels in product(*(list(level_forms(job, each)) for each in caps[-count:])):
+            _, trial = trials(levels if count > 1 or levels[0].context > 1 else ())
+            if not isinstance(trial, str):
+                assert bound <= trial.ms_per_sample
+                all_ms.append(trial.ms_per_sample)
+    best = found.ranking[0]
+    assert best.ms_per_sample <= (1 + 2 * LEAST_GAIN) * min(all_ms)
+    assert found.gap == pytest.approx(1 - bound / best.ms_per_sample)
+    assert bound > 0.5 * best.ms_per_sample
+
+
+def test_short_data_needs_one_level():
+    """Prevents levels, or time spent on them, where all samples are short."""
+    rng = np.random.default_rng(0)
+    lengths = texts(np.clip(rng.lognormal(np.log(1_200), 0.6, 2_000), 40, 4_096))
+    request = LevelRequest(job=job_of(4), data=data_of(lengths, 4, 4_096))
+    assert is_one_level(request)
+    done = []
+    found = search_levels(request, done.append)
+    assert found.best == () and found.ranking == () and found.gap is None
+    with pytest.raises(UserError, match="packs of these samples may have 1"):
+        LevelRequest(job=job_of(4), data=data_of(lengths, 4, 4_096), exactly=2)
+
+
+def test_samples_too_long_for_a_rank_are_shared():
+    """Prevents a job that is refused although several ranks together hold its longest sample."""
+    lengths = texts(np.full(60, 250_000))
+    request = LevelRequest(job=job_of(8), data=data_of(lengths, 8, 262_144))
+    assert not is_one_level(request)
+    found = search_levels(request, ignore)
+    assert len(found.best) == 1 and found.best[0].context > 1
+    with pytest.raises(UserError, match="no levels of packs can be trained on"):
+        search_levels(LevelRequest(job=job_of(1), data=data_of(lengths, 1, 262_144)), ignore)
+
+
+def test_as_many_levels_as_asked_for():
+    """Prevents a number of levels that is a wish."""
+    data = data_of(long_tailed(1_500, 65_536), 4, 65_536)
+    for count in (2, 3):
+        request = LevelRequest(job=job_of(4), data=data, exactly=count)
+        found = search_levels(request, ignore)
+        assert all(len(trial.levels) == count for trial in found.ranking)
+        assert found.best[-1].caps == data.caps
+    by_rule = hbp_search(LevelRequest(job=job_of(4), data=data)).best
+    assert by_rule[-1].caps == data.caps and len(by_rule) > 1
+
+
+def test_searches_are_deterministic_on_any_number_of_processes():
+    """Prevents plans that differ from run to run."""
+    request = LevelRequest(job=job_of(2), data=data_of(long_tailed(800, 32_768), 2, 32_768))
+    one, two = search_levels(request, ignore, 1), search_levels(request, ignore, 2)
+    assert one.best == two.best
+    assert [t.ms_per_sample for t in one.ranking] == [t.ms_per_sample for t in two.ranking]
+
+
+def test_given_steps_are_shared_anew():
+    """Prevents a resumed run whose blocks do not fit its ranks, or that trains other steps."""
+    lengths = long_tailed(600, 65_536)
+    levels = (
+        Level(caps=Caps.of(tokens=8_192)),
+        Level(caps=Caps.of(tokens=65_536), context=8),
+    )
+    job, fewer = job_of(8), job_of(2)
+    data = data_of(lengths, 8, 65_536)
+    data = SampleData(**{**_fields(data), "levels": levels}).drawn(job)
+    again = shared_anew(fewer, data)
+    assert [level.caps for level in again.levels] == [level.caps for level in levels]
+    assert max(level.context for level in again.levels) <= 2
+    first, _ = data.schedule(job)
+    packs, _ = again.schedule(fewer)
+    assert again.steps is not None and data.steps is not None
+    assert again.steps.sha256 == data.steps.sha256
+    assert packs.steps == first.steps
+
+
+def _fields(data: SampleData) -> dict:
+    return {name: getattr(data, name) for name in data.__dataclass_fields__}
