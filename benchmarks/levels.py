@@ -13,8 +13,8 @@ median, in three ways that take turns, step by step, within one set of processes
 All start from the same weights and see the same texts; steps have equally many tokens. The
 prediction is the product's: costs fitted to a profile that is measured in between, by as many
 processes at once, exchanges at measured rates, and the very steps that were run, simulated. The
-processes share the machine's cores; those rounds count in which other programs took least. Memory
-is no limit here, so the caps are given.
+processes share the machine's cores; those rounds count in which other programs took least. Core
+ms are of all cores, for a sample. Memory is no limit here, so the caps are given.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.measure.profiler import OPTIMIZATION, ProfileOptions, Profiler
+from megatron.vlm.measure.profiler import Round as ProfilerRound
 from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.schedule import PipelineLinks
@@ -76,6 +77,8 @@ PIECES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _SIZES = MeasuredSizes(
     rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 14, 1 << 18, 1 << 21)
 )
+_STEPS_PER_PROFILE = 4
+"""Steps of every way between two rounds of the profiler."""
 BAR = 0.1
 """Largest error of a prediction."""
 
@@ -109,6 +112,8 @@ class Outcome:
     predicted_ms: float
     """Time of an epoch."""
     epochs_ms: list[float]
+    core_ms: float
+    """Time of all cores in an epoch."""
     last_loss: float
     """Mean loss over the last epoch."""
     foreign_cores: float
@@ -179,13 +184,14 @@ class StepOfRank:
     batches: list[MicroBatch]
     rows_are_full: bool
 
-    def train(self, trainer: Trainer) -> tuple[float, float]:
-        """Train on it; returns the time in ms and the loss."""
+    def train(self, trainer: Trainer) -> tuple[float, float, float]:
+        """Train on it; returns the time in ms, that of this rank's core, and the loss."""
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         stream = MicroBatchStream.of(self.batches)
         result = train_step(trainer, replace(stream, rows_are_full=self.rows_are_full))
-        return (time.perf_counter() - start) * 1e3, result.loss
+        core_ms = (time.process_time() - busy) * 1e3
+        return (time.perf_counter() - start) * 1e3, core_ms, result.loss
 
 
 def prepared(
@@ -278,13 +284,14 @@ def run_ways(folder: Path, rounds: int, patience_s: float) -> dict[str, Outcome]
     quietest = sorted(found, key=lambda one: one.foreign_cores)[:rounds]
     rates = mean_rates([one.rates for one in quietest])
     cluster = load_cluster("laptop-cpu").model_copy(update={"rates": {"fp32": rates}})
-    profile = profiler.result([one.profiled for one in quietest])
+    profile = profiler.result([profiled for one in quietest for profiled in one.profiled])
     shut_down_distributed()
     return {
         name: Outcome(
             samples=len(lengths),
             predicted_ms=way.predicted_ms(profile, cluster),
             epochs_ms=[one.epoch_ms[name] for one in quietest],
+            core_ms=float(np.mean([one.core_ms[name] for one in quietest])),
             last_loss=found[-1].loss[name],
             foreign_cores=quietest[-1].foreign_cores,
         )
@@ -294,11 +301,13 @@ def run_ways(folder: Path, rounds: int, patience_s: float) -> dict[str, Outcome]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """A round of the profiler, an epoch of every way, and the exchanges."""
+    """An epoch of every way, rounds of the profiler in between, and the exchanges."""
 
-    profiled: dict
+    profiled: list[ProfilerRound]
     rates: Rates
     epoch_ms: dict[str, float]
+    core_ms: dict[str, float]
+    """Time of all ranks' cores, which other programs lengthen less."""
     loss: dict[str, float]
     """Mean over the epoch's steps."""
     foreign_cores: float
@@ -308,20 +317,23 @@ class Round:
 def run_round(profiler: Profiler, ways: dict[str, Prepared]) -> Round:
     """Measure everything once; the ways take turns step by step."""
     watch = ForeignLoad()
-    profiled = profiler.round()
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    losses: dict[str, list[float]] = {name: [] for name in ways}
+    profiled: list[ProfilerRound] = []
+    trained: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(max(len(way.steps) for way in ways.values())):
+        if number % _STEPS_PER_PROFILE == 0:
+            profiled.append(profiler.round())
         for name, way in ways.items():
             if number < len(way.steps):
-                ms, loss = way.steps[number].train(way.trainer)
-                times[name].append(ms)
-                losses[name].append(loss)
+                trained[name].append(way.steps[number].train(way.trainer))
+    sums = torch.tensor([np.sum(each, axis=0) for each in trained.values()])
+    core_ms = sums[:, 1].clone()
+    dist.all_reduce(core_ms)
     return Round(
         profiled=profiled,
         rates=measure_rates("this machine", "fp32", _SIZES, Console(quiet=True)),
-        epoch_ms={name: sum(each) for name, each in times.items()},
-        loss={name: float(np.mean(each)) for name, each in losses.items()},
+        epoch_ms=dict(zip(ways, sums[:, 0].tolist(), strict=True)),
+        core_ms=dict(zip(ways, core_ms.tolist(), strict=True)),
+        loss={name: float(np.mean([one[2] for one in each])) for name, each in trained.items()},
         foreign_cores=watch.cores(),
     )
 
@@ -375,7 +387,8 @@ def main() -> None:
         spread = np.ptp(one.epochs_ms) / one.measured_ms
         print(
             f"{name:<20}{one.samples_per_second:>11.1f}{predicted:>11.1f}{one.error:>+8.1%}"
-            f"{spread:>9.1%}{one.foreign_cores:>8.2f}{one.last_loss:>9.4f}"
+            f"{spread:>9.1%}{one.foreign_cores:>8.2f}{one.core_ms / one.samples:>9.1f}"
+            f"{one.last_loss:>9.4f}"
         )
     levels, shared = outcomes["levels"], outcomes["one level, shared"]
     gain = levels.samples_per_second / shared.samples_per_second

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.data.packs import ScheduledPacks
     from omnibal.job import JobSpec
     from omnibal.plan_data import SampleData
+    from omnibal.search.level_trial import LevelTrial
     from omnibal.search.levels import LevelSearch
 
 _AUTO, _HBP = "auto", "hbp"
@@ -87,8 +88,8 @@ class LevelOptions:
                 "--levels 1"
             )
         by_default = self.levels == _AUTO and not is_joint
-        found = () if by_default or count == 1 else self._found(job, data, count)
-        if not found:
+        found = None if by_default or count == 1 else self._found(job, data, count)
+        if found is None or not found.levels:
             if self.curriculum_steps:
                 raise UserError(
                     f"--curriculum-steps {self.curriculum_steps} was given, and packs are of one "
@@ -99,26 +100,28 @@ class LevelOptions:
 
         return replace(
             data,
-            levels=found,
-            caps=found[-1].caps,
+            levels=found.levels,
+            caps=found.levels[-1].caps,
+            packs_per_step=found.micro_batches * job.parallel.data,
             fill=FillRule.GREEDY if self.levels == _HBP else FillRule.COST,
             curriculum_steps=self.curriculum_steps,
         )
 
-    def _found(self, job: "JobSpec", data: "SampleData", count: int | None) -> tuple:
+    def _found(self, job: "JobSpec", data: "SampleData", count: int | None) -> "LevelTrial | None":
+        """The levels to plan with; None where one level is best without a search."""
         from omnibal.data.scan_pool import usable_cores
         from omnibal.search import levels as search
 
         request = search.LevelRequest(job=job, data=data, exactly=count)
         if self.levels == _HBP:
             with status("estimating packs of every length"):
-                return search.hbp_search(request).best
+                return search.hbp_search(request).ranking[0]
         if search.is_one_level(request):
-            return ()
+            return None
         with progress("trying levels", search.max_trials()) as advance:
             found = search.search_levels(request, advance, usable_cores())
         print_notes(_search_notes(found))
-        return found.best
+        return found.ranking[0]
 
 
 def _search_notes(found: "LevelSearch") -> list[str]:
@@ -126,7 +129,11 @@ def _search_notes(found: "LevelSearch") -> list[str]:
     words = " and ".join(
         f"{level.caps['tokens']:,} tokens on {level.context} rank(s)" for level in found.best
     )
-    notes = [f"packs of {words}" if found.best else "packs of one level are best"]
+    notes = [
+        f"packs of {words}, {best.micro_batches} a rank and step"
+        if found.best
+        else "packs of one level are best"
+    ]
     others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
     if others:
         slower = others[0].ms_per_sample / best.ms_per_sample - 1

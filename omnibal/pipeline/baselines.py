@@ -85,8 +85,15 @@ def baseline_stages(
         memory_cap_bytes: of one device.
 
     Raises:
-        UserError: a stage does not fit the cap, or method or rule is the joint search's.
+        UserError: a stage does not fit the cap, method or rule is the joint search's, or packs are
+            of several levels.
     """
+    if cost.levels > 1:
+        raise UserError(
+            f"partition method {method} was given with packs of {cost.levels} levels; only the "
+            "method omnibal chooses what to recompute at each level: leave out --method and "
+            "--recompute, or plan with --levels 1"
+        )
     if method == PartitionMethod.OMNIBAL or rule == RecomputeRule.CHEAPEST:
         raise UserError(
             f"partition method {method} was given with recompute rule {rule}; cheapest belongs to "

@@ -15,13 +15,20 @@ bounds of the next round, with those of a sample of what had no room, completed 
 round in which everything has room proves the result. Where bounds are not close enough, mostly with
 dozens of stages, the work allowed ends first: the result then comes with the bound that is proven,
 no matter how fast the machine is.
+
+Packs may be of several levels, each with its own costs and its own recomputed layers in every
+stage, and ranks that share one wait for each other. Where a stage has few sets of recomputed layers
+over all levels, the proof is over all of them. Where they are too many (`stage_options.py`), the
+search is over a grid of them, then over what is near to the best; the bound is that of optimistic
+sets, by which all are covered, so that a gap remains. Memory is first looked at in the passes that
+are heaviest for many stages; a result that does not fit in all of the run's is searched for again
+with its own heaviest ones.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.linalg import block_diag
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
@@ -29,9 +36,8 @@ from omnibal.errors import DoesNotFit
 from omnibal.pipeline.bounds import Runs, Structure, least_largest, least_sums, possible_runs
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.level_recompute import LevelFit, recomputes_of_levels, sets_near
 from omnibal.pipeline.operation_graph import planned_graph
-from omnibal.pipeline.recompute import Recomputes, least_peak_bytes, useful_recomputes
+from omnibal.pipeline.recompute import least_peak_bytes
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
@@ -40,6 +46,14 @@ from omnibal.pipeline.stage_memory import (
     heaviest_passes,
     memory_tables,
     recomputed_at_levels,
+)
+from omnibal.pipeline.stage_options import (
+    Choices,
+    SearchProblem,
+    StageOptions,
+    choices_within,
+    options_near,
+    recompute_extremes_ms,
 )
 from omnibal.pipeline.units import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
@@ -84,8 +98,6 @@ _MAX_DESCENT_WORK, _MAX_WORK = 2e8, 8e8
 result: a second or two, and some seconds."""
 _SIMULATED_WORK, _LEARNED_WORK = 3, 6
 """Work of one operation in path lengths: when simulated, and when traced for a critical path."""
-_MOST_OPTIONS = 20_000
-"""Sets of recomputed layers of a stage at several levels, over all runs of units."""
 _MAX_CHANGES = 20
 """Times that the sets near to the best ones are searched."""
 _CHUNK_ENTRIES = 8_000_000
@@ -116,78 +128,6 @@ class SearchResult:
         return 1 - self.lower_bound_ms / self.step_ms if self.step_ms else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Options:
-    """Options of one stage, sorted by start: a run with a recomputed set that fits."""
-
-    start: np.ndarray
-    """Position of the first unit; this and the next are [options]."""
-    end: np.ndarray
-    recomputed: np.ndarray
-    """Recomputed layers of each kind at each level, [options, levels * layer kinds]."""
-    terms: np.ndarray
-    """Cost terms with recomputation, [options, terms]."""
-    bound_ms: np.ndarray
-    """Longest structural path, [options]."""
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def place(self, one: "_Options") -> int:
-        """Index here of an option given by itself; -1 where it is not among these."""
-        same = (self.start == one.start) & (self.end == one.end)
-        same &= (self.recomputed == one.recomputed).all(axis=1)
-        return int(same.argmax()) if same.any() else -1
-
-    def including(self, one: "_Options") -> "_Options":
-        """These and an option given by itself."""
-        if self.place(one) >= 0:
-            return self
-        both = _Options(
-            start=np.append(self.start, one.start),
-            end=np.append(self.end, one.end),
-            recomputed=np.concatenate([self.recomputed, one.recomputed]),
-            terms=np.concatenate([self.terms, one.terms]),
-            bound_ms=np.append(self.bound_ms, one.bound_ms),
-        )
-        return both.in_order()
-
-    def in_order(self) -> "_Options":
-        """The same, of each run the one with the smallest bound first."""
-        keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
-        return self.take(np.lexsort(keys))
-
-    def take(self, kept: np.ndarray) -> "_Options":
-        """Some of them, in the same order."""
-        return _Options(
-            start=self.start[kept],
-            end=self.end[kept],
-            recomputed=self.recomputed[kept],
-            terms=self.terms[kept],
-            bound_ms=self.bound_ms[kept],
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Problem:
-    model: ModelConfig
-    structure: Structure
-    tables: Sequence[MemoryTable]
-    memory_cap_bytes: float
-    simulator: PipelineSimulator
-    extreme_ms: np.ndarray
-    """Times to recompute layers, [extremes, levels * layer kinds]; see `useful_recomputes`."""
-    levels: int
-
-    @property
-    def stages(self) -> int:
-        return len(self.tables)
-
-    @property
-    def units(self) -> int:
-        return self.structure.runs.units
-
-
 def search_stages(
     cost: CostModel,
     model: ModelConfig,
@@ -210,7 +150,7 @@ def search_stages(
         DoesNotFit: no split fits the cap.
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes)
-    heavier: _Problem | None = problem
+    heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
         search = _descend(problem)
@@ -221,7 +161,7 @@ def search_stages(
     return found
 
 
-def _found(problem: _Problem, search: "_Search", prove: bool) -> SearchResult:
+def _found(problem: SearchProblem, search: "_Search", prove: bool) -> SearchResult:
     """The best stages by the problem's own memory tables."""
     complete = search.choices.complete
     if prove:
@@ -242,7 +182,9 @@ def _found(problem: _Problem, search: "_Search", prove: bool) -> SearchResult:
     )
 
 
-def _stages_at(problem: _Problem, best: Sequence[_Options]) -> tuple[tuple[Stage, ...], ...]:
+def _stages_at(
+    problem: SearchProblem, best: Sequence[StageOptions]
+) -> tuple[tuple[Stage, ...], ...]:
     """The stages of a split at every level; `best` has one option of each."""
     cuts = [int(option.end[0]) for option in best[:-1]]
     recomputed = [np.split(option.recomputed[0], problem.levels) for option in best]
@@ -252,13 +194,13 @@ def _stages_at(problem: _Problem, best: Sequence[_Options]) -> tuple[tuple[Stage
     )
 
 
-def _changed(problem: _Problem, search: "_Search") -> tuple[list[_Options], float, int]:
+def _changed(problem: SearchProblem, search: "_Search") -> tuple[list[StageOptions], float, int]:
     """The best split with the best of the sets that differ little from its own, its time, and the
     splits simulated."""
     best, best_ms, simulated = search.best_options, search.best_ms, 0
     for _ in range(_MAX_CHANGES):
-        options = [_near(problem, *each) for each in enumerate(best)]
-        near = _Search(problem, _Choices(fitting=options, optimistic=options, complete=False))
+        options = [options_near(problem, *each) for each in enumerate(best)]
+        near = _Search(problem, Choices(fitting=options, optimistic=options, complete=False))
         near.cuts = search.cuts
         near.descend()
         simulated += near.simulated
@@ -269,11 +211,11 @@ def _changed(problem: _Problem, search: "_Search") -> tuple[list[_Options], floa
 
 
 def _heavier(
-    problem: _Problem,
+    problem: SearchProblem,
     cost: CostModel,
     workload: Workload,
     stages_at: Sequence[Sequence[Stage]],
-) -> _Problem | None:
+) -> SearchProblem | None:
     """The problem with passes in which stages that were found do not fit; None if they all fit.
 
     Of one level, tables have all passes that matter.
@@ -313,21 +255,21 @@ def _problem(
     workload: Workload,
     pipeline_size: int,
     memory_cap_bytes: float,
-) -> _Problem:
+) -> SearchProblem:
     simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
     structure = Structure.of(cost, model, simulator.steps, pipeline_size)
-    return _Problem(
+    return SearchProblem(
         model=model,
         structure=structure,
         tables=memory_tables(cost, features_of(workload, cost), workload.slot, pipeline_size),
         memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
-        extreme_ms=_extreme_ms(simulator.steps, structure.recompute_ms, cost.levels),
+        extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),
         levels=cost.levels,
     )
 
 
-def _descend(problem: _Problem) -> "_Search":
+def _descend(problem: SearchProblem) -> "_Search":
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Raises:
@@ -336,7 +278,7 @@ def _descend(problem: _Problem) -> "_Search":
     limit_ms = _FIRST_LIMIT * _even_ms(problem)
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
-        search = _Search(problem, _choices(problem, limit_ms))
+        search = _Search(problem, choices_within(problem, limit_ms))
         found = search.descend()
         if found:
             return search if search.best_ms <= limit_ms else search.with_options_of_better()
@@ -349,7 +291,7 @@ def _descend(problem: _Problem) -> "_Search":
     raise DoesNotFit(_infeasible(problem, need))
 
 
-def _even_ms(problem: _Problem) -> float:
+def _even_ms(problem: SearchProblem) -> float:
     """Time of a step whose stages are equal, without links: the longest chain of operations, with
     forwards as long as backwards."""
     steps, stages = problem.simulator.steps, problem.stages
@@ -362,147 +304,6 @@ def _even_ms(problem: _Problem) -> float:
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Choices:
-    """Options of every stage."""
-
-    fitting: list[_Options]
-    optimistic: list[_Options]
-    """Options of which one takes no longer than any that fits: the same where `complete`."""
-    complete: bool
-
-
-def _choices(problem: _Problem, limit_ms: float) -> _Choices:
-    """Options that every stage may have in a split of at most `limit_ms`."""
-    structure, runs = problem.structure, problem.structure.runs
-    every = np.arange(len(runs.start))
-    fast = [
-        structure.longest_ms(
-            stage, runs.start, runs.end, runs.with_buckets(runs.terms, every, stage)
-        )
-        <= limit_ms
-        for stage in range(problem.stages)
-    ]
-    usable = _on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
-    both: list[list[_Options]] = [[], []]
-    complete = True
-    for stage, (f, u) in enumerate(zip(fast, usable, strict=True)):
-        found = _recomputes(problem, stage, np.flatnonzero(f)[u])
-        complete &= found.complete
-        for options, each in zip(both, (found.fitting, found.optimistic), strict=True):
-            options.append(each.take(np.flatnonzero(each.bound_ms <= limit_ms)))
-    for options in both:
-        kept = _on_paths([(found.start, found.end) for found in options], problem.units)
-        options[:] = [found.take(k) for found, k in zip(options, kept, strict=True)]
-    return _Choices(fitting=both[0], optimistic=both[1], complete=complete)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _StageChoices:
-    """Options of one stage, as in `_Choices`."""
-
-    fitting: _Options
-    optimistic: _Options
-    complete: bool
-
-
-def _recomputes(problem: _Problem, stage: int, chosen: np.ndarray) -> _StageChoices:
-    """The chosen runs with every recomputed set that fits at that stage and may be the best."""
-    runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
-    counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
-    if problem.levels == 1:
-        sets = useful_recomputes(table, counts, problem.extreme_ms, cap_bytes)
-        options = _of_sets(problem, stage, chosen, kind, sets)
-        return _StageChoices(fitting=options, optimistic=options, complete=True)
-    most = max(_MOST_OPTIONS // max(len(chosen), 1), 1)
-    found = recomputes_of_levels(table, counts, problem.extreme_ms, cap_bytes, most)
-    return _StageChoices(
-        fitting=_of_sets(problem, stage, chosen, kind, found.fitting),
-        optimistic=_of_sets(problem, stage, chosen, kind, found.optimistic),
-        complete=found.complete,
-    )
-
-
-def _of_sets(
-    problem: _Problem, stage: int, chosen: np.ndarray, kind: np.ndarray, sets: Recomputes
-) -> _Options:
-    """The chosen runs with the sets of their kind, which `sets.stage` numbers."""
-    first = np.searchsorted(sets.stage, np.arange(int(kind.max(initial=-1)) + 2))
-    number = np.diff(first)[kind]
-    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
-    which = np.repeat(first[kind], number) + place
-    return _recomputing(problem, stage, np.repeat(chosen, number), sets.layers[which])
-
-
-def _near(problem: _Problem, stage: int, option: _Options) -> _Options:
-    """The run of an option with the sets near to its own."""
-    runs = problem.structure.runs
-    run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
-    fit = LevelFit.of(problem.tables[stage], runs.counts[run], problem.memory_cap_bytes)
-    sets = sets_near(fit, option.recomputed[0])
-    return _recomputing(problem, stage, np.repeat(run, len(sets)), sets)
-
-
-def _recomputing(
-    problem: _Problem, stage: int, run: np.ndarray, recomputed: np.ndarray
-) -> _Options:
-    """Options of a stage: runs [n] that recompute so many layers [n, levels * layer kinds]."""
-    structure, runs = problem.structure, problem.structure.runs
-    terms = runs.terms[run]
-    terms[:, structure.layout.backward] += recomputed @ structure.recompute_ms
-    terms = runs.with_buckets(terms, run, stage)
-    start, end = runs.start[run], runs.end[run]
-    bound_ms = structure.longest_ms(stage, start, end, terms)
-    options = _Options(start=start, end=end, recomputed=recomputed, terms=terms, bound_ms=bound_ms)
-    return options.in_order()
-
-
-def _on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
-    """Masks of the (starts, ends) of each stage that lie on a way through all stages."""
-    ahead = [np.arange(units + 1) == 0]
-    for start, end in edges:
-        reached = np.zeros(units + 1, bool)
-        reached[end[ahead[-1][start]]] = True
-        ahead.append(reached)
-    behind = np.arange(units + 1) == units
-    kept = []
-    for (start, end), reached in zip(reversed(edges), reversed(ahead[:-1]), strict=True):
-        kept.append(reached[start] & behind[end])
-        behind = np.zeros(units + 1, bool)
-        behind[start[kept[-1]]] = True
-    return kept[::-1]
-
-
-def _extreme_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels: int) -> np.ndarray:
-    """Times to recompute a layer of each kind that span those on every micro-batch.
-
-    Of a micro-batch's time for a layer of every kind, each kind takes at least the least share that
-    it has on any of the level. An extreme gives all kinds but one that share, so that one takes the
-    rest: every micro-batch is a mean of these. With two kinds they are the two micro-batches that
-    differ most.
-
-    Args:
-        recompute_ms: [levels * layer kinds, levels * features].
-
-    Returns:
-        [extremes, levels * layer kinds], each of one level.
-    """
-    real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
-    layers_ms = steps.features[real] @ recompute_ms.T
-    return block_diag(*map(_extremes_of_level, np.split(layers_ms, levels, axis=1)))
-
-
-def _extremes_of_level(layers_ms: np.ndarray) -> np.ndarray:
-    """Extremes of times [micro-batches, layer kinds]. [extremes, layer kinds]"""
-    # Micro-batches without recomputation time are left out, as any sets are equal on them.
-    total_ms = layers_ms.sum(axis=1)
-    if not total_ms.any():
-        return np.zeros((1, layers_ms.shape[1]))
-    shares = layers_ms[total_ms > 0] / total_ms[total_ms > 0, None]
-    least = shares.min(axis=0)
-    return least + max(1 - least.sum(), 0) * np.eye(len(least))
-
-
 def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:
     """Least peak of the fullest stage, over all splits, in bytes."""
     counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
@@ -510,7 +311,7 @@ def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:
     return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
 
 
-def _infeasible(problem: _Problem, least_peak: float) -> str:
+def _infeasible(problem: SearchProblem, least_peak: float) -> str:
     """The smallest cap that some split would fit, and what else would help."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
     return (
@@ -525,7 +326,7 @@ def _infeasible(problem: _Problem, least_peak: float) -> str:
 class _Bounds:
     """Cost of each kept option, and of the stages before and after a position, by cut."""
 
-    kept: list[_Options]
+    kept: list[StageOptions]
     costs: list[np.ndarray]
     """Costs of every stage's options, [options, cuts] each."""
     before: list[np.ndarray]
@@ -566,7 +367,7 @@ class _Search:
     A split is an index into each stage's options. [p]
     """
 
-    def __init__(self, problem: _Problem, choices: _Choices) -> None:
+    def __init__(self, problem: SearchProblem, choices: Choices) -> None:
         self.problem = problem
         self.choices = choices
         self.options = options = choices.fitting
@@ -599,7 +400,7 @@ class _Search:
     def with_options_of_better(self) -> "_Search":
         """The same split and paths, over all options that a better split may have."""
         # A little more, for the rounding of bounds that are exact.
-        choices = _choices(self.problem, self.best_ms * (1 + _TOLERANCE))
+        choices = choices_within(self.problem, self.best_ms * (1 + _TOLERANCE))
         # Where there are fewer runs, other sets are chosen of each.
         pairs = zip(choices.fitting, self.best_options, strict=True)
         choices = replace(choices, fitting=[found.including(best) for found, best in pairs])
@@ -618,7 +419,7 @@ class _Search:
         return search
 
     @property
-    def best_options(self) -> list[_Options]:
+    def best_options(self) -> list[StageOptions]:
         """The option of every stage in the best split."""
         return [option.take(self.best[[stage]]) for stage, option in enumerate(self.options)]
 
@@ -850,7 +651,7 @@ def _sample(completed: Sequence[_Partials], stages: int) -> np.ndarray:
     return splits[order[_spread(len(order), _SAMPLE // 2)]]
 
 
-def _seeds(options: Sequence[_Options], units: int) -> np.ndarray:
+def _seeds(options: Sequence[StageOptions], units: int) -> np.ndarray:
     """Splits whose slowest stage is about as fast as can be, and their sum small. [seeds, p]"""
     edges = [(o.start, o.end) for o in options]
     slowest_ms = least_largest(edges, [o.bound_ms for o in options], units)
@@ -869,7 +670,7 @@ def _seeds(options: Sequence[_Options], units: int) -> np.ndarray:
     return np.unique(splits, axis=0)
 
 
-def _neighbours(options: Sequence[_Options], split: np.ndarray, units: int) -> np.ndarray:
+def _neighbours(options: Sequence[StageOptions], split: np.ndarray, units: int) -> np.ndarray:
     """The split with cuts moved by one unit, any row of them together, or with one stage
     recomputing another set. [n, p]"""
     edges = np.array([0, *(o.end[i] for o, i in zip(options, split, strict=True))])

@@ -8,13 +8,14 @@ the sizes is enough, tensor and pipeline sizes together.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from omnibal.config import load_cluster, preset_names
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
@@ -55,9 +56,11 @@ class Advice:
     """Kinds of changes of which at least one was tried, successful or not."""
 
 
-def least_need_gib(job: JobSpec, workload: Workload) -> float:
-    """Memory of the fullest device in the split and with the recomputation that need least."""
-    return least_peak_of_splits(job.cost, job.model, workload, job.parallel.pipeline) / GIB
+def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
+    """Memory of the fullest device in the split and with the recomputation that need least, for a
+    workload of packs of these levels."""
+    cost = job.cost_of_all(levels)
+    return least_peak_of_splits(cost, job.model, workload, job.parallel.pipeline) / GIB
 
 
 def gib_text(gib: float) -> str:
@@ -182,7 +185,8 @@ class _Changes:
             sampled = _sampled(request)
             same_packs = request.data.caps == self.request.data.caps
             packed = self.packed if same_packs else sampled.packed()
-            need_gib = least_need_gib(sampled.job, sampled.drawn(packed).workload())
+            workload = sampled.drawn(packed).workload()
+            need_gib = least_need_gib(sampled.job, workload, sampled.data.levels)
         except UserError:
             return None
         cap_gib = request.job.memory_cap_gib
@@ -257,9 +261,10 @@ def _try_smaller_caps(changes: _Changes) -> None:
     """Smaller caps that fit where the next larger ones do not, by bisection.
 
     Larger packs need more memory, so these are about the largest; packing is not that regular.
+    Levels have caps of their own, which are searched for elsewhere.
     """
     data = changes.request.data
-    if data.steps is not None:
+    if data.steps is not None or data.levels:
         return
     candidates = smaller_caps(data.caps, data.least_caps())
     found: list[Change] = []

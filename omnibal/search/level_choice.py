@@ -2,8 +2,8 @@
 
 Whole sets of levels are simulated (`omnibal.search.levels`); here one level is looked at alone, on
 the packs of its own samples, so that few of its many forms have to be simulated. The model is taken
-as evenly divided over the stages, and a share of all layers recomputes, just enough for the
-fullest share to fit.
+as evenly divided over the stages, without their bubble, and a share of all layers recomputes, just
+enough for the fullest share to fit.
 """
 
 from collections import Counter

@@ -69,12 +69,11 @@ class LevelEstimates:
         )
 
     @property
-    def samples_per_step(self) -> float:
-        """Samples of a step of packs of one level, in its best form."""
+    def tokens_per_step(self) -> float:
+        """Tokens of one rank in a step of packs of one level, in its best form."""
         found = self._best((None, self.caps[-1]))
         context = self.job.parallel.data if found is None else found[1].context
-        tokens = self.data.packs_per_step * self.data.caps["tokens"] / context
-        return max(tokens / float(self.data.lengths.tokens.mean()), 1.0)
+        return self._micro_batches * self.data.caps["tokens"] / context
 
     def sets(self, exactly: int | None) -> list[tuple[Caps, ...]]:
         """List all sets of caps with the top ones."""

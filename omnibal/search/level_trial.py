@@ -33,6 +33,8 @@ class LevelTrial:
     """Packs of every level."""
     recomputed_layers: tuple[int, ...]
     """Recomputed layers of all stages, by level."""
+    micro_batches: int
+    """Micro-batches of one rank in a step, so that a step has as many tokens as in other trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,9 +44,9 @@ class LevelTrials:
     job: JobSpec
     data: SampleData
     """Samples, without levels."""
-    samples_per_step: float
-    """Samples over which every trial spreads what happens once a step, so that larger packs are
-    not taken for making fewer steps of more samples."""
+    tokens_per_step: float
+    """Tokens of one rank in a step, about equally many in all trials: larger packs are not taken
+    for making fewer steps of more samples."""
 
     def drawn(self, samples: int) -> "LevelTrials":
         """Take so many of the samples, drawn at random, and pack them by ISF, which is fast."""
@@ -63,7 +65,14 @@ class LevelTrials:
 
     def _tried(self, levels: tuple[Level, ...]) -> LevelTrial:
         job, data = self.job, replace(self.data, levels=levels)
-        packs, lengths = data.schedule(job)
+        (packed,) = data.packed(job)
+        contexts = np.array([level.context for level in levels] or [1])
+        shares = int(contexts[levels_of_packs(packed, data.lengths, levels)].sum())
+        mean_tokens = float(data.lengths.tokens.mean())
+        share_tokens = mean_tokens * len(data.lengths) / shares
+        micro_batches = max(round(self.tokens_per_step / share_tokens), 1)
+        data = replace(data, packs_per_step=micro_batches * job.parallel.data)
+        packs, lengths = data.drawn(job, [packed]).schedule(job)
         workload = job.workload(packs, lengths, levels)
         cost = job.cost_of_all(levels)
         found = search_stages(
@@ -80,9 +89,12 @@ class LevelTrials:
         compute_ms = predict_steps(times, workload, once.nothing()).step_ms
         once_ms = float((whole_ms - compute_ms).mean())
         of_packs = levels_of_packs(packs.packs, lengths, levels)
+        samples_per_step = job.parallel.data * self.tokens_per_step / mean_tokens
         return LevelTrial(
             levels=levels,
-            ms_per_sample=float(compute_ms.sum()) / len(lengths) + once_ms / self.samples_per_step,
+            # Rows are whole numbers, so that steps differ a little: this is at equal ones.
+            ms_per_sample=float(compute_ms.sum()) / len(lengths) + once_ms / samples_per_step,
+            micro_batches=micro_batches,
             packs=tuple(np.bincount(of_packs, minlength=max(len(levels), 1)).tolist()),
             recomputed_layers=tuple(
                 sum(stage.recomputed_layers for stage in stages) for stages in found.stages_at

@@ -93,8 +93,8 @@ class LevelSearch:
     """Lower bound over all sets, context sizes, cuts and recomputed layers."""
     sets: int = 1
     """Sets of caps that were looked at."""
-    samples_per_step: float | None = None
-    """Samples over which what happens once a step was spread in all trials."""
+    tokens_per_step: float | None = None
+    """Tokens of one rank in a step of any trial."""
 
     @property
     def gap(self) -> float | None:
@@ -131,7 +131,7 @@ def search_levels(
         on_progress(left)
         return LevelSearch(best=())
     estimates = LevelEstimates.of(request.job, request.data)
-    trials = _Trials.of(request, estimates.samples_per_step, processes, advance)
+    trials = _Trials.of(request, estimates.tokens_per_step, processes, advance)
     trials.run(estimates.near(request.exactly, _MOST_SIMULATED))
     if not trials.found:
         raise _nothing_fits(request, trials)
@@ -146,7 +146,7 @@ def search_levels(
         ranking=tuple(ranking),
         least_ms_per_sample=least_ms_per_sample(request.job, final.trials.data.lengths),
         sets=len(estimates.sets(request.exactly)),
-        samples_per_step=estimates.samples_per_step,
+        tokens_per_step=estimates.tokens_per_step,
     )
 
 
@@ -194,7 +194,12 @@ def hbp_search(request: LevelRequest) -> LevelSearch:
         UserError: no length fits into memory.
     """
     estimates = LevelEstimates.of(request.job, request.data)
-    return LevelSearch(best=estimates.by_hbp())
+    trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda: None)
+    levels = estimates.by_hbp()
+    trials.run([levels])
+    if not trials.found:
+        raise _nothing_fits(request, trials)
+    return LevelSearch(best=levels, ranking=tuple(trials.found.values()))
 
 
 def max_trials() -> int:
@@ -235,11 +240,11 @@ class _Trials:
     def of(
         cls,
         request: LevelRequest,
-        samples_per_step: float,
+        tokens_per_step: float,
         processes: int,
         advance: Callable[[], None],
     ) -> "_Trials":
-        whole = LevelTrials(job=request.job, data=request.data, samples_per_step=samples_per_step)
+        whole = LevelTrials(job=request.job, data=request.data, tokens_per_step=tokens_per_step)
         return cls(
             trials=whole.drawn(_SIMULATED_SAMPLES),
             whole=whole,

@@ -110,34 +110,54 @@ def every_candidate(
 def walked_peak(
     costs: Sequence[CostModel], stages: Sequence[WalkedStage], packs: Workload
 ) -> float:
-    """Most bytes of any stage at any moment, by walking every rank's passes."""
-    most = 0.0
+    """Most bytes of any stage at any moment."""
+    return max(
+        stage_peak(costs, stage, len(stages), number, packs) for number, stage in enumerate(stages)
+    )
+
+
+def walked_peaks(
+    costs: Sequence[CostModel], candidates: Sequence[Sequence[WalkedStage]], packs: Workload
+) -> np.ndarray:
+    """`walked_peak` of all candidates of one number of stages, of each stage once. [candidates]"""
+    peaks: dict[str, float] = {}
+    for stages in candidates:
+        for number, stage in enumerate(stages):
+            key = f"{number} {stage}"
+            if key not in peaks:
+                peaks[key] = stage_peak(costs, stage, len(stages), number, packs)
+    return np.array([max(peaks[f"{n} {stage}"] for n, stage in enumerate(s)) for s in candidates])
+
+
+def stage_peak(
+    costs: Sequence[CostModel], stage: WalkedStage, stages: int, number: int, packs: Workload
+) -> float:
+    """Most bytes of one of `stages` stages, by walking every rank's passes."""
+    of_unit = [costs[0].units[unit] for unit in stage.units]
+    state = sum(unit.parameters * 2 + unit.trained_parameters * 16 for unit in of_unit)
+    every = range(len(packs.step))
+    unkept = [_unkept_input(costs, stage, packs, row) for row in every]
+    kept = [sum(_kept(costs, stage, packs, row), unkept[row]) for row in every]
+    running = {
+        kind: [_most_running(costs, stage, packs, row, kind) for row in every]
+        for kind in (Pass.FORWARD, Pass.BACKWARD)
+    }
     place = packs.step * packs.data_parallel_size + packs.dp_rank
-    for number, stage in enumerate(stages):
-        of_unit = [costs[0].units[unit] for unit in stage.units]
-        state = sum(unit.parameters * 2 + unit.trained_parameters * 16 for unit in of_unit)
-        kept = {}
-        for row in range(len(packs.step)):
-            kept[row] = sum(_kept(costs, stage, packs, row), 0.0)
-            kept[row] += _unkept_input(costs, stage, packs, row)
-        link_bytes = np.array(_link_bytes(costs, stage, packs))
-        state += max(_largest(costs, packs, unit, "shared_bytes") for unit in stage.units)
-        for rank in np.unique(place):
-            rows = np.flatnonzero(place == rank)
-            held: set[int] = set()
-            links = LinksInTime(len(rows))
-            for operation in one_forward_one_backward(len(stages), 1, len(rows)).operations[number]:
-                row = int(rows[operation.micro_batch])
-                others = sum(kept[other] for other in held if other != row)
-                others += links.before(operation.kind) @ link_bytes
-                running = _most_running(costs, stage, packs, row, operation.kind)
-                most = max(most, state + others + running)
-                links.run(operation.kind)
-                if operation.kind is Pass.FORWARD:
-                    held.add(row)
-                else:
-                    held.remove(row)
-    return most
+    link_bytes = np.array(_link_bytes(costs, stage, packs))
+    state += max(_largest(costs, packs, unit, "shared_bytes") for unit in stage.units)
+    most = 0.0
+    for rank in np.unique(place):
+        rows = np.flatnonzero(place == rank).tolist()
+        held: set[int] = set()
+        links = LinksInTime(len(rows))
+        for operation in one_forward_one_backward(stages, 1, len(rows)).operations[number]:
+            row, kind = rows[operation.micro_batch], operation.kind
+            others = sum(kept[other] for other in held if other != row)
+            there = links.before(kind) @ link_bytes
+            most = max(most, running[kind][row] + others + there)
+            held ^= {row}  # from its forward to its backward
+            links.run(kind)
+    return state + most
 
 
 def _kept(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int) -> list[float]:

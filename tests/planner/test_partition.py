@@ -25,6 +25,7 @@ from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
 from omnibal.pipeline.units import check_stages, recomputed_counts, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
@@ -573,12 +574,10 @@ def test_every_path_is_a_lower_bound():
         cap = rng.uniform(1, 1.5) * least_peak_of_splits(cost, model, packs, p)
         problem = partition._problem(cost, model, packs, p, cap)
         options = [
-            partition._recomputes(
-                problem, stage, np.arange(len(problem.structure.runs.start))
-            ).fitting
+            stage_choices(problem, stage, np.arange(len(problem.structure.runs.start))).fitting
             for stage in range(p)
         ]
-        kept = partition._on_paths([(o.start, o.end) for o in options], problem.units)
+        kept = on_paths([(o.start, o.end) for o in options], problem.units)
         options = [option.take(k) for option, k in zip(options, kept, strict=True)]
         splits = every_split(options, problem.units)[:300]
         terms = np.stack([o.terms[splits[:, s]] for s, o in enumerate(options)], axis=1)
@@ -598,7 +597,7 @@ def test_every_path_is_a_lower_bound():
     assert tight > 0.1 * compared
 
 
-def every_split(options: list[partition._Options], units: int) -> np.ndarray:
+def every_split(options: list[StageOptions], units: int) -> np.ndarray:
     """All ways through the stages' options. [n, p]"""
     partial = [((), 0)]
     for option in options:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(REPRODUCE))
 import hbp_system as hbp  # noqa: E402
 import paper  # noqa: E402
 from calibration import stage_ms  # noqa: E402
+from hbp import chosen_from_table_19, level_search  # noqa: E402
 
 from omnibal.config import load_cluster  # noqa: E402
 from omnibal.cost.analytic import analytic_cost  # noqa: E402
@@ -131,3 +132,12 @@ def test_table_6_of_hbp_for_the_large_model(texts: hbp.Data):
     for context, tolerance in ((16, 0.15), (8, 0.18)):
         seconds = [texts.simulated(system, way).seconds for way in hbp.table_6_70b(context)]
         np.testing.assert_allclose(np.array(seconds[1:]) / seconds[0], published, rtol=tolerance)
+
+
+def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
+    """Prevents a rule that is not HBP's, or a search that finds less than the rule."""
+    assert chosen_from_table_19() == ((16, 1), (128, 8))
+    some = texts.made.take(np.random.default_rng(0).permutation(len(texts.made))[:6_000])
+    compared = level_search(some, seed=0)
+    assert compared.searched.ms_per_sample < compared.hbp.ms_per_sample
+    assert compared.least_ms_per_sample < compared.searched.ms_per_sample

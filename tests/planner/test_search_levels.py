@@ -113,15 +113,17 @@ def test_candidates_suit_the_data():
     assert top_caps(texts([4_096]), ["tokens"]) == Caps.of(tokens=4_096)
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_search_is_as_good_as_trying_everything(pipeline):
-    """Prevents an estimate that rules out the best levels, and a bound that a set of levels
-    breaks."""
+@pytest.mark.parametrize(("pipeline", "slack"), [(1, 2 * LEAST_GAIN), (2, 5 * LEAST_GAIN)])
+def test_search_is_as_good_as_trying_everything(pipeline, slack):
+    """Prevents an estimate that rules out the best levels, and a bound that a set of levels breaks.
+
+    Estimates do not know of the pipeline's bubble, so that there the best may be missed by more.
+    """
     job, lengths = job_of(4, pipeline), long_tailed(1_500, 65_536)
     data = data_of(lengths, 4, 65_536)
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
     found = search_levels(LevelRequest(job=job, data=data), ignore)
-    trials = LevelTrials(job=job, data=data, samples_per_step=found.samples_per_step)
+    trials = LevelTrials(job=job, data=data, tokens_per_step=found.tokens_per_step)
     bound = least_ms_per_sample(job, lengths)
     all_ms = []
     for count in (1, 2):
@@ -131,7 +133,7 @@ def test_search_is_as_good_as_trying_everything(pipeline):
                 assert bound <= trial.ms_per_sample
                 all_ms.append(trial.ms_per_sample)
     best = found.ranking[0]
-    assert best.ms_per_sample <= (1 + 2 * LEAST_GAIN) * min(all_ms)
+    assert best.ms_per_sample <= (1 + slack) * min(all_ms)
     assert found.gap == pytest.approx(1 - bound / best.ms_per_sample)
     assert bound > 0.5 * best.ms_per_sample
 

@@ -9,6 +9,7 @@ from ranks import run_ranks
 
 from megatron.vlm.inputs.batch import borders_of
 from megatron.vlm.inputs.share import Share
+from megatron.vlm.model import attention
 from megatron.vlm.model import shared_attention as shared_attention_module
 from megatron.vlm.model.attention import attend_packed
 from megatron.vlm.model.exchange import exchange_rows
@@ -49,6 +50,7 @@ def rows_of(share, samples):
 
 def attend_shares(links, padding):
     """Worst difference of output and gradients of every cut, exchange and pack from all tokens."""
+    attention._QUERIES_OF_A_MASK = 5  # fewer than most pieces have
     worst = {}
     for cut in CutRule:
         for exchange in ContextExchange:
@@ -74,13 +76,13 @@ def difference(share, samples, padding, again):
         torch.cat([heads[rows], torch.full((extra, *heads.shape[1:]), 7.0)]).requires_grad_()
         for heads in qkv
     ]
-    attention = shared_attention(share, extra, dist.group.WORLD, CPU)
-    if attention is None:
+    shared = shared_attention(share, extra, dist.group.WORLD, CPU)
+    if shared is None:
         segments = [*share.own_pieces.tokens.tolist(), *([extra] if extra else [])]
         got = attend_packed(*own, borders_of(segments, segments, CPU), True)
     else:
-        attention = attention.recomputed() if again else attention
-        got = attention.attend(*own, attend_packed)
+        shared = shared.recomputed() if again else shared
+        got = shared.attend(*own, attend_packed)
     got.backward(torch.cat([gradient[rows], torch.zeros(extra, *got.shape[1:])]))
     pairs = [(got[: len(rows)], expected[rows])]
     pairs += [
@@ -104,9 +106,9 @@ def gathered_keys(links):
     samples, found = (200,), []
     level = level_of(CutRule.ZIGZAG, ContextExchange.GATHER)
     share = Share.of(torch.tensor(samples).numpy(), 0, level, dist.get_rank())
-    rows, attention = rows_of(share, samples), shared_attention(share, 0, dist.group.WORLD, CPU)
+    rows, shared = rows_of(share, samples), shared_attention(share, 0, dist.group.WORLD, CPU)
     gather = shared_attention_module.gather_rows
-    for one in (attention, attention.recomputed()):
+    for one in (shared, shared.recomputed()):
         made = []
 
         def counted(*arguments, made=made):

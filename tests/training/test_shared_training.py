@@ -1,7 +1,10 @@
 """Packs that data-parallel ranks share, on four processes, against one process that has them whole:
 same loss, every gradient, same weights after."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,9 +23,12 @@ from toy import share_of, stages_of, toy_batch, toy_plan
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model import shared_attention
 from megatron.vlm.model.context_groups import create_context_groups
+from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.config import ModelConfig
 from omnibal.levels import ContextExchange, CutRule
 from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.plan import Plan, PlannedLevel
 
 # Rows of slots, each (level, packs); a pack is samples of (tiles, text tokens). Levels 1 and 2 are
@@ -53,6 +59,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     recompute: tuple[dict, ...] = ({}, {}, {})
     drop_path: float = 0.0
+    text_only: bool = False
 
 
 GATHER, HEADS = ContextExchange.GATHER, ContextExchange.HEADS
@@ -89,6 +96,11 @@ CASES = {
         frozen=("language",),
         drop_path=0.3,
     ),
+    "dp2-text": Case(
+        ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.CONTIGUOUS, HEADS)),
+        {"data": 2},
+        text_only=True,
+    ),
 }  # fmt: skip
 
 
@@ -97,6 +109,8 @@ def plan_of(case) -> Plan:
     model = model_of(vocabulary=49, kv_heads=4)
     language = model.language.model_copy(update={"tied_head": case.tied})
     model = model.model_copy(update={"language": language})
+    if case.text_only:
+        model = ModelConfig(name="toy-text", language=language)
     shapes = [(1, CutRule.CONTIGUOUS, GATHER), *case.levels]
     levels = tuple(
         PlannedLevel(
@@ -119,7 +133,9 @@ def whole_packs(plan, number, drop_path):
     """The rows of a step with each pack as one micro-batch."""
     for place, (level, packs) in enumerate(STEPS[number]):
         row = []
-        for index, samples in enumerate(packs):
+        for index, mixed in enumerate(packs):
+            has_images = bool(plan.model.encoders)
+            samples = [(tiles * has_images, text) for tiles, text in mixed]
             batch = toy_batch(plan.model, samples, seed=100 * number + 10 * place + index)
             weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
             keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + place if drop_path else None
@@ -181,6 +197,18 @@ def test_shared_packs_train_as_one_process(name):
     assert_same_training(ranks, plan.parallel.tensor, reference)
 
 
+def test_bf16_shares_train_as_fp32():
+    """Prevents: an exchange that mixes types, or loses a shared pack's gradient to rounding."""
+    case = CASES["dp4"]
+    plan = plan_of(case)
+    fp32 = run_ranks(plan.parallel, train_steps, plan, case, True)[0][0]
+    plan = plan.model_copy(update={"precision": "bf16"})
+    for results, _, weights in run_ranks(plan.parallel, train_steps, plan, case, True):
+        for got, expected in zip(results, fp32, strict=True):
+            assert got[:2] == pytest.approx(expected[:2], rel=5e-2)
+        assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
+
+
 def layers_run_again(links, plan):
     """For every level, (language layers that a backward ran again, keys gathered) of one step."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
@@ -235,3 +263,59 @@ def test_blocks_are_aligned_runs_of_data_parallel_ranks():
         plan = plan_of(Case(((2, CutRule.ZIGZAG, GATHER),) * 2, sizes, cuts=cuts))
         for ranks, data in run_ranks(plan.parallel, own_groups, plan):
             assert ranks == {2: data}
+
+
+def begun_exchanges(links, plan, case, number):
+    """Exchanges of a step that this rank begins, in order, by the ranks that take part."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    begun, start = [], type(trainer.model.bucket_groups[0]).start_grad_sync
+
+    def noting(exchange):
+        def noted(*arguments, group, **options):
+            begun.append(("pack", *dist.get_process_group_ranks(group)))
+            return exchange(*arguments, group=group, **options)
+
+        return noted
+
+    def reduce(bucket):
+        begun.append(("gradients",))
+        return start(bucket)
+
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        setattr(dist, name, noting(getattr(dist, name)))
+    type(trainer.model.bucket_groups[0]).start_grad_sync = reduce
+    batches = own_batches(plan, list(whole_packs(plan, number, case.drop_path)))
+    trainer.zero_gradients()
+    trainer.run_micro_batches(batches, PhaseClock())
+    return begun
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["full-rows", "short-rows"])
+def test_all_ranks_begin_exchanges_in_one_order(monkeypatch, number):
+    """Prevents: a deadlock on devices that begin exchanges in the order of their launches, where
+    one rank reduces gradients among the exchanges of a shared pack and another after them.
+
+    There is an order of all exchanges of which every rank's own is a part.
+    """
+    monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
+    case = CASES["dp4"]
+    plan = plan_of(case)
+    order = TopologicalSorter()
+    ranks = run_ranks(plan.parallel, begun_exchanges, plan, case, number)
+    for begun in ranks:
+        seen, nodes = Counter(), []
+        for group in begun:
+            nodes.append((group, seen[group]))
+            seen[group] += 1
+        assert seen[("gradients",)] > 3 and len(seen) > 1
+        for earlier, later in pairwise(nodes):
+            order.add(later, earlier)
+    order.prepare()
+    if number == 0:  # where all rows are full, reductions begin before the last exchange
+        assert all(begun[-1] == ("gradients",) for begun in ranks)
+        assert all(begun.index(("gradients",)) < begun_last(begun) for begun in ranks)
+
+
+def begun_last(begun):
+    """Place of the last exchange of a pack."""
+    return max(place for place, group in enumerate(begun) if group[0] == "pack")

@@ -24,6 +24,8 @@ from megatron.vlm.model.fused.rotary import Rotation, split_and_rotate
 from megatron.vlm.model.shared_attention import SharedAttention
 
 _HEAD_SIZE_MULTIPLE = 8
+_QUERIES_OF_A_MASK = 256
+"""Most queries that a mask is made for, of pieces attended one at a time."""
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
@@ -171,20 +173,29 @@ def attend_packed(
 def _attend(
     query_BNSD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, causal: bool
 ) -> torch.Tensor:
-    grouped = query_BNSD.shape[1] != key_BGKD.shape[1]
+    before = key_BGKD.shape[2] - query_BNSD.shape[2]
+    if not causal or not before:
+        grouped = query_BNSD.shape[1] != key_BGKD.shape[1]
+        return F.scaled_dot_product_attention(
+            query_BNSD, key_BGKD, value_BGKD, is_causal=causal, enable_gqa=grouped
+        )
+    # Torch's own causal mask begins at the first key, and here the last query sees the last. A mask
+    # for some queries at a time stays small, and leaves out keys that none of them sees.
+    contexts = []
+    for query in query_BNSD.split(_QUERIES_OF_A_MASK, 2):
+        before += query.shape[2]
+        contexts.append(_attend_at_end(query, key_BGKD[:, :, :before], value_BGKD[:, :, :before]))
+    return torch.cat(contexts, 2)
+
+
+def _attend_at_end(
+    query_BNSD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor
+) -> torch.Tensor:
     queries, keys = query_BNSD.shape[2], key_BGKD.shape[2]
-    seen_SK = None
-    if causal and queries < keys:
-        # Torch's own causal mask begins at the first key, and here the last query sees the last.
-        everything = torch.ones(queries, keys, dtype=torch.bool, device=query_BNSD.device)
-        seen_SK = everything.tril(keys - queries)
+    everything = torch.ones(queries, keys, dtype=torch.bool, device=query_BNSD.device)
+    grouped = query_BNSD.shape[1] != key_BGKD.shape[1]
     return F.scaled_dot_product_attention(
-        query_BNSD,
-        key_BGKD,
-        value_BGKD,
-        seen_SK,
-        is_causal=causal and seen_SK is None,
-        enable_gqa=grouped,
+        query_BNSD, key_BGKD, value_BGKD, everything.tril(keys - queries), enable_gqa=grouped
     )
 
 

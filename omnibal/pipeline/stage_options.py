@@ -1,0 +1,237 @@
+"""What every stage of a pipeline may be: a run of units with the layers that it recomputes.
+
+Of one level all sets of layers that fit and may be the best are options. Of several levels, too,
+where there are few; else those of a grid, beside optimistic ones by which all are bounded
+(`omnibal.pipeline.level_recompute`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import block_diag
+
+from omnibal.config import ModelConfig
+from omnibal.pipeline.bounds import Structure
+from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
+from omnibal.pipeline.level_recompute import LevelFit, recomputes_of_levels, sets_near
+from omnibal.pipeline.recompute import Recomputes, useful_recomputes
+from omnibal.pipeline.stage_memory import MemoryTable
+
+_MOST_OPTIONS = 20_000
+"""Sets of recomputed layers of a stage at several levels, over all runs of units."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageOptions:
+    """Options of one stage, sorted by start: a run with a recomputed set that fits."""
+
+    start: np.ndarray
+    """Position of the first unit; this and the next are [options]."""
+    end: np.ndarray
+    recomputed: np.ndarray
+    """Recomputed layers of each kind at each level, [options, levels * layer kinds]."""
+    terms: np.ndarray
+    """Cost terms with recomputation, [options, terms]."""
+    bound_ms: np.ndarray
+    """Longest structural path, [options]."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def place(self, one: "StageOptions") -> int:
+        """Index here of an option given by itself; -1 where it is not among these."""
+        same = (self.start == one.start) & (self.end == one.end)
+        same &= (self.recomputed == one.recomputed).all(axis=1)
+        return int(same.argmax()) if same.any() else -1
+
+    def including(self, one: "StageOptions") -> "StageOptions":
+        """These and an option given by itself."""
+        if self.place(one) >= 0:
+            return self
+        both = StageOptions(
+            start=np.append(self.start, one.start),
+            end=np.append(self.end, one.end),
+            recomputed=np.concatenate([self.recomputed, one.recomputed]),
+            terms=np.concatenate([self.terms, one.terms]),
+            bound_ms=np.append(self.bound_ms, one.bound_ms),
+        )
+        return both.in_order()
+
+    def in_order(self) -> "StageOptions":
+        """The same, of each run the one with the smallest bound first."""
+        keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
+        return self.take(np.lexsort(keys))
+
+    def take(self, kept: np.ndarray) -> "StageOptions":
+        """Some of them, in the same order."""
+        return StageOptions(
+            start=self.start[kept],
+            end=self.end[kept],
+            recomputed=self.recomputed[kept],
+            terms=self.terms[kept],
+            bound_ms=self.bound_ms[kept],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SearchProblem:
+    model: ModelConfig
+    structure: Structure
+    tables: Sequence[MemoryTable]
+    memory_cap_bytes: float
+    simulator: PipelineSimulator
+    extreme_ms: np.ndarray
+    """Times to recompute layers, [extremes, levels * layer kinds]; see `useful_recomputes`."""
+    levels: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.tables)
+
+    @property
+    def units(self) -> int:
+        return self.structure.runs.units
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Choices:
+    """Options of every stage."""
+
+    fitting: list[StageOptions]
+    optimistic: list[StageOptions]
+    """Options of which one takes no longer than any that fits: the same where `complete`."""
+    complete: bool
+
+
+def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
+    """Options that every stage may have in a split of at most `limit_ms`."""
+    structure, runs = problem.structure, problem.structure.runs
+    every = np.arange(len(runs.start))
+    fast = [
+        structure.longest_ms(
+            stage, runs.start, runs.end, runs.with_buckets(runs.terms, every, stage)
+        )
+        <= limit_ms
+        for stage in range(problem.stages)
+    ]
+    usable = on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
+    both: list[list[StageOptions]] = [[], []]
+    complete = True
+    for stage, (f, u) in enumerate(zip(fast, usable, strict=True)):
+        found = stage_choices(problem, stage, np.flatnonzero(f)[u])
+        complete &= found.complete
+        for options, each in zip(both, (found.fitting, found.optimistic), strict=True):
+            options.append(each.take(np.flatnonzero(each.bound_ms <= limit_ms)))
+    for options in both:
+        kept = on_paths([(found.start, found.end) for found in options], problem.units)
+        options[:] = [found.take(k) for found, k in zip(options, kept, strict=True)]
+    return Choices(fitting=both[0], optimistic=both[1], complete=complete)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageChoices:
+    """Options of one stage, as in `Choices`."""
+
+    fitting: StageOptions
+    optimistic: StageOptions
+    complete: bool
+
+
+def stage_choices(problem: SearchProblem, stage: int, chosen: np.ndarray) -> StageChoices:
+    """The chosen runs with every recomputed set that fits at that stage and may be the best."""
+    runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
+    counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
+    if problem.levels == 1:
+        sets = useful_recomputes(table, counts, problem.extreme_ms, cap_bytes)
+        options = _of_sets(problem, stage, chosen, kind, sets)
+        return StageChoices(fitting=options, optimistic=options, complete=True)
+    most = max(_MOST_OPTIONS // max(len(chosen), 1), 1)
+    found = recomputes_of_levels(table, counts, problem.extreme_ms, cap_bytes, most)
+    return StageChoices(
+        fitting=_of_sets(problem, stage, chosen, kind, found.fitting),
+        optimistic=_of_sets(problem, stage, chosen, kind, found.optimistic),
+        complete=found.complete,
+    )
+
+
+def _of_sets(
+    problem: SearchProblem, stage: int, chosen: np.ndarray, kind: np.ndarray, sets: Recomputes
+) -> StageOptions:
+    """The chosen runs with the sets of their kind, which `sets.stage` numbers."""
+    first = np.searchsorted(sets.stage, np.arange(int(kind.max(initial=-1)) + 2))
+    number = np.diff(first)[kind]
+    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+    which = np.repeat(first[kind], number) + place
+    return _recomputing(problem, stage, np.repeat(chosen, number), sets.layers[which])
+
+
+def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:
+    """The run of an option with the sets near to its own."""
+    runs = problem.structure.runs
+    run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
+    fit = LevelFit.of(problem.tables[stage], runs.counts[run], problem.memory_cap_bytes)
+    sets = sets_near(fit, option.recomputed[0])
+    return _recomputing(problem, stage, np.repeat(run, len(sets)), sets)
+
+
+def _recomputing(
+    problem: SearchProblem, stage: int, run: np.ndarray, recomputed: np.ndarray
+) -> StageOptions:
+    """Options of a stage: runs [n] that recompute so many layers [n, levels * layer kinds]."""
+    structure, runs = problem.structure, problem.structure.runs
+    terms = runs.terms[run]
+    terms[:, structure.layout.backward] += recomputed @ structure.recompute_ms
+    terms = runs.with_buckets(terms, run, stage)
+    start, end = runs.start[run], runs.end[run]
+    bound_ms = structure.longest_ms(stage, start, end, terms)
+    options = StageOptions(
+        start=start, end=end, recomputed=recomputed, terms=terms, bound_ms=bound_ms
+    )
+    return options.in_order()
+
+
+def on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
+    """Masks of the (starts, ends) of each stage that lie on a way through all stages."""
+    ahead = [np.arange(units + 1) == 0]
+    for start, end in edges:
+        reached = np.zeros(units + 1, bool)
+        reached[end[ahead[-1][start]]] = True
+        ahead.append(reached)
+    behind = np.arange(units + 1) == units
+    kept = []
+    for (start, end), reached in zip(reversed(edges), reversed(ahead[:-1]), strict=True):
+        kept.append(reached[start] & behind[end])
+        behind = np.zeros(units + 1, bool)
+        behind[start[kept[-1]]] = True
+    return kept[::-1]
+
+
+def recompute_extremes_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels: int) -> np.ndarray:
+    """Times to recompute a layer of each kind that span those on every micro-batch.
+
+    Of a micro-batch's time for a layer of every kind, each kind takes at least the least share that
+    it has on any of the level. An extreme gives all kinds but one that share, so that one takes the
+    rest: every micro-batch is a mean of these. With two kinds they are the two micro-batches that
+    differ most.
+
+    Args:
+        recompute_ms: [levels * layer kinds, levels * features].
+
+    Returns:
+        [extremes, levels * layer kinds], each of one level.
+    """
+    real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
+    layers_ms = steps.features[real] @ recompute_ms.T
+    return block_diag(*map(_extremes_of_level, np.split(layers_ms, levels, axis=1)))
+
+
+def _extremes_of_level(layers_ms: np.ndarray) -> np.ndarray:
+    """Extremes of times [micro-batches, layer kinds]. [extremes, layer kinds]"""
+    # Micro-batches without recomputation time are left out, as any sets are equal on them.
+    total_ms = layers_ms.sum(axis=1)
+    if not total_ms.any():
+        return np.zeros((1, layers_ms.shape[1]))
+    shares = layers_ms[total_ms > 0] / total_ms[total_ms > 0, None]
+    least = shares.min(axis=0)
+    return least + max(1 - least.sum(), 0) * np.eye(len(least))
