@@ -1,10 +1,13 @@
 """The search of split and recomputed layers: how long it takes, what it proves, what it gains.
 
-    python benchmarks/search.py [--quick]
+    python benchmarks/search.py [--quick] [--levels]
 
 InternVL-Chat 1.5 and larger versions of it on A100s, tensor 4, data 2, 32 micro-batches of up to 9
 tiles and 4,096 tokens, on synthetic lengths; and with all micro-batches alike. Each with memory for
 everything, and with caps that are a multiple of the least that any split fits.
+
+With `--levels` packs of two to four levels are searched instead: Llama 3.1 70B on H100s, tensor 8,
+16 packs a rank of 100,000 samples of the mixture `tulu3-longcite`, with and without a proof.
 
 What the search gains is simulated on all steps of the run, not only on those that it saw: beside
 the split that is exactly best for mean micro-batches in the steady state, (m - 1) max + sum.
@@ -13,7 +16,7 @@ the split that is exactly best for mean micro-batches in the steady state, (m - 
 import argparse
 import resource
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from packing import make_lengths
@@ -27,6 +30,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.data.steps import DataRequest, deal_steps, draw_steps
+from omnibal.job import JobSpec
+from omnibal.levels import CutRule, Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
@@ -37,12 +42,25 @@ from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB, memory_tables
 from omnibal.pipeline.units import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
+from omnibal.plan_data import SampleData
 from omnibal.units import unit_names
 
 DATA_PARALLEL = 2
 MICRO_BATCHES = 32
 SIZES = ((45, 48, 4), (45, 80, 8), (70, 130, 16))
 """Vision layers, language layers, stages."""
+LEVELS = (
+    {8_192: 1, 131_072: 8},
+    {8_192: 1, 32_768: 4, 131_072: 8},
+    {8_192: 1, 16_384: 2, 65_536: 4, 131_072: 8},
+)
+"""Context size by tokens of a pack."""
+LEVEL_STAGES = (1, 2, 4, 8)
+LEVEL_RANKS = 8
+LEVEL_PACKS = 16
+"""Packs a rank in a step."""
+LEVEL_SAMPLES = 100_000
+LEVEL_CAP_FACTOR = 1.25
 PLENTY_GIB = 1_000.0
 CAP_FACTORS = (1.6, 1.25, 1.05)
 """Of the least cap."""
@@ -176,10 +194,66 @@ def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None
             )
 
 
+def level_workload(
+    job: JobSpec, lengths: Lengths, sizes: dict[int, int]
+) -> tuple[Workload, tuple[Level, ...]]:
+    """Packs of the levels as `omnibal plan` makes them, and the levels."""
+    levels = tuple(
+        Level(caps=Caps.of(tokens=tokens), context=context, cut=CutRule.ZIGZAG)
+        for tokens, context in sizes.items()
+    )
+    data = SampleData(
+        lengths=lengths,
+        caps=levels[-1].caps,
+        packing=PackingMethod.ISF,
+        packs_per_step=LEVEL_PACKS * LEVEL_RANKS,
+        epochs=1,
+        seed=0,
+        levels=levels,
+    )
+    packs, lengths = data.schedule(job)
+    return job.workload(packs, lengths, levels), levels
+
+
+def level_table(lengths: Lengths) -> Table:
+    table = Table(title="Packs of several levels; costs counted, not measured")
+    columns = "levels", "stages", "shares", "cap GiB", "proof", "seconds", "simulated", "gap", "ms"
+    for column in columns:
+        table.add_column(column, justify="right")
+    model, cluster = load_model("llama3.1-70b"), load_cluster("h100-80g")
+    for stages, sizes in product(LEVEL_STAGES, LEVELS):
+        parallel = Parallel(tensor=8, pipeline=stages, data=LEVEL_RANKS, sequence_parallel=True)
+        job = JobSpec(model=model, cluster=cluster, parallel=parallel, precision="bf16")
+        packs, levels = level_workload(job, lengths, sizes)
+        cost = job.cost_of_all(levels)
+        cap_bytes = LEVEL_CAP_FACTOR * least_peak_of_splits(cost, model, packs, stages)
+        for prove in (False, True):
+            start = time.process_time()
+            result = search_stages(cost, model, packs, stages, cap_bytes, prove=prove)
+            seconds = time.process_time() - start
+            table.add_row(
+                " ".join(f"{tokens // 1024}K/{context}" for tokens, context in sizes.items()),
+                f"{stages}",
+                f"{len(packs):,}",
+                f"{cap_bytes / GIB:.1f}",
+                "yes" if prove else "no",
+                f"{seconds:.2f}",
+                f"{result.simulated}",
+                f"{result.gap:.1e}",
+                f"{result.step_ms:,.0f}",
+            )
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smallest model only")
+    parser.add_argument("--levels", action="store_true", help="packs of several levels")
     arguments = parser.parse_args()
+    if arguments.levels:
+        lengths = make_lengths("tulu3-longcite", LEVEL_SAMPLES, seed=0)
+        Console(width=120).print(level_table(lengths))
+        return
     table = Table(title="Simulated step times in ms; costs counted, not measured")
     for column in (
         "layers",

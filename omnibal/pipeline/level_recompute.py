@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.pipeline.recompute import Cap, Recomputes, undominated_sets
+from omnibal.pipeline.recompute import Cap, Recomputes, undominated_sets, useful_recomputes
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.units import layer_kinds
 
@@ -97,6 +97,10 @@ def recomputes_of_levels(
         extreme_ms: [extremes, levels * layer kinds]; see `omnibal.pipeline.recompute`.
         most: points of a stage's grid.
     """
+    if not table.holds_others:
+        alone = _each_level_alone(table, counts, extreme_ms, memory_cap_bytes)
+        if np.bincount(alone.stage, minlength=1).max() <= most:
+            return LevelRecomputes(fitting=alone, optimistic=alone, complete=True)
     fit = LevelFit.of(table, counts, memory_cap_bytes)
     every = fit.holds(np.arange(len(counts)), fit.held)
     stage = np.flatnonzero(every)
@@ -124,6 +128,26 @@ def recomputes_of_levels(
         optimistic=_sorted(stage[row][far_fits], bounds[far_fits], extreme_ms),
         complete=False,
     )
+
+
+def _each_level_alone(
+    table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
+) -> Recomputes:
+    """The sets where micro-batches are never in flight together: any of one level's with any of the
+    next."""
+    found = Recomputes(stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64))
+    for level, of_level in enumerate(np.split(extreme_ms, table.levels, axis=1)):
+        sets = useful_recomputes(
+            table.of_level(level), counts, of_level[of_level.any(axis=1)], memory_cap_bytes
+        )
+        first = np.searchsorted(sets.stage, np.arange(len(counts) + 1))
+        number = np.diff(first)[found.stage]
+        row = np.repeat(np.arange(len(number)), number)
+        place = np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)
+        which = first[found.stage[row]] + place
+        layers = np.concatenate([found.layers[row], sets.layers[which]], axis=1)
+        found = Recomputes(stage=found.stage[row], layers=layers)
+    return found
 
 
 def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:

@@ -244,7 +244,11 @@ def sampled_steps(workload: Workload) -> Workload:
 def least_peak_of_splits(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
-    """Bytes of the smallest memory cap that some split and recomputed sets fit."""
+    """Bytes of the smallest memory cap that some split and recomputed sets fit.
+
+    Of several levels it is by the passes that are heaviest for many stages, which another pass of
+    the run may exceed a little.
+    """
     tables = memory_tables(cost, features_of(workload, cost), workload.slot, pipeline_size)
     return _least_peak(possible_runs(cost, model), tables)
 

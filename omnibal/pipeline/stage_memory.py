@@ -316,10 +316,32 @@ class MemoryTable:
     def at_most(self) -> "MemoryTable":
         """One pass for every level, which needs at least as much as any of that level's, whatever
         the stage holds."""
-        own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds)).sum(axis=2)
-        level = own.argmax(axis=1)
-        first = [level == each for each in np.unique(level)]
-        return self._each(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in first]))
+        own = [self._own_level == level for level in np.unique(self._own_level)]
+        return self._each(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in own]))
+
+    def of_level(self, level: int) -> "MemoryTable":
+        """Passes whose own micro-batch is of one level, as if there were no other levels, and one
+        that needs nothing."""
+        chosen = self._own_level == level
+        columns = slice(level * len(self.kinds), (level + 1) * len(self.kinds))
+
+        def change(of_passes: np.ndarray) -> np.ndarray:
+            is_working = of_passes.shape[1] == len(self.kinds)
+            of_own = of_passes[chosen] if is_working else of_passes[chosen, columns]
+            return np.concatenate([of_own, np.zeros((1, len(self.kinds)))])
+
+        return self._each(change)
+
+    @property
+    def holds_others(self) -> bool:
+        """Whether other micro-batches are held in any pass."""
+        return bool(self.others_kept_bytes.any())
+
+    @property
+    def _own_level(self) -> np.ndarray:
+        """Level of every pass's own micro-batch; 0 where it keeps nothing. [passes]"""
+        own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
+        return own.sum(axis=2).argmax(axis=1)
 
     def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _OF_PASSES}

@@ -23,6 +23,7 @@ from omnibal.pipeline.baselines import (
     bmp_candidates,
     cut_bytes,
 )
+from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Span, Stage, joined
 from omnibal.pipeline.stage_cost import stage_times
@@ -405,3 +406,11 @@ def test_frozen_layers_are_not_recomputed(rule: str):
     ]
     times = [stage_times(cost, each, workload.features).recompute_ms for each in (stages, again)]
     np.testing.assert_array_equal(*times)
+
+
+def test_other_methods_refuse_levels():
+    """Prevents stages that recompute the same at every level as if the method had said so."""
+    cost, model = random_cost(np.random.default_rng(0)), small_model(2, 2)
+    given = PartitionMethod.LAYER, RecomputeRule.FRONT, side_by_side([cost, cost]), model
+    with pytest.raises(UserError, match="layer was given with packs of 2 levels; only the method"):
+        baseline_stages(*given, random_workload(np.random.default_rng(0), 1, 2), 2, 1e15)

@@ -13,6 +13,7 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.steps import steps_of
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.limits import Caps, memory_cap_gib
 from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
@@ -64,7 +65,8 @@ def sized(planned: PlanRequest, **sizes: int) -> PlanRequest:
 
 
 def one_epoch(**changes) -> PlanRequest:
-    return request(parallel=Parallel(pipeline=2), packs_per_step=4, epochs=1, **changes)
+    given = {"parallel": Parallel(pipeline=2), "packs_per_step": 4, "epochs": 1}
+    return request(**(given | changes))
 
 
 def changes_of(planned: PlanRequest) -> tuple[Change, ...]:
@@ -229,6 +231,24 @@ def test_steps_that_are_given_stay():
         change.request.data.packs_per_step == planned.data.packs_per_step for change in found
     )
     assert all(fits(change.request) for change in found)
+
+
+def test_jobs_of_levels_are_told_what_fits():
+    """Prevents advice from the memory of another job than the one of levels, and smaller caps that
+    the levels do not have."""
+    levels = (
+        Level(caps=Caps.of(tiles=4, tokens=192)),
+        Level(caps=Caps.of(tiles=8, tokens=512), context=2),
+    )
+    roomy = one_epoch(parallel=Parallel(pipeline=2, data=2))
+    roomy = changed(roomy, levels=levels, packs_per_step=8)
+    planned = with_memory(roomy, 0.95 * least_memory(roomy))
+    found = changes_of(planned)
+    assert found
+    for change in found:
+        assert change.request.data.levels == levels
+        assert fits(change.request)
+        assert not fits(with_memory(change.request, 0.98 * change.need_gib))
 
 
 def advice_of(planned: PlanRequest) -> str:
