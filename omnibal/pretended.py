@@ -20,8 +20,8 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Frozen
-from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes
-from omnibal.pipeline.units import recomputed_counts, unit_counts
+from omnibal.pipeline.stage_memory import GIB, fits_cap, memory_table, running_passes
+from omnibal.pipeline.units import unit_runs
 from omnibal.plan import Plan
 from omnibal.replay import check_stage_of_file
 
@@ -286,23 +286,29 @@ def heaviest_windows(
     the features.
     """
     features = pack_features(packs.packs, lengths, cost.features)
-    kinds, size = cost.kinds, len(plan.stages)
-    held = unit_counts(kinds, plan.stages[stage]), recomputed_counts(kinds, plan.stages[stage])
+    size, runs = len(plan.stages), unit_runs(cost.kinds, [plan.stages[stage]])
 
     def pass_bytes(factors: np.ndarray) -> np.ndarray:
         passes = running_passes(features * factors, packs.slot, size, stage)
-        return memory_table(cost, passes).pass_bytes(*held)
+        return memory_table(cost, passes).stage_bytes(runs)
 
     even = np.ones(features.shape[1])
     unsure = even + _UNSURE * np.eye(features.shape[1])
     predicted = pass_bytes(even)
-    heaviest = {int(pass_bytes(factors).argmax()) for factors in (even, *unsure)}
     ones = running_passes(np.ones((len(features), 1)), packs.slot, size, stage)
     others = ones.others[:, 0].astype(int)
+    heaviest = {_fullest(pass_bytes(factors), others) for factors in (even, *unsure)}
     return [
         Window(rows=_rows_about(packs, one, others[one]), predicted_gib=float(predicted[one]) / GIB)
         for one in sorted(heaviest, key=lambda one: -predicted[one])
     ]
+
+
+def _fullest(pass_bytes: np.ndarray, others: np.ndarray) -> int:
+    """The heaviest pass, of equal ones the first with the most micro-batches in flight: there too
+    where nothing is predicted to be kept of them, as before the first trained unit."""
+    equal = np.flatnonzero(fits_cap(pass_bytes.max(), pass_bytes))
+    return int(equal[others[equal].argmax()])
 
 
 def _rows_about(packs: ScheduledPacks, one: int, others: int) -> np.ndarray:

@@ -27,7 +27,7 @@ from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import once_a_step
 from omnibal.pipeline.stage_memory import memory_table, running_passes
-from omnibal.pipeline.units import recomputed_counts, unit_counts
+from omnibal.pipeline.units import recomputed_counts, unit_counts, unit_runs
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 
@@ -168,7 +168,8 @@ def heaviest_rows(
     passes = running_passes(features, packs.slot, len(plan.stages), stage)
     table, held = memory_table(cost, passes), plan.stages[stage]
     counts, again = unit_counts(cost.kinds, held), recomputed_counts(cost.kinds, held)
-    in_passes = table.pass_bytes(counts, again), table.activation_bytes(counts, again)
+    running = table.stage_bytes(unit_runs(cost.kinds, [held]))
+    in_passes = running, table.activation_bytes(counts, again)
     # Forwards in the packs' order, then backwards.
     worst = {int(each_bytes.argmax()) % len(packs) for each_bytes in in_passes}
     places = {(int(packs.step[row]), int(packs.dp_rank[row])) for row in worst}

@@ -21,8 +21,8 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import once_a_step, stage_times
-from omnibal.pipeline.stage_memory import GIB, memory_tables, stage_memories
-from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts
+from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
+from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.planner import make_plan
@@ -297,10 +297,9 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         heaviest = max(peaks[rows] for rows in chosen)
         assert heaviest == pytest.approx(max(peaks.values())) and heaviest > min(peaks.values())
         assert heaviest / GIB == pytest.approx(memories[index].activations_gib)
-        needed = []
-        for rows in chosen:
-            own = list(rows)
-            tables = memory_tables(cost, features[own], packs.slot[own], len(stages))
-            needed.append(tables[index].peak_bytes(*units_of(stage)))
-        assert max(needed) / GIB == pytest.approx(memories[index].peak_gib)
+        passes = running_passes(features, packs.slot, len(stages), index)
+        in_passes = memory_table(cost, passes).stage_bytes(unit_runs(cost.kinds, [stage]))
+        needed = in_passes.reshape(2, -1)[:, [row for rows in chosen for row in rows]].max()
+        memory = memories[index]
+        assert needed / GIB == pytest.approx(memory.activations_gib + memory.transient_gib)
         assert len(set(chosen)) == len(chosen) <= 2
