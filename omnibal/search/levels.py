@@ -55,7 +55,8 @@ class LevelRequest:
     """A job and the samples that it trains, whose caps are those of the longest packs.
 
     Raises:
-        UserError: a sample exceeds the caps, or fewer levels are possible than are asked for.
+        UserError: a sample exceeds the caps, fewer levels are possible than are asked for, or the data
+            cannot be planned for the job.
     """
 
     job: JobSpec
@@ -67,6 +68,7 @@ class LevelRequest:
     """Number of levels; None for any up to `MAX_SEARCHED`."""
 
     def __post_init__(self) -> None:
+        self.data.check(self.job)
         check_samples_fit(self.data.lengths, self.data.caps)
         most = min(self.most_levels, MAX_SEARCHED)
         if self.exactly is not None and self.exactly > most:
