@@ -326,15 +326,25 @@ def _heaviest(
         counts: [kinds].
         recomputed: [levels * kinds].
     """
-    few = []
+    in_passes = bytes_in_passes(cost, passes, counts, recomputed)
+    return passes.take(np.array([each_bytes.argmax() for each_bytes in in_passes]))
+
+
+def bytes_in_passes(
+    cost: CostModel, passes: RunningPasses, counts: np.ndarray, recomputed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a stage needs besides its state in every pass, and what it keeps in it. [passes] each
+
+    Args:
+        counts: [kinds].
+        recomputed: [levels * kinds].
+    """
+    needed, kept = [], []
     for first in range(0, len(passes.own), _PASSES_AT_ONCE):
-        chunk = passes.take(slice(first, first + _PASSES_AT_ONCE))
-        table = memory_table(cost, chunk)
-        bytes_ = table.pass_bytes(counts, recomputed), table.activation_bytes(counts, recomputed)
-        few.append(first + np.array([each.argmax() for each in bytes_]))
-    chosen = np.concatenate(few)
-    left = passes.take(chosen)
-    return left if len(few) == 1 else _heaviest(cost, left, counts, recomputed)
+        table = memory_table(cost, passes.take(slice(first, first + _PASSES_AT_ONCE)))
+        needed.append(table.pass_bytes(counts, recomputed))
+        kept.append(table.activation_bytes(counts, recomputed))
+    return np.concatenate(needed), np.concatenate(kept)
 
 
 def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
