@@ -19,10 +19,10 @@ from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Frozen
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.stage_memory import GIB, bytes_in_passes, running_passes
+from omnibal.pipeline.stage_memory import GIB, bytes_in_passes, fits_cap, running_passes
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
-from omnibal.replay import check_stage_of_file, held_units
+from omnibal.replay import check_stage_of_file
 
 INFO_FILE = "pretended.json"
 _REMEDY = "count anew with tools/replay.py --pretend, into another directory"
@@ -287,24 +287,31 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
         workload: of all the plan's packs.
     """
     features, slot, size = features_of(workload, cost), workload.slot, len(plan.stages)
-    held = held_units(cost, plan, stage)
+    stage_at = [stages[stage] for stages in plan.stages_at_levels]
 
     def pass_bytes(factors: np.ndarray) -> np.ndarray:
         passes = running_passes(features * np.tile(factors, cost.levels), slot, size, stage)
-        return bytes_in_passes(cost, passes, *held)[0]
+        return bytes_in_passes(cost, passes, stage_at)[0]
 
     even = np.ones(workload.features.shape[1])
     unsure = even + _UNSURE * np.eye(len(even))
     predicted = pass_bytes(even)
-    heaviest = {int(pass_bytes(factors).argmax()) for factors in (even, *unsure)}
     ones = running_passes(np.ones((len(workload), 1)), slot, size, stage)
     others = ones.others[:, 0].astype(int)
+    heaviest = {_fullest(pass_bytes(factors), others) for factors in (even, *unsure)}
     return [
         Window(
             rows=_rows_about(workload, one, others[one]), predicted_gib=float(predicted[one]) / GIB
         )
         for one in sorted(heaviest, key=lambda one: -predicted[one])
     ]
+
+
+def _fullest(pass_bytes: np.ndarray, others: np.ndarray) -> int:
+    """The heaviest pass, of equal ones the first with the most micro-batches in flight: there too
+    where nothing is predicted to be kept of them, as before the first trained unit."""
+    equal = np.flatnonzero(fits_cap(pass_bytes.max(), pass_bytes))
+    return int(equal[others[equal].argmax()])
 
 
 def _rows_about(workload: Workload, one: int, others: int) -> np.ndarray:

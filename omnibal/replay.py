@@ -26,8 +26,7 @@ from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import once_a_step
-from omnibal.pipeline.stage_memory import bytes_in_passes, recomputed_at_levels, running_passes
-from omnibal.pipeline.units import unit_counts
+from omnibal.pipeline.stage_memory import bytes_in_passes, running_passes
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 
@@ -171,7 +170,8 @@ def heaviest_rows(
     """
     features = features_of(workload, cost)
     passes = running_passes(features, workload.slot, len(plan.stages), stage)
-    in_passes = bytes_in_passes(cost, passes, *held_units(cost, plan, stage))
+    stage_at = [stages[stage] for stages in plan.stages_at_levels]
+    in_passes = bytes_in_passes(cost, passes, stage_at)
     # Forwards in the packs' order, then backwards.
     worst = {int(each_bytes.argmax()) % len(workload) for each_bytes in in_passes}
     places = {(int(workload.step[row]), int(workload.dp_rank[row])) for row in worst}
@@ -179,13 +179,6 @@ def heaviest_rows(
         np.flatnonzero((workload.step == step) & (workload.dp_rank == rank))
         for step, rank in sorted(places)
     )
-
-
-def held_units(cost: CostModel, plan: Plan, stage: int) -> tuple[np.ndarray, np.ndarray]:
-    """Units that a stage holds, [kinds], and those that it recomputes at each level,
-    [levels * kinds]."""
-    again = recomputed_at_levels(cost.kinds, plan.stages_at_levels)[stage]
-    return unit_counts(cost.kinds, plan.stages[stage]), again
 
 
 def stage_file(directory: Path, stage: int) -> Path:

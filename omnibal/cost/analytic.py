@@ -364,13 +364,11 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
     weight_bytes = one.trained * device.element_bytes
-    transient_bytes = np.stack(
-        [each.bytes + _fixed(weight_bytes * each.weight, nothing) for each in counts.working]
-    )
-    if not has_backward:
-        # Forward needs its input and output, which otherwise count as kept. Beside so little it
-        # matters that the stage's own input, the next one and the last output are there too.
-        transient_bytes = transient_bytes + 3 * counts.boundary_bytes + 2 * counts.output_bytes
+    transient_bytes = [
+        counts.working_bytes(each, trained=one.trained)
+        + _fixed(weight_bytes * each.weight, nothing)
+        for each in (counts.working if has_backward else counts.forward_working)
+    ]
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
@@ -384,7 +382,9 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         boundary_bytes=counts.boundary_bytes if has_backward else nothing,
         output_bytes=counts.output_bytes + one.carried_bytes,
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
-        transient_bytes=transient_bytes,
+        transient_bytes=np.stack([nothing, *transient_bytes]),
+        passing_bytes=nothing if has_backward else nothing + counts.passing_bytes,
+        shared_bytes=one.trained * (nothing + counts.shared_bytes),
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
     )

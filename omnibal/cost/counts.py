@@ -107,6 +107,8 @@ class Working:
     weight: float = 0
     """Elements of the weight whose gradient is made then: core has room for one in the weight's
     own type, also where it is added to the fp32 buffer."""
+    gone: tuple[str, ...] = ()
+    """Lines of what the unit keeps that it has let go of by then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +137,13 @@ class Counts:
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
     working: tuple[Working, ...]
-    """Moments at one of which working memory is largest."""
+    """Moments of backward at one of which working memory is largest."""
+    forward_working: tuple[Working, ...] = ()
+    """Moments of forward, where the unit has no backward and keeps nothing."""
+    passing_bytes: np.ndarray | float = 0.0
+    """What is there as long as the micro-batch runs forward, none of it kept."""
+    shared_bytes: np.ndarray | float = 0.0
+    """Room that core makes once for all layers of a stage, where they are trained."""
     parameters: int
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
@@ -148,6 +156,11 @@ class Counts:
     def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
         """What is kept; without what only weights need, where they are frozen."""
         return tuple(line for line in self.kept if trained or not line.for_weights)
+
+    def working_bytes(self, each: Working, *, trained: bool) -> np.ndarray:
+        """Bytes at a moment besides all that is kept, without the weight's gradient, [features]."""
+        gone = [line.bytes for line in self.kept_lines(trained=trained) if line.what in each.gone]
+        return each.bytes - np.sum([0 * each.bytes, *gone], axis=0)
 
     def kept_bytes(self, *, trained: bool) -> np.ndarray:
         """Bytes of those lines, [features]."""

@@ -9,6 +9,8 @@ from omnibal.config import ModelConfig
 from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
 from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
 
+_SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
+
 
 def encoder_embed(tower: Encoder, device: Device, features: Features) -> Counts:
     """Count the input embedding of an encoder."""
@@ -39,7 +41,15 @@ def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Coun
         kept=(Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True),),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
-        working=(Working(bytes=output_bytes),),
+        working=(
+            # Gradients of the positions; then of the patches' weight.
+            Working(bytes=output_bytes, weight=tower.positions_per_item * tower.hidden_size),
+            Working(bytes=output_bytes, weight=patch_values * tower.hidden_size),
+        ),
+        # Pixels in the type of the weights and by patch; out of the product, with class token, sum.
+        forward_working=(Working(bytes=2 * pixel_bytes + 3 * output_bytes),),
+        # Pixels as they are read.
+        passing_bytes=items * patches * patch_values * FP32_BYTES,
         # Convolution with bias, class token, position embedding; whole on every tensor rank.
         parameters=tower.hidden_size * (patch_values + 2 + tower.positions_per_item),
         begins_with_weights=True,
@@ -74,6 +84,8 @@ def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Coun
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(Working(bytes=middle_bytes),),
+        forward_working=(Working(bytes=2 * middle_bytes), Working(bytes=2 * output_bytes)),
+        passing_bytes=input_bytes,
         # Both convolutions with bias; whole on every tensor rank.
         parameters=h * (taps * tower.mel_bins + 1 + taps * h + 1),
         begins_with_weights=True,
@@ -101,7 +113,7 @@ def encoder_layer(
     divided = 4 * h * a + 2 * h * f + f
     divided += (3 * a if tower.qkv_bias else 0) + normed
     forward_moved, backward_moved = _layer_moved(tower, t, a)
-    output_bytes = rows * h * size
+    output_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
     return Counts(
         products=(
             Product(rows=rows, inner=h, outer=3 * a / t),
@@ -122,12 +134,43 @@ def encoder_layer(
         kept=_layer_kept(tower, device, rows, a),
         boundary_bytes=output_bytes,
         output_bytes=output_bytes,
-        working=(
-            # Gradients of the activation function; then of the first product's weight.
-            Working(bytes=rows * (2 * h + 2 * f / t) * size),
-            Working(bytes=rows * (h + f / t) * size, weight=h * f / t),
+        working=_layer_working(tower, device, output_bytes, inner_bytes),
+        # The tower's input, and this layer's, stay. Besides, its middle: norm, attention's block,
+        # the sum and the norm of it; q, k and v before and after their norms; both sides of GELU
+        # and the feed-forward's output.
+        forward_working=(
+            Working(bytes=6 * output_bytes),
+            Working(bytes=3 * output_bytes + 6 * width_bytes),
+            Working(bytes=5 * output_bytes + 2 * inner_bytes),
         ),
         parameters=whole + -(-divided // t),
+    )
+
+
+def _layer_working(
+    tower: EncoderLayers, device: Device, hidden_bytes: np.ndarray, inner_bytes: np.ndarray
+) -> tuple[Working, ...]:
+    """Moments of a layer's backward; where they are largest it has not come to the attention.
+
+    Args:
+        hidden_bytes: of a tensor between the blocks, [features]; `inner_bytes` of one inside the
+            feed-forward.
+    """
+    weight = tower.hidden_size * tower.ffn_hidden_size / device.tensor
+    scaled = tower.layer_scale_init is not None
+    # The gradient, and where there is a layer scale that of the block besides.
+    gradients_bytes = (1 + scaled) * hidden_bytes
+    gone: tuple[str, ...] = (_SCALED_FEED_FORWARD,)
+    return (
+        Working(bytes=gradients_bytes),
+        # The second product's gradients; GELU's; the first product's.
+        Working(bytes=gradients_bytes + inner_bytes, weight=weight, gone=gone),
+        Working(bytes=hidden_bytes + 2 * inner_bytes, gone=(*gone, "out of GELU")),
+        Working(
+            bytes=2 * hidden_bytes + inner_bytes,
+            weight=weight,
+            gone=(*gone, "out of GELU", "into GELU"),
+        ),
     )
 
 
@@ -191,7 +234,7 @@ def _layer_kept(
             Kept(what=what, made_by=module, bytes=hidden_bytes, for_weights=True)
             for what, module in (
                 ("attention's block, for its layer scale", "self_attention.linear_proj"),
-                ("feed-forward's, for its layer scale", "mlp.linear_fc2"),
+                (_SCALED_FEED_FORWARD, "mlp.linear_fc2"),
             )
         ]
     return tuple(lines)
@@ -205,7 +248,8 @@ def encoder_projector(
     wide, h = tower.projector_input_size, model.language.hidden_size
     rows = items * tower.tokens_per_item
     input_bytes = items * tower.positions_per_item * tower.hidden_size * size
-    output_bytes = rows * h * size
+    output_bytes, narrow_bytes, wide_bytes = (rows * each * size for each in (h, h / t, wide))
+    in_gelu = ("into GELU", "out of GELU")
     return Counts(
         products=(
             Product(rows=rows, inner=wide, outer=h / t),
@@ -234,8 +278,12 @@ def encoder_projector(
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(
-            Working(bytes=rows * (wide + 2 * h / t) * size),
-            Working(bytes=rows * (wide + h / t) * size, weight=wide * h / t),
+            # The second product's gradients; the first's; the norm's, and that of all positions.
+            Working(bytes=output_bytes + narrow_bytes, weight=h * h / t),
+            Working(bytes=wide_bytes + narrow_bytes, weight=wide * h / t, gone=in_gelu),
+            Working(bytes=wide_bytes + input_bytes, gone=(*in_gelu, "norm's output")),
         ),
+        # The tower's input and output stay.
+        forward_working=(Working(bytes=2 * input_bytes + 2 * wide_bytes + narrow_bytes),),
         parameters=2 * wide + h + -(-(wide * h + h + h * h) // t),
     )

@@ -38,14 +38,11 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         passes=1 if device.sequence_parallel else 2,
         back_passes=1 if device.sequence_parallel else 0,
         kernels=6,
-        kept=(
-            Kept(what="token ids", made_by="", bytes=ids_bytes),
-            # For sure where the stage begins here; otherwise their places alone.
-            Kept(what="encoders' features", made_by="", bytes=encoded_bytes),
-        ),
-        boundary_bytes=ids_bytes + encoded_bytes,
+        # Of the encoders' features, their places alone.
+        kept=(Kept(what="token ids", made_by="", bytes=ids_bytes),),
+        boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.whole,
-        working=(Working(bytes=text_bytes, weight=words * h),),
+        working=(Working(bytes=text_bytes + encoded_bytes, weight=words * h),),
         parameters=words * h,
     )
 
@@ -69,6 +66,9 @@ def language_layer(
     moved = (2 + 4 + 3) * h * whole + (rotated + 3 * f) / t + 4 * routed
     back_moved = 2 * 4 * h * whole + (rotated + 5 * f) / t + 6 * routed
     block_bytes = tokens * h * size
+    part_bytes, inner_bytes = block_bytes * whole, tokens * f / t * size
+    gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
+    routed_bytes = tokens * routed * size
     # Gathered and scattered are both blocks' inputs and outputs either way (section 4.2.2).
     collective_bytes = 2 * 2 * device.sent * block_bytes
     return Counts(
@@ -88,13 +88,27 @@ def language_layer(
         passes_again=2 if device.sequence_parallel else 0,
         kernels=10 + (_KERNELS_OF_EXPERTS if kind.experts else 0),
         kept=_layer_kept(language, kind, device, tokens),
-        boundary_bytes=block_bytes * whole,
-        output_bytes=block_bytes * whole,
+        boundary_bytes=part_bytes,
+        output_bytes=part_bytes,
         working=(
-            # Gradients of SwiGLU; then of the gate's and value's weight.
-            Working(bytes=tokens * (2 * h + routed + 3 * f / t) * size),
-            Working(bytes=tokens * (h + routed + 2 * f / t) * size, weight=2 * h * f / t),
+            # The second product's gradients, of its output as a whole; SwiGLU's; the first's, of
+            # its input as a whole and, divided again, as this rank's part.
+            Working(
+                bytes=part_bytes + gathered_bytes + inner_bytes + routed_bytes, weight=h * f / t
+            ),
+            Working(bytes=part_bytes + 3 * inner_bytes + routed_bytes, gone=("their product",)),
+            Working(
+                bytes=part_bytes
+                + 2 * inner_bytes
+                + block_bytes
+                + gathered_bytes * whole
+                + routed_bytes,
+                weight=2 * h * f / t,
+                gone=("gate and value", "their product"),
+            ),
         ),
+        # A layer's gathered input.
+        shared_bytes=gathered_bytes,
         parameters=2 * h
         + feed_forward.router_parameters
         + -(-(divided + 3 * h * feed_forward.held_width + biases) // t),
@@ -209,7 +223,7 @@ def head(
     gathered_bytes = tokens * h * size
     gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * tokens
     reduced_bytes = 2 * device.sent * loss_tokens * h * size
-    logits_bytes = loss_tokens * vocabulary * size
+    logits_bytes, loss_bytes = loss_tokens * vocabulary * size, loss_tokens * h * size
     return Counts(
         products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
         attention_flops=0 * tokens,
@@ -232,7 +246,7 @@ def head(
             Kept(
                 what="what carries loss",
                 made_by="index_select",
-                bytes=loss_tokens * h * size,
+                bytes=loss_bytes,
                 for_weights=True,
             ),
             Kept(what="logits", made_by="head", bytes=logits_bytes),
@@ -240,9 +254,11 @@ def head(
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,
         working=(
-            # The logits' gradient, in their type; then the weight's, when the logits are gone.
-            Working(bytes=gathered_bytes + logits_bytes),
-            Working(bytes=gathered_bytes, weight=vocabulary * h),
+            # The logits' gradient, in their type; the weight's, when the logits are gone; then that
+            # of all positions.
+            Working(bytes=logits_bytes),
+            Working(bytes=logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
+            Working(bytes=gathered_bytes + loss_bytes, gone=("logits", "what carries loss")),
         ),
         parameters=h + vocabulary * h,
     )

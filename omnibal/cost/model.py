@@ -50,11 +50,22 @@ class UnitCost:
     """Gradient sent back over that cut, [features]: 0 where nothing up to here is trained."""
     transient_bytes: np.ndarray
     """Working memory while the unit runs backward, on top of what is kept, [moments, features]; the
-    largest of the moments counts."""
+    largest of the moments counts. Where the unit has no backward, while it runs forward."""
+    passing_bytes: np.ndarray
+    """What it holds while its micro-batch runs forward through the units that have no backward,
+    [features]; 0 where it has one."""
+    shared_bytes: np.ndarray
+    """Room that all such units of a stage share as long as the run lasts, the size of the largest
+    micro-batch, [features]."""
     parameters: int
     """Parameters on this device, after tensor parallelism."""
     trained_parameters: int
     """Trained parameters on this device: all of them, or 0 where the unit is frozen."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything up to this unit is trained."""
+        return bool(self.backward_ms.any())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,7 +5,11 @@ for their backward, and the working memory of the unit that runs. The peak is lo
 pass of the schedule and at every kind of unit in it. While a unit runs backward, the units after
 it have let go of what they kept of that micro-batch, so the head's working memory, for one, and a
 recomputed layer's do not come together. A recomputed layer keeps only its input; the rest comes
-back as working memory while its backward runs. A stage's output is free again once it is sent.
+back as working memory while its backward runs.
+
+Links between stages hold tensors too: the input of the next micro-batch, and the gradient of its
+output, have room while this one computes, and what was sent last has it until the next send. A
+stage's output is free again after that.
 
 Micro-batches of several levels are in flight together, and each level recomputes layers of its own:
 what is kept of each level is summed apart. Costs, features and counts of recomputed layers are then
@@ -16,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +35,15 @@ from omnibal.pipeline.operation_graph import (
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
-from omnibal.pipeline.units import holds_both_ends, recomputed_counts, unit_counts
+from omnibal.pipeline.units import (
+    UnitRun,
+    counts_of_runs,
+    holds_both_ends,
+    recomputed_counts,
+    unit_runs,
+)
 from omnibal.pipeline.workload import Workload
-from omnibal.units import UnitKind
+from omnibal.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
 
 GIB = 1024**3
 _CAP_TOLERANCE = 1e-12
@@ -46,13 +57,13 @@ _DRAWN_STAGES = 32
 """Stages, drawn at random, whose heaviest passes a table of several levels has."""
 _RECOMPUTING_ALL = 8
 """Stages of these that recompute every layer."""
-_MOST_LAYERS = 24
-"""Layers of a kind in these stages; only the proportion of kinds matters."""
+_MOST_LAYERS = (4, 24)
+"""Layers of a kind in these stages, of which there are few and many."""
 
 
-def fits_cap(peak: np.ndarray | float, memory_cap: float) -> np.ndarray:
+def fits_cap(peak: np.ndarray | float, memory_cap: np.ndarray | float) -> np.ndarray:
     """Whether peaks are within a memory cap, to rounding: a cap that is a peak holds it. [...]"""
-    return np.asarray(peak) <= memory_cap * (1 + _CAP_TOLERANCE)
+    return np.asarray(peak) <= np.asarray(memory_cap) * (1 + _CAP_TOLERANCE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,10 +74,24 @@ class RunningPasses:
     """Features of that micro-batch, [passes, features]."""
     others: np.ndarray
     """Summed features of the other micro-batches that are held meanwhile, [passes, features]."""
+    links: np.ndarray
+    """Whether each of `LINKS` is there meanwhile, 0 or 1, [passes, links]."""
+    largest: np.ndarray
+    """Most of each feature that any micro-batch of the run has, [features]."""
 
     def take(self, chosen: np.ndarray | slice) -> "RunningPasses":
         """Some of the passes."""
-        return RunningPasses(own=self.own[chosen], others=self.others[chosen])
+        each = self.own[chosen], self.others[chosen], self.links[chosen]
+        return RunningPasses(own=each[0], others=each[1], links=each[2], largest=self.largest)
+
+
+LINKS = ("next input", "last input's gradient", "last output", "next gradient", "own gradient")
+"""Tensors that a stage's links hold in a pass: of the cut before it, of the cut after it, and there
+in a backward the gradient that it began with."""
+
+
+_Measure = Callable[["MemoryTable"], tuple[np.ndarray, np.ndarray]]
+"""Bytes that a stage needs and keeps in every pass of a table."""
 
 
 def running_passes(
@@ -132,9 +157,15 @@ def _passes(
     before = total[pack] - total[pack - held.earlier_in_forward[slot]]
     last = np.minimum(pack + 1 + held.later_in_backward[slot], end)
     after = total[last] - total[pack + 1]
+    begun, ended = slot > 0, slot > held.earlier_in_forward[slot]
+    # A step's first forward and its first backward are begun without the next one's tensor.
+    in_forward = [begun & (pack + 1 < end), ended, begun, ended, 0 * pack]
+    in_backward = [last < end, begun, 0 * pack + 1, begun & (pack + 1 < end), 0 * pack + 1]
     return RunningPasses(
         own=np.concatenate([features, features]),
         others=np.concatenate([before, after]),
+        links=np.concatenate([np.stack(in_forward, 1), np.stack(in_backward, 1)]).astype(float),
+        largest=features.max(axis=0),
     )
 
 
@@ -160,7 +191,25 @@ class MemoryTable:
     own_input_bytes: np.ndarray
     """The same where the unit is recomputed."""
     working_bytes: np.ndarray
-    """Working memory of a unit of the micro-batch that runs, [passes, kinds]."""
+    """Working memory of a unit of the micro-batch that runs; this and the next four are [passes,
+    kinds]."""
+    passing_bytes: np.ndarray
+    """What units without a backward hold of the micro-batch that runs, while one of them does."""
+    first_bytes: np.ndarray
+    """Tensors of the cut before a stage that begins with the unit."""
+    last_bytes: np.ndarray
+    """Tensors of the cut after a stage that ends with the unit."""
+    own_gradient_bytes: np.ndarray
+    """Gradient of the unit's output where the stage ends with it, there to the backward's end."""
+    shared_bytes: np.ndarray
+    """Room that all units of a kind share through the run, and the kinds too: the largest counts.
+    [kinds]"""
+    has_backward: np.ndarray
+    """Whether the unit has a backward, [kinds]."""
+    tied_gradient_bytes: np.ndarray
+    """Gradients of the tied matrix besides its buffer, where a stage has both language embed and
+    head, while a unit runs backward: the head's waits for the embed's, and then their sum. [kinds]
+    """
 
     @property
     def levels(self) -> int:
@@ -188,8 +237,11 @@ class MemoryTable:
         """
         whole = self._at_every_level(counts) - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
-        own, most = np.zeros_like(others), np.zeros_like(others)
+        own, most, passing = (np.zeros_like(others) for _ in range(3))
         first = len(self.kinds) * np.arange(self.levels)
+        links, own_gradient = self._of_links(counts)
+        last = _last_kind(counts)[..., None]
+        tied = holds_both_ends(self.kinds, counts)[..., None]
         for kinds in _in_model_order(self.kinds):
             columns = (first[:, None] + kinds).ravel()
             kept, inputs = self.own_kept_bytes[:, columns], self.own_input_bytes[:, columns]
@@ -200,8 +252,51 @@ class MemoryTable:
                 every_again = (whole[..., column] == 0) & (recomputed[..., column] > 0)
                 brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
                 running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
-                most = np.where(counts[..., kind, None] > 0, np.maximum(most, running), most)
-        return others + most
+                held = counts[..., kind, None] > 0
+                if self.has_backward[kind]:
+                    # The stage's last unit works with the gradient that it is given.
+                    running = running + (kind != last) * own_gradient
+                    running = running + tied * self.tied_gradient_bytes[kind]
+                else:
+                    passing = passing + held * self.passing_bytes[:, kind]
+                    running = running + passing
+                most = np.where(held, np.maximum(most, running), most)
+        return others + most + links
+
+    def stage_bytes(self, runs: Sequence[UnitRun]) -> np.ndarray:
+        """The same of one stage, whichever of its layers are recomputed. [passes]
+
+        Args:
+            runs: of the stage's units, in order.
+        """
+        counts, recomputed = counts_of_runs(len(self.kinds), runs)
+        others, own, most = np.zeros((3, len(self.working_bytes)))
+        links, own_gradient = self._of_links(counts)
+        tied = holds_both_ends(self.kinds, counts)
+        for run in runs:
+            column = len(self.kinds) * np.arange(self.levels) + run.kind
+            again = np.array(run.recomputed)
+            kept, inputs = self.own_kept_bytes[:, column], self.own_input_bytes[:, column]
+            held = np.where(again, inputs, kept).sum(axis=1)
+            of_others = np.where(
+                again, self.others_input_bytes[:, column], self.others_kept_bytes[:, column]
+            )
+            own, others = own + run.number * held, others + run.number * of_others.sum(axis=1)
+            # The last of these runs backward with most besides, and brings back what it dropped.
+            running = own - held + kept.sum(axis=1) + self.working_bytes[:, run.kind]
+            running = running + (run.kind != _last_kind(counts)) * own_gradient
+            running = running + tied * self.tied_gradient_bytes[run.kind]
+            most = np.maximum(most, self.has_backward[run.kind] * running)
+        # With the earliest of each kind recomputed, what the search counts.
+        return np.maximum(self.pass_bytes(counts, recomputed), others + most + links)
+
+    def _of_links(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is held in every pass of tensors between stages, with what the stage's units share,
+        and the gradient that its backward begins with. [..., passes] each"""
+        first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
+        links = self.first_bytes.T[first] + self.last_bytes.T[last]
+        shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
+        return links + shared[..., None], self.own_gradient_bytes.T[last]
 
     def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
         return np.tile(counts, self.levels)
@@ -212,14 +307,11 @@ class MemoryTable:
 
     def joined(self, more: "MemoryTable") -> "MemoryTable":
         """The same with the passes of another table."""
-        return replace(
-            self,
-            others_kept_bytes=np.concatenate([self.others_kept_bytes, more.others_kept_bytes]),
-            others_input_bytes=np.concatenate([self.others_input_bytes, more.others_input_bytes]),
-            own_kept_bytes=np.concatenate([self.own_kept_bytes, more.own_kept_bytes]),
-            own_input_bytes=np.concatenate([self.own_input_bytes, more.own_input_bytes]),
-            working_bytes=np.concatenate([self.working_bytes, more.working_bytes]),
-        )
+        both: dict[str, Any] = {
+            name: np.concatenate([getattr(table, name) for table in (self, more)])
+            for name in _OF_PASSES
+        }
+        return replace(self, **both)
 
     def at_most(self) -> "MemoryTable":
         """One pass for every level, which needs at least as much as any of that level's, whatever
@@ -252,14 +344,20 @@ class MemoryTable:
         return own.sum(axis=2).argmax(axis=1)
 
     def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
-        return replace(
-            self,
-            others_kept_bytes=change(self.others_kept_bytes),
-            others_input_bytes=change(self.others_input_bytes),
-            own_kept_bytes=change(self.own_kept_bytes),
-            own_input_bytes=change(self.own_input_bytes),
-            working_bytes=change(self.working_bytes),
-        )
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _OF_PASSES}
+        return replace(self, **changed)
+
+
+_OF_PASSES = (
+    *("others_kept_bytes", "others_input_bytes", "own_kept_bytes", "own_input_bytes"),
+    *("working_bytes", "passing_bytes", "first_bytes", "last_bytes", "own_gradient_bytes"),
+)
+"""Fields of a table that have a row for each of its passes."""
+
+
+def _last_kind(counts: np.ndarray) -> np.ndarray:
+    """Index of the last kind of unit that stages [..., kinds] hold. [...]"""
+    return counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
 
 
 def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
@@ -312,48 +410,72 @@ def heaviest_passes(
     besides = _held_besides(len(counts), int(slot.max()) + 1)
     total = _running_sums(features)
     return [
-        memory_table(cost, _heaviest(cost, _passes(features, total, slot, held), *stage))
+        memory_table(
+            cost, _heaviest(cost, _passes(features, total, slot, held), _needed_and_kept(*stage))
+        )
         for held, *stage in zip(besides, counts, recomputed, strict=True)
     ]
 
 
-def _heaviest(
-    cost: CostModel, passes: RunningPasses, counts: np.ndarray, recomputed: np.ndarray
-) -> RunningPasses:
+def _needed_and_kept(counts: np.ndarray, recomputed: np.ndarray) -> _Measure:
+    """Bytes that a stage needs and keeps, with the earliest of every kind recomputed."""
+    return lambda table: (
+        table.pass_bytes(counts, recomputed),
+        table.activation_bytes(counts, recomputed),
+    )
+
+
+def _of_stage(runs: Sequence[UnitRun]) -> _Measure:
+    """Bytes that a stage needs and keeps."""
+    return lambda table: (
+        table.stage_bytes(runs),
+        table.activation_bytes(*counts_of_runs(len(table.kinds), runs)),
+    )
+
+
+def _heaviest(cost: CostModel, passes: RunningPasses, measure: _Measure) -> RunningPasses:
     """Of all passes, the one in which a stage needs most and the one in which it keeps most.
 
     Args:
-        counts: [kinds].
-        recomputed: [levels * kinds].
+        measure: both of a table's passes, [passes] each.
     """
-    in_passes = bytes_in_passes(cost, passes, counts, recomputed)
+    in_passes = _measured(cost, passes, measure)
     return passes.take(np.array([each_bytes.argmax() for each_bytes in in_passes]))
 
 
 def bytes_in_passes(
-    cost: CostModel, passes: RunningPasses, counts: np.ndarray, recomputed: np.ndarray
+    cost: CostModel, passes: RunningPasses, stage_at: Sequence[Stage]
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a stage needs besides its state in every pass, and what it keeps in it. [passes] each
 
     Args:
-        counts: [kinds].
-        recomputed: [levels * kinds].
+        stage_at: the stage with what it recomputes at each level; of one level, `[stage]`.
     """
+    return _measured(cost, passes, _of_stage(unit_runs(cost.kinds, stage_at)))
+
+
+def _measured(
+    cost: CostModel, passes: RunningPasses, measure: _Measure
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both bytes of all passes, a table of some of them at a time."""
     needed, kept = [], []
     for first in range(0, len(passes.own), _PASSES_AT_ONCE):
         table = memory_table(cost, passes.take(slice(first, first + _PASSES_AT_ONCE)))
-        needed.append(table.pass_bytes(counts, recomputed))
-        kept.append(table.activation_bytes(counts, recomputed))
+        some_needed, some_kept = measure(table)
+        needed.append(some_needed)
+        kept.append(some_kept)
     return np.concatenate(needed), np.concatenate(kept)
 
 
 def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     """Those passes that are the heaviest for some of a wide choice of stages."""
-    others, own = _drawn_stages(cost)
+    others, own, own_backward, links = _drawn_stages(cost, passes.largest)
     chunks = range(0, len(passes.own), _PASSES_AT_ONCE)
     most, found = np.full(len(others), -np.inf), np.zeros(len(others), np.int64)
     for chunk in (slice(first, first + _PASSES_AT_ONCE) for first in chunks):
         bytes_ = others @ passes.others[chunk].T + own @ passes.own[chunk].T
+        bytes_ += links @ passes.links[chunk, :-1].T
+        bytes_ += (own_backward @ passes.own[chunk].T) * passes.links[chunk, -1]
         place = bytes_.argmax(axis=1)
         largest = bytes_[np.arange(len(others)), place]
         found = np.where(largest > most, chunk.start + place, found)
@@ -361,15 +483,19 @@ def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     return passes.take(np.unique(found))
 
 
-def _drawn_stages(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
+def _drawn_stages(
+    cost: CostModel, largest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """What a unit of each feature takes in stages that are drawn at random, while a unit of each
-    kind runs in them: of the other micro-batches, and of the running one.
-    [stages * kinds * moments, levels * features] each"""
+    kind runs in them: of the other micro-batches, of the running one, and of that in a backward
+    besides, [stages * kinds * moments, levels * features] each; and what each of `LINKS` but the
+    last takes, [stages * kinds * moments, links - 1]."""
     rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
     units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
     shape = _DRAWN_STAGES, levels, kinds
-    counts = rng.integers(0, np.where(is_layer, _MOST_LAYERS, 2), (_DRAWN_STAGES, kinds))
+    most = np.where(is_layer, rng.choice(_MOST_LAYERS, (_DRAWN_STAGES, 1)), 2)
+    counts = rng.integers(0, most)
     # Most levels recompute nothing or all they can, and some stages all of every level.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
     share[:: _DRAWN_STAGES // _RECOMPUTING_ALL] = 1
@@ -382,13 +508,21 @@ def _drawn_stages(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
     back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
     # While a unit runs, those after it keep nothing.
     running = kept.cumsum(axis=2) + back
-    others, own = [], []
+    cuts = _cut_bytes(cost, largest)
+    first, last = (counts > 0).argmax(axis=1), _last_kind(counts)
+    of_cuts = [cuts.came[first], cuts.back_to[first], cuts.sent[last], cuts.back[last]]
+    gradient = np.stack([unit.output_gradient_bytes for unit in units])[last]
+    input_ = _unkept_input(cost)[first]
+    others, own, own_backward, links = [], [], [], []
     for kind, unit in enumerate(units):
         holds = counts[:, kind] > 0
         for working in unit.transient_bytes:
-            others.append(kept[holds].sum(axis=2))
-            own.append(running[holds, :, kind] + working)
-    return np.concatenate(others), np.concatenate(own)
+            others.append((kept.sum(axis=2) + input_)[holds])
+            own.append((running[:, :, kind] + input_)[holds] + working)
+            own_backward.append((gradient * (last != kind)[:, None])[holds])
+            links.append(np.stack(of_cuts, axis=1)[holds])
+    found = (np.concatenate(each) for each in (others, own, own_backward, links))
+    return next(found), next(found), next(found), next(found)
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
@@ -399,11 +533,14 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     units = cost.units.values()
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
     grows = kept.max(axis=(0, 1)) > 0
-    works = grows | (np.concatenate([unit.transient_bytes for unit in units]).max(axis=0) > 0)
-    found = undominated(np.concatenate([passes.others[:, grows], passes.own[:, works]], axis=1))
+    worked = [[*unit.transient_bytes, unit.passing_bytes] for unit in units]
+    works = grows | (np.concatenate(worked).max(axis=0) > 0)
+    columns = [passes.others[:, grows], passes.own[:, works], passes.links]
+    found = undominated(np.concatenate(columns, axis=1))
     others, own = (np.zeros((len(found), len(grows))) for _ in range(2))
-    others[:, grows], own[:, works] = np.split(found, [int(grows.sum())], axis=1)
-    return RunningPasses(own=own, others=others)
+    splits = np.cumsum([grows.sum(), works.sum()])
+    others[:, grows], own[:, works], links = np.split(found, splits, axis=1)
+    return RunningPasses(own=own, others=others, links=links, largest=passes.largest)
 
 
 def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
@@ -411,7 +548,10 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
     units = cost.units.values()
     activation = np.stack([unit.activation_bytes for unit in units], axis=1)
     boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
+    passing = np.stack([unit.passing_bytes for unit in units], axis=1)
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
+    shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
+    first_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
     state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
@@ -422,7 +562,80 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
         own_kept_bytes=_level_by_level(passes.own, activation, cost.levels),
         own_input_bytes=_level_by_level(passes.own, boundary, cost.levels),
         working_bytes=np.stack(working, axis=1),
+        passing_bytes=passes.own @ passing,
+        first_bytes=first_bytes,
+        last_bytes=last_bytes,
+        own_gradient_bytes=own_gradient_bytes,
+        shared_bytes=np.array(shared),
+        has_backward=np.array([unit.has_backward for unit in units]),
+        tied_gradient_bytes=_tied_gradient_bytes(cost),
     )
+
+
+def _link_bytes(
+    cost: CostModel, passes: RunningPasses
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tensors of the cuts before and after a stage that begins or ends with a unit of each kind,
+    and the gradient of its output. [passes, kinds] each.
+
+    Those of other micro-batches are as large as any: they are no more than some thousandths of
+    what a stage holds, and a pass would have four micro-batches' features more.
+    """
+    next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
+    units, cuts = cost.units.values(), _cut_bytes(cost, passes.largest)
+    first_bytes = next_input * cuts.came + input_gradient * cuts.back_to
+    return (
+        first_bytes + (passes.own + passes.others) @ _unkept_input(cost).T,
+        output * cuts.sent + next_gradient * cuts.back,
+        own_gradient * (passes.own @ np.stack([each.output_gradient_bytes for each in units], 1)),
+    )
+
+
+def _unkept_input(cost: CostModel) -> np.ndarray:
+    """Input of a stage that begins with a unit of each kind, where the unit keeps none but the
+    stage does for its gradient: projectors and the language embed. [kinds, features]"""
+    units = [*cost.units.values()]
+    inputs = np.zeros((len(units), len(cost.features)))
+    for index, (before, kind) in enumerate(zip(units, cost.kinds[1:], strict=False), 1):
+        if before.output_gradient_bytes.any() and not (kind.is_layer or kind.name == HEAD):
+            inputs[index] = before.output_bytes
+    return inputs
+
+
+def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
+    """Gradients of the tied matrix, besides the one that its unit works with. [kinds]"""
+    matrix_bytes = cost.tied_trained_parameters * cost.weight_bytes_per_parameter
+    besides = {LANGUAGE_EMBED: 2, HEAD: 0}
+    number = [besides.get(each.name, 1) * (each.tower == LANGUAGE) for each in cost.kinds]
+    return matrix_bytes * np.array(number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _CutBytes:
+    """Tensors of the largest micro-batch on the cuts before and after a unit, [kinds] each."""
+
+    came: np.ndarray
+    """To a unit of each kind."""
+    back_to: np.ndarray
+    """The gradient of that."""
+    sent: np.ndarray
+    """From a unit of each kind."""
+    back: np.ndarray
+    """The gradient of that."""
+
+
+def _cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
+    units = cost.units.values()
+    sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
+    back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])
+    # What comes to a unit has left a unit of its kind, or of the kind before it.
+    came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
+    return _CutBytes(came=came, back_to=back_to, sent=sent, back=back)
+
+
+def _largest_bytes(cost: CostModel, per_feature: np.ndarray, largest: np.ndarray) -> float:
+    """Bytes of a micro-batch with the most of every feature, at the level where they are most."""
+    return float((per_feature * largest).reshape(cost.levels, -1).sum(axis=1).max())
 
 
 def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> np.ndarray:
@@ -447,11 +660,14 @@ def stage_memories(
         stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
     """
     kinds, features = cost.kinds, features_of(workload, cost)
-    counts = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
-    recomputed = recomputed_at_levels(kinds, stages_at)
-    tables = heaviest_passes(cost, features, workload.slot, counts, recomputed)
-    each = zip(stages_at[0], counts, recomputed, tables, strict=True)
-    return [_stage_memory(cost, *of_stage) for of_stage in each]
+    besides = _held_besides(len(stages_at[0]), int(workload.slot.max()) + 1)
+    total, memories = _running_sums(features), []
+    for held, *at_levels in zip(besides, *stages_at, strict=True):
+        runs = unit_runs(kinds, at_levels)
+        passes = _passes(features, total, workload.slot, held)
+        table = memory_table(cost, _heaviest(cost, passes, _of_stage(runs)))
+        memories.append(_stage_memory(cost, at_levels[0], runs, table))
+    return memories
 
 
 def recomputed_at_levels(
@@ -468,14 +684,14 @@ def recomputed_at_levels(
 
 def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemory:
     """Peak memory of one device of the stage over the passes of its table, of one level."""
-    counts, recomputed = unit_counts(cost.kinds, stage), recomputed_counts(cost.kinds, stage)
-    return _stage_memory(cost, stage, counts, recomputed, table)
+    return _stage_memory(cost, stage, unit_runs(cost.kinds, [stage]), table)
 
 
 def _stage_memory(
-    cost: CostModel, stage: Stage, counts: np.ndarray, recomputed: np.ndarray, table: MemoryTable
+    cost: CostModel, stage: Stage, runs: Sequence[UnitRun], table: MemoryTable
 ) -> StageMemory:
     kinds = cost.kinds
+    counts, recomputed = counts_of_runs(len(kinds), runs)
     parameters = sum(
         number * unit.parameters
         for unit, number in zip(cost.units.values(), counts.tolist(), strict=True)
@@ -483,7 +699,7 @@ def _stage_memory(
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
     activation_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = float(table.pass_bytes(counts, recomputed).max())
+    running_bytes = float(table.stage_bytes(runs).max())
     return StageMemory(
         weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
         gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,

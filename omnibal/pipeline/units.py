@@ -6,7 +6,8 @@ of unit of a model in the order of `omnibal.units.unit_kinds`.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count, pairwise
+from dataclasses import dataclass
+from itertools import count, groupby, pairwise
 
 import numpy as np
 
@@ -53,6 +54,46 @@ def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
     """Number of units of each kind that the stage recomputes. [kinds]"""
     layers = (sum(map(kind.has_layer, stage.recomputed(kind.tower))) for kind in kinds)
     return np.array([*layers], np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitRun:
+    """Units of one kind in a row, that are recomputed at the same levels."""
+
+    kind: int
+    """Index of the kind."""
+    number: int
+    recomputed: tuple[bool, ...]
+    """At each level."""
+
+
+def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
+    """A stage's units in model order, those of one kind together as long as they are alike.
+
+    Args:
+        stage_at: the stage with what it recomputes at each level; of one level, `[stage]`.
+    """
+    names = [kind.name for kind in kinds]
+    again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
+    alike = groupby(
+        (names.index(_kind_of(kinds, unit).name), tuple(unit in each for each in again))
+        for span in stage_at[0].units
+        for unit in span.units
+    )
+    return tuple(
+        UnitRun(kind=kind, number=len(list(same)), recomputed=recomputed)
+        for (kind, recomputed), same in alike
+    )
+
+
+def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.ndarray]:
+    """Number of units of each of `kinds`, [kinds], and of recomputed ones, [levels * kinds]."""
+    counts = np.zeros(kinds, np.int64)
+    recomputed = np.zeros((len(runs[0].recomputed), kinds), np.int64)
+    for run in runs:
+        counts[run.kind] += run.number
+        recomputed[:, run.kind] += run.number * np.array(run.recomputed)
+    return counts, recomputed.ravel()
 
 
 def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:

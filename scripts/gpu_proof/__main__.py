@@ -18,6 +18,8 @@ _NEEDED = (
     *("torch", "megatron.core", "einops", "highspy", "jinja2", "numpy", "PIL", "psutil", "pyarrow"),
     *("pydantic", "rich", "safetensors", "scipy", "sentencepiece", "tokenizers", "typer"),
 )
+_PACKAGES = {"megatron.core": "megatron-core", "PIL": "pillow"}
+"""Names under which modules are installed, where they differ."""
 _EXIT_USER_ERROR = 2
 
 
@@ -33,20 +35,30 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+def refuse(missing: list[str]) -> None:
+    """End with one line that says what this Python lacks."""
+    packages = ", ".join(_PACKAGES.get(name, name) for name in missing)
+    print(
+        f"error: {sys.executable} has no {packages}; put the wheels of that, and of what it needs "
+        "but torch, into a folder (docs/gpu.md has the commands), and give it as WHEELS=FOLDER to "
+        "scripts/gpu_proof.sh",
+        file=sys.stderr,
+    )
+    sys.exit(_EXIT_USER_ERROR)
+
+
 def main() -> None:
     """Run all parts, unless a module that they need is missing."""
     missing = missing_modules()
     if missing:
-        print(
-            f"error: {sys.executable} has no {', '.join(missing)}; put their wheels into a folder, "
-            "and give it as WHEELS=FOLDER to scripts/gpu_proof.sh",
-            file=sys.stderr,
-        )
-        sys.exit(_EXIT_USER_ERROR)
-    # Not before: it imports them.
-    from scripts.gpu_proof.prove import main as prove
-
-    prove(__doc__)
+        refuse(missing)
+    try:
+        # Not before: it imports them.
+        from scripts.gpu_proof.prove import main as prove
+    except ModuleNotFoundError as error:
+        refuse([str(error.name)])
+    else:
+        prove(__doc__)
 
 
 if __name__ == "__main__":

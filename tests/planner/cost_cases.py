@@ -1,10 +1,13 @@
 """Small models and random cost models for the planner's tests."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from omnibal.config import LanguageConfig, LayerRun, ModelConfig
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.encoders import ClipsEncoder, TilesEncoder
+from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
 from omnibal.units import feature_names, unit_kinds
 
@@ -89,6 +92,8 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             output_bytes=output_bytes,
             output_gradient_bytes=output_bytes,
             transient_bytes=rng.uniform(0, 3e6, (2, len(features))),
+            passing_bytes=np.zeros(len(features)),
+            shared_bytes=rng.uniform(0, 1e6, len(features)),
             parameters=parameters,
             trained_parameters=parameters,
         )
@@ -122,3 +127,30 @@ def random_features(rng: np.random.Generator, packs: int, count: int = 5) -> np.
     features = rng.uniform(0, 4, (packs, count))
     features[:, 0] = 1
     return features
+
+
+@dataclass
+class LinksInTime:
+    """A stage's links as its operations follow one another: receives ahead, sends until the next.
+
+    In order `omnibal.pipeline.stage_memory.LINKS`, but for the last.
+    """
+
+    micro_batches: int
+    forwards: int = 0
+    backwards: int = 0
+
+    def before(self, kind: Pass) -> list[bool]:
+        """What is there while the next pass of this kind computes."""
+        taken = kind is Pass.FORWARD, kind is Pass.BACKWARD
+        came, gradients = self.forwards + taken[0], self.backwards + taken[1]
+        return [
+            self.forwards > 0 and came < self.micro_batches,
+            self.backwards > 0,
+            self.forwards > 0,
+            self.backwards > 0 and gradients < self.micro_batches,
+        ]
+
+    def run(self, kind: Pass) -> None:
+        self.forwards += kind is Pass.FORWARD
+        self.backwards += kind is Pass.BACKWARD

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
-from cost_cases import model_of, random_cost, random_features
+from cost_cases import LinksInTime, model_of, random_cost, random_features
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
@@ -136,17 +136,27 @@ def stage_peak(
     of_unit = [costs[0].units[unit] for unit in stage.units]
     state = sum(unit.parameters * 2 + unit.trained_parameters * 16 for unit in of_unit)
     every = range(len(packs.step))
-    kept = [sum(_kept(costs, stage, packs, row), 0.0) for row in every]
-    running = [_most_running(costs, stage, packs, row) for row in every]
+    unkept = [_unkept_input(costs, stage, packs, row) for row in every]
+    kept = [sum(_kept(costs, stage, packs, row), unkept[row]) for row in every]
+    running = {
+        kind: [_most_running(costs, stage, packs, row, kind) for row in every]
+        for kind in (Pass.FORWARD, Pass.BACKWARD)
+    }
     place = packs.step * packs.data_parallel_size + packs.dp_rank
+    link_bytes = np.array(_link_bytes(costs, stage, packs))
+    state += max(_largest(costs, packs, unit, "shared_bytes") for unit in stage.units)
     most = 0.0
     for rank in np.unique(place):
         rows = np.flatnonzero(place == rank).tolist()
         held: set[int] = set()
+        links = LinksInTime(len(rows))
         for operation in one_forward_one_backward(stages, 1, len(rows)).operations[number]:
-            row = rows[operation.micro_batch]
-            most = max(most, running[row] + sum(kept[other] for other in held if other != row))
+            row, kind = rows[operation.micro_batch], operation.kind
+            others = sum(kept[other] for other in held if other != row)
+            there = links.before(kind) @ link_bytes
+            most = max(most, running[kind][row] + others + there)
             held ^= {row}  # from its forward to its backward
+            links.run(kind)
     return state + most
 
 
@@ -160,17 +170,59 @@ def _kept(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: 
     ]
 
 
-def _most_running(
+def _before(costs: Sequence[CostModel], stage: WalkedStage) -> str | None:
+    """The unit from which the stage receives."""
+    order = list(costs[0].units)
+    place = order.index(stage.units[0])
+    return order[place - 1] if place else None
+
+
+def _unkept_input(
     costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int
+) -> float:
+    """Input of a stage whose first unit keeps none; the stage does, for its gradient."""
+    before = _before(costs, stage)
+    if before is None or not stage.units[0].endswith(("projector", "embed")):
+        return 0.0
+    return float(packs.features[row] @ costs[int(packs.level[row])].units[before].output_bytes)
+
+
+def _link_bytes(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload) -> list[float]:
+    """Of the largest micro-batch: input, its gradient, output, its gradient."""
+    last = max(stage.units, key=list(costs[0].units).index)
+    return [
+        _largest(costs, packs, unit, name)
+        for unit in (_before(costs, stage), last)
+        for name in ("output_bytes", "output_gradient_bytes")
+    ]
+
+
+def _largest(costs: Sequence[CostModel], packs: Workload, unit: str | None, name: str) -> float:
+    """Bytes of a micro-batch with the most of every feature, at the level where they are most."""
+    if unit is None:
+        return 0.0
+    return max(
+        float(packs.features[packs.level == level].max(axis=0) @ getattr(cost.units[unit], name))
+        for level, cost in enumerate(costs)
+        if (packs.level == level).any()
+    )
+
+
+def _most_running(
+    costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int, kind: Pass
 ) -> float:
     level, features = int(packs.level[row]), packs.features[row]
     kept, most = _kept(costs, stage, packs, row), 0.0
+    last = max(stage.units, key=list(costs[0].units).index)
+    gradient = float(features @ costs[level].units[last].output_gradient_bytes)
     for place, again in enumerate(stage.recomputed(level)):
         unit = costs[level].units[stage.units[place]]
         back = float(features @ (unit.activation_bytes - unit.boundary_bytes)) if again else 0.0
         working = float((unit.transient_bytes @ features).max())
+        if kind is Pass.BACKWARD and stage.units[place] != last:
+            working += gradient
         most = max(most, sum(kept[: place + 1]) + back + working)
-    return most
+    return most + _unkept_input(costs, stage, packs, row)
 
 
 def walked_step_ms(

@@ -181,13 +181,15 @@ def test_the_head_costs_what_reaches_it():
     half = PACK * np.array([1, 1, 1, 1, 0.5])
     assert half @ head.forward_ms < 0.6 * (PACK @ head.forward_ms)
     assert half @ head.activation_bytes < 0.6 * (PACK @ head.activation_bytes)
-    # Logits and their gradient, in bf16. Besides them three tensors of the hidden size: norm's
-    # input, what carries loss, and the norm's output or its gradient. And a moment of each norm.
+    # In bf16 the logits and their gradient; that with the weight's, when the logits are gone, and
+    # of what carries loss; then of all positions. Norm's input, what carries loss, norm's moments.
     logits, hidden = 4096 * 92672, 4096 * 6144  # 92,553 words, padded to a multiple of 128
     both = PACK @ head.activation_bytes + head.transient_bytes @ PACK
-    weight = 92672 * 6144  # whose gradient is made when the logits are gone
-    expected = 2 * np.array([2 * logits, logits + weight]) + 3 * 2 * hidden + 4 * 4096
-    assert both == pytest.approx(expected)
+    weight = 92672 * 6144
+    kept = 2 * hidden + 2 * 4096  # two bytes each
+    expected = [kept + logits, kept + 2 * logits, kept + hidden + logits + weight, 3 * hidden]
+    expected[-1] += 2 * 4096
+    assert both == pytest.approx(2 * np.array(expected))
 
 
 def test_activations_follow_korthikanti_without_dropout():

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost, random_features, small_model
+from cost_cases import LinksInTime, model_of, random_cost, random_features, small_model
 from scipy.optimize import nnls
 
 from omnibal.config import ModelConfig, load_cluster, load_model
@@ -21,6 +21,7 @@ from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
+from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
@@ -41,7 +42,11 @@ class RunOptions:
     kept: np.ndarray
     """Bytes that each micro-batch keeps between its forward and its backward."""
     running: np.ndarray
-    """Most bytes of each micro-batch while one of the run's units works on it."""
+    """Most bytes of each micro-batch while one of the run's units works on it, [2, options, packs]:
+    forward and backward."""
+    link_bytes: np.ndarray
+    """Of the largest micro-batch: its input, the input's gradient, its output, the output's
+    gradient, [4]."""
     state: float
     trained: int
     exchange_ms: float
@@ -76,7 +81,8 @@ def run_options(cost: CostModel, held: tuple[str, ...], features: np.ndarray) ->
         forward_ms=np.repeat(forward[None], len(kept_bytes), axis=0),
         backward_ms=np.array(backward_ms),
         kept=np.array(kept_bytes),
-        running=np.array(running_bytes),
+        running=np.stack(running_bytes, axis=1),
+        link_bytes=link_bytes(cost, held, features),
         state=state,
         trained=sum(cost.units[unit].trained_parameters for unit in held) - once,
         exchange_ms=both_ways_ms if cost.tied_parameters and len(ends) == 1 else 0.0,
@@ -86,9 +92,14 @@ def run_options(cost: CostModel, held: tuple[str, ...], features: np.ndarray) ->
 def memory_of_run(
     cost: CostModel, held: tuple[str, ...], again: list[bool], features: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What micro-batches keep between forward and backward, and need while a unit runs. [packs]"""
+    """What micro-batches keep between forward and backward, [packs], and need while a unit runs,
+    [2, packs], forward and backward."""
+    first, last = held[0], max(held, key=list(cost.units).index)
+    gradient = features @ cost.units[last].output_gradient_bytes
     layers = {kind.name: kind.tower for kind in cost.kinds if kind.is_layer}
-    kept, running = np.zeros((2, len(features)))
+    kept, running = np.zeros(len(features)), np.zeros((2, len(features)))
+    if first.endswith(("projector", "embed")):
+        kept = kept + unkept_input(cost, first, features)
     for place, unit in enumerate(held):
         costs = cost.units[unit]
         back = features @ (costs.activation_bytes - costs.boundary_bytes)
@@ -108,25 +119,61 @@ def memory_of_run(
         # Units after this one keep nothing yet, forward, and nothing any more, backward.
         brought = back if again[place] else 0
         working = (features @ costs.transient_bytes.T).max(axis=1)
-        running = np.maximum(running, before + brought + working)
-    return kept, running
+        if cost.tied_trained_parameters and {"language_embed", "head"} <= set(held):
+            # The head's gradient of the tied matrix waits for the embed's, then comes their sum.
+            waiting = 2 * (unit == "language_embed") + unit.startswith("language_layer")
+            working = working + 2 * waiting * cost.tied_parameters
+        given = np.zeros_like(gradient) if unit == last or not costs.has_backward else gradient
+        running = np.maximum(running, before + brought + working + np.stack([0 * given, given]))
+    shared = max(features.max(axis=0) @ cost.units[unit].shared_bytes for unit in held)
+    return kept, running + shared
 
 
-def peaks(options: RunOptions, ranks: list[np.ndarray], in_flight: int) -> np.ndarray:
-    """Most bytes while a rank's step runs, of which so many micro-batches in a row are held and
-    the first or the last of them runs. [options]
+def before_unit(cost: CostModel, unit: str) -> UnitCost | None:
+    """The unit before a stage that begins with this one; None at the model's start."""
+    place = list(cost.units).index(unit)
+    return list(cost.units.values())[place - 1] if place else None
+
+
+def unkept_input(cost: CostModel, first: str, features: np.ndarray) -> np.ndarray:
+    """Input of a stage, kept for its gradient by no unit. [packs]"""
+    before = before_unit(cost, first)
+    has_gradient = before is not None and before.output_gradient_bytes.any()
+    return features @ before.output_bytes if has_gradient else np.zeros(len(features))
+
+
+def link_bytes(cost: CostModel, held: tuple[str, ...], features: np.ndarray) -> np.ndarray:
+    """Of the largest micro-batch: input, its gradient, output, its gradient. [4]"""
+    last = cost.units[max(held, key=list(cost.units).index)]
+    ends = [before_unit(cost, held[0]), last]
+    sizes = [
+        features.max(axis=0) @ getattr(end, name) if end else 0.0
+        for end in ends
+        for name in ("output_bytes", "output_gradient_bytes")
+    ]
+    return np.array(sizes)
+
+
+def peaks(
+    options: RunOptions, ranks: list[np.ndarray], stage: int, stages: int, micro_batches: int
+) -> np.ndarray:
+    """Most bytes while a rank's step runs, one operation of the schedule after another. [options]
 
     `ranks` are the packs of every rank of every step.
     """
     most = np.zeros(len(options.kept))
+    operations = one_forward_one_backward(stages, 1, micro_batches).operations[stage]
     for rank in ranks:
-        for first, last in combinations(range(len(rank) + 1), 2):
-            held = rank[first:last]
-            if len(held) > in_flight:
-                continue
-            for one in (held[0], held[-1]):
+        links, held = LinksInTime(len(rank)), []
+        for operation in operations:
+            if operation.micro_batch < len(rank):
+                one, backward = rank[operation.micro_batch], operation.kind is Pass.BACKWARD
+                held += [] if backward else [one]
                 others = options.kept[:, held].sum(axis=1) - options.kept[:, one]
-                most = np.maximum(most, others + options.running[:, one])
+                there = np.array(links.before(operation.kind)) @ options.link_bytes
+                most = np.maximum(most, others + options.running[int(backward), :, one] + there)
+                links.run(operation.kind)
+                held = held[backward:]
     return most + options.state
 
 
@@ -238,7 +285,7 @@ def brute_force(
     place = packs.step * packs.data_parallel_size + packs.dp_rank
     ranks = [np.flatnonzero(place == number) for number in np.unique(place)]
     peaks_of = {
-        (stage, run): peaks(choices, ranks, p - stage)
+        (stage, run): peaks(choices, ranks, stage, p, int(packs.slot.max()) + 1)
         for run, choices in options.items()
         for stage in range(p)
     }

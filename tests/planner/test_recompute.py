@@ -1,18 +1,21 @@
 """Recomputation and stage memory against enumeration and figures worked out by hand."""
 
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost, random_features, small_model
+from cost_cases import LinksInTime, model_of, random_cost, random_features, small_model
 
-from omnibal.cost.model import UnitCost
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline import recompute
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
+from omnibal.pipeline.schedules import Pass, one_forward_one_backward
+from omnibal.pipeline.stage import joined
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import (
     GIB,
+    LINKS,
     RunningPasses,
     fits_cap,
     memory_table,
@@ -20,9 +23,24 @@ from omnibal.pipeline.stage_memory import (
     stage_memory,
     undominated,
 )
-from omnibal.pipeline.units import layer_kinds, stages_from_cuts
+from omnibal.pipeline.units import (
+    layer_kinds,
+    recomputed_counts,
+    stage_units,
+    stages_from_cuts,
+    unit_counts,
+    unit_runs,
+)
 
 pytestmark = pytest.mark.quick
+
+
+def passes_of(
+    own: np.ndarray, others: np.ndarray, links: np.ndarray | None = None
+) -> RunningPasses:
+    if links is None:
+        links = np.zeros((len(own), len(LINKS)))
+    return RunningPasses(own=own, others=others, links=links, largest=own.max(axis=0))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +56,9 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
     for _ in range(60):
         cost = random_cost(rng, model)
         features = random_features(rng, 5, len(cost.features))
-        table = memory_table(cost, RunningPasses(own=features, others=features[::-1]))
+        links = rng.integers(0, 2, (len(features), len(LINKS)))
+        passes = passes_of(features, features[::-1], links)
+        table = memory_table(cost, passes)
         layers = layer_kinds(cost.kinds)
         extreme_ms = rng.uniform(0.1, 1, (len(layers), len(layers)))
         times_ms = rng.dirichlet(np.ones(len(layers)), 20) @ extreme_ms
@@ -104,6 +124,8 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
         output_bytes=boundary,
         output_gradient_bytes=boundary,
         transient_bytes=np.stack([transient, transient / 2]),
+        passing_bytes=np.zeros(5),
+        shared_bytes=np.zeros(5),
         parameters=parameters,
         trained_parameters=parameters,
     )
@@ -125,7 +147,7 @@ def test_stage_memory_and_time_by_hand():
     cost = replace(cost, units=units)
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
-    others = RunningPasses(own=features, others=features[::-1])
+    others = passes_of(features, features[::-1])
     memory = stage_memory(cost, stage, memory_table(cost, others))
     assert len(stage.layers("language")) == 2
     assert stage.recomputed("language") == (2,)
@@ -147,7 +169,7 @@ def test_recomputed_layers_bring_back_their_activations_as_working_memory():
     cost = replace(cost, units={**cost.units, "language_layer": flat_unit((10, 1, 3), 0)})
     features = np.array([[1.0, 0, 7, 0, 0]])
     stages = stages_from_cuts(small_model(2, 4), (5, 6), [(0, 0), (0, 1), (0, 0)])
-    alone = RunningPasses(own=features, others=0 * features)
+    alone = passes_of(features, 0 * features)
     memory = stage_memory(cost, stages[1], memory_table(cost, alone))
     np.testing.assert_allclose(memory.activations_gib * GIB, 7e6)
     np.testing.assert_allclose(memory.transient_gib * GIB, 7 * (3 + 10 - 1) * 1e6)
@@ -170,46 +192,141 @@ def test_undominated_rows_are_exactly_the_front():
 
 
 def test_tables_of_all_stages_have_every_pass():
-    """Prevents a stage whose peak leaves out micro-batches, or is that of another stage: compared
-    with every run of micro-batches whose first or last one runs; more stages than a rank has of
-    them, and steps with fewer than others, included."""
+    """Prevents a stage whose peak leaves out micro-batches or what its links hold, or is that of
+    another stage: compared with every operation of the schedule, one after another; more stages
+    than a rank has micro-batches, and steps with fewer than others, included."""
     rng = np.random.default_rng(6)
     cost = random_cost(rng)
     units = list(cost.units.values())
-    activation, boundary, working = (
-        np.stack([getattr(unit, f"{name}_bytes") for unit in units])
-        for name in ("activation", "boundary", "transient")
-    )
     counts = rng.integers(0, 5, (20, 6))
     recomputed = np.minimum(counts, rng.integers(0, 5, (20, 6))) * [0, 1, 0, 0, 1, 0]
+    activation, boundary = (
+        np.stack([getattr(unit, f"{name}_bytes") for unit in units])
+        for name in ("activation", "boundary")
+    )
+    kept = (counts - recomputed) @ activation + recomputed @ boundary
     for micro_batches, stages in ((6, 4), (3, 5), (1, 3)):
         sizes = [micro_batches] * 6 + [max(micro_batches - 2, 1)]
         slot = np.concatenate([np.arange(size) for size in sizes])
         features = random_features(rng, len(slot))
         ranks = np.split(features, np.cumsum(sizes)[:-1])
+        schedule = one_forward_one_backward(stages, 1, micro_batches)
         for stage, table in enumerate(memory_tables(cost, features, slot, stages)):
-            own, others = [], []
+            needed, most = np.zeros((2, len(counts)))
             for rank in ranks:
-                for first, stop in combinations(range(len(rank) + 1), 2):
-                    if stop - first <= stages - stage:
-                        held = rank[first:stop]
-                        own += [held[0], held[-1]]
-                        others += [held[1:].sum(axis=0), held[:-1].sum(axis=0)]
-            kept = (counts - recomputed) @ activation + recomputed @ boundary
-            most = (kept @ (np.array(own) + others).T).max(axis=1)
+                links, held = LinksInTime(len(rank)), []
+                for operation in schedule.operations[stage]:
+                    if operation.micro_batch >= len(rank):
+                        continue
+                    own, kind = rank[operation.micro_batch], operation.kind
+                    held += [own] * (kind is Pass.FORWARD)
+                    others = sum(held) - own
+                    there = [*links.before(kind), kind is Pass.BACKWARD]
+                    for row, stage_counts in enumerate(zip(counts, recomputed, strict=True)):
+                        running = running_by_hand(cost, *stage_counts, features, own, others, there)
+                        needed[row] = max(needed[row], kept[row] @ others + running)
+                    most = np.maximum(most, kept @ (others + own))
+                    links.run(kind)
+                    held = held[kind is Pass.BACKWARD :]
             np.testing.assert_allclose(table.activation_bytes(counts, recomputed).max(-1), most)
-            needed = kept @ np.array(others).T
-            for row, (held, again) in enumerate(zip(counts, recomputed, strict=True)):
-                upto = np.cumsum(
-                    (held - again)[:, None] * activation + again[:, None] * boundary, 0
-                )
-                whole = ((held > again) | (held == 0))[:, None]
-                running = upto + np.where(whole, 0, activation - boundary)
-                moments = running[:, None] + working
-                own_bytes = moments[held > 0].reshape(-1, len(features[0])) @ np.array(own).T
-                needed[row] += own_bytes.max(axis=0, initial=0)
-            found = table.pass_bytes(counts, recomputed).max(axis=-1)
-            np.testing.assert_allclose(found, needed.max(axis=1))
+            np.testing.assert_allclose(table.pass_bytes(counts, recomputed).max(axis=-1), needed)
+
+
+def running_by_hand(
+    cost: CostModel,
+    counts: np.ndarray,
+    recomputed: np.ndarray,
+    features: np.ndarray,
+    own: np.ndarray,
+    others: np.ndarray,
+    there: list[bool],
+) -> float:
+    """Most bytes while a pass runs, but for what other micro-batches keep.
+
+    Args:
+        counts: [kinds], as `recomputed` is.
+        features: of all micro-batches; those whose tensors are on their way count as the largest.
+        there: which of `LINKS` are.
+    """
+    units = list(cost.units.values())
+    held = [kind for kind, count in enumerate(counts) if count]
+    if not held:
+        return 0.0
+    first, last = held[0], held[-1]
+    upto, most = 0.0, 0.0
+    for kind in held:
+        unit, again = units[kind], recomputed[kind]
+        kept, left = own @ unit.activation_bytes, own @ unit.boundary_bytes
+        upto += (counts[kind] - again) * kept + again * left
+        running = upto + max(unit.transient_bytes @ own)
+        running += (kept - left) if again == counts[kind] else 0
+        running += own @ units[last].output_gradient_bytes if kind != last and there[4] else 0
+        most = max(most, running)
+    largest = [
+        features.max(axis=0) @ unit_bytes
+        for unit_bytes in (
+            units[first - 1].output_bytes * (first > 0),
+            units[first - 1].output_gradient_bytes * (first > 0),
+            units[last].output_bytes,
+            units[last].output_gradient_bytes,
+        )
+    ]
+    most += sum(size for size, is_there in zip(largest, there[:4], strict=True) if is_there)
+    if cost.kinds[first].name in ("projector", "language_embed"):
+        most += (own + others) @ units[first - 1].output_bytes
+    return most + max(features.max(axis=0) @ units[kind].shared_bytes for kind in held)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stage_may_recompute_any_of_its_layers(seed: int):
+    """Prevents an edited plan that recomputes a stage's last layers and needs more than is said:
+    compared with its units one by one, and where the first are recomputed with the search's."""
+    rng = np.random.default_rng(seed)
+    cost = random_cost(rng)
+    # A layer's output is as large as its input.
+    layer = cost.units["language_layer"]
+    layer = replace(layer, output_gradient_bytes=layer.boundary_bytes)
+    cost = replace(cost, units=cost.units | {"language_layer": layer})
+    vision, language = rng.integers(2, 6, 2)
+    model, cut = small_model(int(vision), int(language)), (int(vision + language) + 3,)
+    plain, _ = stages_from_cuts(model, cut)
+    last = [kind.name for kind in cost.kinds].index("language_layer")
+    features = random_features(rng, 4)
+    links = rng.integers(0, 2, (4, len(LINKS)))
+    table = memory_table(cost, passes_of(features, features[::-1], links))
+    layers = [unit for span in plain.units if span.layers for unit in span.units]
+    counts, names = unit_counts(cost.kinds, plain), [kind.name for kind in cost.kinds]
+    more = 0
+    for _ in range(30):
+        chosen = rng.integers(0, 2, len(layers)).astype(bool)
+        again = [layer for layer, is_chosen in zip(layers, chosen, strict=True) if is_chosen]
+        stage = plain.model_copy(update={"recompute": joined(again)})
+        found = table.stage_bytes(unit_runs(cost.kinds, [stage]))
+        in_order = [unit for span in plain.units for unit in span.units]
+        kinds = [names.index(name) for name in stage_units(cost.kinds, plain)]
+        own, others, most = np.zeros((3, 4))
+        for unit, kind in zip(in_order, kinds, strict=True):
+            kept, left = table.own_kept_bytes[:, kind], table.own_input_bytes[:, kind]
+            of_others = table.others_input_bytes if unit in again else table.others_kept_bytes
+            others += of_others[:, kind]
+            # A recomputed one runs with all that it keeps otherwise.
+            running = own + kept + table.working_bytes[:, kind]
+            gradient = 0 if unit is in_order[-1] else table.own_gradient_bytes[:, last]
+            most = np.maximum(most, running + gradient)
+            own = own + (left if unit in again else kept)
+        links_bytes = table.first_bytes[:, 0] + table.last_bytes[:, last]
+        links_bytes += max(table.shared_bytes[: last + 1])
+        np.testing.assert_allclose(found, others + most + links_bytes)
+        earliest = table.pass_bytes(counts, recomputed_counts(cost.kinds, stage))
+        assert (found >= earliest * (1 - 1e-12)).all()
+        more += (found > earliest * 1.001).any()
+        numbers = [
+            sum(layer in again for layer in layers if layer.name == tower)
+            for tower in ("vision", "language")
+        ]
+        first, _ = stages_from_cuts(model, cut, [numbers, (0, 0)])
+        np.testing.assert_allclose(table.stage_bytes(unit_runs(cost.kinds, [first])), earliest)
+    assert more >= 5
 
 
 def test_a_cap_holds_a_peak_of_its_size():

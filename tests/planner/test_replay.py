@@ -17,14 +17,14 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
-from omnibal.pipeline.level_costs import side_by_side
+from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import once_a_step, stage_times
-from omnibal.pipeline.stage_memory import GIB, memory_tables, stage_memories
-from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts
+from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
+from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan, PlannedLevel
 from omnibal.planner import make_plan
@@ -336,12 +336,11 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         heaviest = max(peaks[rows] for rows in chosen)
         assert heaviest == pytest.approx(max(peaks.values())) and heaviest > min(peaks.values())
         assert heaviest / GIB == pytest.approx(memories[index].activations_gib)
-        needed = []
-        for rows in chosen:
-            own = list(rows)
-            tables = memory_tables(cost, features[own], packs.slot[own], len(stages))
-            needed.append(tables[index].peak_bytes(*units_of(stage)))
-        assert max(needed) / GIB == pytest.approx(memories[index].peak_gib)
+        passes = running_passes(features, packs.slot, len(stages), index)
+        in_passes = memory_table(cost, passes).stage_bytes(unit_runs(cost.kinds, [stage]))
+        needed = in_passes.reshape(2, -1)[:, [row for rows in chosen for row in rows]].max()
+        memory = memories[index]
+        assert needed / GIB == pytest.approx(memory.activations_gib + memory.transient_gib)
         assert len(set(chosen)) == len(chosen) <= 2
 
 
@@ -350,18 +349,18 @@ def test_heaviest_packs_are_found_at_their_own_levels(small: Job, two_levels: Jo
     plan, cost, workload = two_levels.plan, two_levels.cost, two_levels.workload
     lighter = 0
     for stage, memory in enumerate(stage_memories(cost, plan.stages_at_levels, workload)):
-        chosen = heaviest_rows(cost, plan, stage, workload)
-
-        def peak_gib(rows: np.ndarray, stage: int = stage) -> float:
-            alone = stage_memories(cost, plan.stages_at_levels, workload.rows(rows))
-            return alone[stage].peak_gib
-
-        assert max(map(peak_gib, chosen)) == pytest.approx(memory.peak_gib)
+        most_gib = memory.activations_gib + memory.transient_gib
+        features = features_of(workload, cost)
+        passes = running_passes(features, workload.slot, len(plan.stages), stage)
+        at_levels = [stages[stage] for stages in plan.stages_at_levels]
+        table = memory_table(cost, passes)
+        needed = table.stage_bytes(unit_runs(cost.kinds, at_levels)).reshape(2, -1) / GIB
+        chosen = np.concatenate(heaviest_rows(cost, plan, stage, workload))
+        assert needed[:, chosen].max() == pytest.approx(most_gib)
         windows = heaviest_windows(cost, plan, stage, workload)
-        state = memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
-        assert windows[0].predicted_gib == pytest.approx(memory.peak_gib - state)
+        assert windows[0].predicted_gib == pytest.approx(most_gib)
         # Where the peak would be, had no pack recomputed anything.
         none = plan.model_copy(update={"levels": ()})
-        others = heaviest_rows(small.cost, none, stage, small.workload)
-        lighter += max(map(peak_gib, others)) < memory.peak_gib
+        others = np.concatenate(heaviest_rows(small.cost, none, stage, small.workload))
+        lighter += needed[:, others].max() < most_gib
     assert lighter, "levels change no peak"

@@ -154,7 +154,7 @@ def test_a_second_encoder_is_paid_for_beside_the_first():
             given = vector(THREE, **sizes, **items) @ getattr(cost, field)
             assert given == pytest.approx(vector(model, **sizes, **items) @ getattr(other, field))
     # Words, tiles and clips are all put in place, each for what its tokens take.
-    embed = together.units["language_embed"].activation_bytes
+    embed = together.units["language_embed"].transient_bytes.max(axis=0)
     width = 2 * VISION.language.hidden_size
     assert vector(THREE, tiles=1) @ embed - vector(THREE) @ embed == 256 * width
     assert vector(THREE, clips=1) @ embed - vector(THREE) @ embed == 750 * width

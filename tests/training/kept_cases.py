@@ -1,23 +1,29 @@
-"""What units keep on a pretended device, line by line: python tests/training/kept_cases.py.
+"""What units keep on a pretended device, line by line, and need while they run backward:
+python tests/training/kept_cases.py.
 
 Layers are those of real models at real size, of which the middle one of three is looked at.
 """
 
+import gc
 import warnings
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from toy import OPTIONS
 
-from megatron.vlm.measure.pretended.memory import BLOCK_BYTES
+from megatron.vlm.measure.pretended.memory import BLOCK_BYTES, Label, MemoryTracker
 from megatron.vlm.measure.pretended.mode import Pretence, pretended_cuda
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.replay import standing_in
+from megatron.vlm.model.flash_attention import takes_groups
 from megatron.vlm.step.train import build_trainer
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import kept_lines
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
@@ -26,8 +32,18 @@ from omnibal.units import feature_names
 CLUSTER = load_cluster("h100-80g")
 SEGMENTS, TILES, LOSS_TOKENS = (2048, 1024, 1024), 3, 1000
 LAYERS = 3
+ROUNDING = 1 << 18
+"""Bytes that sums of a whole model's tensors may differ by."""
 INPUTS = ("scaled_add", "aten.add", "aten.clone")
 """What ends a layer, whose output is the next one's input, and what shuffles the projector's."""
+
+MODULES = {
+    "vision_embed": "vision_embedding",
+    "projector": "projector",
+    "language_embed": "embedding",
+    "head": "head",
+}
+"""Modules of units that are no layers."""
 
 UNITS = {
     "vision_layer": "vision.layers.1",
@@ -64,8 +80,18 @@ def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str
     )  # fmt: skip
 
 
-def kept_on_device(pretence: Pretence, plan: Plan) -> dict[tuple[str, str], int]:
-    """Bytes that are there after a forward and were not before, by module and operation."""
+@dataclass(frozen=True)
+class OnDevice:
+    """What a micro-batch makes of a device's memory."""
+
+    kept: dict[tuple[str, str], int]
+    """Bytes that are there after its forward and were not before, by module and operation."""
+    most_backward: dict[str, int]
+    """Most bytes besides those before it while a unit runs backward, by the unit's module."""
+
+
+def on_device(pretence: Pretence, plan: Plan) -> OnDevice:
+    """Run a micro-batch forward and backward."""
     with standing_in(plan.parallel, 0) as links:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
         pretence.device.places.name(trainer.stage)
@@ -73,13 +99,25 @@ def kept_on_device(pretence: Pretence, plan: Plan) -> dict[tuple[str, str], int]
         batch = random_batch(plan.model, tiles, SEGMENTS, LOSS_TOKENS, plan.stages[0])
         fields = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
         batch = replace(batch, **{name: pretence.fake(each) for name, each in fields.items()})
-        before = pretence.device.memory.live()
+        memory = pretence.device.memory
+        gc.collect()  # the model of the case before
+        before, before_bytes = memory.live(), memory.now_bytes
         output = trainer.model(batch.to(torch.device("cuda")))
         found: dict[tuple[str, str], int] = defaultdict(int)
-        for label, (_, size) in pretence.device.memory.live().items():
+        for label, (_, size) in memory.live().items():
             found[label.where, label.operation] += size - before.get(label, (0, 0))[1]
-        assert output.requires_grad
-    return found
+        most: dict[str, int] = defaultdict(int)
+        count, memory.settle = memory.settle, partial(_settle, memory, most)
+        output.backward()
+        memory.settle = count
+    return OnDevice(found, {unit: size - before_bytes for unit, size in most.items()})
+
+
+def _settle(memory: MemoryTracker, most: dict[str, int], label: Label, working: int = 0) -> None:
+    """Note what is there in place of comparing it with the highest moment."""
+    tower, _, rest = label.where.partition(".layers.")
+    unit = f"{tower}.layers.{rest.partition('.')[0]}" if rest else tower.partition(".")[0]
+    most[unit] = max(most[unit], memory.now_bytes + working)
 
 
 def maker(where: str, operation: str) -> str:
@@ -95,7 +133,7 @@ def maker(where: str, operation: str) -> str:
 def check(pretence: Pretence, name: str, *layout: object) -> None:
     """Every line of the cost model's table is what the device has, to its blocks."""
     plan = one_stage(name, *layout)
-    found = kept_on_device(pretence, plan)
+    found = on_device(pretence, plan)
     sizes = {
         "fixed": 1, "tiles": TILES, "tokens": sum(SEGMENTS), "loss_tokens": LOSS_TOKENS,
         "squared_tokens": sum(tokens**2 for tokens in SEGMENTS),
@@ -108,14 +146,61 @@ def check(pretence: Pretence, name: str, *layout: object) -> None:
         expected: dict[str, float] = defaultdict(float)
         for line in lines[unit]:
             expected[line.made_by] += float(features @ line.bytes)
+        if unit == "language_layer" and copies_keys(plan):
+            copy_for_every_head(plan, expected)
         allocated: dict[str, int] = defaultdict(int)
-        for (where, operation), size in found.items():
+        for (where, operation), size in found.kept.items():
             if size and (where == prefix or where.startswith(f"{prefix}.")):
                 allocated[maker(where[len(prefix) + 1 :], operation)] += size
         what = (name, *layout, unit)
         assert set(allocated) == set(expected), (what, dict(allocated), dict(expected))
         for made, size in allocated.items():
             assert abs(size - expected[made]) <= 4 * BLOCK_BYTES, (what, made, size, expected[made])
+    if not copies_keys(plan):
+        check_working(plan, features, found.most_backward)
+
+
+def copies_keys(plan: Plan) -> bool:
+    """Whether this torch has keys and values copied for every head, which the table leaves out."""
+    language = plan.model.language
+    return language.heads != language.kv_heads and not takes_groups(varlen_attn)
+
+
+def copy_for_every_head(plan: Plan, expected: dict[str, float]) -> None:
+    """Attention keeps the copies, and nothing the keys and values that they are of."""
+    language = plan.model.language
+    all_heads_bytes = 2 * sum(SEGMENTS) * language.hidden_size // plan.parallel.tensor * 2
+    of_groups_bytes = all_heads_bytes * language.kv_heads // language.heads
+    expected["self_attention.split_and_rotate"] -= of_groups_bytes
+    expected["self_attention.core_attention"] += all_heads_bytes
+
+
+def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> None:
+    """Every unit's backward needs what it works with besides what it and those before it keep."""
+    cost = JobSpec(
+        model=plan.model, cluster=plan.cluster, parallel=plan.parallel, precision="bf16",
+        frozen=plan.frozen,
+    ).cost  # fmt: skip
+    shared = max(features @ unit.shared_bytes for unit in cost.units.values())
+    # Places of images and both tables of the rotary embedding, which no unit counts.
+    besides = 2 * sum(SEGMENTS) * 128 * 2 + ROUNDING
+    kept, looked_at = 0.0, 0
+    for kind in cost.kinds:
+        unit = cost.units[kind.name]
+        for layer in range(LAYERS if kind.is_layer else 1):
+            kept += features @ unit.activation_bytes
+            name = f"{kind.tower}.layers.{layer}" if kind.is_layer else MODULES[kind.name]
+            needed = kept + max(unit.transient_bytes @ features) + shared
+            # The loss, whose backward is the head's first moment, is none of its modules'.
+            measured = max(most[name], most[""]) if name == "head" else most.get(name)
+            if unit.has_backward and measured is not None:
+                looked_at += 1
+                unasked_of = name == "embedding" and "projector" in plan.frozen
+                difference = measured - needed
+                # Counted though no frozen encoder asks for it: the gradient of its features.
+                unasked = features @ cost.units["projector"].output_bytes if unasked_of else 0
+                assert -ROUNDING - unasked <= difference <= besides, (plan, name, difference)
+    assert looked_at > LAYERS
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kept_cases import copies_keys
 from torch.nn.attention.varlen import varlen_attn
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
@@ -23,6 +24,7 @@ from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in,
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.train import build_trainer
 from omnibal.config import load_cluster, load_model
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
@@ -31,14 +33,17 @@ from omnibal.levels import Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.stage import joined
+from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan, PlannedLevel
 from omnibal.plan_data import MockData, SampleData
 from omnibal.planner import PlanRequest, make_plan, prediction_of
 from omnibal.pretended import PretendedStage, heaviest_windows
 
 MIB = 1 << 20
+MOST_DEVIATION = 0.001
+"""Of predicted from allocated peaks."""
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -108,10 +113,15 @@ def attention() -> None:
         before = torch.cuda.memory_allocated()
         out = heads(*vision)
         assert torch.cuda.memory_allocated() - before <= 2 * 4 * 64 * (128 * 2 + 4) + 4 * 512
-        assert any(
-            one.operation == "aten::_scaled_dot_product_flash_attention"
+        heads(vision[0], vision[1][:, :2], vision[2][:, :2], is_causal=True, enable_gqa=True)
+        [flash] = [
+            one
             for one in pretence.device.counts.operations()
-        )
+            if one.operation == "aten::_scaled_dot_product_flash_attention"
+        ]
+        # Two products of all pairs, and of half of them, also where heads share keys.
+        pairs = 2 * 4 * 64 * 64
+        assert round(flash.tflop * 1e12) == round(1.5 * 2 * 2 * pairs * 128), flash
 
 
 def refusals() -> None:
@@ -194,6 +204,8 @@ class Layout:
     recompute: RecomputeRule = RecomputeRule.NONE
     tied: bool = False
     stages: int = 1
+    edited: bool = False
+    """Whether every tower's last layer of a stage, and no other, is recomputed."""
 
 
 LAYOUTS = (
@@ -203,11 +215,18 @@ LAYOUTS = (
     Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2),
     Layout(model="internvl-chat-1.5-6b-20b", tensor=2, recompute=RecomputeRule.FULL),
     Layout(model="internvl-chat-1.5-6b-20b", tensor=4, sequence=True, frozen=("vision",)),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2, edited=True),
+    Layout(model="internvl2.5-8b", stages=2, edited=True),
     Layout(model="internvl2.5-78b", tensor=8, sequence=True, recompute=RecomputeRule.CHEAPEST),
     Layout(model="internvl2.5-8b", frozen=("vision", "language"), stages=2),
     Layout(model="llama3.1-8b", tensor=2, sequence=True, vision=0),
     Layout(model="qwen2.5-32b", tensor=4, vision=0, recompute=RecomputeRule.FULL),
 )
+
+
+def _with_last_recomputed(stage: Stage) -> Stage:
+    spans = [span for span in stage.units if span.layers]
+    return stage.model_copy(update={"recompute": joined(span.units[-1] for span in spans)})
 
 
 def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
@@ -229,11 +248,20 @@ def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
     searched = layout.recompute == RecomputeRule.CHEAPEST
     method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER
     request = PlanRequest(job=job, data=data, method=method, recompute=layout.recompute)
-    return make_plan(request).plan, data.schedule(job)
+    plan, scheduled = make_plan(request).plan, data.schedule(job)
+    if layout.edited:
+        stages = [_with_last_recomputed(stage) for stage in plan.stages]
+        plan = plan.model_copy(update={"stages": tuple(stages)})
+        features = pack_features(scheduled[0].packs, scheduled[1], job.cost.features)
+        workload = Workload.of(scheduled[0], features, plan.parallel.data)
+        prediction = prediction_of(plan, job, scheduled[0], workload)
+        plan = plan.model_copy(update={"prediction": prediction})
+    return plan, scheduled
 
 
 def whole_stages() -> None:
-    """State to the byte, and a peak whose contents add up, of stages of many layouts."""
+    """State to the byte, a peak as it is predicted, and whose contents add up, of stages of many
+    layouts."""
     for layout in LAYOUTS:
         plan, (packs, lengths) = plan_of(layout)
         job = job_of(plan)
@@ -243,6 +271,9 @@ def whole_stages() -> None:
             windows = heaviest_windows(job.cost, plan, stage, workload)[:1]
             load = random_rows(plan, stage, packs, lengths)
             counted = pretend_stage(plan, stage, windows, load, lambda: None)
+            if not copies_keys(plan):
+                deviation = counted.deviation or 1.0
+                assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
             total = sum(part.gib for part in counted.contents)
             assert abs(total - counted.allocated_gib) < 1e-9, layout
             assert counted.peak_phase in ("forward", "backward", "optimizer"), layout
@@ -262,7 +293,11 @@ def levels() -> None:
         windows = heaviest_windows(cost, plan, stage, workload)
         load = random_rows(plan, stage, packs, lengths)
         counted = pretend_stage(plan, stage, windows, load, lambda: None)
-        assert abs(counted.deviation) < 0.01, (stage, counted.deviation)
+        # Tensors on the links are predicted as large as the run's largest: up to two here.
+        largest_bytes = packs.tokens.max() * plan.model.language.hidden_size * 2
+        too_much = counted.predicted_gib - counted.allocated_gib
+        rounding = MOST_DEVIATION * counted.allocated_gib
+        assert -rounding < too_much < rounding + 2 * largest_bytes / 2**30, (stage, too_much)
         none, every = (memories[stage].peak_gib for memories in both)
         apart = min(none - counted.predicted_gib, counted.predicted_gib - every)
         assert abs(counted.allocated_gib - counted.predicted_gib) < apart / 5, "levels count little"

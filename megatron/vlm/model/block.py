@@ -3,7 +3,7 @@
 Shapes: S sequence, B batch, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
 from megatron.vlm.model.shared_attention import SharedAttention
+
+
+def _for_gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The layer's forward for core's checkpoint, which when it runs again needs its graph alone."""
+
+    def run_for_gradient(hidden_SBH: torch.Tensor) -> torch.Tensor:
+        output_SBH = run(hidden_SBH)
+        if torch.is_grad_enabled():
+            # Only the next layer needs it, and has had it. Autograd asks for its shape.
+            output_SBH.data = output_SBH.new_empty(1).expand(output_SBH.shape)
+        return output_SBH
+
+    return run_for_gradient
 
 
 class PlannedBlock(TransformerBlock):
@@ -114,7 +127,7 @@ class PlannedBlock(TransformerBlock):
                 )[0]
 
             if is_again:
-                hidden_states = tensor_parallel.checkpoint(run, False, hidden_states)
+                hidden_states = tensor_parallel.checkpoint(_for_gradient(run), False, hidden_states)
             else:
                 hidden_states = run(hidden_states)
         return hidden_states

@@ -47,7 +47,7 @@ def attend_flash(
 
     heads_per_group = query_TND.shape[1] // key_TGD.shape[1]
     options = {}
-    if heads_per_group > 1 and _takes_groups(varlen_attn):
+    if heads_per_group > 1 and takes_groups(varlen_attn):
         options["enable_gqa"] = True
     elif heads_per_group > 1:
         key_TGD, value_TGD = (x.repeat_interleave(heads_per_group, 1) for x in (key_TGD, value_TGD))
@@ -65,6 +65,7 @@ def attend_flash(
 
 
 @functools.cache
-def _takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
-    """Whether the kernel supports grouped-query attention; not in torch 2.11."""
+def takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
+    """Whether the kernel supports grouped-query attention; not in torch 2.11, where layers keep a
+    copy of keys and values for every head, which no plan counts."""
     return "enable_gqa" in inspect.signature(attention).parameters

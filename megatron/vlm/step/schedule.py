@@ -281,6 +281,8 @@ class _StageRun:
         if self.links.is_last:
             self.results.append(output.detach().clone() if trains else output)
         if trains:
+            if self.input_gradients is None:
+                received = None  # whose memory is free, but for what layers keep of it
             self.kept[micro_batch] = (received, output)
 
     def _backward(self, micro_batch: int) -> None:

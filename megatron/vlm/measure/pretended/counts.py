@@ -107,7 +107,33 @@ def _packed_backward(args: Sequence[Any]) -> float:
     return _packed_attention(shifted, 5) / (2 if args[10:11] == (True,) else 1)
 
 
+def _attention(query: torch.Tensor, key: torch.Tensor, products: int, is_causal: bool) -> float:
+    """FLOPs of `products` matrix products of all pairs of positions, [B, N, S, D] and [B, G, K, D];
+    torch's own count knows no heads that share keys in every release."""
+    return 2.0 * products * query.numel() * key.shape[2] / (2 if is_causal else 1)
+
+
+def _flash_forward(args: Sequence[Any]) -> float:
+    return _attention(args[0], args[1], 2, args[4:5] == (True,))
+
+
+def _efficient_forward(args: Sequence[Any]) -> float:
+    return _attention(args[0], args[1], 2, args[6:7] == (True,))
+
+
+def _flash_backward(args: Sequence[Any]) -> float:
+    return _attention(args[1], args[2], 5, args[11:12] == (True,))
+
+
+def _efficient_backward(args: Sequence[Any]) -> float:
+    return _attention(args[1], args[2], 5, args[11:12] == (True,))
+
+
 _FLOPS: dict[str, Callable[[Sequence[Any]], float]] = {
+    "aten::_scaled_dot_product_flash_attention": _flash_forward,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention": _efficient_forward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "torch_attn::_varlen_attn": _packed_forward,
     "torch_attn::_varlen_attn_backward": _packed_backward,
 }
