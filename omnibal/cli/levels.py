@@ -71,15 +71,18 @@ class LevelOptions:
             )
 
     def with_levels(
-        self, job: "JobSpec", data: "SampleData", *, is_joint: bool
+        self, job: "JobSpec", data: "SampleData", *, may_lower: bool, is_joint: bool
     ) -> "SampleData | None":
-        """The data with the levels that were asked for; None where packs are of one level.
+        """The data with the levels that were asked for; None where every pack is one rank's.
 
         Args:
             job: whose predicted time decides.
             data: whose caps are those of the longest packs.
+            may_lower: whether the longest packs may be smaller, as no caps were given.
             is_joint: whether stages and recomputation are searched for together; levels need that.
         """
+        from omnibal.levels import FillRule
+
         count = self.count
         if not is_joint and self.levels not in (_AUTO, "1"):
             raise UserError(
@@ -88,31 +91,33 @@ class LevelOptions:
                 "--levels 1"
             )
         by_default = self.levels == _AUTO and not is_joint
-        found = None if by_default or count == 1 else self._found(job, data, count)
+        data = replace(data, curriculum_steps=self.curriculum_steps)
+        found = None if by_default or count == 1 else self._found(job, data, count, may_lower)
+        if self.curriculum_steps and (found is None or len(found.levels) < 2):
+            raise UserError(
+                f"--curriculum-steps {self.curriculum_steps} was given, and packs are of one "
+                "level, which none is shorter than: leave it out, or give --levels 2"
+            )
         if found is None or not found.levels:
-            if self.curriculum_steps:
-                raise UserError(
-                    f"--curriculum-steps {self.curriculum_steps} was given, and packs are of one "
-                    "level, which none is shorter than: leave it out, or give --levels 2"
-                )
             return None
-        from omnibal.levels import FillRule
-
+        if len(found.levels) == 1 and found.levels[0].context == 1:
+            return None if may_lower else replace(data, caps=found.levels[0].caps)
         return replace(
             data,
             levels=found.levels,
             caps=found.levels[-1].caps,
             packs_per_step=found.micro_batches * job.parallel.data,
             fill=FillRule.GREEDY if self.levels == _HBP else FillRule.COST,
-            curriculum_steps=self.curriculum_steps,
         )
 
-    def _found(self, job: "JobSpec", data: "SampleData", count: int | None) -> "LevelTrial | None":
+    def _found(
+        self, job: "JobSpec", data: "SampleData", count: int | None, may_lower: bool
+    ) -> "LevelTrial | None":
         """The levels to plan with; None where one level is best without a search."""
         from omnibal.data.scan_pool import usable_cores
         from omnibal.search import levels as search
 
-        request = search.LevelRequest(job=job, data=data, exactly=count)
+        request = search.LevelRequest(job=job, data=data, may_lower=may_lower, exactly=count)
         if self.levels == _HBP:
             with status("estimating packs of every length"):
                 return search.hbp_search(request).ranking[0]
@@ -137,7 +142,8 @@ def _search_notes(found: "LevelSearch") -> list[str]:
     others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
     if others:
         slower = others[0].ms_per_sample / best.ms_per_sample - 1
-        notes.append(f"the best of another number of levels is {slower:.1%} slower")
+        words = "faster, too little to be taken" if slower < 0 else "slower"
+        notes.append(f"the best of another number of levels is {abs(slower):.1%} {words}")
     assert found.gap is not None
     notes.append(
         f"of {found.sets} sets of sizes none can be more than {found.gap:.1%} faster, by a bound "

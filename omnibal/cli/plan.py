@@ -258,7 +258,8 @@ def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -
     packs_per_step = job.parallel.data * data.micro_batches
     top = caps or top_caps(samples, limited_features(job.model))
     whole = data.packed(samples, top, packs_per_step)
-    found = data.with_levels(job, whole, is_joint=partition.is_joint)
+    is_joint = partition.is_joint
+    found = data.with_levels(job, whole, may_lower=caps is None, is_joint=is_joint)
     return found or data.packed(samples, caps or _find_caps(job, samples, data), packs_per_step)
 
 

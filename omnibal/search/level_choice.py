@@ -7,7 +7,7 @@ enough for the fullest share to fit.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,7 +19,7 @@ from omnibal.cost.shares import part_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange, CutRule, Level
+from omnibal.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
 from omnibal.limits import Caps
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.units import unit_names
@@ -31,6 +31,14 @@ _FORMS = (
     (CutRule.CONTIGUOUS, ContextExchange.HEADS),
 )
 """Cuts and exchanges that are tried. Where heads are exchanged, attention is balanced by itself."""
+_LEAST_SHARE_TOKENS = 1_024
+"""Least tokens that a rank has of a full pack: smaller shares are not looked at."""
+GOOD_SHARE_TOKENS = 4_096
+"""Packs are divided into smaller shares only where larger ones do not fit: kernels' fixed times, of
+which counted costs have little, are not to outweigh the recomputation that is saved. It is the
+smallest share of HBP's table 19."""
+_MOST_WORSE = 2
+"""Context sizes in a row that may be slower than the best one before larger ones are given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,16 +107,29 @@ def attention_weight(job: JobSpec) -> float:
     return attention / float(whole.pass_ms[job.cost.features.index("tokens")])
 
 
-def possible_contexts(job: JobSpec) -> list[int]:
-    """Context sizes that blocks of the job's data-parallel ranks may have: powers of two."""
+def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
+    """Context sizes that blocks of the job's data-parallel ranks may have: powers of two.
+
+    Args:
+        caps: of packs, whose shares are to be no smaller than is of use; None for all sizes.
+    """
     ranks = job.parallel.data
-    return [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
+    most = MAX_CONTEXT
+    if caps is not None:
+        most = min(most, max(caps["tokens"] // _LEAST_SHARE_TOKENS, 1))
+    powers = (1 << power for power in range(ranks.bit_length()))
+    return [context for context in powers if context <= most and ranks % context == 0]
+
+
+def has_good_shares(level: Level) -> bool:
+    """Whether a rank's share of a full pack is large enough to be chosen without need."""
+    return level.caps["tokens"] >= GOOD_SHARE_TOKENS * level.context
 
 
 def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
     """Yield a level of these caps with every context size, cut and exchange that is tried."""
     weight = attention_weight(job)
-    for context in possible_contexts(job) if contexts is None else contexts:
+    for context in possible_contexts(job, caps) if contexts is None else contexts:
         if context == 1:
             yield Level(caps=caps)
             continue
@@ -156,9 +177,36 @@ def best_form(
 
     Of equal ones it is the one of the smallest context size.
     """
-    found: tuple[float, Level] | None = None
-    for level in level_forms(job, caps, contexts):
-        taken_ms = estimated_ms(job, level, packs, lengths, micro_batches)
-        if np.isfinite(taken_ms) and (found is None or taken_ms < found[0]):
-            found = taken_ms, level
-    return found
+
+    def best_at(context: int) -> tuple[float, Level | None]:
+        forms = level_forms(job, caps, [context])
+        timed = [(estimated_ms(job, form, packs, lengths, micro_batches), form) for form in forms]
+        return min(timed, key=lambda pair: pair[0], default=(np.inf, None))
+
+    if contexts is None:
+        contexts = possible_contexts(job, caps)
+    found_ms, level = best_of_rising(best_at(context) for context in contexts)
+    return None if level is None else (found_ms, level)
+
+
+def best_of_rising(
+    timed: Iterable[tuple[float, Level | None]],
+) -> tuple[float, Level | None]:
+    """The least finite time of rising context sizes, and what takes it; infinite if there is none.
+
+    Times fall with the context size, as less is recomputed, and then rise, as more is exchanged:
+    after two that are slower than the best, or where shares would be small without need, no more
+    are looked at.
+    """
+    least_ms, worse = np.inf, 0
+    best: Level | None = None
+    for taken_ms, form in timed:
+        if best is not None and form is not None and not has_good_shares(form):
+            break
+        if taken_ms < least_ms:
+            least_ms, best, worse = taken_ms, form, 0
+        elif best is not None:
+            worse += 1
+            if worse == _MOST_WORSE:
+                break
+    return least_ms, best

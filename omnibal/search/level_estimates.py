@@ -20,10 +20,12 @@ from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_choice import (
     WholeModel,
     best_form,
+    best_of_rising,
     estimated_ms,
     level_forms,
     possible_contexts,
 )
+from omnibal.search.level_trial import as_data_has
 
 MAX_SEARCHED = 4
 """Most levels of a set, as in HBP."""
@@ -82,7 +84,10 @@ class LevelEstimates:
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
     def near(self, exactly: int | None, most: int) -> list[tuple[Level, ...]]:
-        """Sets whose estimate is near the least, HBP's, and one level on one rank, the simplest."""
+        """Sets whose estimate is near the least, and one level on one rank, the simplest.
+
+        There are none where no set is estimated to fit.
+        """
         steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
         best = {step: self._best(step) for step in steps}
         estimated = []
@@ -95,12 +100,44 @@ class LevelEstimates:
         if not estimated:
             return []
         limit = _NEAR * estimated[0][0]
-        near = [levels for ms, levels in estimated if ms <= limit][: most - 2]
+        near = [levels for ms, levels in estimated if ms <= limit][: most - 1]
         if exactly in (None, 1):
             near.append((Level(caps=self.caps[-1]),))
-        if exactly is None:
-            near.append(self.by_hbp())
-        return [as_data_has(levels) for levels in near]
+        return [as_data_has(levels, self.data.caps) for levels in near]
+
+    def tops(self, *, may_lower: bool) -> list[tuple[Level, ...]]:
+        """One level at every context size, for samples that make few packs or hardly fit.
+
+        Args:
+            may_lower: whether also of less tokens than the top caps have.
+        """
+        every = self._lower_tops() if may_lower else [self.data.caps]
+        found = []
+        for caps in every:
+            for context in possible_contexts(self.job, caps):
+                best = self._best((None, caps), [context])
+                if best is not None:
+                    found.append(as_data_has((best[1],), self.data.caps))
+        return found
+
+    def most_shared(self) -> tuple[Level, ...]:
+        """One level whose packs are shared by as many ranks as can."""
+        context = possible_contexts(self.job, self.data.caps)[-1]
+        level = next(level_forms(self.job, self.data.caps, [context]))
+        return as_data_has((level,), self.data.caps)
+
+    def _lower_tops(self) -> list[Caps]:
+        """The top caps, lower ones, and about the lowest that hold every sample."""
+        top, least = self.data.caps, self.data.least_caps()
+        lowest = -(-least["tokens"] // _TOKENS_UNIT) * _TOKENS_UNIT
+        middle = -(-(lowest + top["tokens"]) // 2 // _TOKENS_UNIT) * _TOKENS_UNIT
+        found = [top]
+        for tokens in (middle, lowest):
+            if tokens < found[-1]["tokens"]:
+                caps = scaled(top, tokens)
+                others = {name: max(caps[name], least[name]) for name in top.names[:-1]}
+                found.append(Caps.of(**others, tokens=tokens))
+        return found
 
     def moves(self, levels: tuple[Level, ...]) -> Iterator[tuple[Level, ...]]:
         """Yield the set with one level of other caps or another context size, in its best form."""
@@ -109,10 +146,10 @@ class LevelEstimates:
         for place, (level, step) in enumerate(zip(levels, _steps(caps), strict=True)):
             before, after = levels[:place], levels[place + 1 :]
             for context in (level.context // 2, level.context * 2):
-                if context in possible_contexts(self.job):
+                if context in possible_contexts(self.job, level.caps):
                     found = self._best(step, [context])
                     if found is not None:
-                        yield as_data_has((*before, found[1], *after))
+                        yield as_data_has((*before, found[1], *after), self.data.caps)
             for factor in _CAP_MOVES if after else ():
                 moved = self._moved(level.caps, factor)
                 least = before[-1].caps["tokens"] if before else 0
@@ -128,20 +165,15 @@ class LevelEstimates:
             some = self._some((None, caps))
             if some is None:
                 continue
-            packs, lengths = some
-            for context in possible_contexts(self.job):
-                level = self._hbp_form(caps["tokens"], context)
-                taken_ms = estimated_ms(self.job, level, packs, lengths, self._micro_batches)
-                if np.isfinite(taken_ms):
-                    mean_ms = taken_ms / float(lengths.tokens.sum())
-                    profiled.append(
-                        ProfiledLength(tokens=caps["tokens"], context=context, ms=mean_ms)
-                    )
+            fastest_ms, level = best_of_rising(self._hbp_times(caps, *some))
+            if level is not None:
+                tokens, mean_ms = caps["tokens"], fastest_ms / float(some[1].tokens.sum())
+                profiled.append(ProfiledLength(tokens=tokens, context=level.context, ms=mean_ms))
         levels = [self._hbp_form(*chosen) for chosen in hbp_levels(profiled)]
         own = own_samples(self.data.lengths, [level.caps for level in levels])
         # A level without samples of its own makes no packs.
         kept = (level for level, count in zip(levels, own, strict=True) if count)
-        return as_data_has(tuple(kept))
+        return as_data_has(tuple(kept), self.data.caps)
 
     @property
     def _micro_batches(self) -> int:
@@ -150,6 +182,14 @@ class LevelEstimates:
     def _moved(self, caps: Caps, factor: float) -> Caps:
         tokens = round(caps["tokens"] * factor / _TOKENS_UNIT) * _TOKENS_UNIT
         return scaled(self.caps[-1], max(tokens, 1))
+
+    def _hbp_times(
+        self, caps: Caps, packs: Packs, lengths: Lengths
+    ) -> Iterator[tuple[float, Level]]:
+        """Estimated ms and level of every context size, of which HBP keeps the fastest."""
+        for context in possible_contexts(self.job, caps):
+            level = self._hbp_form(caps["tokens"], context)
+            yield estimated_ms(self.job, level, packs, lengths, self._micro_batches), level
 
     def _hbp_form(self, tokens: int, context: int) -> Level:
         """A level with the exchange of heads where they divide, as HBP has it, else by gather."""
@@ -196,11 +236,6 @@ class LevelEstimates:
 
 def _steps(caps: Sequence[Caps]) -> list[Step]:
     return list(zip((None, *caps[:-1]), caps, strict=True))
-
-
-def as_data_has(levels: tuple[Level, ...]) -> tuple[Level, ...]:
-    """Levels as `SampleData` has them: none where there is one, of context size 1."""
-    return () if len(levels) == 1 and levels[0].context == 1 else levels
 
 
 def own_samples(lengths: Lengths, caps: Sequence[Caps]) -> np.ndarray:

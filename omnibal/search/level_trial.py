@@ -1,5 +1,6 @@
 """Trial of a set of levels: its packs, its steps, and what these take when simulated."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
+from omnibal.limits import Caps
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import once_a_step, workload_times
@@ -19,6 +21,8 @@ from omnibal.plan_data import SampleData
 
 _SEARCHED_STEPS = 8
 """Steps that stages are searched for in a trial; all are simulated."""
+_LEAST_ROWS = 4
+"""Rows of full packs, each on one rank, that the samples of a trial make, if there are so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,7 +30,7 @@ class LevelTrial:
     """A set of levels, simulated."""
 
     levels: tuple[Level, ...]
-    """Empty for one level of context size 1."""
+    """Those that have packs; empty for one level of context size 1 at the top caps."""
     ms_per_sample: float
     """Time per sample of all ranks together."""
     packs: tuple[int, ...]
@@ -47,30 +51,48 @@ class LevelTrials:
     tokens_per_step: float
     """Tokens of one rank in a step, about equally many in all trials: larger packs are not taken
     for making fewer steps of more samples."""
+    longest: Caps
+    """Least caps that hold every sample of the plan, of which there are not all in a trial."""
+    curriculum_steps: float = 0
+    """First steps of packs of the shortest level alone, as a part of them where samples are."""
 
     def drawn(self, samples: int) -> "LevelTrials":
-        """Take so many of the samples, drawn at random, and pack them by ISF, which is fast."""
-        lengths = draw_samples(self.data.lengths, samples, self.data.seed)
+        """Take so many of the samples, drawn at random, and pack them by ISF, which is fast.
+
+        More are taken where these make too few packs for all ranks.
+        """
+        row_tokens = self.job.parallel.data * self.data.caps["tokens"]
+        least = math.ceil(_LEAST_ROWS * row_tokens / float(self.data.lengths.tokens.mean()))
+        lengths = draw_samples(self.data.lengths, max(samples, least), self.data.seed)
         data = replace(
             self.data, lengths=lengths, packing=PackingMethod.ISF, epochs=1, curriculum_steps=0
         )
-        return replace(self, data=data)
+        part = len(lengths) / len(self.data.lengths)
+        return replace(self, data=data, curriculum_steps=part * self.curriculum_steps)
 
-    def __call__(self, levels: tuple[Level, ...]) -> tuple[tuple[Level, ...], LevelTrial | str]:
-        """Try a set of levels, or say why it cannot be used."""
+    def __call__(
+        self, levels: tuple[Level, ...]
+    ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
+        """Try a set of levels, of which those without packs are left out, or say why it cannot be
+        used."""
         try:
             return levels, self._tried(levels)
         except UserError as error:
-            return levels, str(error)
+            return levels, error
 
     def _tried(self, levels: tuple[Level, ...]) -> LevelTrial:
         job, data = self.job, replace(self.data, levels=levels)
         (packed,) = data.packed(job)
+        of_packs = levels_of_packs(packed, data.lengths, levels)
+        in_use = levels_in_use(levels, of_packs, self.longest)
+        if in_use != levels:
+            return self._tried(as_data_has(in_use, self.data.caps))
         contexts = np.array([level.context for level in levels] or [1])
-        shares = int(contexts[levels_of_packs(packed, data.lengths, levels)].sum())
+        shares = int(contexts[of_packs].sum())
         mean_tokens = float(data.lengths.tokens.mean())
         share_tokens = mean_tokens * len(data.lengths) / shares
         micro_batches = max(round(self.tokens_per_step / share_tokens), 1)
+        self._check_curriculum(levels, int((of_packs == 0).sum()), micro_batches)
         data = replace(data, packs_per_step=micro_batches * job.parallel.data)
         packs, lengths = data.drawn(job, [packed]).schedule(job)
         workload = job.workload(packs, lengths, levels)
@@ -101,10 +123,64 @@ class LevelTrials:
             ),
         )
 
+    def _check_curriculum(
+        self, levels: tuple[Level, ...], shortest: int, micro_batches: int
+    ) -> None:
+        """Refuse levels whose shortest has too few packs for the curriculum."""
+        if not self.curriculum_steps:
+            return
+        if len(levels) < 2:
+            raise UserError(
+                "a curriculum begins with packs of the shortest level, and there is one level; "
+                "leave --curriculum-steps out"
+            )
+        rows = shortest * levels[0].context // self.job.parallel.data
+        share = min(rows / micro_batches / self.curriculum_steps, 1)
+        if share < 1:
+            raise UserError(
+                f"packs of the shortest level are enough for about {share:.0%} of the curriculum; "
+                "give fewer --curriculum-steps"
+            )
 
-def shorter_first(trials: Sequence[LevelTrial], least_gain: float) -> list[LevelTrial]:
-    """Sort trials by time; the first has the fewest levels of those within a gain of the best."""
+
+def levels_in_use(
+    levels: tuple[Level, ...], of_packs: np.ndarray, longest: Caps
+) -> tuple[Level, ...]:
+    """The levels that have packs, of which the last holds every sample.
+
+    Args:
+        levels: of rising caps; none for one level.
+        of_packs: level of every pack, int [packs].
+        longest: least caps that hold every sample.
+    """
+    counts = np.bincount(of_packs, minlength=len(levels)).tolist()
+    used = [level for level, packs in zip(levels, counts, strict=False) if packs]
+    if not levels or (used and holds(used[-1].caps, longest)):
+        return tuple(used)
+    last = next(level for level in levels if holds(level.caps, longest))
+    return (*(level for level in used if level is not last), last)
+
+
+def holds(caps: Caps, other: Caps) -> bool:
+    """Whether caps are at least as large as others in everything."""
+    return all(caps[name] >= other[name] for name in other.names)
+
+
+def as_data_has(levels: tuple[Level, ...], top: Caps) -> tuple[Level, ...]:
+    """Levels as `SampleData` has them: none where there is one, of context size 1 at its caps."""
+    is_plain = len(levels) == 1 and levels[0].context == 1 and levels[0].caps == top
+    return () if is_plain else levels
+
+
+def shorter_first(
+    trials: Sequence[LevelTrial], least_gain: float, rival: LevelTrial | None = None
+) -> list[LevelTrial]:
+    """Sort trials by time; the first has the fewest levels of those within a gain of the best, and
+    is no slower than a rival."""
     ranked = sorted(trials, key=lambda trial: trial.ms_per_sample)
-    near = [t for t in ranked if t.ms_per_sample <= ranked[0].ms_per_sample * (1 + least_gain)]
+    limit_ms = ranked[0].ms_per_sample * (1 + least_gain)
+    if rival is not None:
+        limit_ms = min(limit_ms, rival.ms_per_sample)
+    near = [t for t in ranked if t.ms_per_sample <= limit_ms]
     chosen = min(near, key=lambda trial: len(trial.levels))
     return [chosen, *(trial for trial in ranked if trial is not chosen)]

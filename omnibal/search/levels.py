@@ -21,13 +21,15 @@ import numpy as np
 
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.fit import check_samples_fit
+from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan_data import SampleData
 from omnibal.search.level_bound import least_ms_per_sample
-from omnibal.search.level_choice import WholeModel, best_form
+from omnibal.search.level_choice import WholeModel, best_form, has_good_shares
 from omnibal.search.level_estimates import (
     MAX_SEARCHED,
     LevelEstimates,
@@ -59,6 +61,8 @@ class LevelRequest:
     job: JobSpec
     data: SampleData
     """Samples without levels."""
+    may_lower: bool = False
+    """Whether the longest packs may be smaller than the caps of the data allow."""
     exactly: int | None = None
     """Number of levels; None for any up to `MAX_SEARCHED`."""
 
@@ -86,7 +90,7 @@ class LevelSearch:
     """Result of a search for levels."""
 
     best: tuple[Level, ...]
-    """Levels of the plan; empty for one level of context size 1."""
+    """Levels of the plan; empty for one level of context size 1 at the caps of the data."""
     ranking: tuple[LevelTrial, ...] = ()
     """Simulated sets, the chosen one first; empty where nothing but one level was possible."""
     least_ms_per_sample: float | None = None
@@ -110,7 +114,8 @@ def search_levels(
 ) -> LevelSearch:
     """Find the levels of least simulated time per sample.
 
-    Of sets whose times differ by less than 1 % the one of fewest levels is chosen.
+    Of sets whose times differ by less than 1 % the one of fewest levels is chosen, unless HBP's is
+    faster.
 
     Args:
         request: equal requests give equal results.
@@ -118,7 +123,7 @@ def search_levels(
         processes: number of processes that try sets.
 
     Raises:
-        UserError: no set of levels fits into memory.
+        UserError: no set of levels fits into memory and has packs for all ranks and the curriculum.
     """
     left = max_trials()
 
@@ -131,14 +136,18 @@ def search_levels(
         on_progress(left)
         return LevelSearch(best=())
     estimates = LevelEstimates.of(request.job, request.data)
-    trials = _Trials.of(request, estimates.tokens_per_step, processes, advance)
-    trials.run(estimates.near(request.exactly, _MOST_SIMULATED))
+    near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
+    rival = estimates.by_hbp() if near and request.exactly is None else None
+    trials = _Trials.of(request, estimates.tokens_per_step, processes, advance, rival)
+    trials.run(near if rival is None else [*near, rival])
+    _try_one_level(request, estimates, trials)
     if not trials.found:
         raise _nothing_fits(request, trials)
     for _ in range(_ROUNDS):
         trials.run(estimates.moves(trials.ranked()[0].levels))
     final = trials.on_more_samples()
-    final.run(each.levels for each in trials.ranked()[:_FINALISTS])
+    finalists = [each.levels for each in trials.ranked()[:_FINALISTS]]
+    final.run(finalists if trials.rival is None else [*finalists, trials.rival])
     on_progress(left)
     ranking = final.ranked() if final.found else trials.ranked()
     return LevelSearch(
@@ -150,10 +159,28 @@ def search_levels(
     )
 
 
+def _try_one_level(request: LevelRequest, estimates: LevelEstimates, trials: "_Trials") -> None:
+    """Try one level in all its forms where nothing else was found, or where packs at the caps are
+    too few for all ranks, so that smaller or shared ones are needed."""
+    may_be_one = request.exactly in (None, 1)
+    if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
+        trials.run(estimates.tops(may_lower=request.may_lower))
+    if not trials.found and (may_be_one or not trials.failed):
+        trials.run([estimates.most_shared()])
+
+
 def is_one_level(request: LevelRequest) -> bool:
-    """Whether no search is needed: samples are of like length, and one rank holds a full pack."""
-    is_alike = request.exactly is None and request.most_levels == 1
-    return is_alike and _fits_alone(request.job, request.data)
+    """Whether no search is needed.
+
+    Samples are of like length and make packs for all ranks, one rank holds a full pack, and it
+    recomputes nothing for it, or halves of it would be small.
+    """
+    job, data = request.job, request.data
+    if request.exactly is not None or request.most_levels > 1:
+        return False
+    recomputed = _recomputed_share(job, data)
+    is_best_alone = recomputed == 0 or not has_good_shares(Level(caps=data.caps, context=2))
+    return bool(np.isfinite(recomputed)) and is_best_alone and _has_packs_for_all(job, data)
 
 
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
@@ -195,32 +222,69 @@ def hbp_search(request: LevelRequest) -> LevelSearch:
     """
     estimates = LevelEstimates.of(request.job, request.data)
     trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda: None)
-    levels = estimates.by_hbp()
-    trials.run([levels])
+    trials.run([estimates.by_hbp()])
     if not trials.found:
         raise _nothing_fits(request, trials)
-    return LevelSearch(best=levels, ranking=tuple(trials.found.values()))
+    ranking = tuple(trials.found.values())
+    return LevelSearch(best=ranking[0].levels, ranking=ranking)
 
 
 def max_trials() -> int:
     """Most sets that a search simulates."""
-    return _MOST_SIMULATED + _ROUNDS * _MOST_MOVES + _FINALISTS
+    return _MOST_SIMULATED + _ROUNDS * _MOST_MOVES + _FINALISTS + 1
 
 
-def _fits_alone(job: JobSpec, data: SampleData) -> bool:
-    """Whether one rank can train a pack that is at the caps, by the estimate of its memory."""
+def _recomputed_share(job: JobSpec, data: SampleData) -> float:
+    """Share of the layers that one rank recomputes to train a pack at the caps, by the estimate of
+    its memory; infinite where it cannot."""
     whole = WholeModel.of(job, job.cost)
     counts = {name: data.caps.get(name) or 0 for name in job.cost.features}
     full = np.array([[counts[name] for name in job.cost.features]], np.float64)
     full[0, 0] = 1
-    return bool(np.isfinite(whole.recomputed_share(full, job, data.micro_batches(job))))
+    return whole.recomputed_share(full, job, data.micro_batches(job))
+
+
+def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
+    """Whether packs at the caps are enough for every rank to have one of its own."""
+    ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
+    if tokens >= ranks * data.caps["tokens"]:
+        return True
+    return len(pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.seed)) >= ranks
+
+
+def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:
+    """Refuse a curriculum that is longer than an epoch, before anything is tried."""
+    wanted = request.data.curriculum_steps
+    tokens = float(request.data.lengths.tokens.sum(dtype=np.int64))
+    steps = tokens / (tokens_per_step * request.job.parallel.data)
+    if wanted > steps:
+        raise UserError(
+            f"a curriculum of {wanted:,} steps was asked for, and an epoch has about {steps:,.0f}; "
+            "give fewer --curriculum-steps"
+        )
 
 
 def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
-    reason = next(iter(trials.failed.values()), "no context size holds its packs")
+    """Say why no set of levels that was tried can be trained."""
+    parallel = request.job.parallel
+    other = [error for error in trials.failed.values() if not isinstance(error, DoesNotFit)]
+    if other:
+        return UserError(f"no levels of packs can be trained on {parallel}: {other[-1]}")
+    # The last that was tried is the one of most ranks.
+    levels, error = list(trials.failed.items())[-1]
+    assert isinstance(error, DoesNotFit)
+    level = levels[-1] if levels else Level(caps=request.data.caps)
+    job, cap_gib = request.job, request.job.memory_cap_gib
+    state_gib = WholeModel.of(job, job.cost).state_bytes / parallel.pipeline / GIB
+    advice = "raise --tp or --pp, which divide weights"
+    if state_gib < cap_gib:
+        advice = (
+            "raise --tp, --pp, or --dp for more ranks to share it, or shorten the longest samples"
+        )
     return DoesNotFit(
-        f"no levels of packs can be trained on {request.job.parallel}: {reason}; raise --dp, --tp "
-        "or --pp, or shorten the longest samples"
+        f"no levels of packs can be trained on {parallel}: with packs of up to "
+        f"{level.caps['tokens']:,} tokens, each shared by {level.context} rank(s), {error.need}; "
+        f"weights, gradients and optimizer state alone are {state_gib:.2f} GiB on average; {advice}"
     )
 
 
@@ -233,8 +297,11 @@ class _Trials:
     """The same with all samples."""
     processes: int
     advance: Callable[[], None]
+    exactly: int | None = None
+    rival: tuple[Level, ...] | None = None
+    """Levels by HBP's rule, which the chosen ones may not be slower than."""
     found: dict[tuple[Level, ...], LevelTrial] = field(default_factory=dict)
-    failed: dict[tuple[Level, ...], str] = field(default_factory=dict)
+    failed: dict[tuple[Level, ...], UserError] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -243,13 +310,24 @@ class _Trials:
         tokens_per_step: float,
         processes: int,
         advance: Callable[[], None],
+        rival: tuple[Level, ...] | None = None,
     ) -> "_Trials":
-        whole = LevelTrials(job=request.job, data=request.data, tokens_per_step=tokens_per_step)
+        data = request.data
+        _check_curriculum(request, tokens_per_step)
+        whole = LevelTrials(
+            job=request.job,
+            data=data,
+            tokens_per_step=tokens_per_step,
+            longest=data.least_caps(),
+            curriculum_steps=data.curriculum_steps,
+        )
         return cls(
             trials=whole.drawn(_SIMULATED_SAMPLES),
             whole=whole,
             processes=processes,
             advance=advance,
+            exactly=request.exactly,
+            rival=rival,
         )
 
     def on_more_samples(self) -> "_Trials":
@@ -269,11 +347,19 @@ class _Trials:
         # In the order of `untried`, for results that do not depend on timing.
         for levels in untried:
             result = results[levels]
-            if isinstance(result, str):
+            if isinstance(result, UserError):
                 self.failed[levels] = result
+            elif self.exactly not in (None, max(len(result.levels), 1)):
+                self.failed[levels] = UserError(
+                    f"packs of these samples are of fewer than {self.exactly} levels; give fewer "
+                    "--levels, or auto"
+                )
             else:
                 self.found[levels] = result
 
     def ranked(self) -> list[LevelTrial]:
         """What was found, as it is chosen from."""
-        return shorter_first(list(self.found.values()), LEAST_GAIN)
+        # Sets of which levels are left out, as they have no packs, may be the same.
+        distinct = {trial.levels: trial for trial in self.found.values()}
+        rival = None if self.rival is None else self.found.get(self.rival)
+        return shorter_first(list(distinct.values()), LEAST_GAIN, rival)

@@ -145,6 +145,7 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
         job=job,
         data=replace(data, fill=FillRule.GREEDY),
         tokens_per_step=found.tokens_per_step,
+        longest=data.least_caps(),
     )
     _, hbp = greedy.drawn(_SIMULATED_SAMPLES)(
         tuple(

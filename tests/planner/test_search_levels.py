@@ -1,5 +1,7 @@
 """Search for levels: as good as trying all, never above its bound, and silent on short data."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -8,17 +10,22 @@ import pytest
 from omnibal.config import load_cluster, load_model
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
+from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
-from omnibal.levels import Level
+from omnibal.levels import MAX_CONTEXT, Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.plan_data import SampleData
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_bound import least_ms_per_sample
-from omnibal.search.level_choice import level_forms
+from omnibal.search.level_choice import best_of_rising, level_forms, possible_contexts
 from omnibal.search.level_estimates import candidate_caps, top_caps
-from omnibal.search.level_trial import LevelTrials
+from omnibal.search.level_trial import (
+    LevelTrial,
+    LevelTrials,
+    levels_in_use,
+    shorter_first,
+)
 from omnibal.search.levels import (
     LEAST_GAIN,
     LevelRequest,
@@ -123,13 +130,15 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     data = data_of(lengths, 4, 65_536)
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
     found = search_levels(LevelRequest(job=job, data=data), ignore)
-    trials = LevelTrials(job=job, data=data, tokens_per_step=found.tokens_per_step)
+    trials = LevelTrials(
+        job=job, data=data, tokens_per_step=found.tokens_per_step, longest=data.least_caps()
+    )
     bound = least_ms_per_sample(job, lengths)
     all_ms = []
     for count in (1, 2):
         for levels in product(*(list(level_forms(job, each)) for each in caps[-count:])):
             _, trial = trials(levels if count > 1 or levels[0].context > 1 else ())
-            if not isinstance(trial, str):
+            if not isinstance(trial, UserError):
                 assert bound <= trial.ms_per_sample
                 all_ms.append(trial.ms_per_sample)
     best = found.ranking[0]
@@ -160,6 +169,124 @@ def test_samples_too_long_for_a_rank_are_shared():
     assert len(found.best) == 1 and found.best[0].context > 1
     with pytest.raises(UserError, match="no levels of packs can be trained on"):
         search_levels(LevelRequest(job=job_of(1), data=data_of(lengths, 1, 262_144)), ignore)
+
+
+def test_no_context_size_is_looked_at_in_vain():
+    """Prevents a search that takes minutes, or a traceback, on thousands of ranks."""
+    caps = Caps.of(tokens=131_072)
+    assert possible_contexts(job_of(8_192), caps) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert max(possible_contexts(job_of(8_192))) == MAX_CONTEXT
+    assert possible_contexts(job_of(6), caps) == [1, 2]
+    looked_at = []
+
+    def timed() -> Iterator[tuple[float, Level]]:
+        for power, taken_ms in enumerate((np.inf, 9.0, 10.0, 8.0, 9.0, 9.5, 7.0)):
+            looked_at.append(1 << power)
+            yield taken_ms, Level(caps=caps, context=1 << power)
+
+    assert best_of_rising(timed()) == (8.0, Level(caps=caps, context=8))
+    assert looked_at == [1, 2, 4, 8, 16, 32]
+    small = [(9.0, Level(caps=Caps.of(tokens=4_096))), (1.0, Level(caps=caps, context=64))]
+    assert best_of_rising(small)[0] == 9.0
+    assert best_of_rising([(np.inf, small[0][1]), small[1]])[0] == 1.0
+
+
+def test_like_samples_are_shared_where_that_saves_recomputation():
+    """Prevents one level on one rank each, at once, where sharing packs takes less time."""
+    lengths = texts(np.random.default_rng(0).integers(60_000, 120_000, 100))
+    parallel = Parallel(tensor=4, pipeline=1, data=8)
+    job = replace(job_of(8), cluster=load_cluster("h100-80g"), parallel=parallel)
+    request = LevelRequest(job=job, data=data_of(lengths, 8, 131_072))
+    assert request.most_levels == 1 and not is_one_level(request)
+    found = search_levels(request, ignore)
+    alone = next(trial for trial in found.ranking if not trial.levels)
+    assert found.best[0].context > 1 and alone.recomputed_layers[0] > 0
+    assert found.ranking[0].ms_per_sample < 0.95 * alone.ms_per_sample
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "pipeline", "may_lower"),
+    [
+        ([100] * 9 + [60_000], 8, 1, False),
+        ([100, 90_000], 2, 1, False),
+        ([200] * 45 + [22_000, 25_000, 30_000, 35_000, 38_000], 6, 4, True),
+    ],
+)
+def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline, may_lower):
+    """Prevents jobs that are refused for too few packs, which more ranks could share, or which
+    lower caps would make more of."""
+    top = int(top_caps(texts(tokens), ["tokens"])["tokens"])
+    data = data_of(texts(tokens), ranks, top)
+    request = LevelRequest(job=job_of(ranks, pipeline), data=data, may_lower=may_lower)
+    assert not is_one_level(request)
+    found = search_levels(request, ignore)
+    trained = replace(data, levels=found.best, caps=found.best[-1].caps)
+    packs, _ = trained.schedule(request.job)
+    assert len(packs.packs.samples) == len(tokens)
+    assert found.best[-1].context > 1
+    assert may_lower == (found.best[-1].caps["tokens"] < top)
+
+
+def test_levels_without_packs_are_left_out():
+    """Prevents levels in a plan that no pack is of, and a top that does not hold every sample."""
+    levels = tuple(Level(caps=Caps.of(tokens=tokens)) for tokens in (10, 20, 40, 80))
+    one, two, three, _ = levels
+    longest = Caps.of(tokens=30)
+    assert levels_in_use(levels, np.array([0, 2, 2]), longest) == (one, three)
+    assert levels_in_use(levels, np.array([0, 1]), longest) == (one, two, three)
+    assert levels_in_use((), np.array([0, 0]), longest) == ()
+    data = data_of(texts([3_000] * 64 + [20_000]), 2, 65_536)
+    trials = LevelTrials(job=job_of(2), data=data, tokens_per_step=1e5, longest=data.least_caps())
+    caps = [Caps.of(tokens=tokens) for tokens in (4_096, 16_384, 32_768, 65_536)]
+    _, trial = trials(tuple(Level(caps=each) for each in caps))
+    assert not isinstance(trial, UserError)
+    assert [level.caps for level in trial.levels] == [caps[0], caps[2]]
+    assert min(trial.packs) > 0
+
+
+@pytest.mark.quick
+def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
+    """Prevents few levels that are taken although HBP's own are faster."""
+    level = Level(caps=Caps.of(tokens=8))
+    trials = [
+        LevelTrial(
+            levels=(level,) * count,
+            ms_per_sample=ms,
+            packs=(1,) * count,
+            recomputed_layers=(0,) * count,
+            micro_batches=1,
+        )
+        for count, ms in ((1, 1.008), (2, 1.004), (3, 1.0))
+    ]
+    assert shorter_first(trials, LEAST_GAIN)[0].ms_per_sample == 1.008
+    assert shorter_first(trials, LEAST_GAIN, trials[1])[0].ms_per_sample == 1.004
+
+
+def test_what_memory_is_missing_is_said():
+    """Prevents a refusal that does not say how much is missing, or advises what does not help."""
+    lengths = texts(np.full(20, 60_000))
+    large = replace(job_of(8), model=load_model("llama3.1-70b"))
+    with pytest.raises(
+        DoesNotFit, match=r"shared by 8 rank.*needs [\d.]+ GiB .*raise --tp or --pp,"
+    ):
+        search_levels(LevelRequest(job=large, data=data_of(lengths, 8, 65_536)), ignore)
+    lengths = texts(np.full(8, 1_000_000))
+    with pytest.raises(DoesNotFit, match=r"state alone are 89.*--dp for more ranks"):
+        search_levels(LevelRequest(job=job_of(2), data=data_of(lengths, 2, 1_000_000)), ignore)
+
+
+def test_a_curriculum_that_is_too_long_is_refused_first():
+    """Prevents a search of minutes that ends with the refusal of what was known before it."""
+    data = data_of(long_tailed(400, 32_768), 2, 32_768)
+    longer = replace(data, curriculum_steps=10_000)
+    done = []
+    with pytest.raises(UserError, match="an epoch has about"):
+        search_levels(LevelRequest(job=job_of(2), data=longer), done.append)
+    assert not done
+    found = search_levels(
+        LevelRequest(job=job_of(2), data=replace(data, curriculum_steps=2)), ignore
+    )
+    assert all(len(trial.levels) > 1 for trial in found.ranking)
 
 
 def test_as_many_levels_as_asked_for():
