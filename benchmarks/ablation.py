@@ -418,7 +418,7 @@ def summary_of(planned: Planned, cost: CostModel, replays: Sequence[StageReplay]
         device=device_name(),
         processes=PAIR,
     )
-    return summarise_replay(info, replays, planned.plan, cost, planned.packs, planned.lengths)
+    return summarise_replay(info, replays, planned.plan, cost, planned.workload)
 
 
 def variant_result(
@@ -591,7 +591,7 @@ def measure(
         memory, trained_bytes, usual = {}, {}, {}
         for variant, one in planned.items():
             heaviest = [
-                heaviest_rows(job.cost, one.plan, stage, one.packs, one.lengths)
+                heaviest_rows(job.cost, one.plan, stage, one.workload)
                 for stage in range(len(one.plan.stages))
             ]
             memory[variant] = [

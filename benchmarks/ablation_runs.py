@@ -43,7 +43,7 @@ from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.run.loop import gather_stage_records
 from megatron.vlm.step.clock import Phase, each_ms
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.cost.model import CostModel
+from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -52,6 +52,7 @@ from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.runlog import StageRecord
 
@@ -78,6 +79,12 @@ class Planned:
     def rows(self, step: int) -> np.ndarray:
         """Of all ranks' packs of a step."""
         return np.flatnonzero(self.packs.step == step)
+
+    @property
+    def workload(self) -> Workload:
+        """Of all ranks' packs of the run."""
+        features = pack_features(self.packs.packs, self.lengths, self.cost.features)
+        return Workload.of(self.packs, features, self.plan.parallel.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -250,6 +257,7 @@ class ReplayWorker:
         self._replayers = {
             variant: StageReplayer(one.plan, links) for variant, one in planned.items()
         }
+        self._workloads = {variant: one.workload for variant, one in planned.items()}
         self._load = {
             variant: random_rows(one.plan, stage, one.packs, one.lengths)
             for variant, one in planned.items()
@@ -269,10 +277,8 @@ class ReplayWorker:
         )
 
     def _replay(self, variant: Variant, rows: np.ndarray) -> MicroBatchTimes:
-        one = self._planned[variant]
-        waits = predicted_waits(
-            one.plan, self._stage, one.cost, one.packs.packs.take(rows), one.lengths
-        )
+        one, own = self._planned[variant], self._workloads[variant].rows(rows)
+        waits = predicted_waits(one.plan, self._stage, one.cost, own)
         return self._replayers[variant].step(self._load[variant](rows), waits)
 
     def update_ms(self, variant: Variant) -> float:

@@ -29,7 +29,6 @@ from megatron.vlm.measure.replay_job import load_replay
 from megatron.vlm.run.launch import Launch, open_store
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import model_flops
-from omnibal.cost.model import pack_features
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
@@ -142,12 +141,13 @@ def utilization(files: PlanFiles, stages: Sequence[PretendedStage], rates: Roofl
         device=rates.name, processes=1,
     )  # fmt: skip
     rows = rows_of_steps(packs, info.steps)
-    features = pack_features(packs.packs, lengths, cost.features)[rows]
+    workload = files.job.workload(packs, lengths, plan.levels)
+    features = workload.features[rows]
     update_ms = once_a_step(cost, plan.stages).update_ms
     replays = [
         as_replayed(stage, rates, rows.tolist(), float(update_ms[stage.stage])) for stage in stages
     ]
-    summary: ReplaySummary = summarise_replay(info, replays, plan, cost, packs, lengths)
+    summary: ReplaySummary = summarise_replay(info, replays, plan, cost, workload)
     flops = float((features @ model_flops(plan.model, plan.cluster, plan.frozen)).sum())
     device_flops = 1e12 * plan.cluster.tflops(plan.precision) * plan.parallel.world_size
     shares = [stage.element_wise_share(rates) for stage in stages]

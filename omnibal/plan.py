@@ -124,6 +124,11 @@ class Plan(Frozen):
         """Stages with the layers that they recompute, of every level."""
         return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
 
+    @property
+    def has_shared_packs(self) -> bool:
+        """Whether ranks share packs of any level."""
+        return any(level.context > 1 for level in self.levels)
+
     def context_of(self, level: int) -> int:
         """Data-parallel ranks that share a pack of a level."""
         return self.levels[level].context if self.levels else 1

@@ -14,14 +14,13 @@ import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from omnibal.config import ClusterConfig, Precision
-from omnibal.cost.model import CostModel, pack_features
-from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
+from omnibal.cost.model import CostModel
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Frozen
-from omnibal.pipeline.stage_memory import GIB, fits_cap, memory_table, running_passes
-from omnibal.pipeline.units import unit_runs
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.stage_memory import GIB, bytes_in_passes, fits_cap, running_passes
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.replay import check_stage_of_file
 
@@ -277,29 +276,33 @@ _UNSURE = 0.1
 """Share by which costs of one feature may be wrong beside those of another."""
 
 
-def heaviest_windows(
-    cost: CostModel, plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths
-) -> list[Window]:
+def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload) -> list[Window]:
     """Passes of the run in one of which the stage needs most memory, heaviest first.
 
     The heaviest as predicted, and those that would be if memory grew by a tenth faster with one of
     the features.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        workload: of all the plan's packs.
     """
-    features = pack_features(packs.packs, lengths, cost.features)
-    size, runs = len(plan.stages), unit_runs(cost.kinds, [plan.stages[stage]])
+    features, slot, size = features_of(workload, cost), workload.slot, len(plan.stages)
+    stage_at = [stages[stage] for stages in plan.stages_at_levels]
 
     def pass_bytes(factors: np.ndarray) -> np.ndarray:
-        passes = running_passes(features * factors, packs.slot, size, stage)
-        return memory_table(cost, passes).stage_bytes(runs)
+        passes = running_passes(features * np.tile(factors, cost.levels), slot, size, stage)
+        return bytes_in_passes(cost, passes, stage_at)[0]
 
-    even = np.ones(features.shape[1])
-    unsure = even + _UNSURE * np.eye(features.shape[1])
+    even = np.ones(workload.features.shape[1])
+    unsure = even + _UNSURE * np.eye(len(even))
     predicted = pass_bytes(even)
-    ones = running_passes(np.ones((len(features), 1)), packs.slot, size, stage)
+    ones = running_passes(np.ones((len(workload), 1)), slot, size, stage)
     others = ones.others[:, 0].astype(int)
     heaviest = {_fullest(pass_bytes(factors), others) for factors in (even, *unsure)}
     return [
-        Window(rows=_rows_about(packs, one, others[one]), predicted_gib=float(predicted[one]) / GIB)
+        Window(
+            rows=_rows_about(workload, one, others[one]), predicted_gib=float(predicted[one]) / GIB
+        )
         for one in sorted(heaviest, key=lambda one: -predicted[one])
     ]
 
@@ -311,15 +314,15 @@ def _fullest(pass_bytes: np.ndarray, others: np.ndarray) -> int:
     return int(equal[others[equal].argmax()])
 
 
-def _rows_about(packs: ScheduledPacks, one: int, others: int) -> np.ndarray:
+def _rows_about(workload: Workload, one: int, others: int) -> np.ndarray:
     """Rows that are held in a pass, and their neighbours in the same step of the same rank.
 
     Args:
         one: the pass, of all forwards in the packs' order and then all backwards.
         others: micro-batches held besides its own: before it in a forward, after it in a backward.
     """
-    row = one % len(packs)
-    first, last = (row - others, row) if one < len(packs) else (row, row + others)
-    near = np.arange(max(first - 1, 0), min(last + 2, len(packs)))
-    same = (packs.step[near] == packs.step[row]) & (packs.dp_rank[near] == packs.dp_rank[row])
-    return near[same]
+    row = one % len(workload)
+    first, last = (row - others, row) if one < len(workload) else (row, row + others)
+    near = np.arange(max(first - 1, 0), min(last + 2, len(workload)))
+    step, dp_rank = workload.step, workload.dp_rank
+    return near[(step[near] == step[row]) & (dp_rank[near] == dp_rank[row])]

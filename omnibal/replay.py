@@ -16,18 +16,17 @@ import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from omnibal.config import Provider
-from omnibal.cost.model import CostModel, pack_features
-from omnibal.data.lengths import Lengths
+from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Frozen
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import once_a_step
-from omnibal.pipeline.stage_memory import memory_table, running_passes
-from omnibal.pipeline.units import recomputed_counts, unit_counts, unit_runs
+from omnibal.pipeline.stage_memory import bytes_in_passes, running_passes
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 
@@ -160,21 +159,24 @@ def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
 
 
 def heaviest_rows(
-    cost: CostModel, plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths
+    cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:
     """Rows of one rank's step of the run in which the stage is predicted to need the most memory,
-    and, if it is another one, of that in which it keeps the most."""
-    features = pack_features(packs.packs, lengths, cost.features)
-    passes = running_passes(features, packs.slot, len(plan.stages), stage)
-    table, held = memory_table(cost, passes), plan.stages[stage]
-    counts, again = unit_counts(cost.kinds, held), recomputed_counts(cost.kinds, held)
-    running = table.stage_bytes(unit_runs(cost.kinds, [held]))
-    in_passes = running, table.activation_bytes(counts, again)
+    and, if it is another one, of that in which it keeps the most.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        workload: of all the plan's packs.
+    """
+    features = features_of(workload, cost)
+    passes = running_passes(features, workload.slot, len(plan.stages), stage)
+    stage_at = [stages[stage] for stages in plan.stages_at_levels]
+    in_passes = bytes_in_passes(cost, passes, stage_at)
     # Forwards in the packs' order, then backwards.
-    worst = {int(each_bytes.argmax()) % len(packs) for each_bytes in in_passes}
-    places = {(int(packs.step[row]), int(packs.dp_rank[row])) for row in worst}
+    worst = {int(each_bytes.argmax()) % len(workload) for each_bytes in in_passes}
+    places = {(int(workload.step[row]), int(workload.dp_rank[row])) for row in worst}
     return tuple(
-        np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
+        np.flatnonzero((workload.step == step) & (workload.dp_rank == rank))
         for step, rank in sorted(places)
     )
 
@@ -239,10 +241,12 @@ def open_replay(directory: Path, info: ReplayInfo) -> None:
     write_json_model(info, path)
 
 
-def read_replay(
-    directory: Path, plan: Plan, cost: CostModel, data: tuple[ScheduledPacks, Lengths]
-) -> ReplaySummary:
+def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload) -> ReplaySummary:
     """Read a finished replay of the plan and combine its stages into steps.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        workload: of all the plan's packs.
 
     Raises:
         UserError: the directory holds no replay, one of another plan, or not yet all stages.
@@ -261,7 +265,7 @@ def read_replay(
             f"{len(plan.stages)} are not), and a step needs them all: give the same command of "
             "tools/replay.py again, with --stages all"
         )
-    return summarise_replay(info, stages, plan, cost, *data)
+    return summarise_replay(info, stages, plan, cost, workload)
 
 
 def summarise_replay(
@@ -269,22 +273,25 @@ def summarise_replay(
     replays: Sequence[StageReplay],
     plan: Plan,
     cost: CostModel,
-    packs: ScheduledPacks,
-    lengths: Lengths,
+    workload: Workload,
 ) -> ReplaySummary:
-    """Combine all stages' measured times into steps, in the plan's schedule."""
-    rows = rows_of_steps(packs, info.steps)
+    """Combine all stages' measured times into steps, in the plan's schedule.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        workload: of all the plan's packs.
+    """
+    rows = np.flatnonzero(np.isin(workload.step, info.steps))
     for replay in replays:
         if not np.array_equal(replay.rows, rows):
             raise UserError(
                 f"the replay of stage {replay.stage} is not of the packs of its steps; {_REMEDY}"
             )
-    features = pack_features(packs.packs, lengths, cost.features)
-    workload = Workload.of(packs, features, plan.parallel.data).of_steps(info.steps)
+    workload = workload.rows(rows)
     predicted_once = once_a_step(cost, plan.stages)
     update_ms = np.array([replay.update_ms for replay in replays])
     once = replace(predicted_once, update_ms=update_ms)
-    predicted = causes_of(cost, [plan.stages], workload)
+    predicted = causes_of(cost, plan.stages_at_levels, workload)
     predicted_steps = predict_steps(predicted.all, workload, predicted_once)
     causes = measured_causes(replays, predicted)
     steps = predict_steps(causes.all, workload, once)

@@ -170,7 +170,7 @@ def _print_result(job: ReplayJob, output: Path) -> None:
     console = Console()
     console.print(tables.replayed_stages_table(job.plan, kept))
     if len(kept) == len(job.plan.stages):
-        summary = read_replay(output, job.plan, job.cost, (job.packs, job.lengths))
+        summary = read_replay(output, job.plan, job.cost, job.workload)
         console.print(tables.run_table(job.plan, None, summary))
     print(f"replay: {output}")
 

@@ -439,14 +439,32 @@ def _heaviest(cost: CostModel, passes: RunningPasses, measure: _Measure) -> Runn
     Args:
         measure: both of a table's passes, [passes] each.
     """
-    few = []
+    in_passes = _measured(cost, passes, measure)
+    return passes.take(np.array([each_bytes.argmax() for each_bytes in in_passes]))
+
+
+def bytes_in_passes(
+    cost: CostModel, passes: RunningPasses, stage_at: Sequence[Stage]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a stage needs besides its state in every pass, and what it keeps in it. [passes] each
+
+    Args:
+        stage_at: the stage with what it recomputes at each level; of one level, `[stage]`.
+    """
+    return _measured(cost, passes, _of_stage(unit_runs(cost.kinds, stage_at)))
+
+
+def _measured(
+    cost: CostModel, passes: RunningPasses, measure: _Measure
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both bytes of all passes, a table of some of them at a time."""
+    needed, kept = [], []
     for first in range(0, len(passes.own), _PASSES_AT_ONCE):
-        chunk = passes.take(slice(first, first + _PASSES_AT_ONCE))
-        bytes_ = measure(memory_table(cost, chunk))
-        few.append(first + np.array([each.argmax() for each in bytes_]))
-    chosen = np.concatenate(few)
-    left = passes.take(chosen)
-    return left if len(few) == 1 else _heaviest(cost, left, measure)
+        table = memory_table(cost, passes.take(slice(first, first + _PASSES_AT_ONCE)))
+        some_needed, some_kept = measure(table)
+        needed.append(some_needed)
+        kept.append(some_kept)
+    return np.concatenate(needed), np.concatenate(kept)
 
 
 def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:

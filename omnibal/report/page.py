@@ -53,6 +53,10 @@ from omnibal.runlog import (
 )
 
 _SOURCES_SHOWN = 12
+_ABOUT_WAITS = (
+    "Ranks share packs of this plan. Where a rank waits for the others within a pack's exchanges, "
+    "the run measured that as forward and backward, and the prediction counts it as waiting."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +129,8 @@ def _read(
                 "a plan with neither data nor shapes has no steps to replay; give the plan "
                 f"that {replay_directory} is of, or no replay"
             )
-        replay = read_replay(replay_directory, plan, job.cost, data)
+        cost, workload = job.cost_of_all(plan.levels), job.workload(*data, plan.levels)
+        replay = read_replay(replay_directory, plan, cost, workload)
     return ReportInput(
         plan=plan,
         job=job,
@@ -182,6 +187,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
     shown = {
         "about_replay": _about(replay) if replay else "",
+        "about_waits": _ABOUT_WAITS if run and plan.has_shared_packs else "",
         "cards": headline_cards(plan, run, replay, report.records),
         "kinds": evaluation.kinds if evaluation else (),
         "split": split_figure(plan),

@@ -102,4 +102,6 @@ def _shown(field: str, value: JsonValue) -> str:
         return "" if value is None else str(value)
     if field == "mfu" or field.endswith(("share", "error", "difference")):
         return f"{value:.1%}"
+    if 0 < abs(value) < 0.1:
+        return f"{value:.2g}"
     return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"

@@ -50,7 +50,8 @@ def replayed(
     if ended.returncode:
         return None
     assert result.data is not None
-    return read_replay(replay, result.plan, job.cost, result.data)
+    workload = job.spec.workload(*result.data, result.plan.levels)
+    return read_replay(replay, result.plan, job.cost, workload)
 
 
 def samples_per_second(result: PlanResult, summary: ReplaySummary) -> float:

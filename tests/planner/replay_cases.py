@@ -4,9 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.cost.model import CostModel, pack_features
-from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
+from omnibal.cost.model import CostModel
 from omnibal.pipeline.lost_time import causes_of
 from omnibal.pipeline.stage_cost import once_a_step
 from omnibal.pipeline.workload import Workload
@@ -16,7 +14,6 @@ from omnibal.replay import (
     StageReplay,
     open_replay,
     plan_sha256,
-    rows_of_steps,
     write_stage,
 )
 
@@ -36,7 +33,7 @@ def replay_info(plan: Plan, steps: tuple[int, ...], **changes) -> ReplayInfo:
 def stage_replays(
     plan: Plan,
     cost: CostModel,
-    data: tuple[ScheduledPacks, Lengths],
+    workload: Workload,
     steps: tuple[int, ...],
     factors: tuple[float, ...],
     *,
@@ -44,12 +41,8 @@ def stage_replays(
 ) -> list[StageReplay]:
     """Stage s takes `factors[s]` times what it is predicted to take without other devices, and
     keeps `s + 1` GiB of activations."""
-    packs, lengths = data
-    rows = rows_of_steps(packs, steps)
-    own = packs.take(rows)
-    features = pack_features(own.packs, lengths, cost.features)
-    workload = Workload.of(own, features, plan.parallel.data)
-    silent = causes_of(cost, [plan.stages], workload).silent
+    rows = np.flatnonzero(np.isin(workload.step, steps))
+    silent = causes_of(cost, plan.stages_at_levels, workload.rows(rows)).silent
     update_ms = once_a_step(cost, plan.stages).update_ms
     return [
         StageReplay(
@@ -71,7 +64,7 @@ def write_replay(
     directory: Path,
     plan: Plan,
     cost: CostModel,
-    data: tuple[ScheduledPacks, Lengths],
+    workload: Workload,
     steps: tuple[int, ...] | None = None,
     *,
     factors: tuple[float, ...] | None = None,
@@ -79,11 +72,11 @@ def write_replay(
     **info,
 ) -> list[StageReplay]:
     """A replay directory; of all steps if none are named, and as predicted if no factors are."""
-    chosen = tuple(np.unique(data[0].step).tolist()) if steps is None else steps
+    chosen = tuple(np.unique(workload.step).tolist()) if steps is None else steps
     open_replay(directory, replay_info(plan, chosen, **info))
     factors = factors or (1.0,) * len(plan.stages)
     replays = stage_replays(
-        plan, cost, data, chosen, factors, with_working_memory=with_working_memory
+        plan, cost, workload, chosen, factors, with_working_memory=with_working_memory
     )
     for replay in replays:
         write_stage(replay, directory)

@@ -195,8 +195,9 @@ def test_report_of_a_replay(capsys, tmp_path, lengths_file):
         run(PLAN, "--dp", dp, "--lengths", lengths_file, "-o", tmp_path / f"plan {dp}")
     directory, replay = tmp_path / "plan 2", tmp_path / "replay"
     plan = read_plan(directory)
-    cost, data = job_of_plan(plan, directory).cost, data_of_plan(plan, directory)
-    write_replay(replay, plan, cost, data, (0, 2), factors=(2.0, 2.0))
+    job, data = job_of_plan(plan, directory), data_of_plan(plan, directory)
+    workload = job.workload(*data, plan.levels)
+    write_replay(replay, plan, job.cost, workload, (0, 2), factors=(2.0, 2.0))
     capsys.readouterr()
     report = ("report", directory, "--replay", replay, "-o", tmp_path / "r.html")
     run(*report, "--json")

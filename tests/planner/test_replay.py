@@ -15,7 +15,9 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.simulate import simulate_step
@@ -24,8 +26,9 @@ from omnibal.pipeline.stage_cost import once_a_step, stage_times
 from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
 from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
+from omnibal.plan import Plan, PlannedLevel
 from omnibal.planner import make_plan
+from omnibal.pretended import heaviest_windows
 from omnibal.replay import (
     chosen_steps,
     heaviest_rows,
@@ -47,13 +50,18 @@ class Job:
 
     @property
     def features(self) -> np.ndarray:
-        return pack_features(self.data[0].packs, self.data[1], self.cost.features)
+        names = self.cost.features[: len(self.cost.features) // self.cost.levels]
+        return pack_features(self.data[0].packs, self.data[1], names)
+
+    @property
+    def workload(self) -> Workload:
+        workload = Workload.of(self.data[0], self.features, self.plan.parallel.data)
+        return replace(workload, level=self.data[0].level)
 
     def predict(self) -> Prediction:
         plan = self.plan
-        packs = self.data[0]
-        workload = Workload.of(packs, self.features, plan.parallel.data)
-        return predict(self.cost, plan.model, plan.parallel, [plan.stages], packs, workload)
+        packs, stages_at = self.data[0], plan.stages_at_levels
+        return predict(self.cost, plan.model, plan.parallel, stages_at, packs, self.workload)
 
 
 def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
@@ -90,13 +98,42 @@ def tensor_parallel() -> Job:
     )
 
 
-@pytest.mark.parametrize("name", ["small", "tensor_parallel"])
+@pytest.fixture(scope="module")
+def two_levels(small: Job) -> Job:
+    """The same packs, the larger half as a level that costs more and recomputes all layers."""
+    packs, lengths = small.data
+    model, stages = small.plan.model, small.plan.stages
+    half = int(np.median(packs.tokens))
+    caps = small.plan.data.caps
+    every = stages_from_cuts(
+        model,
+        cuts=(2, 5, 8),
+        recomputed=[(len(s.layers("vision")), len(s.layers("language"))) for s in stages],
+    )
+    none: tuple[tuple[str, ...], ...] = ((),) * len(stages)
+    levels = (
+        PlannedLevel(caps=Caps.of(tiles=caps["tiles"], tokens=half), recompute=none),
+        PlannedLevel(caps=caps, recompute=tuple(stage.recompute for stage in every)),
+    )
+    bare = tuple(stage.model_copy(update={"recompute": ()}) for stage in stages)
+    longer = {
+        name: replace(unit, forward_ms=2 * unit.forward_ms)
+        for name, unit in small.cost.units.items()
+    }
+    return Job(
+        plan=small.plan.model_copy(update={"stages": bare, "levels": levels}),
+        cost=side_by_side([small.cost, replace(small.cost, units=longer)]),
+        data=(replace(packs, level=(packs.tokens > half).astype(np.int32)), lengths),
+    )
+
+
+@pytest.mark.parametrize("name", ["small", "tensor_parallel", "two_levels"])
 def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: str) -> None:
     """Prevents a replay that adds to, or leaves out of, what was measured: every difference from
     the prediction must be the devices'."""
     job = request.getfixturevalue(name)
-    write_replay(tmp_path / "replay", job.plan, job.cost, job.data)
-    replay = read_replay(tmp_path / "replay", job.plan, job.cost, job.data)
+    write_replay(tmp_path / "replay", job.plan, job.cost, job.workload)
+    replay = read_replay(tmp_path / "replay", job.plan, job.cost, job.workload)
     predicted = job.predict()
     assert replay.step_ms == pytest.approx(predicted.step_ms)
     assert replay.predicted_step_ms == pytest.approx(predicted.step_ms)
@@ -117,8 +154,10 @@ def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: st
 def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_path: Path) -> None:
     """Prevents measured times in another stage's, rank's or micro-batch's place."""
     packs, steps, factors = small.data[0], (0, 3, 7), (1.0, 1.0, 2.0, 1.0)
-    write_replay(tmp_path / "replay", small.plan, small.cost, small.data, steps, factors=factors)
-    replay = read_replay(tmp_path / "replay", small.plan, small.cost, small.data)
+    write_replay(
+        tmp_path / "replay", small.plan, small.cost, small.workload, steps, factors=factors
+    )
+    replay = read_replay(tmp_path / "replay", small.plan, small.cost, small.workload)
     times = stage_times(small.cost, small.plan.stages, small.features)
     once = once_a_step(small.cost, small.plan.stages)
     # The first stage has one bucket; later ones gather while they wait for the first micro-batch.
@@ -152,7 +191,7 @@ def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) 
     stages = small.predict().stages
     for counted in (True, False):
         replays = write_replay(
-            tmp_path / f"{counted}", small.plan, small.cost, small.data, (0,),
+            tmp_path / f"{counted}", small.plan, small.cost, small.workload, (0,),
             with_working_memory=counted,
         )  # fmt: skip
         for replay, stage in zip(replays, stages, strict=True):
@@ -166,26 +205,26 @@ def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) 
 def test_replay_of_another_plan_is_refused(small: Job, tmp_path: Path) -> None:
     """Prevents times of other stages or packs beside this plan's prediction; a prediction alone
     may change, as it does where a plan is given other costs."""
-    write_replay(tmp_path / "replay", small.plan, small.cost, small.data, (0,))
+    write_replay(tmp_path / "replay", small.plan, small.cost, small.workload, (0,))
     predicted = small.plan.model_copy(update={"prediction": small.predict()})
-    read_replay(tmp_path / "replay", predicted, small.cost, small.data)
+    read_replay(tmp_path / "replay", predicted, small.cost, small.workload)
     fewer = tuple(s.model_copy(update={"recompute": ()}) for s in small.plan.stages)
     other = small.plan.model_copy(update={"stages": fewer})
     with pytest.raises(UserError, match="is the replay of another plan"):
-        read_replay(tmp_path / "replay", other, small.cost, small.data)
+        read_replay(tmp_path / "replay", other, small.cost, small.workload)
 
 
 def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
     """Prevents a step without the stages that were not replayed yet."""
     folder = tmp_path / "replay"
     with pytest.raises(UserError, match=r"replay\.json: no such file"):
-        read_replay(folder, small.plan, small.cost, small.data)
-    write_replay(folder, small.plan, small.cost, small.data, (0,))
+        read_replay(folder, small.plan, small.cost, small.workload)
+    write_replay(folder, small.plan, small.cost, small.workload, (0,))
     for stage in (1, 2):
         (folder / f"stage_{stage}.json").unlink()
     assert [kept.stage for kept in read_stages(folder, small.plan)] == [0, 3]
     with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are not\)"):
-        read_replay(folder, small.plan, small.cost, small.data)
+        read_replay(folder, small.plan, small.cost, small.workload)
 
 
 def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
@@ -208,18 +247,18 @@ def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
 def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
     """Prevents times of one micro-batch in another's place, and lists that do not fit."""
     folder = tmp_path / "replay"
-    replays = write_replay(folder, small.plan, small.cost, small.data, (0,))
+    replays = write_replay(folder, small.plan, small.cost, small.workload, (0,))
     rows = tuple(row + 1 for row in replays[2].rows)
     write_stage(replays[2].model_copy(update={"rows": rows}), folder)
     with pytest.raises(UserError, match="stage 2 is not of the packs of its steps"):
-        read_replay(folder, small.plan, small.cost, small.data)
+        read_replay(folder, small.plan, small.cost, small.workload)
     write_stage(replays[2].model_copy(update={"rows": rows[:-1]}), folder)
     with pytest.raises(UserError, match="differ in length"):
-        read_replay(folder, small.plan, small.cost, small.data)
+        read_replay(folder, small.plan, small.cost, small.workload)
     for replay in replays:
         write_stage(replay.model_copy(update={"rows": rows}), folder)
     with pytest.raises(UserError, match="stage 0 is not of the packs of its steps"):
-        read_replay(folder, small.plan, small.cost, small.data)
+        read_replay(folder, small.plan, small.cost, small.workload)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +332,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
                 sizes, most = features[own] @ kept, len(stages) - index
                 windows = [sizes[max(0, end - most) : end].sum() for end in range(1, len(own) + 1)]
                 peaks[tuple(own)] = max(windows)
-        chosen = [tuple(rows) for rows in heaviest_rows(cost, small.plan, index, *small.data)]
+        chosen = [tuple(rows) for rows in heaviest_rows(cost, small.plan, index, small.workload)]
         heaviest = max(peaks[rows] for rows in chosen)
         assert heaviest == pytest.approx(max(peaks.values())) and heaviest > min(peaks.values())
         assert heaviest / GIB == pytest.approx(memories[index].activations_gib)
@@ -303,3 +342,25 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         memory = memories[index]
         assert needed / GIB == pytest.approx(memory.activations_gib + memory.transient_gib)
         assert len(set(chosen)) == len(chosen) <= 2
+
+
+def test_heaviest_packs_are_found_at_their_own_levels(small: Job, two_levels: Job) -> None:
+    """Prevents a memory peak that is looked for as if all packs recomputed the same layers."""
+    plan, cost, workload = two_levels.plan, two_levels.cost, two_levels.workload
+    lighter = 0
+    for stage, memory in enumerate(stage_memories(cost, plan.stages_at_levels, workload)):
+        most_gib = memory.activations_gib + memory.transient_gib
+        features = features_of(workload, cost)
+        passes = running_passes(features, workload.slot, len(plan.stages), stage)
+        at_levels = [stages[stage] for stages in plan.stages_at_levels]
+        table = memory_table(cost, passes)
+        needed = table.stage_bytes(unit_runs(cost.kinds, at_levels)).reshape(2, -1) / GIB
+        chosen = np.concatenate(heaviest_rows(cost, plan, stage, workload))
+        assert needed[:, chosen].max() == pytest.approx(most_gib)
+        windows = heaviest_windows(cost, plan, stage, workload)
+        assert windows[0].predicted_gib == pytest.approx(most_gib)
+        # Where the peak would be, had no pack recomputed anything.
+        none = plan.model_copy(update={"levels": ()})
+        others = np.concatenate(heaviest_rows(small.cost, none, stage, small.workload))
+        lighter += needed[:, others].max() < most_gib
+    assert lighter, "levels change no peak"

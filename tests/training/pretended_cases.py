@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from kept_cases import copies_keys
@@ -23,17 +24,20 @@ from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in,
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.train import build_trainer
 from omnibal.config import load_cluster, load_model
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.stage import Stage, joined
+from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
-from omnibal.plan_data import MockData
+from omnibal.plan import Plan, PlannedLevel
+from omnibal.plan_data import MockData, SampleData
 from omnibal.planner import PlanRequest, make_plan, prediction_of
 from omnibal.pretended import PretendedStage, heaviest_windows
 
@@ -260,9 +264,11 @@ def whole_stages() -> None:
     layouts."""
     for layout in LAYOUTS:
         plan, (packs, lengths) = plan_of(layout)
+        job = job_of(plan)
+        workload = job.workload(packs, lengths, plan.levels)
         for stage in range(layout.stages):
             _state_is_exact(plan, stage)
-            windows = heaviest_windows(cost_of(plan), plan, stage, packs, lengths)[:1]
+            windows = heaviest_windows(job.cost, plan, stage, workload)[:1]
             load = random_rows(plan, stage, packs, lengths)
             counted = pretend_stage(plan, stage, windows, load, lambda: None)
             if not copies_keys(plan):
@@ -277,11 +283,71 @@ def whole_stages() -> None:
             assert not inside, (layout, inside)
 
 
-def cost_of(plan: Plan) -> CostModel:
-    return JobSpec(
-        model=plan.model, cluster=plan.cluster, parallel=plan.parallel, precision=plan.precision,
-        frozen=plan.frozen,
-    ).cost  # fmt: skip
+def levels() -> None:
+    """A peak of two levels, the longer of which recomputes every layer and the shorter none."""
+    plan, packs, lengths = plan_of_levels()
+    job = job_of(plan)
+    cost, workload = job.cost_of_all(plan.levels), job.workload(packs, lengths, plan.levels)
+    both = [stage_memories(cost, [plan.stages_at(level)] * 2, workload) for level in (0, 1)]
+    for stage in range(len(plan.stages)):
+        windows = heaviest_windows(cost, plan, stage, workload)
+        load = random_rows(plan, stage, packs, lengths)
+        counted = pretend_stage(plan, stage, windows, load, lambda: None)
+        # Tensors on the links are predicted as large as the run's largest: up to two here.
+        largest_bytes = packs.tokens.max() * plan.model.language.hidden_size * 2
+        too_much = counted.predicted_gib - counted.allocated_gib
+        rounding = MOST_DEVIATION * counted.allocated_gib
+        assert -rounding < too_much < rounding + 2 * largest_bytes / 2**30, (stage, too_much)
+        none, every = (memories[stage].peak_gib for memories in both)
+        apart = min(none - counted.predicted_gib, counted.predicted_gib - every)
+        assert abs(counted.allocated_gib - counted.predicted_gib) < apart / 5, "levels count little"
+
+
+def plan_of_levels() -> tuple[Plan, ScheduledPacks, Lengths]:
+    """Two stages; nine packs of a long sample, and nine of three short ones."""
+    tiles = np.repeat([9, 2], [9, 27]).astype(np.int32)
+    lengths = Lengths(
+        items={"tiles": tiles},
+        tokens=tiles * 256 + np.repeat([1600, 250], [9, 27]).astype(np.int32),
+        loss_tokens=np.full(36, 200, np.int32),
+        source=np.zeros(36, np.int32),
+        source_names=("random",),
+        origin=None,
+    )
+    caps = Caps.of(tiles=6, tokens=2_400), Caps.of(tiles=9, tokens=4_000)
+    data = SampleData(
+        lengths=lengths,
+        caps=caps[1],
+        packing=PackingMethod.BALANCED,
+        packs_per_step=6,
+        epochs=1,
+        seed=0,
+        levels=tuple(Level(caps=each) for each in caps),
+    )
+    job = JobSpec(
+        model=load_model("internvl2.5-8b").with_layers(vision=4, language=4),
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=2),
+        precision="bf16",
+    )
+    made = make_plan(PlanRequest(job=job, data=data))
+    packs, lengths = made.data
+    again = tuple(
+        joined(one for span in stage.units for one in span.units if one.layers)
+        for stage in made.plan.stages
+    )
+    none = ((),) * len(again)
+    levels = tuple(
+        PlannedLevel(**dict(level), recompute=recompute)
+        for level, recompute in zip(data.levels, (none, again), strict=True)
+    )
+    plan = made.plan.model_copy(update={"levels": levels})
+    predicted = prediction_of(plan, job, packs, job.workload(packs, lengths, levels))
+    return plan.model_copy(update={"prediction": predicted}), packs, lengths
+
+
+def job_of(plan: Plan) -> JobSpec:
+    return JobSpec.of_plan(plan, None)
 
 
 def _state_is_exact(plan: Plan, stage: int) -> None:
@@ -337,11 +403,12 @@ def planted() -> None:
     """Mistakes in the model, each found by running one stage."""
     layout = Layout(model="internvl2.5-1b")
     plan, (packs, lengths) = plan_of(layout)
+    workload = job_of(plan).workload(packs, lengths, plan.levels)
     forward = VLMStage.forward
 
     def run_with(change: Callable[[torch.Tensor], torch.Tensor]) -> PretendedStage:
         VLMStage.forward = lambda stage, batch: change(forward(stage, batch))
-        windows = heaviest_windows(cost_of(plan), plan, 0, packs, lengths)[:1]
+        windows = heaviest_windows(job_of(plan).cost, plan, 0, workload)[:1]
         return pretend_stage(plan, 0, windows, random_rows(plan, 0, packs, lengths), lambda: None)
 
     def mixed(loss: torch.Tensor) -> torch.Tensor:
@@ -362,7 +429,9 @@ def planted() -> None:
     assert "pretended_cases.py" in read.where and read.count == found.micro_batches
 
 
-CASES = (memory, attention, refusals, host_reads, counts, whole_stages, device_checks, planted)
+CASES = (
+    memory, attention, refusals, host_reads, counts, whole_stages, levels, device_checks, planted,
+)  # fmt: skip
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -49,6 +49,12 @@ def test_whole_stages_of_many_layouts():
     assert "passed whole_stages" in succeed(CASES, "whole_stages")
 
 
+def test_a_plan_of_two_levels_needs_what_it_says():
+    """Prevents: a micro-batch that runs with another level's recomputed layers, or a peak that is
+    looked for among other steps."""
+    assert "passed levels" in succeed(CASES, "levels")
+
+
 def test_what_runs_on_a_device_runs_on_a_pretended_one():
     """Prevents: checks for a GPU that end in an error of types or devices when one is there."""
     assert "passed device_checks" in succeed(CASES, "device_checks")

@@ -1,6 +1,5 @@
 """One rank of a job alone, against the same rank among the others."""
 
-import shutil
 import time
 import weakref
 
@@ -24,15 +23,16 @@ from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_i
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.check import check_plan
 from omnibal.config import load_cluster
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
+from omnibal.levels import Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
-from omnibal.plan import PlannedLevel, read_plan, write_plan
+from omnibal.pipeline.stage import joined
+from omnibal.plan import read_plan, write_plan
 from omnibal.plan_data import SampleData
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanRequest, make_plan
@@ -166,6 +166,12 @@ def test_replaying_changes_no_weight():
 @pytest.fixture
 def planned(tmp_path):
     """A plan of two stages and two ranks, of lengths that say nothing of their data."""
+    return save_planned(tmp_path / "plan")
+
+
+def save_planned(directory, *contexts):
+    """The same with two levels of packs, where context sizes of these are given."""
+    caps = [Caps.of(tiles=8, tokens=30), Caps.of(tiles=8, tokens=120)]
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 5, 60).astype(np.int32)
     text = rng.integers(4, 30, 60).astype(np.int32)
@@ -186,14 +192,17 @@ def planned(tmp_path):
     )
     data = SampleData(
         lengths=lengths,
-        caps=Caps.of(tiles=8, tokens=120),
+        caps=caps[-1],
         packing=PackingMethod.BALANCED,
         packs_per_step=6,
         epochs=1,
         seed=0,
+        levels=tuple(
+            Level(caps=each, context=context) for each, context in zip(caps, contexts, strict=False)
+        ),
     )
-    save_plan(make_plan(PlanRequest(job=job, data=data)), tmp_path / "plan")
-    return tmp_path / "plan"
+    save_plan(make_plan(PlanRequest(job=job, data=data)), directory)
+    return directory
 
 
 def replay(planned, output, stages, steps=2):
@@ -209,13 +218,13 @@ def test_a_stopped_replay_goes_on(planned, tmp_path):
     output = tmp_path / "replay"
     job = replay(planned, output, [0])
     with pytest.raises(UserError, match="stage 1 is not replayed yet"):
-        read_replay(output, job.plan, job.cost, (job.packs, job.lengths))
+        read_replay(output, job.plan, job.cost, job.workload)
     first = stage_file(output, 0).read_bytes()
     with pytest.raises(UserError, match="another steps"):
         replay(planned, output, [1], steps=1)
     replay(planned, output, [0, 1])
     assert stage_file(output, 0).read_bytes() == first
-    summary = read_replay(output, job.plan, job.cost, (job.packs, job.lengths))
+    summary = read_replay(output, job.plan, job.cost, job.workload)
     assert len(summary.each_step_ms) == 2
     stages = read_stages(output, job.plan)
     rows = np.flatnonzero(np.isin(job.packs.step, summary.info.steps))
@@ -274,14 +283,33 @@ def test_data_that_is_not_the_plans_is_refused(planned, tmp_path):
         load_replay(planned, tmp_path / "meta.json", tmp_path / "tokenizer.model")
 
 
-def test_plans_with_levels_are_refused(planned, tmp_path):
+def test_every_level_recomputes_its_own_layers(tmp_path):
     """Prevents: a replay that recomputes the layers of one level on the packs of all."""
-    directory = tmp_path / "levels"
-    shutil.copytree(planned, directory)
+    directory = save_planned(tmp_path / "plan", 1, 1)
     plan = read_plan(directory)
-    level = PlannedLevel(caps=plan.data.caps, recompute=tuple(s.recompute for s in plan.stages))
-    stages = tuple(stage.model_copy(update={"recompute": ()}) for stage in plan.stages)
-    write_plan(plan.model_copy(update={"levels": (level,), "stages": stages}), directory)
-    check_plan(directory)
-    with pytest.raises(UserError, match="runs plans of one level alone"):
+    again = tuple(
+        joined(layer for span in stage.units for layer in span.units if layer.layers)
+        for stage in plan.stages
+    )
+    short, long = plan.levels
+    levels = (
+        short.model_copy(update={"recompute": ((), ())}),
+        long.model_copy(update={"recompute": again}),
+    )
+    write_plan(plan.model_copy(update={"levels": levels, "prediction": None}), directory)
+    job = replay(directory, tmp_path / "replay", [0, 1])
+    packs = job.packs
+    summary = read_replay(tmp_path / "replay", job.plan, job.cost, job.workload)
+    for stage in summary.stages:
+        level, again_ms = packs.level[list(stage.rows)], np.array(stage.recompute_ms)
+        assert set(level) == {0, 1} and np.array_equal(again_ms > 0, level == 1)
+    assert summary.lost.recompute_ms > 0
+    for load in (job.rows_of(0), job.rows_of(1)):
+        assert [batch.level for batch in load(np.arange(len(packs)))] == packs.level.tolist()
+
+
+def test_plans_with_shared_packs_are_refused(tmp_path):
+    """Prevents: a rank alone that waits for the others of its pack, or that computes it whole."""
+    directory = save_planned(tmp_path / "plan", 1, 2)
+    with pytest.raises(UserError, match="packs that several ranks share"):
         load_replay(directory, None, None)

@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -37,13 +37,14 @@ from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.config import Provider
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import simulate_step, waits_before
-from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_cost import workload_times
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.replay import StageReplay
 
@@ -131,11 +132,14 @@ class Waits:
     before_backward_ms: tuple[float, ...]
 
 
-def predicted_waits(
-    plan: Plan, stage: int, cost: CostModel, packs: Packs, lengths: Lengths
-) -> Waits:
-    """Predicted waits of a stage in a step of one rank's `packs`."""
-    times = stage_times(cost, plan.stages, pack_features(packs, lengths, cost.features))
+def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> Waits:
+    """Predicted waits of a stage in a step of one rank.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        own: that rank's micro-batches of the step.
+    """
+    times = workload_times(cost, plan.stages_at_levels, own)
     timeline = simulate_step(
         times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
     )
@@ -294,23 +298,21 @@ LoadRows = Callable[[np.ndarray], list[MicroBatch]]
 
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
-    """Make a loader of random content in the packs' own sizes."""
+    """Make a loader of random content in the packs' own sizes and levels."""
     # Where lengths do not say which tokens carry loss, all are planned to reach the head.
     loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
 
-    def load(rows: np.ndarray) -> list[MicroBatch]:
-        return [
-            random_batch(
-                plan.model,
-                int(packs.column("tiles")[row]),
-                tuple(lengths.tokens[packs.packs[row]].tolist()),
-                max(int(loss_tokens[row]), 1),
-                plan.stages[stage],
-            )
-            for row in rows
-        ]
+    def one(row: int) -> MicroBatch:
+        batch = random_batch(
+            plan.model,
+            int(packs.column("tiles")[row]),
+            tuple(lengths.tokens[packs.packs[row]].tolist()),
+            max(int(loss_tokens[row]), 1),
+            plan.stages[stage],
+        )
+        return replace(batch, level=int(packs.level[row]))
 
-    return load
+    return lambda rows: [one(row) for row in rows]
 
 
 def read_rows(

@@ -32,6 +32,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
+from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.plan_files import PlanFiles
 from omnibal.replay import (
@@ -79,8 +80,13 @@ class ReplayJob:
 
     @property
     def cost(self) -> CostModel:
-        """The costs that the plan was made with."""
-        return self.planned.job.cost
+        """The costs that the plan was made with, of all its levels."""
+        return self.planned.job.cost_of_all(self.plan.levels)
+
+    @property
+    def workload(self) -> Workload:
+        """What every rank computes of the packs; a row a pack, as none is shared."""
+        return self.planned.job.workload(self.packs, self.lengths, self.plan.levels)
 
     def rows_of(self, stage: int) -> LoadRows:
         """Return the loader of a stage's micro-batches."""
@@ -93,14 +99,13 @@ class ReplayJob:
         rows = rows_of_steps(self.packs, info.steps)
         place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
         steps = np.split(rows, np.flatnonzero(np.diff(place)) + 1)
-        packs, lengths = self.packs.packs, self.lengths
+        cost, workload = self.cost, self.workload
         return StageWork(
             steps=tuple(steps),
             waits=tuple(
-                predicted_waits(self.plan, stage, self.cost, packs.take(own), lengths)
-                for own in steps
+                predicted_waits(self.plan, stage, cost, workload.rows(own)) for own in steps
             ),
-            heaviest=heaviest_rows(self.cost, self.plan, stage, self.packs, self.lengths),
+            heaviest=heaviest_rows(cost, self.plan, stage, workload),
             repetitions=info.repetitions,
         )
 
@@ -109,17 +114,17 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold or has levels, the trainer cannot build its model, or data
-            and tokenizer are not the plan's.
+        UserError: the plan does not hold, ranks share its packs, the trainer cannot build its
+            model, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model)
     if obstacle is not None:
         raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
-    if planned.plan.levels:
+    if planned.plan.has_shared_packs:
         raise UserError(
-            f"{plan_directory}: has levels of packs, and a replay runs plans of one level alone: "
-            "give a plan of `omnibal plan --levels 1`"
+            f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
+            "alone: give a plan without shared packs, such as one of `omnibal plan --levels 1`"
         )
     packs, lengths = planned.steps
     reader = _reader(planned.plan, data, tokenizer)

@@ -147,7 +147,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
 
 def _check_options(arguments: RunArguments, plan: Plan) -> None:
     """Refuse options that do not go with the plan."""
-    if arguments.provider == "te" and any(level.context > 1 for level in plan.levels):
+    if arguments.provider == "te" and plan.has_shared_packs:
         raise UserError(
             "--provider te was given, but the plan has packs that ranks share, whose attention "
             "Transformer Engine does not have; leave the option out, or plan with --levels 1"

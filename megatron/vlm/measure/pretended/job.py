@@ -74,8 +74,8 @@ def pretend_stages(
     # Nobody may write before everybody has read.
     together(store, "read", launch.world_size)
     left = [stage for stage in stages if stage not in kept]
-    data = job.packs, job.lengths
-    windows = {stage: heaviest_windows(job.cost, job.plan, stage, *data) for stage in left}
+    cost, workload = job.cost, job.workload
+    windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
     runs = sum(1 + len(windows[stage]) for stage in left)
     with shared_progress("trying stages", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
