@@ -249,6 +249,11 @@ def _check_counts(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> st
                 f"plan.json says {planned:,} {name}, its files hold {given:,}; the two must be "
                 f"equal; correct data.{name} or {_ANEW}"
             )
+    if data.curriculum_steps > packs.steps:
+        raise UserError(
+            f"data.curriculum_steps is {data.curriculum_steps:,}, and may be no more than the "
+            f"plan's {packs.steps:,} steps; correct it, or {_ANEW}"
+        )
     return f"{len(packs):,} packs in {packs.steps:,} steps, as plan.json says"
 
 

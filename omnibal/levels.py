@@ -57,7 +57,7 @@ class Level(Frozen):
 
     caps: Caps
     """Caps of a whole pack, over all ranks that share it."""
-    context: Annotated[int, Field(ge=1, le=MAX_CONTEXT)] = 1
+    context: Annotated[int, Field(ge=1, le=MAX_CONTEXT, strict=True)] = 1
     """Data-parallel ranks that share a pack, a power of two: an aligned block of them."""
     cut: CutRule = CutRule.CONTIGUOUS
     exchange: ContextExchange = ContextExchange.GATHER

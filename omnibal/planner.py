@@ -44,10 +44,12 @@ class PlanRequest:
         self.data.check(self.job)
         joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
         if self.data.levels and (self.method, self.recompute) != joint:
+            # The packs of an earlier plan have its levels.
+            instead = ", or give --levels 1" if self.data.steps is None else ""
             raise UserError(
                 f"--method {self.method} with --recompute {self.recompute} was given for packs of "
-                "several levels, each of which recomputes layers of its own, and only the joint "
-                "search knows them: leave both options out, or give --levels 1"
+                "levels, each of which recomputes layers of its own, and only the joint search "
+                f"knows them: leave both options out{instead}"
             )
 
     def sized(self, parallel: Parallel) -> Self:

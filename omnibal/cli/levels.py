@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.levels import LevelSearch
 
 _AUTO, _HBP = "auto", "hbp"
+_FEW_STEPS = 4
+_UNEVEN = 2.0
+"""How many times as many tokens a step may have as another one of few."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +153,22 @@ def _search_notes(found: "LevelSearch") -> list[str]:
         "which leaves out all that packs, steps and the pipeline take besides their samples"
     )
     return notes
+
+
+def notes_on_steps(packs: "ScheduledPacks") -> list[str]:
+    """A note where an epoch has so few steps that these are far from alike."""
+    import numpy as np
+
+    tokens = np.bincount(packs.step, weights=packs.tokens)
+    epoch = packs.epoch[np.searchsorted(packs.step, np.arange(len(tokens)))]
+    for each in np.unique(epoch).tolist():
+        steps = tokens[epoch == each]
+        ratio = steps.max() / steps.min()
+        if len(steps) < _FEW_STEPS and ratio > _UNEVEN:
+            of_them = f"of which one has {ratio:.1f} times as many tokens as another"
+            advice = "fewer --micro-batches make more steps, which are more alike"
+            return [f"an epoch has {len(steps)} steps, {of_them}; {advice}"]
+    return []
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """`omnibal plan`: make a plan directory."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +9,13 @@ import typer
 
 from omnibal import tables
 from omnibal.cli.console import print_notes, print_result, progress, status
-from omnibal.cli.levels import LevelOptions, balance_of, levels_of_plan, levels_table
+from omnibal.cli.levels import (
+    LevelOptions,
+    balance_of,
+    levels_of_plan,
+    levels_table,
+    notes_on_steps,
+)
 from omnibal.cli.options import (
     DEFAULT_CAP_SAMPLES,
     DEFAULT_MICRO_BATCHES,
@@ -45,9 +51,8 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 _DATA_OPTIONS = (
     "lengths max_tiles max_tokens limit micro_batches epochs seed packing levels curriculum_steps"
 ).split()
-_STRATEGY_OPTIONS = (
-    "micro_batches sequence_parallel steps_of method recompute levels curriculum_steps"
-).split()
+_STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
+_LEVEL_OPTIONS = "levels curriculum_steps".split()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +193,7 @@ def plan(
     found = None
     if strategy.gpus is None:
         job = given.job(sizes.parallel())
-        result = _make_plan(
+        result = _make_plan_of_levels(
             PlanRequest(
                 job=job,
                 data=_plan_data(job, data, partition),
@@ -209,6 +214,7 @@ def _refuse_overruled(context: typer.Context, data: DataOptions, strategy: Strat
     if strategy.gpus is None:
         _refuse_given(context, ("samples_per_step",), "it goes with --gpus")
     else:
+        _refuse_given(context, _LEVEL_OPTIONS, "--gpus compares plans of one level")
         _refuse_given(context, _STRATEGY_OPTIONS, "--gpus chooses that")
     if data.steps_of is not None:
         _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
@@ -342,7 +348,60 @@ def _make_plan(request: "PlanRequest") -> "PlanResult":
     try:
         return make_plan(request)
     except DoesNotFit as error:
-        raise _with_advice(request, error) from error
+        shared = _shared(request)
+        if shared is None:
+            raise _with_advice(request, error) from error
+    context = shared.data.levels[0].context
+    print_notes([f"packs of the earlier plan do not fit one rank: {context} ranks share each"])
+    return _make_plan(shared)
+
+
+def _shared(request: "PlanRequest") -> "PlanRequest | None":
+    """Packs of an earlier plan of one level, shared by ranks; None where that is no way to fit."""
+    from omnibal.levels import Level
+    from omnibal.plan_data import SampleData
+    from omnibal.search.levels import shared_anew
+
+    data = request.data
+    if not isinstance(data, SampleData) or data.steps is None or data.levels:
+        return None
+    if (request.method, request.recompute) != (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST):
+        return None
+    try:
+        shared = shared_anew(request.job, replace(data, levels=(Level(caps=data.caps),)))
+    except DoesNotFit:
+        return None
+    return replace(request, data=shared) if shared.levels[0].context > 1 else None
+
+
+def _make_plan_of_levels(request: "PlanRequest") -> "PlanResult":
+    """Make the plan, and again without levels of no packs: levels are chosen by other packs.
+
+    The steps of an earlier plan keep their levels.
+    """
+    from omnibal.plan_data import SampleData
+    from omnibal.search.level_trial import as_data_has, levels_in_use
+
+    while True:
+        result = _make_plan(request)
+        data = request.data
+        if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
+            return result
+        used = levels_in_use(data.levels, result.data[0].level, data.least_caps())
+        if used == data.levels:
+            return result
+        left_out = [level for level in data.levels if level not in used]
+        print_notes(
+            f"no pack is of the level of {level.caps['tokens']:,} tokens: it is left out"
+            for level in left_out
+        )
+        if data.curriculum_steps and len(used) == 1:
+            raise UserError(
+                f"--curriculum-steps {data.curriculum_steps} was given, and all packs are of one "
+                "level: leave it out, or give other --levels"
+            )
+        caps = used[-1].caps
+        request = replace(request, data=replace(data, levels=as_data_has(used, caps), caps=caps))
 
 
 def _make_plan_of_strategy(
@@ -397,6 +456,8 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
         )
     print_notes(notes)
     packs = None if result.data is None else result.data[0]
+    if packs is not None:
+        print_notes(notes_on_steps(packs))
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     strategies = []

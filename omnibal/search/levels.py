@@ -26,6 +26,7 @@ from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
+from omnibal.limits import check_packs_per_step
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan_data import SampleData
 from omnibal.search.level_bound import least_ms_per_sample
@@ -55,7 +56,8 @@ class LevelRequest:
     """A job and the samples that it trains, whose caps are those of the longest packs.
 
     Raises:
-        UserError: a sample exceeds the caps, or fewer levels are possible than are asked for.
+        UserError: a sample exceeds the caps, a step has too many packs, or fewer levels can be had
+            than are asked for.
     """
 
     job: JobSpec
@@ -67,6 +69,7 @@ class LevelRequest:
     """Number of levels; None for any up to `MAX_SEARCHED`."""
 
     def __post_init__(self) -> None:
+        check_packs_per_step(self.job.parallel.data, self.data.micro_batches(self.job))
         check_samples_fit(self.data.lengths, self.data.caps)
         most = min(self.most_levels, MAX_SEARCHED)
         if self.exactly is not None and self.exactly > most:

@@ -118,6 +118,21 @@ def test_a_good_plan_of_levels_passes(directory: Path, result: PlanResult) -> No
     assert result.plan.prediction.lost.context_exchange_ms > 0
 
 
+@pytest.mark.parametrize("context", [True, 2.0])
+def test_a_context_size_is_a_whole_number(directory: Path, context: object) -> None:
+    """Prevents a plan.json that says one thing and is read as another."""
+    edit(directory, lambda plan: plan["levels"][1].update(context=context))
+    with pytest.raises(UserError, match="context"):
+        check_plan(directory)
+
+
+def test_a_curriculum_is_of_steps_that_there_are(directory: Path) -> None:
+    """Prevents a curriculum that the plan does not hold."""
+    edit(directory, lambda plan: plan["data"].update(curriculum_steps=10_000))
+    with pytest.raises(UserError, match="may be no more than the plan's"):
+        check_plan(directory)
+
+
 def first_row(packs: ScheduledPacks, level: int) -> int:
     return int(np.flatnonzero(packs.level == level)[0])
 

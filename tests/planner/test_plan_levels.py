@@ -6,12 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from omnibal.cli.levels import notes_on_steps
 from omnibal.data.lengths import write_lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.levels import Level
+from omnibal.limits import Caps
 from omnibal.plan import read_plan
+from omnibal.plan_data import SampleData
 from omnibal.plan_files import data_of_plan
 from tests.planner.plan_cases import example_lengths
 from tests.planner.test_cli import failure, run
-from tests.planner.test_search_levels import long_tailed
+from tests.planner.test_search_levels import long_tailed, texts
 
 LONG = "plan --model llama3.1-8b --cluster h200-141g --micro-batches 2 --max-tokens 65536"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2"
@@ -99,6 +105,84 @@ def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
     capsys.readouterr()
     message = failure(capsys, options, 1, "-o", tmp_path / "x")
     assert "packs are of one level" in message
+    message = failure(
+        capsys, options.replace("steps 3", "steps 9999"), "auto", "-o", tmp_path / "x"
+    )
+    assert "a curriculum of 9,999 steps was asked for, and an epoch has about" in message
+
+
+def test_a_curriculum_needs_two_levels(capsys, tmp_path):
+    """Prevents a curriculum of all packs, where one level is shared by ranks."""
+    write_lengths(texts(np.full(60, 250_000)), tmp_path / "long.parquet")
+    options = "plan --model llama3.1-8b --cluster h200-141g --dp 8 --micro-batches 2 --lengths"
+    options = f"{options} {tmp_path / 'long.parquet'} --curriculum-steps 1"
+    message = failure(capsys, options, "-o", tmp_path / "x")
+    assert "there is one level; leave --curriculum-steps out" in message
+
+
+def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch):
+    """Prevents levels that were chosen on other packs than the plan's, and that it has none of."""
+    lengths = texts([3_000] * 64 + [20_000] * 2)
+    write_lengths(lengths, tmp_path / "texts.parquet")
+    levels = tuple(Level(caps=Caps.of(tokens=tokens)) for tokens in (4_096, 16_384, 32_768))
+    data = SampleData(
+        lengths=lengths,
+        caps=levels[-1].caps,
+        packing=PackingMethod.ISF,
+        packs_per_step=4,
+        epochs=1,
+        seed=0,
+        levels=levels,
+    )
+    monkeypatch.setattr("omnibal.cli.plan._plan_data", lambda *_: data)
+    options = "plan --model llama3.1-8b --cluster h200-141g --dp 2 --lengths"
+    run(options, tmp_path / "texts.parquet", "-o", tmp_path / "plan")
+    assert "the level of 16,384 tokens: it is left out" in capsys.readouterr().err
+    plan = read_plan(tmp_path / "plan")
+    assert [level.caps["tokens"] for level in plan.levels] == [4_096, 32_768]
+    run("check", tmp_path / "plan")
+
+
+def test_steps_of_one_level_are_shared_where_a_rank_cannot_hold_a_pack(capsys, tmp_path):
+    """Prevents a run that cannot go on with fewer devices a pack, which ranks could share."""
+    write_lengths(texts(np.full(32, 120_000)), tmp_path / "long.parquet")
+    first = "plan --model llama3.1-8b --cluster h200-141g --tp 4 --dp 4 --micro-batches 2"
+    options = "--levels 1 --max-tokens 131072 --lengths"
+    run(f"{first} {options}", tmp_path / "long.parquet", "-o", tmp_path / "one")
+    again = "plan --model llama3.1-8b --cluster h100-80g --tp 1 --dp 8 --steps-of"
+    run(again, tmp_path / "one", "-o", tmp_path / "shared")
+    assert "do not fit one rank" in capsys.readouterr().err
+    one, shared = (read_plan(tmp_path / name) for name in ("one", "shared"))
+    assert not one.levels and shared.levels[0].context > 1
+    assert one.data.steps_sha256 == shared.data.steps_sha256
+    run("check", tmp_path / "shared")
+    capsys.readouterr()
+    message = failure(capsys, again, tmp_path / "shared", "--method", "bmp", "-o", tmp_path / "x")
+    assert "leave both options out" in message and "--levels" not in message
+
+
+@pytest.mark.quick
+def test_few_uneven_steps_are_told_of():
+    """Prevents steps of which one has most of the tokens, without a word."""
+
+    def packs_of(tokens, epoch):
+        count = len(tokens)
+        zeros = np.zeros(count, np.int32)
+        packs = ScheduledPacks(
+            packs=Packs.from_lists([[sample] for sample in range(count)]),
+            step=np.arange(count),
+            dp_rank=zeros,
+            slot=zeros,
+            epoch=np.array(epoch, np.int32),
+            items=zeros,
+            tokens=np.array(tokens, np.int32),
+            level=zeros,
+        )
+        return notes_on_steps(packs)
+
+    (note,) = packs_of([10, 10, 10, 10, 4, 10], [0, 0, 0, 0, 1, 1])
+    assert "2 steps" in note and "2.5 times" in note
+    assert packs_of([4, 10, 10, 10], [0] * 4) == packs_of([5, 10], [0, 0]) == []
 
 
 @pytest.mark.parametrize(
@@ -109,6 +193,7 @@ def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
         ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels 4", "may have"),
         ("--max-tiles 8 --max-tokens 512 --levels 2", "the plan is of shapes only"),
         ("--max-tiles 8 --max-tokens 512 --curriculum-steps 2", "the plan is of shapes only"),
+        ("--lengths FILE --gpus 4 --levels 2", "--gpus compares plans of one level"),
         (
             "--lengths FILE --max-tiles 8 --max-tokens 1024 --levels 2 --method layer",
             "only the joint search",
