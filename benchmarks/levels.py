@@ -194,13 +194,18 @@ class StepOfRank:
         return (time.perf_counter() - start) * 1e3, core_ms, result.loss
 
 
+def one_node() -> ClusterConfig:
+    """Describe this machine as one node of all processes, as rates are measured within a node."""
+    return load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": RANKS})
+
+
 def prepared(
     levels: Sequence[Level], reader: SampleReader, lengths: Lengths, links: PipelineLinks
 ) -> Prepared:
     """Plan one way by hand, with the product's packs and steps."""
     job = JobSpec(
         model=MODEL,
-        cluster=load_cluster("laptop-cpu"),
+        cluster=one_node(),
         parallel=Parallel(pipeline=1, data=RANKS),
         precision="fp32",
     )
@@ -283,7 +288,7 @@ def run_ways(folder: Path, rounds: int, patience_s: float) -> dict[str, Outcome]
         found.append(run_round(profiler, ways))
     quietest = sorted(found, key=lambda one: one.foreign_cores)[:rounds]
     rates = mean_rates([one.rates for one in quietest])
-    cluster = load_cluster("laptop-cpu").model_copy(update={"rates": {"fp32": rates}})
+    cluster = one_node().model_copy(update={"rates": {"fp32": rates}})
     profile = profiler.result([profiled for one in quietest for profiled in one.profiled])
     shut_down_distributed()
     return {
