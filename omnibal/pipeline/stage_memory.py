@@ -552,11 +552,13 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
     first_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
-    state_bytes = [_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units]
+    state_bytes = [
+        unit_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units
+    ]
     return MemoryTable(
         kinds=cost.kinds,
         state_bytes=np.array(state_bytes),
-        tied_bytes=_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
+        tied_bytes=unit_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
         others_kept_bytes=_level_by_level(passes.others, activation, cost.levels),
         others_input_bytes=_level_by_level(passes.others, boundary, cost.levels),
         own_kept_bytes=_level_by_level(passes.own, activation, cost.levels),
@@ -645,7 +647,8 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
     return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
 
 
-def _state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
+def unit_state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
+    """Bytes of weights, gradients and optimizer state of so many parameters of one device."""
     trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
     return parameters * cost.weight_bytes_per_parameter + trained * trained_bytes
 

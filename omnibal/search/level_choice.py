@@ -21,7 +21,7 @@ from omnibal.data.packs import Packs
 from omnibal.job import JobSpec
 from omnibal.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
 from omnibal.limits import Caps
-from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.stage_memory import GIB, unit_state_bytes
 from omnibal.units import unit_names
 
 _FORMS = (
@@ -67,7 +67,6 @@ class WholeModel:
         layers = [
             (counts[kind.name], cost.units[kind.name]) for kind in cost.kinds if kind.is_layer
         ]
-        trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
         return cls(
             cost=cost,
             pass_ms=np.sum([n * (u.forward_ms + u.backward_ms) for n, u in units], axis=0),
@@ -76,9 +75,7 @@ class WholeModel:
             saved_bytes=np.stack([n * (u.activation_bytes - u.boundary_bytes) for n, u in layers]),
             working_bytes=np.vstack([u.transient_bytes for _, u in units]),
             state_bytes=sum(
-                n * (cost.weight_bytes_per_parameter * u.parameters)
-                + n * trained_bytes * u.trained_parameters
-                for n, u in units
+                n * unit_state_bytes(cost, u.parameters, u.trained_parameters) for n, u in units
             ),
         )
 
