@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
+from omnibal.beside import EncodersBeside
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.earlier_plan import refuse_earlier
@@ -90,6 +91,9 @@ class Plan(Frozen):
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
     """Levels of packs, of rising caps; empty where there is but one, of context size 1, with the
     caps of `data` and the recomputed layers of `stages`."""
+    beside: Annotated[EncodersBeside | None, Field(exclude_if=lambda value: value is None)] = None
+    """How the encoders run where they stand beside the pipeline, whose stages then hold the
+    language model alone; None where they are units of the stages."""
     cluster: ClusterConfig
     data: DataPlan | None
     """Origin of the packs; None for a plan of shapes only, which cannot be trained."""
@@ -123,6 +127,11 @@ class Plan(Frozen):
     def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
         """Stages with the layers that they recompute, of every level."""
         return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
+
+    @property
+    def pipeline_model(self) -> ModelConfig:
+        """The part of the model that the stages are cut from: without encoders beside them."""
+        return self.model if self.beside is None else self.model.without_encoders()
 
     @property
     def has_shared_packs(self) -> bool:
@@ -171,6 +180,36 @@ class Plan(Frozen):
             raise ValueError(
                 f"data.caps are {caps}, and the largest of `levels` are "
                 f"{largest_caps(self.levels)}; the two must be equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _beside_fits(self) -> "Plan":
+        beside = self.beside
+        if beside is None:
+            return self
+        names = set(self.model.encoders)
+        tables = {
+            "items_per_pass": beside.items_per_pass,
+            "kept_items": beside.kept_items,
+            "item_ms": beside.item_ms,
+        }
+        for name, table in tables.items():
+            given = set(table)
+            if not names or given != names:
+                raise ValueError(
+                    f"beside.{name} is of {words(sorted(given)) or 'no encoder'}, and must be of "
+                    f"every encoder of {self.model.name}: {words(sorted(names)) or 'it has none'}"
+                )
+        if self.parallel.data % beside.pipelines:
+            raise ValueError(
+                f"beside.pipelines is {beside.pipelines}, and must divide the "
+                f"{self.parallel.data} data-parallel ranks"
+            )
+        if self.has_shared_packs:
+            raise ValueError(
+                "ranks share packs of a level, and encoders stand beside the pipeline; a plan may "
+                "have one of the two"
             )
         return self
 
