@@ -4,6 +4,7 @@ A hand-written plan and a searched plan are the same type. `prediction` is for r
 absent; everything training needs is in the other fields.
 """
 
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -189,7 +190,7 @@ class Plan(Frozen):
         if beside is None:
             return self
         names = set(self.model.encoders)
-        tables = {
+        tables: dict[str, Collection[str]] = {
             "items_per_pass": beside.items_per_pass,
             "kept_items": beside.kept_items,
             "item_ms": beside.item_ms,
