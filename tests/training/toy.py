@@ -225,7 +225,7 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
 
 
 def toy_batch(model: ModelConfig, samples: Sequence[tuple[int, ...]], seed: int) -> MicroBatch:
-    """A pack of random samples, each given as (tiles, text tokens) or (tiles, text tokens, clips)."""
+    """A pack of random samples: (tiles, text tokens), or with clips after them."""
     return pack(
         [toy_sample(model, *counts, seed=1000 * seed + i) for i, counts in enumerate(samples)]
     )
