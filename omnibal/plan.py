@@ -61,8 +61,8 @@ class DataPlan(Shapes):
     curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
     """First steps that are made of packs of the shortest level alone."""
     window: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = None
-    """Consecutive samples that are a step, where the data is a stream in its order; `packs_per_step`
-    and `micro_batches_per_step` are then the most of any step. None where packs are matched into
+    """Consecutive samples that are a step, where the data is a stream in its order; packs and
+    micro-batches per step are then the most of any step. None where packs are matched into
     steps."""
     lengths_sha256: str
     packs_sha256: str

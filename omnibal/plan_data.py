@@ -362,14 +362,16 @@ class StreamData:
             packs,
             self.lengths,
             caps=self.caps,
-            method="balanced" if self.is_dispatched else "next_fit",
+            method="balanced",
             seed=0,
             epochs=self.epochs,
             packs_per_step=int(np.bincount(packs.step).max()),
             micro_batches_per_step=int(packs.slot.max()) + 1,
         )
-        sha256 = steps_of(packs).window_sha256
-        return described.model_copy(update={"window": self.window, "steps_sha256": sha256})
+        changes = {"window": self.window, "steps_sha256": steps_of(packs).window_sha256}
+        if not self.is_dispatched:
+            changes["method"] = "next_fit"
+        return described.model_copy(update=changes)
 
 
 PlanData = SampleData | StreamData | MockData

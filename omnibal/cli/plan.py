@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +30,7 @@ from omnibal.cli.options import (
     SizeOptions,
     limits_given,
 )
+from omnibal.cli.windows import Dispatch, window_facts
 from omnibal.config import ModelConfig
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.packing import PackingMethod
@@ -58,13 +58,6 @@ _LEVEL_OPTIONS = "levels curriculum_steps".split()
 _WINDOW_OPTIONS = "window dispatch".split()
 _STEP_OPTIONS = "micro_batches seed packing curriculum_steps".split()
 """Options by which packs are made and matched into steps, which a window leaves no choice of."""
-
-
-class Dispatch(StrEnum):
-    """Whether the ranks' shares of a window are made equal."""
-
-    ON = "on"
-    OFF = "off"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -512,9 +505,13 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
         )
     print_notes(notes)
     packs = None if result.data is None else result.data[0]
-    if packs is not None:
+    windows = window_facts(result)
+    if windows is not None:
+        print_notes([windows.note])
+    elif packs is not None:
         print_notes(notes_on_steps(packs))
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
+    summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     strategies = []
     if found is not None:

@@ -164,13 +164,16 @@ class _Samples:
         sizes = self.sizes[:, share]
         fitted = pack_first_fit(sizes, (sizes / self.caps[:, None]).max(axis=0), self.caps)
         best = [[share[place] for place in pack] for pack in fitted]
+        best_ms = self.rank_ms(best)
         fewest = int((-(-sizes.sum(axis=1) // self.caps)).max())
         for count in range(max(fewest, 1), len(share) + 1):
             packs = self._level(share, count)
-            if packs is not None:
-                if self.rank_ms(packs) >= self.rank_ms(best):
-                    break
-                best = packs
+            if packs is None:
+                continue
+            packs_ms = self.rank_ms(packs)
+            if packs_ms > best_ms:
+                break
+            best, best_ms = packs, packs_ms
         heaviest_first = sorted(best, key=self._time_ms, reverse=True)
         return [heaviest_first[place] for place in lightest_at_the_ends(len(best))]
 
