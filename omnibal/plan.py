@@ -22,7 +22,7 @@ from omnibal.limits import Caps, words
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
-from omnibal.units import frozen_mistake
+from omnibal.units import LANGUAGE, frozen_mistake, model_parts, unit_kinds
 
 SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
@@ -123,10 +123,18 @@ class Plan(Frozen):
             raise ValueError(mistake)
         return self
 
-    def gradient_crosses(self, cut: int) -> bool:
-        """Whether a gradient is sent back from stage `cut` + 1 to `cut`: anything in stages 0 to
-        `cut` is trained."""
-        return any(stage.parts - set(self.frozen) for stage in self.stages[: cut + 1])
+    def trained_towers(self, cut: int) -> frozenset[str]:
+        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back.
+
+        Something that they come from is trained: of an encoder its units in stages 0 to `cut`, of
+        the language model all units there and encoders beside the pipeline.
+        """
+        parts = {part for stage in self.stages[: cut + 1] for part in stage.parts}
+        if self.beside is not None:
+            parts |= set(model_parts(self.model)) - {LANGUAGE}
+        trained = parts - set(self.frozen)
+        towers = {kind.tower for kind in unit_kinds(self.model) if kind.part in trained}
+        return frozenset(towers | {LANGUAGE} if towers else ())
 
     def stages_at(self, level: int) -> tuple[Stage, ...]:
         """Stages with the layers that they recompute on packs of a level."""
