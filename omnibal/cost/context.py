@@ -19,6 +19,10 @@ what is sent, as `megatron/vlm/model/exchange.py` makes them. Nothing of it is h
 computation. Every rank sends as much as the one with most, padded: so exchanged tokens are those of
 the block's largest share (`EXCHANGED`). A pack without divided samples pays the latency too, though
 it exchanges nothing.
+
+So it is counted. Where the job's profile has layers on shares of the same context size and
+exchange, and the block is within a node, their measured times stand in for it. The exchange of
+encoders' features is always counted.
 """
 
 from collections.abc import Collection, Sequence

@@ -7,7 +7,7 @@ forward and then backward, as training does, so that caches are as cold and the 
 they will be then, and takes the times between units in passing. It does so twice, the second time
 with every layer recomputed: what that adds is less than another forward, since nothing is kept in
 the first one and the caches are warm after the second. All processes measure at the same moment;
-their mean counts.
+their mean counts. Language layers also run on packs that several processes share.
 
 Shapes are those of `megatron.vlm.model.stage`.
 """
