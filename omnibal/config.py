@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.encoders import ENCODER_KINDS, Encoder, TilesEncoder, TilingConfig
+from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, Encoder, TilesEncoder, TilingConfig
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
@@ -275,6 +275,26 @@ class ModelConfig(Frozen):
         return isinstance(self.encoders.get("vision"), TilesEncoder)
 
     @property
+    def audio(self) -> ClipsEncoder:
+        """The encoder of audio clips that the trainer's recordings are of.
+
+        Raises:
+            UserError: the model has none.
+        """
+        tower = self.encoders.get("audio")
+        if not isinstance(tower, ClipsEncoder):
+            raise UserError(
+                f"{self.name} has no encoder of audio clips, which this needs; it must be a model "
+                'with an encoder "audio" of kind "clips": choose another --model'
+            )
+        return tower
+
+    @property
+    def takes_audio(self) -> bool:
+        """Whether the model has `audio`, an encoder of clips of recordings."""
+        return isinstance(self.encoders.get("audio"), ClipsEncoder)
+
+    @property
     def tiling(self) -> TilingConfig | None:
         """How images are cut into tiles; None where the model takes no images."""
         return self.vision.tiling if self.takes_images else None
@@ -293,6 +313,10 @@ class ModelConfig(Frozen):
     def item_features(self) -> tuple[str, ...]:
         """Features that the encoders count items of, in model order."""
         return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
+
+    def without_encoders(self) -> "ModelConfig":
+        """Return the language model alone."""
+        return self.model_copy(update={"encoders": {}})
 
     def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
         """Return the model with some fields of the encoder `name`, or of "language", changed."""

@@ -4,12 +4,14 @@ A hand-written plan and a searched plan are the same type. `prediction` is for r
 absent; everything training needs is in the other fields.
 """
 
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
+from omnibal.beside import EncodersBeside
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.earlier_plan import refuse_earlier
@@ -20,7 +22,7 @@ from omnibal.limits import Caps, words
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
-from omnibal.units import frozen_mistake
+from omnibal.units import LANGUAGE, frozen_mistake, model_parts, unit_kinds
 
 SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
@@ -90,6 +92,9 @@ class Plan(Frozen):
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
     """Levels of packs, of rising caps; empty where there is but one, of context size 1, with the
     caps of `data` and the recomputed layers of `stages`."""
+    beside: Annotated[EncodersBeside | None, Field(exclude_if=lambda value: value is None)] = None
+    """How the encoders run where they stand beside the pipeline, whose stages then hold the
+    language model alone; None where they are units of the stages."""
     cluster: ClusterConfig
     data: DataPlan | None
     """Origin of the packs; None for a plan of shapes only, which cannot be trained."""
@@ -104,10 +109,18 @@ class Plan(Frozen):
             raise ValueError(mistake)
         return self
 
-    def gradient_crosses(self, cut: int) -> bool:
-        """Whether a gradient is sent back from stage `cut` + 1 to `cut`: anything in stages 0 to
-        `cut` is trained."""
-        return any(stage.parts - set(self.frozen) for stage in self.stages[: cut + 1])
+    def trained_towers(self, cut: int) -> frozenset[str]:
+        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back.
+
+        Something that they come from is trained: of an encoder its units in stages 0 to `cut`, of
+        the language model all units there and encoders beside the pipeline.
+        """
+        parts = {part for stage in self.stages[: cut + 1] for part in stage.parts}
+        if self.beside is not None:
+            parts |= set(model_parts(self.model)) - {LANGUAGE}
+        trained = parts - set(self.frozen)
+        towers = {kind.tower for kind in unit_kinds(self.model) if kind.part in trained}
+        return frozenset(towers | {LANGUAGE} if towers else ())
 
     def stages_at(self, level: int) -> tuple[Stage, ...]:
         """Stages with the layers that they recompute on packs of a level."""
@@ -123,6 +136,11 @@ class Plan(Frozen):
     def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
         """Stages with the layers that they recompute, of every level."""
         return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
+
+    @property
+    def pipeline_model(self) -> ModelConfig:
+        """The part of the model that the stages are cut from: without encoders beside them."""
+        return self.model if self.beside is None else self.model.without_encoders()
 
     @property
     def has_shared_packs(self) -> bool:
@@ -171,6 +189,36 @@ class Plan(Frozen):
             raise ValueError(
                 f"data.caps are {caps}, and the largest of `levels` are "
                 f"{largest_caps(self.levels)}; the two must be equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _beside_fits(self) -> "Plan":
+        beside = self.beside
+        if beside is None:
+            return self
+        names = set(self.model.encoders)
+        tables: dict[str, Collection[str]] = {
+            "items_per_pass": beside.items_per_pass,
+            "kept_items": beside.kept_items,
+            "item_ms": beside.item_ms,
+        }
+        for name, table in tables.items():
+            given = set(table)
+            if not names or given != names:
+                raise ValueError(
+                    f"beside.{name} is of {words(sorted(given)) or 'no encoder'}, and must be of "
+                    f"every encoder of {self.model.name}: {words(sorted(names)) or 'it has none'}"
+                )
+        if self.parallel.data % beside.pipelines:
+            raise ValueError(
+                f"beside.pipelines is {beside.pipelines}, and must divide the "
+                f"{self.parallel.data} data-parallel ranks"
+            )
+        if self.has_shared_packs:
+            raise ValueError(
+                "ranks share packs of a level, and encoders stand beside the pipeline; a plan may "
+                "have one of the two"
             )
         return self
 

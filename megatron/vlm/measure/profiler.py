@@ -40,7 +40,8 @@ from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.measure.shares import context_sizes, shares_of_process
 from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
-from megatron.vlm.model.stage import IMAGE_CHANNELS, VLMStage
+from megatron.vlm.model.stage import ByTower, VLMStage
+from megatron.vlm.model.vision import IMAGE_CHANNELS
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
 from megatron.vlm.step.schedule import PipelineLinks
@@ -380,6 +381,10 @@ def random_batch(
     return MicroBatch(tiles=tiles, tokens=tokens, segment_tokens=segment_tokens, **fields)
 
 
+def _by_encoder(features_KE: torch.Tensor | None) -> ByTower:
+    return {} if features_KE is None else {"vision": features_KE}
+
+
 UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 
 
@@ -394,7 +399,7 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitF
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
     images: list[tuple[str, UnitFunction]] = []
-    if stage.vision is not None:
+    if stage.encoders:
         images = [
             ("vision_embed", lambda _: stage.vision_embedding(batch.pixels_TCPP)),
             *((_VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
@@ -402,7 +407,7 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitF
         ]
     return [
         *images,
-        (LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, features)),
+        (LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, _by_encoder(features))),
         *_layer_functions(stage, batch),
         (HEAD, head),
     ]
@@ -592,13 +597,13 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
     stage: Any = trainer.stage  # whose methods are replaced for one step
     forward, set_input_tensor = stage.forward, stage.set_input_tensor
 
-    def recorded_forward(batch: MicroBatch) -> torch.Tensor:
+    def recorded_forward(batch: MicroBatch) -> ByTower | torch.Tensor:
         with kept.recording():
             return forward(batch)
 
-    def held_input(received: torch.Tensor | None) -> None:
-        if received is not None:
-            kept.hold(received)
+    def held_input(received: ByTower) -> None:
+        for tensor in received.values():
+            kept.hold(tensor)
         set_input_tensor(received)
 
     stage.forward, stage.set_input_tensor = recorded_forward, held_input

@@ -1,0 +1,32 @@
+"""Encoders beside the pipeline: every rank of the job encodes a share of a step's items.
+
+The pipeline is then of the language model alone. Before a step's first micro-batch, the ranks of an
+encoding group (all ranks of a few pipelines) encode what the packs of these pipelines hold, each an
+equal share of the work; one exchange brings the features to the stages that embed tokens. After the
+last backward, another brings their gradients back. OrchMLLM (arXiv 2503.23830) balances each
+modality so over data-parallel ranks, by what it finds at run time; here the plan knows all sizes.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from omnibal.frozen import Count, Frozen
+
+_Items = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+_Ms = Annotated[float, Field(ge=0, le=1e12)]
+
+
+class EncodersBeside(Frozen):
+    """How the encoders run where they stand beside the pipeline; tables are by encoder."""
+
+    pipelines: Count
+    """Data-parallel ranks, each a pipeline with all its ranks, that encode together: an aligned
+    block."""
+    items_per_pass: dict[str, Count]
+    """Most items that a rank runs through the encoder at once."""
+    kept_items: dict[str, _Items]
+    """Most items of a step of which a rank keeps the activations. Of all others it keeps none, and
+    runs the forward again before the backward."""
+    item_ms: dict[str, _Ms]
+    """Predicted time of an item, forward and backward, by which ranks' shares are equal."""

@@ -1,0 +1,181 @@
+"""Items shared: which rank of an encoding group encodes which tiles and clips of a step's packs.
+
+Shapes: P packs, G groups (steps, and blocks of pipelines), L pipelines of a group, R ranks of a
+pipeline, N = L x R ranks of a group.
+
+Items of one encoder take equal time, so a share is a number of items, and shares are settled before
+what they hold. Encoders come in the order of their items' time, longest first, and each deals its
+items to the ranks with the least load so far. With two encoders the busiest rank is then at most
+one item of the shorter kind above what is least; every rank has about equally many of each kind,
+which keeps memory even too. What is left open, which of equal ranks have one more, goes to
+pipelines that hold more than their share, so that few features cross from one to another.
+
+A pipeline's ranks first take what its own packs hold, in the order of packs. Only what is over its
+share goes elsewhere. Shares are runs, so that a pack is split only where a share ends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+_LONGEST = 1 << 20
+"""Units of time of the item that takes longest: whole numbers, so that all machines agree."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ItemRuns:
+    """Runs of packs' items of one encoder, each encoded by one rank; arrays are int64 [runs].
+
+    They are ordered by rank, then pack, then first item.
+    """
+
+    pack: np.ndarray
+    """Place of the pack among those given."""
+    first: np.ndarray
+    """Number of the run's first item within the pack's items of this encoder, in sample order."""
+    count: np.ndarray
+    """Items of the run, at least 1."""
+    rank: np.ndarray
+    """Rank of the group that encodes them."""
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+
+def share_items(
+    items: Mapping[str, np.ndarray],
+    pipeline_of_pack: np.ndarray,
+    *,
+    pipelines: int,
+    ranks_of_pipeline: int,
+    item_ms: Mapping[str, float],
+) -> dict[str, ItemRuns]:
+    """Deal the items of one step's packs to the ranks of an encoding group.
+
+    A function of its arguments alone, so that planner and all ranks agree without a word.
+
+    Args:
+        items: of every pack by encoder, int [P]; packs without items, or no packs, are fine.
+        pipeline_of_pack: 0 to `pipelines` - 1, int [P].
+        pipelines: L, of the group.
+        ranks_of_pipeline: R; rank r of the group is of pipeline r // R.
+        item_ms: time of an item by encoder, at least 0; encoders without items may be named.
+
+    Returns:
+        Runs of every encoder of `items`. Every item is in one run.
+    """
+    pipeline_of_pack = np.asarray(pipeline_of_pack, np.int64)
+    held = {
+        name: np.bincount(pipeline_of_pack, counts, pipelines).astype(np.int64)[None]
+        for name, counts in items.items()
+    }
+    shares = shares_of_ranks(held, ranks_of_pipeline=ranks_of_pipeline, item_ms=item_ms)
+    return {
+        name: _runs(
+            np.asarray(counts, np.int64), pipeline_of_pack, shares[name][0], ranks_of_pipeline
+        )
+        for name, counts in items.items()
+    }
+
+
+def shares_of_ranks(
+    held: Mapping[str, np.ndarray], *, ranks_of_pipeline: int, item_ms: Mapping[str, float]
+) -> dict[str, np.ndarray]:
+    """How many items `share_items` gives to every rank, for many groups or steps at once.
+
+    Args:
+        held: items by encoder of all packs of every pipeline, int64 [G, L].
+        ranks_of_pipeline: R.
+        item_ms: time of an item by encoder.
+
+    Returns:
+        Items of every rank by encoder, int64 [G, N].
+    """
+    longest_ms = max((item_ms[name] for name in held), default=0.0)
+    found: dict[str, np.ndarray] = {}
+    load = np.zeros((), np.int64)
+    for name in sorted(held, key=lambda name: (-item_ms[name], name)):
+        if item_ms[name]:
+            units = max(round(item_ms[name] / longest_ms * _LONGEST), 1)
+            found[name] = _level(held[name], load, ranks_of_pipeline, units)
+            load = load + units * found[name]
+        else:
+            found[name] = _level(held[name], np.zeros((), np.int64), ranks_of_pipeline, 1)
+    return {name: found[name] for name in held}
+
+
+def _level(held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: int) -> np.ndarray:
+    """Deal every group's items [G, L], each to the rank with the least load so far. int64 [G, N]
+
+    Items fill loads [G, N] as water does: a level of which all ranks below have what is missing,
+    in whole items of these units, and then one more for the lowest ranks while there are any.
+    """
+    groups, pipelines = held.shape
+    ranks = pipelines * ranks_of_pipeline
+    load = np.broadcast_to(load, (groups, ranks))
+    total = held.sum(axis=1, keepdims=True)
+    # Level at which the k lowest ranks alone would hold everything; the lowest of them is true.
+    levels = (np.cumsum(np.sort(load, axis=1), axis=1) + total * units) // np.arange(1, ranks + 1)
+    counts = np.maximum((levels.min(axis=1, keepdims=True) - load) // units, 0)
+    missing = total - counts.sum(axis=1, keepdims=True)
+    # Of equal ranks, those first whose pipeline still has items of its own without a rank.
+    height = (load + counts * units).reshape(groups, pipelines, ranks_of_pipeline)
+    place = np.argsort(np.argsort(height, axis=2, kind="stable"), axis=2)
+    over = held[..., None] - counts.reshape(height.shape).sum(axis=2, keepdims=True)
+    abroad = (place >= over).reshape(groups, ranks)
+    lowest_first = np.lexsort((abroad, height.reshape(groups, ranks)), axis=1)
+    one_more = np.zeros_like(counts)
+    np.put_along_axis(one_more, lowest_first, np.arange(ranks) < missing, axis=1)
+    return counts + one_more
+
+
+def _runs(
+    items: np.ndarray, pipeline_of_pack: np.ndarray, share: np.ndarray, ranks_of_pipeline: int
+) -> ItemRuns:
+    """Lay the items of packs [P] on ranks with these shares [N], own pipeline first."""
+    ranks = np.arange(len(share))
+    pipeline_of_rank = ranks // ranks_of_pipeline
+    pipelines = len(share) // ranks_of_pipeline
+    of_pack = np.bincount(pipeline_of_pack, items, pipelines).astype(np.int64)
+    of_rank = np.bincount(pipeline_of_rank, share, pipelines).astype(np.int64)
+    stay = np.minimum(of_pack, of_rank)
+    packs = np.argsort(pipeline_of_pack, kind="stable")
+    items, pipeline_of_pack = items[packs], pipeline_of_pack[packs]
+    here = _first_of_each(items, pipeline_of_pack, stay)
+    taken = _first_of_each(share, pipeline_of_rank, stay)
+    none = np.zeros_like(here)
+    parts = (_laid(here, none, taken), _laid(items - here, here, share - taken))
+    pack, first, count, rank = np.concatenate(parts, axis=1)
+    pack = packs[pack]
+    order = np.lexsort((first, pack, rank))
+    return ItemRuns(pack=pack[order], first=first[order], count=count[order], rank=rank[order])
+
+
+def _first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """How many of each entry's counts are among the first `limit` of its group; groups ascend."""
+    before = np.cumsum(counts) - counts
+    of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
+    before_in_group = before - (np.cumsum(of_group) - of_group)[group]
+    return np.clip(limit[group] - before_in_group, 0, counts)
+
+
+def _laid(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Lay packs' items on the ranks' room, both in order and of equal sum.
+
+    Args:
+        items: of every pack.
+        start: number of a pack's first item of these.
+        room: of every rank.
+
+    Returns:
+        Pack, first item, count and rank of every run, int64 [4, runs].
+    """
+    pack_ends, rank_ends = np.cumsum(items), np.cumsum(room)
+    ends = np.union1d(pack_ends, rank_ends)
+    ends = ends[ends > 0]
+    begins = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+    pack = np.searchsorted(pack_ends, begins, side="right")
+    rank = np.searchsorted(rank_ends, begins, side="right")
+    first = start[pack] + begins - (pack_ends - items)[pack]
+    return np.stack([pack, first, ends - begins, rank])
