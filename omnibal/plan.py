@@ -22,7 +22,7 @@ from omnibal.limits import Caps, words
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
-from omnibal.units import frozen_mistake
+from omnibal.units import LANGUAGE, frozen_mistake, model_parts
 
 SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
@@ -112,6 +112,8 @@ class Plan(Frozen):
     def gradient_crosses(self, cut: int) -> bool:
         """Whether a gradient is sent back from stage `cut` + 1 to `cut`: anything in stages 0 to
         `cut` is trained."""
+        if self.beside is not None and set(model_parts(self.model)) - {LANGUAGE, *self.frozen}:
+            return True
         return any(stage.parts - set(self.frozen) for stage in self.stages[: cut + 1])
 
     def stages_at(self, level: int) -> tuple[Stage, ...]:

@@ -13,11 +13,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
@@ -38,7 +40,9 @@ from megatron.vlm.model.providers import layer_parts
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig, Provider
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.units import encoders_stage, stages_from_cuts
 from omnibal.plan import Plan
 
 IMAGE_CHANNELS = 3
@@ -76,13 +80,17 @@ class VisionEmbedding(torch.nn.Module):
 class Projector(MegatronModule):
     """Pixel shuffle (`ps_version v2`) and InternVL's MLP: LayerNorm, Linear, GELU, Linear."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, config: TransformerConfig, tp_group: dist.ProcessGroup
+    ) -> None:
         super().__init__(config)
+        self.tp_group = tp_group
         self.patches_per_side = model.vision.patches_per_side
         self.factor = model.vision.pixel_shuffle_factor
         width, wide = model.language.hidden_size, model.vision.projector_input_size
         self.norm = torch.nn.LayerNorm(wide, dtype=config.params_dtype)
         divided = {"config": config, "init_method": config.init_method, "bias": True}
+        divided["tp_group"] = tp_group
         self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
             wide, width, **divided, skip_bias_add=True
         )
@@ -107,6 +115,9 @@ class VLMStage(MegatronModule):
     """The units of one stage, named as in the whole model so that checkpoints fit any split.
 
     Units that the stage does not hold are None.
+
+    Args:
+        groups: that the stage is divided over, and copied in; without, Megatron's own of this job.
     """
 
     def __init__(
@@ -117,8 +128,11 @@ class VLMStage(MegatronModule):
         language_config: TransformerConfig,
         drop_path_rate: float = 0.0,
         provider: Provider = "local",
+        groups: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=language_config)
+        self.groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = self.groups.tp
         self.model_config = model
         self.drop_path_rate = drop_path_rate
         # Core asks these of every model when it reduces gradients of shared embeddings, which is
@@ -142,9 +156,10 @@ class VLMStage(MegatronModule):
                 [spec] * len(stage.layers("vision")),
                 recompute_layers=[stage.recomputed("vision")],
                 final_norm=False,
+                groups=self.groups,
             )
         if vision_config is not None and stage.holds("projector"):
-            self.projector = Projector(model, vision_config)
+            self.projector = Projector(model, vision_config, self.groups.tp)
         self.embedding = None
         if stage.holds("language embed"):
             self.embedding = LanguageModelEmbedding(
@@ -351,7 +366,8 @@ class VLMStage(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
         """State of the stage for a checkpoint, without padding (core's name)."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        groups = {"tp_group": self.groups.tp, "dp_cp_group": self.groups.dp_cp}
+        state = super().sharded_state_dict(prefix, sharded_offsets, {**(metadata or {}), **groups})
         for name, tensor in state.items():
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
                 tensor.allow_shape_mismatch = True
@@ -400,17 +416,38 @@ def build_stage(
         context_groups: from `create_context_groups`; without, no packs are shared.
     """
     prefer_flash_attention_3()
-    arguments = (plan.model, plan.stages, plan.parallel, plan.precision)
+    arguments = (plan.pipeline_model, plan.stages, plan.parallel, plan.precision)
     stage = VLMStage(
-        plan.model,
+        plan.pipeline_model,
         plan.stages[pipeline_rank],
-        vision_transformer_config(*arguments) if plan.model.takes_images else None,
+        vision_transformer_config(*arguments) if plan.pipeline_model.takes_images else None,
         language_transformer_config(*arguments),
         drop_path_rate,
         provider,
     )
     at_levels = [stages[pipeline_rank] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
+    _freeze(stage, plan.frozen)
+    return stage.to(current_device())
+
+
+def build_encoders(
+    plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
+) -> VLMStage:
+    """Build the encoders that stand beside the pipeline: a stage of all of them and nothing else.
+
+    Args:
+        groups: of a whole copy on every rank.
+    """
+    arguments = (plan.model, stages_from_cuts(plan.model, ()), Parallel(pipeline=1), plan.precision)
+    stage = VLMStage(
+        plan.model,
+        encoders_stage(plan.model),
+        vision_transformer_config(*arguments),
+        language_transformer_config(*arguments),
+        drop_path_rate,
+        groups=groups,
+    )
     _freeze(stage, plan.frozen)
     return stage.to(current_device())
 

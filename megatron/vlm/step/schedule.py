@@ -30,10 +30,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
-from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.stage import boundary_shape
 from megatron.vlm.step.clock import Phase, PhaseClock
+from megatron.vlm.step.encoders import FeatureInbox, FeatureOutbox, StepFeatures
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     operation_graph,
@@ -208,18 +209,23 @@ class _StageRun:
         links: PipelineLinks,
         batches: MicroBatchStream,
         clock: PhaseClock,
+        features: StepFeatures | None = None,
+        encode: Callable[[MicroBatch], torch.Tensor] | None = None,
     ) -> None:
+        self.features, self.encode = features, encode
         self.plan, self.model, self.links, self.clock = plan, model, links, clock
         self.batches = batches
         self.dtype = parameter_dtype(plan.precision)
         self.kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.results: list[torch.Tensor] = []
-        self.inputs: Inbox | None = None
+        self.inputs: Inbox | FeatureInbox | None = None
         self.outputs: Outbox | None = None
         self.output_gradients: Inbox | None = None
-        self.input_gradients: Outbox | None = None
+        self.input_gradients: Outbox | FeatureOutbox | None = None
         if not links.is_first:
             self.inputs = self._inbox(links.rank - 1, links.previous_rank, links.activations)
+        elif features is not None:
+            self.inputs = features.inbox()
         if not links.is_last:
             self.outputs = Outbox(links.next_rank, links.activations)
 
@@ -235,6 +241,8 @@ class _StageRun:
             self.output_gradients = self._inbox(links.rank, links.next_rank, links.gradients)
         if not links.is_first and self.plan.gradient_crosses(links.rank - 1):
             self.input_gradients = Outbox(links.previous_rank, links.gradients)
+        if self.features is not None:
+            self.input_gradients = self.features.outbox()
 
     def run(
         self, operations: StageOperations, before_last_backward: Callable[[], None] | None = None
@@ -269,6 +277,8 @@ class _StageRun:
         self.clock.switch(Phase.DATA)
         batch = self.batches.take(micro_batch)
         self.clock.switch(Phase.FORWARD)
+        if self.encode is not None:
+            received = self.encode(batch)
         self.model.module.set_input_tensor(received)
         output = self.model(batch)
         self.clock.switch(Phase.WAIT)
@@ -320,6 +330,7 @@ def run_forward_backward(
     batches: MicroBatchStream,
     clock: PhaseClock,
     before_last_backward: Callable[[], None] | None = None,
+    features: StepFeatures | None = None,
 ) -> list[torch.Tensor]:
     """Run forward and backward of one step's micro-batches in the planned schedule.
 
@@ -327,19 +338,31 @@ def run_forward_backward(
         model: the stage inside Megatron-core's DistributedDataParallel.
         batches: this stage's micro-batches, in slot order.
         before_last_backward: called once, if there is a micro-batch.
+        features: of encoders beside the pipeline, on the first stage; gradients go back into it.
 
     Returns:
         The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
         those of the sum over micro-batches, in core's gradient buffers.
     """
     operations = _operations(planned_graph(links.size, len(batches)), links)
-    return _StageRun(plan, model, links, batches, clock).run(operations, before_last_backward)
+    run = _StageRun(plan, model, links, batches, clock, features)
+    return run.run(operations, before_last_backward)
 
 
 @torch.no_grad()
 def run_forward(
-    plan: Plan, model: torch.nn.Module, links: PipelineLinks, batches: MicroBatchStream
+    plan: Plan,
+    model: torch.nn.Module,
+    links: PipelineLinks,
+    batches: MicroBatchStream,
+    encode: Callable[[MicroBatch], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Run forwards only; returns the head's outputs on the last stage, else an empty list."""
+    """Run forwards only; returns the head's outputs on the last stage, else an empty list.
+
+    Args:
+        encode: gives the first stage its micro-batches' features, where encoders stand beside the
+            pipeline.
+    """
     operations = _operations(operation_graph(forward_only, links.size, 1, len(batches)), links)
-    return _StageRun(plan, model, links, batches, PhaseClock()).run(operations)
+    own_encode = encode if links.is_first else None
+    return _StageRun(plan, model, links, batches, PhaseClock(), encode=own_encode).run(operations)
