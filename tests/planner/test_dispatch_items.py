@@ -54,7 +54,7 @@ def least_busiest_ms(counts: list[int], item_ms: list[float], ranks: int) -> flo
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_item_is_encoded_once_and_runs_are_in_order(seed: int) -> None:
-    """Prevents: a tile that no rank or two ranks encode, and receivers that expect another order."""
+    """Prevents: a tile that no rank or two ranks encode, and receivers that expect another order"""
     case = random_case(np.random.default_rng(seed))
     items, _, pipelines, ranks_of_pipeline, _ = case
     found = shared(case)
