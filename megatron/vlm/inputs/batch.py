@@ -195,6 +195,23 @@ def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor,
     return here.to(device, non_blocking=True), here  # blocking, it would wait for the stream
 
 
+def joined_items(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """One micro-batch of the items of several that have no tokens."""
+    fields: dict[str, torch.Tensor] = {}
+    for name in ("pixels_TCPP", "frames_CBF", "drop_path_keys_T"):
+        parts = [vars(batch)[name] for batch in batches]
+        if all(part is not None for part in parts):
+            fields[name] = torch.cat(parts)
+    return MicroBatch(
+        tiles=sum(batch.tiles for batch in batches),
+        clips=sum(batch.clips for batch in batches),
+        tokens=0,
+        segment_tokens=(),
+        unreadable=tuple(error for batch in batches for error in batch.unreadable),
+        **fields,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchStream:
     """Iterator over one step's micro-batches, with the planned shape of each."""

@@ -44,6 +44,9 @@ from omnibal.pipeline.operation_graph import (
 from omnibal.pipeline.schedules import Pass, StageOperations, forward_only
 from omnibal.plan import Plan
 
+Encode = Callable[[MicroBatch], torch.Tensor]
+"""Function that gives a micro-batch's features."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLinks:
@@ -210,7 +213,7 @@ class _StageRun:
         batches: MicroBatchStream,
         clock: PhaseClock,
         features: StepFeatures | None = None,
-        encode: Callable[[MicroBatch], torch.Tensor] | None = None,
+        encode: Encode | None = None,
     ) -> None:
         self.features, self.encode = features, encode
         self.plan, self.model, self.links, self.clock = plan, model, links, clock
@@ -355,7 +358,7 @@ def run_forward(
     model: torch.nn.Module,
     links: PipelineLinks,
     batches: MicroBatchStream,
-    encode: Callable[[MicroBatch], torch.Tensor] | None = None,
+    encode: Encode | None = None,
 ) -> list[torch.Tensor]:
     """Run forwards only; returns the head's outputs on the last stage, else an empty list.
 

@@ -36,9 +36,16 @@ from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.encoders import Encoders, EncoderStep, StepFeatures
 from megatron.vlm.step.overlap import DataParallelOverlap
-from megatron.vlm.step.schedule import PipelineLinks, all_pipelines, run_forward_backward
+from megatron.vlm.step.schedule import (
+    PipelineLinks,
+    all_pipelines,
+    run_forward,
+    run_forward_backward,
+)
 from omnibal.config import Provider
 from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import Plan
 
 _SMALLEST_WEIGHT = 1e-12
@@ -135,6 +142,24 @@ class Trainer:
             if not _may_overlap(batches):
                 return run()
             return run(self.overlap.before_last_backward)
+
+    @property
+    def forward_stage(self) -> Stage:
+        """Units that `run_forward` runs on this rank, by which it reads micro-batches."""
+        stage = self.plan.stages[self.links.rank]
+        if self.encoders is None or not self.links.is_first:
+            return stage
+        return Stage(units=(*encoders_stage(self.plan.model).units, *stage.units))
+
+    def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
+        """Run forwards alone, as for held-out data; encoders beside the pipeline run on its first
+        stage, each rank's for itself.
+
+        Returns:
+            As `run_forward` of the schedule.
+        """
+        encode = None if self.encoders is None else self.encoders.encode
+        return run_forward(self.plan, self.model, self.links, batches, encode)
 
     def update_weights(self, divisor: float) -> float | None:
         """Reduce gradients over all ranks, divide them by `divisor`, clip, step, begin to gather.
