@@ -89,7 +89,7 @@ def train_steps(links, plan, drop_path=0.0):
         result = train_step(trainer, own_stream(plan, packs))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model, parallel_state.get_data_parallel_group())
-        if trainer.encoders is not None and trainer.encoders.are_trained:
+        if trainer.encoders is not None and trainer.encoders.trained:
             gather_gradients(trainer.encoders.model, dist.group.WORLD)
         gradients.append([by_name(stage, lambda p: p.main_grad) for stage in trainer.stages])
     trainer.wait_for_weights()

@@ -7,8 +7,8 @@ within one of its packs, within a pack of its items.
 Shapes: G runs of items of all encoders, D ranks that embed tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -150,6 +150,14 @@ class StepShares:
     encoders: Mapping[str, Encoder]
     runs: Mapping[str, ItemRuns]
 
+    def only(self, names: Collection[str]) -> "StepShares":
+        """The shares of some of the encoders."""
+        return replace(
+            self,
+            items={name: items for name, items in self.items.items() if name in names},
+            runs={name: runs for name, runs in self.runs.items() if name in names},
+        )
+
     @cached_property
     def passes(self) -> tuple[EncoderPass, ...]:
         """What this rank encodes: by encoder, and of each first what is kept."""
@@ -229,7 +237,7 @@ class StepShares:
     @cached_property
     def _starts(self) -> dict[str, np.ndarray]:
         """First row of every pack's features, by encoder, over all pipelines of the group."""
-        sizes = np.concatenate(list(self._rows_of_packs.values()))
+        sizes = np.concatenate([np.zeros(0, np.int64), *self._rows_of_packs.values()])
         count = len(self.rows)
         encoder = np.repeat(np.arange(len(self.items)), count)
         order = np.lexsort((encoder, np.tile(self.pipeline, len(self.items))))

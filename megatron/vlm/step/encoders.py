@@ -6,7 +6,7 @@ gradients back. Sizes are those of the plan. All ranks of an encoding group join
 those with nothing to encode too.
 
 Shapes: R rows of a pipeline's step (one an image or audio token), P of them that this rank
-receives, S rows that it makes, E language hidden size.
+receives, Q of encoders that are trained, S rows that this rank makes, E language hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute, StepShares
+from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
 
@@ -34,11 +34,8 @@ class Encoders:
     model: DistributedDataParallel | None
     """None where all of them are frozen."""
     group: dist.ProcessGroup
-
-    @property
-    def are_trained(self) -> bool:
-        """Whether features need a gradient."""
-        return self.model is not None
+    trained: frozenset[str]
+    """Encoders of which anything is trained: their features need a gradient."""
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before a step."""
@@ -52,11 +49,13 @@ class Encoders:
             self.model.scale_gradients(factor)
 
     @torch.no_grad()
-    def encode(self, batch: MicroBatch) -> torch.Tensor:
-        """Features of all items of a micro-batch, without an exchange."""
-        features = self.stage.encode_images(batch)
-        assert features is not None
-        return features
+    def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Features of all items of a micro-batch by encoder, without an exchange."""
+        return self.stage.encode(batch)
+
+
+Slices = Mapping[str, slice]
+"""Places of a micro-batch's features among the rows of its pipeline, by encoder."""
 
 
 class StepFeatures:
@@ -64,36 +63,43 @@ class StepFeatures:
 
     Args:
         rows_RE: of all packs.
-        slices: of every micro-batch, by encoder.
-        are_trained: whether they need a gradient.
+        slices: of every micro-batch.
+        gradient_slices: of every micro-batch, of encoders that are trained, where the gradients
+            go; they have rows of their own.
     """
 
     def __init__(
-        self, rows_RE: torch.Tensor, slices: Sequence[Mapping[str, slice]], are_trained: bool
+        self,
+        rows_RE: torch.Tensor,
+        slices: Sequence[Slices],
+        gradient_slices: Sequence[Slices],
     ) -> None:
-        self.rows_RE = rows_RE
-        self.slices = slices
-        self.gradients_RE = torch.zeros_like(rows_RE) if are_trained else None
+        self._rows_RE, self._slices = rows_RE, slices
+        self._gradient_slices = gradient_slices
+        self.trained = frozenset(name for one in gradient_slices[:1] for name in one)
+        """Encoders whose features need a gradient."""
+        rows = sum(own.stop - own.start for one in gradient_slices for own in one.values())
+        self.gradients_QE = rows_RE.new_zeros((rows, rows_RE.shape[1]))
+        """Gradients of the features of trained encoders."""
 
     def inbox(self) -> "FeatureInbox":
         """Features of one micro-batch after the other."""
-        return FeatureInbox(self)
+        return FeatureInbox(self._rows_RE, self._slices)
 
     def outbox(self) -> "FeatureOutbox | None":
         """Where the gradients of one micro-batch after the other go; None without any."""
-        return None if self.gradients_RE is None else FeatureOutbox(self)
+        return FeatureOutbox(self.gradients_QE, self._gradient_slices) if self.trained else None
 
 
 class FeatureInbox:
-    """What stands where a later stage has the inbox of its neighbour's tensors."""
+    """What stands where a later stage has the inbox of its neighbour's messages."""
 
-    def __init__(self, features: StepFeatures) -> None:
-        self._rows_RE, self._slices = features.rows_RE, iter(features.slices)
+    def __init__(self, rows_RE: torch.Tensor, slices: Sequence[Slices]) -> None:
+        self._rows_RE, self._slices = rows_RE, iter(slices)
 
-    def take(self) -> torch.Tensor:
-        """The next micro-batch's features."""
-        [own] = next(self._slices).values()
-        return self._rows_RE[own].detach()
+    def take(self) -> dict[str, torch.Tensor]:
+        """The next micro-batch's features by encoder."""
+        return {name: self._rows_RE[own].detach() for name, own in next(self._slices).items()}
 
     def run_ahead(self) -> None:
         """All are here."""
@@ -102,14 +108,13 @@ class FeatureInbox:
 class FeatureOutbox:
     """What stands where a later stage has the outbox of its neighbour's gradients."""
 
-    def __init__(self, features: StepFeatures) -> None:
-        assert features.gradients_RE is not None
-        self._gradients_RE, self._slices = features.gradients_RE, iter(features.slices)
+    def __init__(self, gradients_QE: torch.Tensor, slices: Sequence[Slices]) -> None:
+        self._gradients_QE, self._slices = gradients_QE, iter(slices)
 
-    def put(self, gradients: torch.Tensor) -> None:
+    def put(self, message: Mapping[str, torch.Tensor]) -> None:
         """Take the next micro-batch's gradients."""
-        [own] = next(self._slices).values()
-        self._gradients_RE[own] = gradients
+        for name, own in next(self._slices).items():
+            self._gradients_QE[own] = message[name]
 
     def flush(self) -> None:
         """Nothing is on its way."""
@@ -117,11 +122,12 @@ class FeatureOutbox:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A pass that has run; of one that is kept, its output without data."""
+    """A pass of a trained encoder that has run; of one that is kept, its output without data."""
 
-    batch: MicroBatch | None
-    output: torch.Tensor | None
+    planned: EncoderPass
     rows: int
+    batch: MicroBatch | None = None
+    output: torch.Tensor | None = None
 
 
 class EncoderStep:
@@ -130,32 +136,32 @@ class EncoderStep:
     def __init__(self, encoders: Encoders, batches: MicroBatchStream, clock: PhaseClock) -> None:
         assert batches.encoding is not None, "the step's shares are with its micro-batches"
         self._encoders, self._batches, self._clock = encoders, batches, clock
-        self._shares: StepShares = batches.encoding
+        self._shares = batches.encoding
+        self._trained = self._shares.only(encoders.trained)
         self._made: list[_Made] = []
 
     def forward(self) -> StepFeatures | None:
         """Encode this rank's share; returns its pipeline's features where tokens are embedded."""
         route = self._shares.route
-        rows = [self._encode(one) for one in self._shares.passes]
+        rows = [self._encode(planned) for planned in self._shares.passes]
         self._clock.switch(Phase.EXCHANGE)
         made_SE = torch.cat([self._no_rows(), *rows])
         rows.clear()
         leaving_SE = _sliced(made_SE, route.sent_slices)
         arrived_PE = self._exchanged(leaving_SE, route.sent, route.received)
-        if not self._embeds:
+        if self._shares.ranks.number not in self._shares.ranks.embedding_numbers:
             return None
         rows_RE = _gathered(_sliced(arrived_PE, route.received_slices), route.parts)
-        return StepFeatures(rows_RE, self._shares.slices(), self._encoders.are_trained)
+        return StepFeatures(rows_RE, self._shares.slices(), self._trained.slices())
 
     def backward(self, features: StepFeatures | None) -> None:
         """Bring the gradients of features back and run this rank's backward."""
-        if not self._encoders.are_trained:
+        if not self._encoders.trained:
             return
-        route, back_PE = self._shares.route, self._no_rows()
+        route, back_PE = self._trained.route, self._no_rows()
         self._clock.switch(Phase.EXCHANGE)
         if features is not None:
-            assert features.gradients_RE is not None
-            back_PE = _restored(_own_part(features.gradients_RE, route), route.received_slices)
+            back_PE = _restored(_own_part(features.gradients_QE, route), route.received_slices)
         leaving_SE = self._exchanged(back_PE, route.received, route.sent)
         gradients_SE = _restored(leaving_SE, route.sent_slices)
         start = 0
@@ -169,16 +175,15 @@ class EncoderStep:
         self._clock.switch(Phase.DATA)
         batch = self._batches.take_pass(planned)
         self._clock.switch(Phase.ENCODER)
-        is_kept = planned.is_kept and self._encoders.are_trained
-        with torch.set_grad_enabled(is_kept):
-            output = self._encoders.stage.encode_images(batch)
-        assert output is not None
+        is_trained = planned.encoder in self._encoders.trained
+        with torch.set_grad_enabled(is_trained and planned.is_kept):
+            output = self._run(planned, batch)
         rows_SE = output.detach()
-        if is_kept:
+        if is_trained and planned.is_kept:
             output.data = output.new_empty(1)  # only its graph is needed
-            self._made.append(_Made(None, output, len(rows_SE)))
-        else:
-            self._made.append(_Made(batch, None, len(rows_SE)))
+            self._made.append(_Made(planned, len(rows_SE), output=output))
+        elif is_trained:
+            self._made.append(_Made(planned, len(rows_SE), batch=batch))
         return rows_SE
 
     def _differentiate(self, made: _Made, gradients_SE: torch.Tensor) -> None:
@@ -186,8 +191,11 @@ class EncoderStep:
         if made.output is not None:
             custom_backward(made.output, gradients_SE)
             return
-        assert made.batch is not None
-        torch.autograd.backward(self._encoders.stage.encode_images(made.batch), gradients_SE)
+        assert made.batch is not None, "what is not kept runs again"
+        torch.autograd.backward(self._run(made.planned, made.batch), gradients_SE)
+
+    def _run(self, planned: EncoderPass, batch: MicroBatch) -> torch.Tensor:
+        return self._encoders.stage.encode(batch, only=planned.encoder)[planned.encoder]
 
     def _exchanged(
         self, rows_SE: torch.Tensor, sent: list[int], received: list[int]
@@ -200,10 +208,6 @@ class EncoderStep:
         stage = self._encoders.stage
         width = stage.model_config.language.hidden_size
         return torch.empty((0, width), dtype=stage.config.params_dtype, device=current_device())
-
-    @property
-    def _embeds(self) -> bool:
-        return self._shares.ranks.number in self._shares.ranks.embedding_numbers
 
 
 def _sliced(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:

@@ -47,6 +47,7 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import Plan
+from omnibal.units import LANGUAGE, unit_kinds
 
 _SMALLEST_WEIGHT = 1e-12
 _log = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ def build_trainer(
         can_save: whether core has the gloo groups that the optimizer's state is gathered in.
         provider: of the layers' linears and attention.
     """
-    groups = create_context_groups(plan)
+    groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
     initialize_parameters(stage, seed)
     exchange = _data_parallel_config(plan.parallel)
@@ -262,8 +263,13 @@ def _build_encoders(
     group, groups = create_encoding_group(plan), whole_copy_groups()
     stage = build_encoders(plan, groups, options.drop_path_rate)
     initialize_parameters(stage, seed)
-    if not any(parameter.requires_grad for parameter in stage.parameters()):
-        return Encoders(stage=stage, model=None, group=group), []
+    trained = frozenset(
+        kind.tower
+        for kind in unit_kinds(plan.model)
+        if kind.tower != LANGUAGE and kind.part not in plan.frozen
+    )
+    if not trained:
+        return Encoders(stage=stage, model=None, group=group, trained=trained), []
     # Nothing else is to be done while their gradients are summed, or their weights gathered.
     exchange = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
@@ -276,7 +282,8 @@ def _build_encoders(
         host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         for one in chained.chained_optimizers:
             one.data_parallel_group_gloo = host  # which core makes for its own groups alone
-    return Encoders(stage=stage, model=model, group=group), chained.chained_optimizers
+    encoders = Encoders(stage=stage, model=model, group=group, trained=trained)
+    return encoders, chained.chained_optimizers
 
 
 def _optimizer_config(
