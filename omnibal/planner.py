@@ -118,6 +118,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
     packs, lengths = request.data.schedule(job)
     levels = request.data.levels
     workload = job.workload(packs, lengths, levels)
+    search: SearchResult | None
     if job.is_beside:
         found = search_beside(placement_problem(job, workload, levels))
         job = replace(job, beside=found.beside)

@@ -217,25 +217,27 @@ def _exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np
     Every rank that embeds tokens receives an equal part of its pipeline's rows, and what it has
     encoded of that part stays where it is.
     """
-    tensor, ranks = cost.parallel.tensor, cost.ranks_of_pipeline
-    line = cost.line(shares.pipelines)
-    size = shares.pipelines * ranks
-    groups = len(next(iter(shares.held.values()), np.zeros((0, 1))))
-    made, of_pipeline = np.zeros((groups, size)), np.zeros((groups, shares.pipelines))
-    for name, one in cost.encoders.items():
-        if one.is_trained or not is_back:
-            made = made + one.feature_bytes * shares.encoded[name]
-            of_pipeline = of_pipeline + one.feature_bytes * shares.held[name]
-    if size == 1 or (is_back and not any(one.is_trained for one in cost.encoders.values())):
+    line, tensor = cost.line(shares.pipelines), cost.parallel.tensor
+    groups = len(next(iter(shares.held.values()), ()))
+    carried = [name for name, one in cost.encoders.items() if one.is_trained or not is_back]
+    size = shares.pipelines * cost.ranks_of_pipeline
+    if size == 1 or not carried:
         return np.zeros(groups)
-    sent = made.reshape(groups, shares.pipelines, ranks)
-    # A pipeline's ranks encode its own items first.
-    at_home = np.minimum(of_pipeline / np.maximum(sent.sum(axis=2), 1), 1)[..., None]
-    stays, received = np.zeros_like(sent), np.zeros_like(sent)
-    stays[..., :tensor] = sent[..., :tensor] * at_home / tensor
-    received[..., :tensor] = of_pipeline[..., None] / tensor
-    moved = (np.maximum(sent, received) - stays).max(axis=(1, 2))
-    exchange_ms = line.fixed_ms * (size - 1) + line.each_ms * moved
+    by_rank = groups, shares.pipelines, cost.ranks_of_pipeline
+    moved, of_pipeline = np.zeros(by_rank), np.zeros((groups, shares.pipelines))
+    received = np.zeros(by_rank)
+    for name in carried:
+        bytes_, held = cost.encoders[name].feature_bytes, shares.held[name]
+        encoded = shares.encoded[name].reshape(by_rank)
+        of_pipeline += bytes_ * held
+        # A pipeline's first ranks encode its own items first, and they are those that embed.
+        before = np.cumsum(encoded, axis=2) - encoded
+        at_home = np.clip(held[..., None] - before, 0, encoded)
+        at_home[..., tensor:] = 0
+        moved += bytes_ * (encoded - at_home / tensor)
+        received[..., :tensor] += bytes_ * (held[..., None] - at_home[..., :tensor]) / tensor
+    most = np.maximum(moved, received).max(axis=(1, 2))
+    exchange_ms = line.fixed_ms * (size - 1) + line.each_ms * most
     if is_back or tensor == 1:
         return exchange_ms
     gathered = of_pipeline.max(axis=1) * (tensor - 1) / tensor
