@@ -277,6 +277,7 @@ def run_ways(folder: Path, rounds: int, patience_s: float) -> dict[str, Outcome]
             tokens_per_sample=round(float(lengths.tokens.mean())),
             layers=MODEL.language.layers,
             repetitions=rounds,
+            contexts=(RANKS,),
         ),
     )
     run_round(profiler, ways)  # to warm up

@@ -45,7 +45,7 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.measure.profiler import OPTIMIZATION, random_batch
 from megatron.vlm.model.configs import parameter_dtype
-from megatron.vlm.model.stage import boundary_shape
+from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.schedule import PipelineLinks, run_forward_backward
@@ -164,17 +164,19 @@ class Relay(torch.nn.Module):
         super().__init__()
         self.plan, self.rank = plan, rank
         self.weight = torch.nn.Parameter(torch.ones((), device=current_device()))
-        self.received: torch.Tensor | None = None
+        self.received: ByTower = {}
 
-    def set_input_tensor(self, received: torch.Tensor | None) -> None:
+    def set_input_tensor(self, received: ByTower) -> None:
         self.received = received
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        number = self.weight if self.received is None else self.weight * self.received.mean()
+    def forward(self, batch: MicroBatch) -> ByTower | torch.Tensor:
+        number = self.weight
+        for tensor in self.received.values():
+            number = number * tensor.mean()
         if self.rank == self.plan.parallel.pipeline - 1:
             return number
-        shape = boundary_shape(self.plan, self.rank, batch.shape)
-        return number.expand(shape).clone()
+        shapes = boundary_shapes(self.plan, self.rank, batch.shape)
+        return {name: number.expand(shape).clone() for name, shape in shapes.items()}
 
 
 def relaying(trainer: Trainer) -> Trainer:
@@ -191,7 +193,7 @@ class StockStage(torch.nn.Module):
 
     def __init__(self, trainer: Trainer, varying: bool) -> None:
         super().__init__()
-        self.wrapped = trainer.model
+        self.wrapped, self.plan, self.links = trainer.model, trainer.plan, trainer.links
         # What stock's schedule reads of it is as Megatron-LM sets it.
         self.config = replace(
             trainer.stage.config,
@@ -203,10 +205,18 @@ class StockStage(torch.nn.Module):
         )
 
     def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
-        self.wrapped.module.set_input_tensor(received[0])
+        self.received = received[0]
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        return self.wrapped(batch)
+        """Run the stage, over whose cuts one tensor goes: stock sends no more."""
+        if not self.links.is_first:
+            [name] = boundary_shapes(self.plan, self.links.rank - 1, batch.shape)
+            self.wrapped.module.set_input_tensor({name: self.received})
+        output = self.wrapped(batch)
+        if self.links.is_last:
+            return output
+        [sent] = output.values()
+        return sent
 
 
 def run_stock(
@@ -216,11 +226,14 @@ def run_stock(
     plan, links = trainer.plan, trainer.links
     first = batches[0]
 
+    def of_cut(cut: int) -> list[tuple[int, ...]]:
+        return list(boundary_shapes(plan, cut, first.shape).values())
+
     def shapes(received: list, sent: list) -> tuple[list, list]:
         """Of equal micro-batches; where they vary, stock overrides these."""
         return (
-            received if links.is_first else [boundary_shape(plan, links.rank - 1, first.shape)],
-            sent if links.is_last else [boundary_shape(plan, links.rank, first.shape)],
+            received if links.is_first else of_cut(links.rank - 1),
+            sent if links.is_last else of_cut(links.rank),
         )
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

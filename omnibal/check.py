@@ -12,7 +12,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.shares import shares_of
 from omnibal.data.steps import steps_of
-from omnibal.encoders import TilesEncoder
+from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.errors import UserError
 from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
@@ -23,6 +23,8 @@ from omnibal.plan_data import model_of_lengths
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.planner import prediction_of
 
+_TRAINED_ENCODERS = {"vision": TilesEncoder, "audio": ClipsEncoder}
+"""Kinds of the encoders that the trainer builds, by name."""
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
 """Relative difference up to which two machines' sums are the same."""
@@ -93,6 +95,11 @@ def training_obstacles(plan: Plan) -> list[str]:
     foreign = model_obstacle(plan.model)
     if foreign is not None:
         obstacles.append(f"{foreign}: the plan can be studied but not trained")
+    if plan.has_shared_packs and plan.model.takes_audio:
+        obstacles.append(
+            f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
+            "features the trainer does not exchange among them: plan with levels of context 1"
+        )
     return obstacles
 
 
@@ -101,15 +108,15 @@ def model_obstacle(model: ModelConfig) -> str | None:
     encoders = [
         f"an encoder {name} of {tower.kind}"
         for name, tower in model.encoders.items()
-        if name != "vision" or not isinstance(tower, TilesEncoder)
+        if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
     layers = [kind.name for kind in dict.fromkeys(model.language.kinds) if kind != LayerKind()]
     foreign = encoders + [f"layers of kind {name}" for name in layers]
     if not foreign:
         return None
     return (
-        "the trainer has an encoder of tiles, full attention and dense feed-forwards, and "
-        f"{model.name} has {', '.join(foreign)}"
+        "the trainer has an encoder vision of tiles, one audio of clips, full attention and dense "
+        f"feed-forwards, and {model.name} has {', '.join(foreign)}"
     )
 
 
@@ -220,7 +227,7 @@ def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
         *_check_levels(plan, packs),
         _check_caps(plan, data, lengths, packs),
         _check_places(plan, data, packs),
-        _check_step_sizes(plan, data, packs),
+        *_check_steps(plan, data, packs),
     ]
 
 
@@ -312,9 +319,9 @@ def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
     # An epoch's one step of another size may have half as many micro-batches more, and of every
-    # level some that are not for all ranks.
+    # level some that are not for all ranks. Ranks of a window have unequally many.
     ranks, slots = plan.parallel.data, -(-3 * data.packs_per_step // (2 * plan.parallel.data))
-    slots += len(plan.levels)
+    slots = slots + len(plan.levels) if data.window is None else data.micro_batches_per_step
     _refuse_rows(step < 0, "has no such step", "steps count from 0")
     outside = (rank < 0) | (rank >= ranks)
     _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
@@ -373,6 +380,43 @@ def _after_gap(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
     return after_gap
 
 
+def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> list[str]:
+    steps = steps_of(packs)
+    if data.window is None:
+        passed, found = _check_step_sizes(plan, data, packs), steps.sha256
+    else:
+        passed, found = _check_windows(data, data.window, packs), steps.window_sha256
+    if found != data.steps_sha256:
+        raise UserError(
+            f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
+            f"{found[:12]}; by it runs know which plans they can go on with: correct it, or {_ANEW}"
+        )
+    return [f"{passed}, and those that plan.json says"]
+
+
+def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
+    """Refuse steps that are not the stream's windows in its order."""
+    for name, given, found in (
+        ("packs_per_step", data.packs_per_step, int(np.bincount(packs.step).max())),
+        ("micro_batches_per_step", data.micro_batches_per_step, int(packs.slot.max()) + 1),
+    ):
+        if given != found:
+            raise UserError(
+                f"data.{name} is {given:,}, and the most of any step are {found:,}; correct it, or "
+                f"{_ANEW}"
+            )
+    windows = -(-data.samples // window)
+    sizes = np.diff(packs.packs.offsets)
+    read_at = packs.packs.samples // window + np.repeat(packs.epoch, sizes) * windows
+    moved = read_at != np.repeat(packs.step, sizes)
+    _refuse_rows(
+        np.logical_or.reduceat(moved, packs.packs.offsets[:-1]),
+        "has a sample of another window",
+        f"a step is {window:,} samples in the order of the lengths",
+    )
+    return f"steps are windows of {window:,} samples"
+
+
 def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     slots = -(-data.packs_per_step // plan.parallel.data)
     if data.micro_batches_per_step != slots:
@@ -392,13 +436,7 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
             "epoch have another number of packs; only one may: correct data.packs_per_step, or "
             f"{_ANEW}"
         )
-    found = steps_of(packs).sha256
-    if found != data.steps_sha256:
-        raise UserError(
-            f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
-            f"{found[:12]}; by it runs know which plans they can go on with: correct it, or {_ANEW}"
-        )
-    return f"steps are of {data.packs_per_step:,} packs, and those that plan.json says"
+    return f"steps are of {data.packs_per_step:,} packs"
 
 
 def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:

@@ -101,7 +101,7 @@ class JobSpec:
         if self.profile is not None and self.profile.rates is not None:
             cluster = with_measured_rates(cluster, self.profile)
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
-        return costs_at(self.cost, *sizes, levels)
+        return costs_at(self.cost, *sizes, levels, self.profile)
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
         """Costs of units at every level side by side, as a plan is predicted and checked with."""

@@ -22,7 +22,7 @@ from omnibal.limits import Caps, words
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
-from omnibal.units import frozen_mistake
+from omnibal.units import LANGUAGE, frozen_mistake, model_parts, unit_kinds
 
 SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
@@ -34,8 +34,9 @@ MAX_EPOCHS = 1_000
 """Most epochs, as all are packed before the first is trained."""
 MAX_SEED = 2**63 - 1
 
-PackedBy = Literal["balanced", "isf", "other"]
-"""Packing rule of `omnibal plan` that made the packs, or "other"."""
+PackedBy = Literal["balanced", "isf", "next_fit", "other"]
+"""Packing rule of `omnibal plan` that made the packs, or "other"; the next fit is of windows of a
+stream that are trained as they are read."""
 
 
 class Shapes(Frozen):
@@ -59,12 +60,25 @@ class DataPlan(Shapes):
     steps: Count
     curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
     """First steps that are made of packs of the shortest level alone."""
+    window: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = None
+    """Consecutive samples that are a step, where the data is a stream in its order; packs and
+    micro-batches per step are then the most of any step. None where packs are matched into
+    steps."""
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
-    """SHA-256 of the packs of every step, whatever the ranks: equal hashes can resume each
-    other."""
+    """SHA-256 of the packs of every step, or of a window's samples, whatever the ranks: equal
+    hashes can resume each other."""
     origin: LengthsOrigin | None
+
+    @model_validator(mode="after")
+    def _windows_are_packed_for_themselves(self) -> "DataPlan":
+        if self.method == ("next_fit" if self.window is None else "isf"):
+            raise ValueError(
+                f"window is {self.window} and method {self.method!r}; a window's packs are by "
+                "balanced, next_fit or other, and next_fit is of windows alone"
+            )
+        return self
 
 
 class PlannedLevel(Level):
@@ -109,10 +123,18 @@ class Plan(Frozen):
             raise ValueError(mistake)
         return self
 
-    def gradient_crosses(self, cut: int) -> bool:
-        """Whether a gradient is sent back from stage `cut` + 1 to `cut`: anything in stages 0 to
-        `cut` is trained."""
-        return any(stage.parts - set(self.frozen) for stage in self.stages[: cut + 1])
+    def trained_towers(self, cut: int) -> frozenset[str]:
+        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back.
+
+        Something that they come from is trained: of an encoder its units in stages 0 to `cut`, of
+        the language model all units there and encoders beside the pipeline.
+        """
+        parts = {part for stage in self.stages[: cut + 1] for part in stage.parts}
+        if self.beside is not None:
+            parts |= set(model_parts(self.model)) - {LANGUAGE}
+        trained = parts - set(self.frozen)
+        towers = {kind.tower for kind in unit_kinds(self.model) if kind.part in trained}
+        return frozenset(towers | {LANGUAGE} if towers else ())
 
     def stages_at(self, level: int) -> tuple[Stage, ...]:
         """Stages with the layers that they recompute on packs of a level."""

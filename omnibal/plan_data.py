@@ -1,6 +1,6 @@
-"""Data of a plan's micro-batches: a dataset's samples, or mock ones that fill the caps.
+"""Data of a plan's micro-batches: a dataset's samples, a stream of them, or mock ones.
 
-Both kinds have the same methods, so that no caller needs to know which of them a plan has.
+All kinds have the same methods, so that no caller needs to know which of them a plan has.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +28,7 @@ from omnibal.data.steps import (
     size_load,
     steps_of,
 )
+from omnibal.dispatch.windows import WindowRequest, schedule_windows
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import FillRule, Level
@@ -256,7 +257,124 @@ class MockData:
         return Shapes(caps=self.caps, micro_batches_per_step=self.micro_batches_per_step)
 
 
-PlanData = SampleData | MockData
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StreamData:
+    """Samples whose order is kept: a step is a window of them, whatever packs and ranks it has."""
+
+    lengths: Lengths
+    caps: Caps
+    window: int
+    """Samples of a step."""
+    is_dispatched: bool
+    """Whether ranks get equal shares of a window, or its packs as they are read."""
+    epochs: int
+
+    @classmethod
+    def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self | None:
+        """Take over the windows of an earlier plan, to be packed anew; None where it has none."""
+        if plan.data is None or plan.data.window is None or data is None:
+            return None
+        return cls(
+            lengths=data[1],
+            caps=plan.data.caps,
+            window=plan.data.window,
+            is_dispatched=plan.data.method != "next_fit",
+            epochs=plan.data.epochs,
+        )
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """No levels: all packs are under the same caps, each on one rank."""
+        return ()
+
+    @property
+    def steps(self) -> None:
+        """None: windows have no packs before the ranks are known."""
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse data that cannot be planned for a job.
+
+        Raises:
+            UserError: features are limited that the model does not have, or others are not; a
+                window has too few samples for the ranks or too many packs, the epochs too many
+                samples, or the lengths were scanned for another model.
+        """
+        check_limits(self.caps.names, job.model.item_features, job.model.name)
+        ranks, samples = job.parallel.data, min(self.window, len(self.lengths))
+        if samples < ranks:
+            raise UserError(
+                f"a window of {samples:,} samples was given for {ranks:,} data-parallel ranks, of "
+                f"which {ranks - samples:,} would idle in every step: give --window {ranks} or "
+                "more, more samples, or fewer ranks"
+            )
+        check_packs_per_step(ranks, -(-samples // ranks))
+        _check_epochs(self.epochs, len(self.lengths))
+        self.trained_model(job.model)
+
+    def trained_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the model with the tiling that the lengths were scanned with."""
+        return model_of_lengths(model, self.lengths)
+
+    def packed(self, job: JobSpec) -> list[Packs]:
+        """Return no packs: each rank's are made when it is known what it has of a window."""
+        return []
+
+    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+        """Return the same data: the order of the stream says what the steps are."""
+        return self
+
+    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
+        """Return the same data: a window is a step of any number of ranks."""
+        return self
+
+    def sampled(self, most: int) -> Self:
+        """Keep the windows that the stream begins with, of at most `most` samples, or the first."""
+        count = max(most // self.window, 1) * self.window
+        first = np.arange(min(count, len(self.lengths)))
+        return replace(self, lengths=self.lengths.take(first))
+
+    def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
+        """Pack all windows for the job's ranks.
+
+        Raises:
+            UserError: a sample exceeds the caps.
+        """
+        request = WindowRequest(
+            caps=self.caps,
+            samples=self.window,
+            is_dispatched=self.is_dispatched,
+            epochs=self.epochs,
+            ranks=job.parallel.data,
+            stages=job.parallel.pipeline,
+        )
+        packs = schedule_windows(
+            self.lengths, request, lambda packs: job.load_ms(packs, self.lengths)
+        )
+        return packs, self.lengths
+
+    def least_caps(self) -> Caps:
+        """Return the smallest caps that every sample fits."""
+        return least_caps(self.lengths, self.caps.names)
+
+    def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+        """Describe the packs for plan.json."""
+        described = describe_data(
+            packs,
+            self.lengths,
+            caps=self.caps,
+            method="balanced",
+            seed=0,
+            epochs=self.epochs,
+            packs_per_step=int(np.bincount(packs.step).max()),
+            micro_batches_per_step=int(packs.slot.max()) + 1,
+        )
+        changes = {"window": self.window, "steps_sha256": steps_of(packs).window_sha256}
+        if not self.is_dispatched:
+            changes["method"] = "next_fit"
+        return described.model_copy(update=changes)
+
+
+PlanData = SampleData | StreamData | MockData
 
 
 def _check_epochs(epochs: int, samples: int) -> None:

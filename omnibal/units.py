@@ -115,6 +115,11 @@ def projector_name(model: ModelConfig, encoder: str) -> str:
     return "projector" if len(model.encoders) == 1 else f"{encoder}_projector"
 
 
+def projector_unit(model: ModelConfig, encoder: str) -> str:
+    """Name of an encoder's projector among the units of a stage, in words."""
+    return projector_name(model, encoder).replace("_", " ")
+
+
 def model_parts(model: ModelConfig) -> tuple[str, ...]:
     """List the parts that are trained or frozen as a whole, in model order."""
     return tuple(dict.fromkeys(kind.part for kind in unit_kinds(model)))

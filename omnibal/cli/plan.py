@@ -32,6 +32,7 @@ from omnibal.cli.options import (
     SizeOptions,
     limits_given,
 )
+from omnibal.cli.windows import Dispatch, window_facts
 from omnibal.config import ModelConfig, load_model
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.packing import PackingMethod
@@ -46,16 +47,20 @@ from omnibal.plan import MAX_EPOCHS, Plan
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job import JobSpec
-    from omnibal.plan_data import PlanData, SampleData
+    from omnibal.plan_data import PlanData, SampleData, StreamData
     from omnibal.planner import PlanRequest, PlanResult
     from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import Strategy, StrategySearch
 
 _DATA_OPTIONS = (
-    "lengths max_tiles max_tokens limit micro_batches epochs seed packing levels curriculum_steps"
+    "lengths max_tiles max_tokens limit micro_batches epochs seed packing levels curriculum_steps "
+    "window dispatch"
 ).split()
 _STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
 _LEVEL_OPTIONS = "levels curriculum_steps".split()
+_WINDOW_OPTIONS = "window dispatch".split()
+_STEP_OPTIONS = "micro_batches seed packing curriculum_steps".split()
+"""Options by which packs are made and matched into steps, which a window leaves no choice of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +80,22 @@ class DataOptions(LevelOptions):
     ] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="consecutive samples of a step, for a stream that may not be reordered; packs are "
+            "balanced inside each (default: samples are shuffled)",
+        ),
+    ] = None
+    dispatch: Annotated[
+        Dispatch,
+        typer.Option(
+            help="with --window: on gives ranks equal shares, off packs and deals samples as they "
+            "are read"
+        ),
+    ] = Dispatch.ON
     steps_of: Annotated[
         Path | None,
         typer.Option(
@@ -109,6 +130,18 @@ class DataOptions(LevelOptions):
         if not set(given).issuperset(needed):
             raise UserError(_caps_needed(needed))
         return Caps.of(**given)
+
+    def streamed(self, samples: Lengths, caps: Caps, window: int) -> "StreamData":
+        """Describe the samples as a stream with these caps and windows."""
+        from omnibal.plan_data import StreamData
+
+        return StreamData(
+            lengths=samples,
+            caps=caps,
+            window=window,
+            is_dispatched=self.dispatch is Dispatch.ON,
+            epochs=self.epochs,
+        )
 
     def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
         """Describe the samples with these caps and `packs_per_step` packs of all ranks."""
@@ -310,9 +343,21 @@ def _refuse_overruled(context: typer.Context, data: DataOptions, strategy: Strat
         _refuse_given(context, ("samples_per_step",), "it goes with --gpus")
     else:
         _refuse_given(context, _LEVEL_OPTIONS, "--gpus compares plans of one level")
+        _refuse_given(context, _WINDOW_OPTIONS, "--gpus compares plans of shuffled samples")
         _refuse_given(context, _STRATEGY_OPTIONS, "--gpus chooses that")
     if data.steps_of is not None:
         _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
+    elif data.window is None:
+        _refuse_given(context, ("dispatch",), "it goes with --window")
+    elif not data.lengths:
+        _refuse_given(context, ("window",), "it is of samples, and there are no --lengths")
+    else:
+        _refuse_given(context, _STEP_OPTIONS, "--window decides what a step is")
+        if data.levels not in ("auto", "1"):
+            raise UserError(
+                f"--levels {data.levels} cannot be given: packs of a --window are of one level; "
+                "leave it out"
+            )
 
 
 def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> None:
@@ -343,19 +388,22 @@ def _uncounted(model: ModelConfig, samples: Lengths | None) -> list[str]:
 def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -> "PlanData":
     """Data of the plan's micro-batches, with caps and levels searched for where none are given."""
     from omnibal.check import open_plan
-    from omnibal.plan_data import MockData, SampleData, limited_features
+    from omnibal.plan_data import MockData, SampleData, StreamData, limited_features
     from omnibal.search.level_estimates import top_caps
     from omnibal.search.levels import shared_anew
 
     if data.steps_of is not None:
         earlier = open_plan(data.steps_of)
-        return shared_anew(job, SampleData.of_plan(earlier.plan, earlier.data))
+        stream = StreamData.of_plan(earlier.plan, earlier.data)
+        return stream or shared_anew(job, SampleData.of_plan(earlier.plan, earlier.data))
     caps, samples = data.caps(job.model), data.samples()
     print_notes(_uncounted(job.model, samples))
     if samples is None:
         assert caps is not None
         data.refuse_without_samples()
         return MockData(caps=caps, micro_batches_per_step=data.micro_batches)
+    if data.window is not None:
+        return data.streamed(samples, caps or _find_caps(job, samples, data), data.window)
     packs_per_step = job.parallel.data * data.micro_batches
     top = caps or top_caps(samples, limited_features(job.model))
     whole = data.packed(samples, top, packs_per_step)
@@ -374,7 +422,8 @@ def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
         job=job,
         lengths=samples,
         packing=data.packing,
-        samples_per_step=cap_search.usual_samples_per_step(ranks, data.micro_batches),
+        samples_per_step=data.window
+        or cap_search.usual_samples_per_step(ranks, data.micro_batches),
         samples=DEFAULT_CAP_SAMPLES,
         seed=data.seed,
         rule=cap_search.CapRule.TIME,
@@ -553,9 +602,13 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
         )
     print_notes(notes)
     packs = None if result.data is None else result.data[0]
-    if packs is not None:
+    windows = window_facts(result)
+    if windows is not None:
+        print_notes([windows.note])
+    elif packs is not None:
         print_notes(notes_on_steps(packs))
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
+    summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     summary |= _encoder_summary(choice)
     strategies = []

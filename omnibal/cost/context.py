@@ -19,6 +19,10 @@ what is sent, as `megatron/vlm/model/exchange.py` makes them. Nothing of it is h
 computation. Every rank sends as much as the one with most, padded: so exchanged tokens are those of
 the block's largest share (`EXCHANGED`). A pack without divided samples pays the latency too, though
 it exchanges nothing.
+
+So it is counted. Where the job's profile has layers on shares of the same context size and
+exchange, and the block is within a node, their measured times stand in for it. The exchange of
+encoders' features is always counted.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,6 +35,7 @@ from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Precision
 from omnibal.cost.analytic import context_line
 from omnibal.cost.counts import ELEMENT_BYTES, Features
 from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.profile import Profile, measured_exchange
 from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
 from omnibal.levels import ContextExchange, Level
@@ -81,13 +86,30 @@ class _Rates:
     """Of copies."""
     kernel_ms: float
 
-    def ms(self, what: _Pass | None, like: np.ndarray) -> np.ndarray:
+    def of(self, added: _Added) -> "_Times":
+        """Times of what a unit exchanges, as counted."""
+        forward_ms = self._ms(added.forward)
+        return _Times(
+            forward_ms=forward_ms,
+            backward_ms=self._ms(added.backward),
+            again_ms=0 * forward_ms if added.again is None else self._ms(added.again),
+        )
+
+    def _ms(self, what: _Pass) -> np.ndarray:
         """Time of what is exchanged, [features]."""
-        if what is None:
-            return 0 * like
         time_ms = self.line.each_ms * what.sent_bytes + what.copied_bytes / self.bytes_per_ms
         time_ms[0] += what.collectives * self.line.fixed_ms + what.kernels * self.kernel_ms
         return time_ms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Times:
+    """Times that exchanges add to a unit; vectors are [features]."""
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    again_ms: np.ndarray
+    """In the second forward, with recomputation."""
 
 
 def costs_at(
@@ -98,6 +120,7 @@ def costs_at(
     precision: Precision,
     frozen: Collection[str],
     levels: Sequence[Level],
+    profile: Profile | None = None,
 ) -> tuple[CostModel, ...]:
     """Costs of units on packs of every level, given those at context size 1.
 
@@ -117,7 +140,7 @@ def costs_at(
         for part in (name, projector_name(model, name))
     )
     return tuple(
-        _at_level(cost, model, cluster, parallel, precision, encoder_trained, level)
+        _at_level(cost, model, cluster, parallel, precision, encoder_trained, level, profile)
         for level in levels
     ) or (cost,)
 
@@ -154,12 +177,15 @@ def _at_level(
     precision: Precision,
     encoder_trained: bool,
     level: Level,
+    profile: Profile | None,
 ) -> CostModel:
     mistake = exchange_mistake(model, parallel, level)
     if mistake is not None:
         raise UserError(mistake)
     if level.context == 1:
         return cost
+    if level.context * parallel.tensor > cluster.gpus_per_node:
+        profile = None  # which is of one node
     rates = _Rates(
         line=context_line(cluster, level.context, parallel.tensor, precision),
         bytes_per_ms=cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency,
@@ -171,11 +197,19 @@ def _at_level(
         unit = units[kind.name]
         if kind.layer is not None:
             added = _of_attention(model.language, parallel.tensor, level, features, size)
-            units[kind.name] = _with_exchange(unit, added, rates, bool(unit.backward_ms.any()))
+            measured = measured_exchange(profile, model, kind, level) if profile else None
+            times = _as_measured(*measured, added) if measured else rates.of(added)
+            units[kind.name] = _with_exchange(unit, added, times, bool(unit.backward_ms.any()))
         elif kind.name == LANGUAGE_EMBED and model.encoders:
             added = _of_features(model, level, features, size)
-            units[kind.name] = _with_exchange(unit, added, rates, encoder_trained)
+            units[kind.name] = _with_exchange(unit, added, rates.of(added), encoder_trained)
     return replace(cost, units=units)
+
+
+def _as_measured(forward_ms: np.ndarray, backward_ms: np.ndarray, added: _Added) -> _Times:
+    """Times of an exchange as measured; a second forward has the first one's, or none."""
+    again_ms = 0 * forward_ms if added.again is None else forward_ms
+    return _Times(forward_ms=forward_ms, backward_ms=backward_ms, again_ms=again_ms)
 
 
 def _of_attention(
@@ -264,13 +298,13 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
     return _Added(forward=exchange, backward=exchange, again=None, working_bytes=2 * encoded_bytes)
 
 
-def _with_exchange(unit: UnitCost, added: _Added, rates: _Rates, goes_back: bool) -> UnitCost:
+def _with_exchange(unit: UnitCost, added: _Added, times: _Times, goes_back: bool) -> UnitCost:
     """The unit's costs with its exchange; `goes_back` says whether gradients are exchanged too."""
-    forward_ms = rates.ms(added.forward, unit.forward_ms)
-    backward_ms = rates.ms(added.backward if goes_back else None, unit.forward_ms)
+    forward_ms = times.forward_ms
+    backward_ms = goes_back * times.backward_ms
     # Without a backward, nothing is recomputed, and moments are of all that forward needs.
     runs_back = bool(unit.backward_ms.any())
-    again_ms = rates.ms(added.again if runs_back else None, unit.forward_ms)
+    again_ms = runs_back * times.again_ms
     working_bytes = added.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
     return replace(
         unit,

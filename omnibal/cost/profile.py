@@ -23,9 +23,18 @@ from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Count, Frozen
+from omnibal.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
-from omnibal.units import HEAD, LANGUAGE, UnitKind, attended_feature, feature_names, unit_kinds
+from omnibal.units import (
+    EXCHANGED,
+    HEAD,
+    LANGUAGE,
+    UnitKind,
+    attended_feature,
+    feature_names,
+    unit_kinds,
+)
 
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
@@ -64,6 +73,33 @@ class UnitMeasurement(Frozen):
         return {"fixed": 1} | self.__pydantic_extra__
 
 
+class ShareMeasurement(Frozen):
+    """A language layer on one rank's share of a pack, while the others have theirs.
+
+    Its times have the exchange in them, and waiting for the others.
+    """
+
+    unit: str
+    context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]
+    """Ranks that share the pack."""
+    exchange: ContextExchange
+    tokens: _Bytes
+    squared_tokens: _Bytes
+    exchanged_tokens: _Bytes
+    forward_ms: _Time
+    backward_ms: _Time
+
+    @property
+    def features(self) -> dict[str, int]:
+        """Features of the share, by name."""
+        return {
+            "fixed": 1,
+            "tokens": self.tokens,
+            "squared_tokens": self.squared_tokens,
+            EXCHANGED: self.exchanged_tokens,
+        }
+
+
 class OptimizerMeasurement(Frozen):
     """Gradient norm, clipping and update of `parameters` parameters on one device."""
 
@@ -92,6 +128,7 @@ class Profile(Frozen):
     provider: Provider = "local"
     """Provider of the layers that were measured."""
     measurements: tuple[UnitMeasurement, ...]
+    shares: tuple[ShareMeasurement, ...] = ()
     optimizer: tuple[OptimizerMeasurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = ()
     rates: Rates | None = None
@@ -194,6 +231,42 @@ def link_line(profile: Profile) -> Line:
     """Time of a send and of a byte of it, as measured on one machine, where any was."""
     latency, rate = _line([(m.bytes, m.ms) for m in profile.links])
     return Line(fixed_ms=latency, each_ms=rate)
+
+
+def measured_exchange(
+    profile: Profile, model: ModelConfig, unit: UnitKind, level: Level
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Time that sharing packs adds to a layer's forward and backward, both [features at levels].
+
+    It is what layers on shares took longer than the fit says that they take of as much alone: a
+    constant, so much a token and so much an exchanged token, of least error relative to the whole
+    time.
+
+    Returns:
+        None where the profile has no such shares.
+    """
+    shares = [
+        one
+        for one in profile.shares
+        if (one.unit, one.context, one.exchange) == (unit.name, level.context, level.exchange)
+    ]
+    if not shares:
+        return None
+    names = feature_names(model)
+    at_levels = (*names, EXCHANGED)
+    given = np.array([[one.features.get(name, 0) for name in at_levels] for one in shares], float)
+    can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
+
+    def added_ms(quantity: Quantity, measured_ms: np.ndarray) -> np.ndarray:
+        features, alone_ms = _series(profile, unit.name, quantity, names)
+        fitted = _fit(features, alone_ms, _depends_on(model, unit))
+        more_ms = measured_ms - given[:, :-1] @ fitted
+        return _weighted_nnls(given * can_cost, more_ms, 1 / measured_ms)
+
+    return (
+        added_ms("forward_ms", np.array([one.forward_ms for one in shares])),
+        added_ms("backward_ms", np.array([one.backward_ms for one in shares])),
+    )
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
@@ -362,6 +435,10 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
     weights = 1 / np.where(measured > _LEAST_MS, measured, max(measured.mean(), 1.0))
+    return _weighted_nnls(features, measured, weights)
+
+
+def _weighted_nnls(features: np.ndarray, measured: np.ndarray, weights: np.ndarray) -> np.ndarray:
     rows = features * weights[:, None]
     # Columns differ by many orders of magnitude (1 beside squared tokens).
     scale = np.linalg.norm(rows, axis=0)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile, natural_order
+from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
 from omnibal.data.record_files import RecordIndex, index_array, index_lines, is_array
 from omnibal.data.records import (
     InvalidRecordError,
@@ -29,6 +29,7 @@ from omnibal.data.records import (
     video_file,
 )
 from omnibal.data.sample import Sample
+from omnibal.data.stored_files import natural_order
 from omnibal.data.tar_shards import (
     Shard,
     energon_shards,

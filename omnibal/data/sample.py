@@ -1,22 +1,26 @@
-"""Samples of the training data, and the tiling of their images."""
+"""Samples of the training data, and what of them a model takes."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
+from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import ImageFile
 from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 
-IMAGE, VIDEO = "<image>", "<video>"
+IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
 VIDEO_LINE = f"{VIDEO}\n"
 """Stands for all frames, in the first question of a sample about a video."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question, in which each `<image>` stands for one image, and its reference answer."""
+    """A question and its reference answer.
+
+    In the question each `<image>` stands for one image, and each `<audio>` for one recording.
+    """
 
     question: str
     answer: str
@@ -26,7 +30,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One conversation about any number of images, or about a video."""
+    """One conversation about any number of images or a video, and any number of recordings."""
 
     identity: str
     """Source name and the record's "id" (its key or number where it has none)."""
@@ -36,6 +40,8 @@ class Sample:
     images: tuple[ImageFile, ...]
     """All images, or all frames of the video."""
     turns: tuple[Turn, ...]
+    recordings: tuple[AudioFile, ...] = ()
+    """All recordings, in the order of their `<audio>` in the questions."""
     system: str | None = None
     """System message that replaces the template's own."""
     greeting: str | None = None

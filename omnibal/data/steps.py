@@ -76,6 +76,21 @@ class Steps:
             (self.packs.samples, "<i8"),
         )
 
+    @property
+    def window_sha256(self) -> str:
+        """Hash of which samples are trained in which step, whatever packs and ranks they are in.
+
+        A step's gradient is a sum over its samples, and all that is drawn at random in training is
+        drawn for each sample, so that this is what a step count stands for. Windows of a stream
+        are packed anew for other ranks; other steps keep their packs, and `sha256` is of these.
+        """
+        sizes = np.diff(self.packs.offsets)
+        step, epoch = np.repeat(self.step, sizes), np.repeat(self.epoch, sizes)
+        order = np.lexsort((self.packs.samples, step))
+        return sha256_of_columns(
+            (step[order], "<i8"), (epoch[order], "<i4"), (self.packs.samples[order], "<i8")
+        )
+
 
 def pack_epochs(
     lengths: Lengths, request: DataRequest, may_fill: np.ndarray | None = None
@@ -317,15 +332,15 @@ def _deal(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.
     # Empty places are the lightest here, and then come last in the order too.
     weight = np.where(by_rank < 0, -np.inf, load[by_rank])
     by_rank = np.take_along_axis(by_rank, np.argsort(-weight, axis=2, kind="stable"), axis=2)
-    ordered = by_rank[:, :, _lightest_at_the_ends(slots)]
+    ordered = by_rank[:, :, lightest_at_the_ends(slots)]
     return np.take_along_axis(ordered, np.argsort(ordered < 0, axis=2, kind="stable"), axis=2)
 
 
-def _lightest_at_the_ends(count: int) -> np.ndarray:
+def lightest_at_the_ends(count: int) -> np.ndarray:
     """Order of `count` things, given from heavy to light, that rises in weight and then falls.
 
     Example:
-        >>> _lightest_at_the_ends(5).tolist()
+        >>> lightest_at_the_ends(5).tolist()
         [4, 2, 0, 1, 3]
     """
     lightest_first = np.arange(count)[::-1]

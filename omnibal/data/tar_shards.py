@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile, natural_order, open_range
+from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import InvalidRecordError, is_video_file
+from omnibal.data.stored_files import natural_order, open_range
 from omnibal.errors import UserError
 
 _RECORD = "json"

@@ -231,8 +231,8 @@ def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, plan:
         entries.append(("In shared packs", shared))
     count = data.micro_batches_per_step
     entries += [
-        ("Steps", f"{m.steps:,} of {count} micro-batches on each of {dp} ranks"),
-        ("Method", f"{data.method}, seed {data.seed}"),
+        ("Steps", f"{m.steps:,} of {_at_most(data)}{count} micro-batches on each of {dp} ranks"),
+        ("Method", _packed_by(data)),
     ]
     return Facts("Packing", entries)
 
@@ -252,7 +252,7 @@ def provenance_facts(
         entries += [("Costs from", plan.prediction.cost_source)]
     if plan.data:
         entries += [
-            ("Packs made by", f"{plan.data.method}, seed {plan.data.seed}"),
+            ("Packs made by", _packed_by(plan.data)),
             ("Lengths", _sha256(plan.data.lengths_sha256)),
             ("Packs", _sha256(plan.data.packs_sha256)),
         ]
@@ -270,6 +270,17 @@ def provenance_facts(
         seen = f"{len(records):,} steps, {records[0].step:,} to {records[-1].step:,}"
         entries += [("Run log", seen)]
     return Facts("", entries)
+
+
+def _at_most(data: DataPlan) -> str:
+    return "" if data.window is None else "at most "
+
+
+def _packed_by(data: DataPlan) -> str:
+    method = data.method.replace("_", " ")
+    if data.window is None:
+        return f"{method}, seed {data.seed}"
+    return f"{method}, in windows of {data.window:,} samples in their order"
 
 
 def _sha256(value: str) -> Marked:

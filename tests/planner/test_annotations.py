@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from test_tiling import internvl_grid
 
 from omnibal.data.annotations import Annotations
-from omnibal.data.image_files import ImageFile, natural_order
+from omnibal.data.image_files import ImageFile
 from omnibal.data.record_files import index_array, is_array
 from omnibal.data.sample import middle_frames
+from omnibal.data.stored_files import natural_order
 from omnibal.data.tiling import tile_grid
 from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError

@@ -336,7 +336,7 @@ def test_prediction_of_no_steps_is_refused(directory):
     [
         ("seed", -1, "seed: .*greater than or equal to 0"),
         ("seed", 10**25, "seed: "),
-        ("method", "best", "method: .*'balanced', 'isf' or 'other'"),
+        ("method", "best", "method: .*'balanced', 'isf', 'next_fit' or 'other'"),
         ("packs_per_step", 10**25, "packs_per_step: .*2147483647"),
         ("packs_per_step", 7, "micro_batches_per_step is 4, and must be 4|another number of packs"),
         ("packs_per_step", 2**31 - 1, "micro_batches_per_step is 4, and must be 1073741824"),

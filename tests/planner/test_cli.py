@@ -38,8 +38,9 @@ PACK_KEYS = (
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
-    "gpu_days memory_cap_gib cost_source packs steps search_gap levels attention_balance_ratio "
-    "least_attention_balance_ratio communication_ratio exchanged_ratio tokens_per_rank"
+    "gpu_days memory_cap_gib cost_source packs steps search_gap window levels "
+    "attention_balance_ratio least_attention_balance_ratio communication_ratio exchanged_ratio "
+    "tokens_per_rank"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "
@@ -58,7 +59,7 @@ FLAGS = {
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
-    "--steps-of --levels --curriculum-steps --json",
+    "--steps-of --window --dispatch --levels --curriculum-steps --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
@@ -244,7 +245,7 @@ def test_plan_of_shapes_has_no_data_figures(capsys, tmp_path):
     unknown = {key for key, value in printed.items() if value is None}
     of_data = {"samples_per_second_per_gpu", "gpu_days", "packs", "steps", "tokens_per_rank"}
     of_data |= {"attention_balance_ratio", "least_attention_balance_ratio"}
-    assert unknown == of_data | {"communication_ratio", "exchanged_ratio"}
+    assert unknown == of_data | {"communication_ratio", "exchanged_ratio", "window"}
 
 
 def test_memory_option_replaces_the_clusters(capsys, tmp_path):

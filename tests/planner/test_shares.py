@@ -9,7 +9,7 @@ from plan_cases import MODEL, example_profile, job_spec
 from omnibal.config import LayerRun, load_cluster, load_model
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
-from omnibal.cost.profile import model_sha256
+from omnibal.cost.profile import ShareMeasurement, model_sha256
 from omnibal.cost.shares import share_features
 from omnibal.data.cut import cut_pack, item_bounds
 from omnibal.data.lengths import Lengths
@@ -270,6 +270,66 @@ def test_measured_units_keep_their_times() -> None:
         np.testing.assert_array_equal(
             measured.units[name].context_ms, by_counts.units[name].context_ms
         )
+
+
+def of_known_shares(context: int, exchange: str) -> list[ShareMeasurement]:
+    """Layers on shares that take 3 ms, 0.01 ms a token and 0.05 ms an exchanged one longer."""
+    shares = []
+    for tokens, exchanged in ((512, 512), (512, 100), (128, 128), (128, 0)):
+        more_ms = 3 + 0.01 * tokens + 0.05 * exchanged
+        shares.append(
+            ShareMeasurement(
+                unit="language_layer",
+                context=context,
+                exchange=ContextExchange(exchange),
+                tokens=tokens,
+                squared_tokens=tokens**2,
+                exchanged_tokens=exchanged,
+                forward_ms=1.0 + tokens + more_ms,
+                backward_ms=2.0 + tokens + 2 * more_ms,
+            )
+        )
+    return shares
+
+
+def test_exchanges_take_what_was_measured_of_shares() -> None:
+    """Prevents counted exchanges where layers on shares were measured, and measured ones by
+    another exchange, at another context size or beyond the node."""
+    alone = example_profile()
+    alone = alone.model_copy(
+        update={
+            "model_sha256": model_sha256(MODEL),
+            "measurements": tuple(
+                one.model_copy(
+                    update={"forward_ms": 1.0 + one.tokens, "backward_ms": 2.0 + one.tokens}
+                )
+                for one in alone.measurements
+            ),
+        }
+    )
+    gather, heads = ContextExchange
+    shares = (*of_known_shares(4, gather), *of_known_shares(2, heads))
+    measured = alone.model_copy(update={"shares": shares})
+    node = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
+    job = job_spec(cluster=node, parallel=Parallel(pipeline=1, data=4), profile=measured)
+    counted = replace(job, profile=alone)
+
+    def added(job: JobSpec, context: int, exchange: ContextExchange) -> np.ndarray:
+        (cost,) = job.costs_at([level(context, exchange=exchange)])
+        return cost.units["language_layer"].context_ms
+
+    names = job.cost.features
+    expected = np.zeros((3, len(names) + 1))
+    expected[:2, names.index("fixed")] = 3, 6
+    expected[:2, names.index("tokens")] = 0.01, 0.02
+    expected[:2, -1] = 0.05, 0.1
+    np.testing.assert_allclose(added(job, 4, gather), expected, atol=1e-5)
+    expected[2] = expected[0]  # heads are exchanged again where a layer is recomputed
+    np.testing.assert_allclose(added(job, 2, heads), expected, atol=1e-5)
+    np.testing.assert_array_equal(added(job, 2, gather), added(counted, 2, gather))
+    small = node.model_copy(update={"gpus_per_node": 2})
+    beyond, as_counted = (added(replace(each, cluster=small), 4, gather) for each in (job, counted))
+    np.testing.assert_array_equal(beyond, as_counted)
 
 
 def test_copies_and_kernels_of_an_exchange_count() -> None:

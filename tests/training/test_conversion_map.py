@@ -31,7 +31,7 @@ from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout, Parameter, parameters, released
-from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
+from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.tensor_parallel import unpadded_size, whole_shape
@@ -102,7 +102,7 @@ def rank_of(plan: Plan, rank: int) -> Iterator[VLMStage]:
             yield VLMStage(
                 plan.model,
                 plan.stages[parallel_state.get_pipeline_model_parallel_rank()],
-                vision_transformer_config(*arguments),
+                encoder_transformer_configs(*arguments),
                 language_transformer_config(*arguments),
             )
     finally:

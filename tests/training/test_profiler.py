@@ -1,8 +1,12 @@
 """The profiler's memory against real steps, and its packs against what a fit needs. No timings."""
 
+from dataclasses import replace
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
@@ -11,15 +15,18 @@ from megatron.vlm.measure.profiler import (
     KeptActivations,
     ProfileOptions,
     Profiler,
+    _slowdown,
     kept_bytes_of_units,
     peak_activation_bytes,
     profiled_batches,
     random_batch,
 )
+from megatron.vlm.measure.shares import context_sizes
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.profile import fitted_cost
 from omnibal.job import JobSpec
+from omnibal.levels import ContextExchange
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.workload import Workload
@@ -147,6 +154,52 @@ def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
         assert len({(m.tiles, m.tokens) for m in measured}) == len(measured) >= 6
     assert len({m.parameters for m in profile.optimizer}) == 2
     assert len({m.bytes for m in profile.links}) >= 3
+
+
+def profiled_shares(links, plan):
+    options = replace(PROFILE, max_tokens=128, contexts=(2,))
+    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    return profiler.result([profiler.round()]).shares
+
+
+def test_layers_are_measured_on_shares_of_packs():
+    """Prevents a profile that lacks an exchange, or says of a share what another rank has."""
+    model = toy_model()
+    ranks = run_ranks(Parallel(pipeline=2), profiled_shares, toy_plan(model, stages_of(model, 4)))
+    assert ranks[0] == ranks[1]
+    for exchange in ContextExchange:
+        shares = [one for one in ranks[0] if one.exchange is exchange]
+        assert {(one.unit, one.context) for one in shares} == {("language_layer", 2)}
+        # Whole packs of one sample: rank 0 has the first and the last quarter, of as much attention
+        # as the two between them; and packs of 24 or so tokens a sample, of which one is cut.
+        sizes = [(one.tokens, one.squared_tokens, one.exchanged_tokens) for one in shares]
+        assert sizes[0] == (32, 64**2 / 2, 32)
+        assert sizes[2] == (8, 16**2 / 2, 8)
+        assert sizes[1][0] == 32 and 0 < sizes[1][2] <= 24
+        assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in shares)
+
+
+def slowdowns(links):
+    found = []
+    for cores in ({0}, {0, 1}):
+        with mock.patch("os.sched_getaffinity", return_value=cores):
+            found.append(_slowdown(10.0 * (1 + dist.get_rank())))
+    return found
+
+
+def test_processes_that_share_cores_take_as_long_as_the_slowest():
+    """Prevents costs of those that had a core to themselves while others waited for one."""
+    first, second = run_ranks(Parallel(pipeline=1, data=2), slowdowns)
+    assert first == pytest.approx([2.0, 1.0])
+    assert second == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes"), [(1, ()), (2, (2,)), (6, (2,)), (8, (2, 4, 8)), (12, (2, 4))]
+)
+def test_context_sizes_leave_no_process_over(processes, sizes):
+    """Prevents a measurement that hangs, or that some processes sit out."""
+    assert context_sizes(processes) == sizes
 
 
 def runs_of_layers(links, plan):

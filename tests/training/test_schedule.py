@@ -10,7 +10,7 @@ import torch
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.model.stage import boundary_shape
+from megatron.vlm.model.stage import boundary_shapes
 from megatron.vlm.step import schedule
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.schedule import PipelineLinks, run_forward, run_forward_backward
@@ -73,11 +73,13 @@ class Recorder(torch.nn.Module):
 
     def forward(self, batch):
         self.note("launch", "forward")
-        number = self.weight if self.received is None else self.weight * self.received.mean()
-        if self.rank < self.plan.parallel.pipeline - 1:
-            shape = boundary_shape(self.plan, self.rank, batch.shape)
-            number = number.expand(shape).clone()
-        return number
+        number = self.weight
+        for tensor in self.received.values():
+            number = number * tensor.mean()
+        if self.rank == self.plan.parallel.pipeline - 1:
+            return number
+        shapes = boundary_shapes(self.plan, self.rank, batch.shape)
+        return {name: number.expand(shape).clone() for name, shape in shapes.items()}
 
 
 def events_of(monkeypatch, size, rank, training=True, frozen=()):

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import torch
 
-from megatron.vlm.model.stage import IMAGE_CHANNELS
+from megatron.vlm.model.vision import IMAGE_CHANNELS
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder
 

@@ -1,7 +1,8 @@
 """One micro-batch as tensors; each pipeline stage holds only the fields its units need.
 
-Shapes: T tiles, C channels, P pixels per side, S packed tokens, M image tokens, F image features,
-L loss positions, A answers. Of a pack that several ranks share, all are this rank's alone.
+Shapes: of pixels T tiles, C channels, P pixels per side; of frames C clips, B mel bins, F frames;
+S packed tokens, M image tokens, N audio tokens, F image features, L loss positions, A answers. Of a
+pack that several ranks share, all are this rank's alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +29,17 @@ class MicroBatchShape:
     """Tokens of all samples of the pack together; 0 only of a share."""
     context: int = 1
     """Ranks that share the pack."""
+    clips: int = 0
+    """Clips of all recordings of the pack together."""
 
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
         """Shapes that the plan gives to some rows of its packs, which no ranks share."""
-        sizes = zip(packs.column("tiles")[rows].tolist(), packs.tokens[rows].tolist(), strict=True)
-        return [cls(tiles=tiles, tokens=tokens) for tiles, tokens in sizes]
+        columns = (packs.column(name)[rows].tolist() for name in ("tiles", "clips", "tokens"))
+        return [
+            cls(tiles=tiles, clips=clips, tokens=tokens)
+            for tiles, clips, tokens in zip(*columns, strict=True)
+        ]
 
     @classmethod
     def of_shares(
@@ -54,7 +60,8 @@ class MicroBatchShape:
 
     def __str__(self) -> str:
         shared = f", shared by {self.context} ranks" if self.context > 1 else ""
-        return f"{self.tiles} tiles and {self.tokens} tokens{shared}"
+        clips = f", {self.clips} clips" if self.clips else ""
+        return f"{self.tiles} tiles{clips} and {self.tokens} tokens{shared}"
 
     def padded_tokens(self, parts: int) -> int:
         """Tokens that a stage computes, a multiple of `parts` and not 0: a rank without tokens of a
@@ -67,6 +74,7 @@ class MicroBatch:
     """A pack of samples. The counts are known on every stage, the tensors where they are used."""
 
     tiles: int
+    clips: int = 0
     tokens: int
     segment_tokens: tuple[int, ...]
     """Tokens of each sample, or of each piece of a share, in order; they add up to `tokens`."""
@@ -81,6 +89,11 @@ class MicroBatch:
     image_positions_M: torch.Tensor | None = None
     """Positions in the pack that image features replace; where the language embed is, unless the
     model takes no images."""
+    frames_CBF: torch.Tensor | None = None
+    """Log-mel frames of the clips, float32; where the audio embed is."""
+    audio_positions_N: torch.Tensor | None = None
+    """Positions in the pack that features of clips replace; where the language embed is, of a model
+    that takes recordings."""
     sent_features_F: torch.Tensor | None = None
     """Features of this rank's tiles in the order in which they are sent to the ranks that have
     their image tokens, int64; where the language embed is, of a share of a pack with tiles."""
@@ -96,8 +109,8 @@ class MicroBatch:
     """Random number of each tile, int64, on the host, from which every vision layer draws whether
     the tile skips its branches; where vision layers are, in training with drop path."""
     unreadable: tuple[str, ...] = ()
-    """Errors of samples whose images cannot be read, which have blank pixels and no loss; where the
-    vision embed or the head is."""
+    """Errors of samples whose images or recordings cannot be read, which have blank pixels and
+    frames and no loss; where an encoder's embed or the head is."""
     answer_positions_A: torch.Tensor | None = None
     """Positions whose next token is to be predicted; where the head is, when answering."""
 
@@ -105,11 +118,13 @@ class MicroBatch:
     def shape(self) -> MicroBatchShape:
         """Sizes that determine the tensors sent between stages."""
         context = 1 if self.share is None else self.share.context
-        return MicroBatchShape(tiles=self.tiles, tokens=self.tokens, context=context)
+        return MicroBatchShape(
+            tiles=self.tiles, clips=self.clips, tokens=self.tokens, context=context
+        )
 
     @property
     def replaced_samples(self) -> int:
-        """Samples of the pack whose images cannot be read."""
+        """Samples of the pack whose images or recordings cannot be read."""
         return len(self.unreadable)
 
     def to(self, device: torch.device) -> "MicroBatch":

@@ -7,7 +7,7 @@ forward and then backward, as training does, so that caches are as cold and the 
 they will be then, and takes the times between units in passing. It does so twice, the second time
 with every layer recomputed: what that adds is less than another forward, since nothing is kept in
 the first one and the caches are warm after the second. All processes measure at the same moment;
-their mean counts.
+their mean counts. Language layers also run on packs that several processes share.
 
 Shapes are those of `megatron.vlm.model.stage`.
 """
@@ -15,6 +15,7 @@ Shapes are those of `megatron.vlm.model.stage`.
 import argparse
 import gc
 import math
+import os
 import sys
 import weakref
 from collections import defaultdict
@@ -36,8 +37,11 @@ from rich.progress import track
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.measure.rates import measure_rates
+from megatron.vlm.measure.shares import context_sizes, shares_of_process
+from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
-from megatron.vlm.model.stage import IMAGE_CHANNELS, VLMStage
+from megatron.vlm.model.stage import ByTower, VLMStage
+from megatron.vlm.model.vision import IMAGE_CHANNELS
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
 from megatron.vlm.step.schedule import PipelineLinks
@@ -54,6 +58,7 @@ from omnibal.cost.profile import (
     LinkMeasurement,
     OptimizerMeasurement,
     Profile,
+    ShareMeasurement,
     UnitMeasurement,
     model_sha256,
     write_profile,
@@ -73,17 +78,23 @@ _VISION_LAYER, _LANGUAGE_LAYER = "vision_layer", "language_layer"
 _RECOMPUTED = (_VISION_LAYER, _LANGUAGE_LAYER)
 _SMALLEST_SHARE = 0.25
 _PACK_SHARES = (
-    # tiles, tokens, loss, even: no column follows from the others, so every cost can be told.
-    (1.0, 1.0, 0.1, True),
-    (0.5, 1.0, 0.5, False),
-    (0.25, 1.0, 0.3, True),
-    (1.0, 0.75, 0.4, False),
-    (0.5, 0.75, 0.05, True),
-    (0.75, 0.5, 0.5, False),
-    (0.25, 0.5, 0.1, True),
-    (_SMALLEST_SHARE, _SMALLEST_SHARE, 0.3, False),
+    # tiles, tokens, loss, even, samples: no column follows from the others, so that every cost can
+    # be told.
+    (1.0, 1.0, 0.1, True, None),
+    (0.5, 1.0, 0.5, False, None),
+    (0.25, 1.0, 0.3, True, None),
+    (1.0, 0.75, 0.4, False, None),
+    (0.5, 0.75, 0.05, True, None),
+    (0.75, 0.5, 0.5, False, None),
+    (0.25, 0.5, 0.1, True, None),
+    (_SMALLEST_SHARE, _SMALLEST_SHARE, 0.3, False, None),
+    # The longest samples that fit, as attention's cost grows with the square of their length.
+    (0.75, 1.0, 0.2, True, 1),
+    (0.75, 0.75, 0.4, True, 2),
+    (0.5, _SMALLEST_SHARE, 0.2, True, 1),
 )
-"""Packs to measure: shares of both caps and of tokens with loss, and whether samples are equal."""
+"""Packs to measure: shares of both caps and of tokens with loss, whether samples are equal, and how
+many there are; None for as many as have the given mean length."""
 OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
@@ -105,6 +116,8 @@ class ProfileOptions:
     """Timed rounds, after one of warm-up; a round runs every micro-batch once."""
     provider: Provider = "local"
     """Provider of the layers' linears and attention."""
+    contexts: tuple[int, ...] = ()
+    """Numbers of processes that share packs, of which language layers are measured too."""
 
     def caps(self, model: ModelConfig) -> Caps:
         """Return the caps, of tiles only where the model takes images."""
@@ -180,6 +193,12 @@ class Profiler:
             self._shallow_optimizer = [_measure_optimizer(build(depth=1), options.repetitions)]
             gc.collect()  # of the shallow stage, before the deep one needs its memory
         self._trainer = build(depth=deep)
+        self._shares = list(
+            shares_of_process(job, options.contexts, options.max_tokens, options.tokens_per_sample)
+        )
+        self._trainer.stage.context_groups = create_context_groups(
+            Parallel(pipeline=1, data=dist.get_world_size()), options.contexts
+        )
         self._update = RepeatedUpdate(self._trainer)
         self._kept_bytes = [
             kept_bytes_of_units(self._trainer.stage, batch) for batch in self._batches
@@ -187,15 +206,21 @@ class Profiler:
         self.round()  # warm-up
 
     def round(self) -> Round:
-        """Time every unit on every pack, one update, and one transfer of every size."""
+        """Time every unit on every pack and share, one update, and one transfer of every size."""
         samples_ms: Round = defaultdict(list)
+        stage = self._trainer.stage
         for index, batch in enumerate(self._batches):
-            for unit, forward_ms, backward_ms in _unit_times_ms(self._trainer.stage, batch):
+            for unit, forward_ms, backward_ms in _times_ms(_unit_functions(stage, batch)):
                 samples_ms[index, unit, "forward"].append(forward_ms)
                 samples_ms[index, unit, "backward"].append(backward_ms)
-            for unit, *both_ms in _unit_times_ms(self._trainer.stage, batch, recompute=True):
+            for unit, *both_ms in _times_ms(_unit_functions(stage, batch), recompute=True):
                 if unit in _RECOMPUTED:
                     samples_ms[index, unit, "recomputing"].append(sum(both_ms))
+        for index, share in enumerate(self._shares):
+            layers, hidden = _layer_functions(stage, share.batch), _layer_input(stage, share.batch)
+            for unit, forward_ms, backward_ms in _times_ms(layers, hidden):
+                samples_ms["share", index, unit, "forward"].append(forward_ms)
+                samples_ms["share", index, unit, "backward"].append(backward_ms)
         samples_ms["optimizer"].append(self._update.timed_ms())
         for size in _LINK_BYTES if self._links.size > 1 else ():
             samples_ms["link", size] += _one_way_ms(self._links, size)
@@ -227,6 +252,17 @@ class Profiler:
                 )
                 for index, batch in enumerate(self._batches)
                 for unit in self._kept_bytes[index]
+            ),
+            shares=tuple(
+                ShareMeasurement(
+                    unit=_LANGUAGE_LAYER,
+                    context=one.context,
+                    exchange=one.exchange,
+                    **one.features,
+                    forward_ms=mean_ms["share", index, _LANGUAGE_LAYER, "forward"],
+                    backward_ms=mean_ms["share", index, _LANGUAGE_LAYER, "backward"],
+                )
+                for index, one in enumerate(self._shares)
             ),
             optimizer=(*self._shallow_optimizer, deep_optimizer),
             links=tuple(
@@ -290,14 +326,14 @@ def _whole_stage_trainer(
 
 
 def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
-    """Yield packs at shares of both caps, of samples with the given mean length."""
-    for tile_share, token_share, loss_share, even in _PACK_SHARES:
+    """Yield packs at shares of both caps: of samples with the given mean length, then of few."""
+    for tile_share, token_share, loss_share, even, given in _PACK_SHARES:
         tokens = max(round(options.max_tokens * token_share), 1)
         tiles = 0
         if model.takes_images:
             most = max(round(options.max_tiles * tile_share), 1)
             tiles = min(most, tokens // model.vision.tokens_per_item)
-        samples = max(round(tokens / options.tokens_per_sample), 1)
+        samples = given or max(round(tokens / options.tokens_per_sample), 1)
         batch = random_batch(
             model,
             tiles,
@@ -345,25 +381,25 @@ def random_batch(
     return MicroBatch(tiles=tiles, tokens=tokens, segment_tokens=segment_tokens, **fields)
 
 
+def _by_encoder(features_KE: torch.Tensor | None) -> ByTower:
+    return {} if features_KE is None else {"vision": features_KE}
+
+
 UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
 
 
 def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
     """The forward of a stage that holds every unit, cut into them."""
     stage: Any = whole  # where no unit of the model is None
-    packing = stage.packing(batch)
 
     def vision_layer(layer: Any) -> UnitFunction:
         return lambda hidden: layer(hidden, None)[0]
-
-    def language_layer(layer: Any) -> UnitFunction:
-        return lambda hidden: layer(hidden, None, **packing)[0]
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
     images: list[tuple[str, UnitFunction]] = []
-    if stage.vision is not None:
+    if stage.encoders:
         images = [
             ("vision_embed", lambda _: stage.vision_embedding(batch.pixels_TCPP)),
             *((_VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
@@ -371,14 +407,38 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitF
         ]
     return [
         *images,
-        (LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, features)),
-        *((_LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers),
+        (LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, _by_encoder(features))),
+        *_layer_functions(stage, batch),
         (HEAD, head),
     ]
 
 
-def _unit_times_ms(
-    stage: VLMStage, batch: MicroBatch, *, recompute: bool = False
+def _layer_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
+    """The forward of all language layers."""
+    stage: Any = whole
+    packing = stage.packing(batch)
+
+    def language_layer(layer: Any) -> UnitFunction:
+        return lambda hidden: layer(hidden, None, **packing)[0]
+
+    return [(_LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers]
+
+
+def _layer_input(stage: VLMStage, batch: MicroBatch) -> torch.Tensor:
+    """Random hidden states, whose gradient is wanted. [S, 1, E]"""
+    hidden_S1E = torch.randn(
+        (batch.tokens, 1, stage.config.hidden_size),
+        dtype=stage.config.params_dtype,
+        device=current_device(),
+    )
+    return hidden_S1E.requires_grad_()
+
+
+def _times_ms(
+    functions: Sequence[tuple[str, UnitFunction]],
+    first_input: torch.Tensor | None = None,
+    *,
+    recompute: bool = False,
 ) -> Iterator[tuple[str, float, float]]:
     """Time every unit's forward and backward in one pass over a pack, in model order.
 
@@ -386,13 +446,15 @@ def _unit_times_ms(
     backward has begun when the gradient of its output is there.
 
     Args:
+        functions: units in a row.
+        first_input: of the first unit; None where it needs none.
         recompute: whether layers keep nothing but their input, and run again in the backward.
     """
     dist.barrier()
     units: list[str] = []
-    hidden: Any = None
+    hidden: Any = first_input
     forward, backward = [moment()], []
-    for unit, function in _unit_functions(stage, batch):
+    for unit, function in functions:
         if recompute and unit in _RECOMPUTED:
             hidden = tensor_parallel.checkpoint(function, False, hidden)
         else:
@@ -400,13 +462,27 @@ def _unit_times_ms(
         hidden.register_hook(lambda gradient: backward.append(moment()))
         units.append(unit)
         forward.append(moment())
-    hidden.backward()
+    hidden.backward(torch.ones_like(hidden))
     backward.append(moment())
     if has_cuda():
         torch.cuda.synchronize()
-    backward_ms = reversed([elapsed_ms(*ends) for ends in pairwise(backward)])
-    forward_ms = [elapsed_ms(*ends) for ends in pairwise(forward)]
+    slowdown = _slowdown(elapsed_ms(forward[0], backward[-1]))
+    backward_ms = reversed([slowdown * elapsed_ms(*ends) for ends in pairwise(backward)])
+    forward_ms = [slowdown * elapsed_ms(*ends) for ends in pairwise(forward)]
     return zip(units, forward_ms, backward_ms, strict=True)
+
+
+def _slowdown(own_ms: float) -> float:
+    """Time until all processes are done with what this one took `own_ms` for, as a multiple.
+
+    It is 1 but for processes that share cores: there, those that the system lets run first are fast
+    for as long as the others wait for a core, and the mean of all is less than any step could take.
+    """
+    if has_cuda() or dist.get_world_size() <= len(os.sched_getaffinity(0)):
+        return 1.0
+    slowest_ms = torch.tensor(own_ms)
+    dist.all_reduce(slowest_ms, op=dist.ReduceOp.MAX)
+    return slowest_ms.item() / own_ms
 
 
 def _timed_ms(function: Callable[[], object]) -> float:
@@ -521,13 +597,13 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
     stage: Any = trainer.stage  # whose methods are replaced for one step
     forward, set_input_tensor = stage.forward, stage.set_input_tensor
 
-    def recorded_forward(batch: MicroBatch) -> torch.Tensor:
+    def recorded_forward(batch: MicroBatch) -> ByTower | torch.Tensor:
         with kept.recording():
             return forward(batch)
 
-    def held_input(received: torch.Tensor | None) -> None:
-        if received is not None:
-            kept.hold(received)
+    def held_input(received: ByTower) -> None:
+        for tensor in received.values():
+            kept.hold(tensor)
         set_input_tensor(received)
 
     stage.forward, stage.set_input_tensor = recorded_forward, held_input
@@ -648,6 +724,7 @@ def main() -> None:
                 layers=arguments.layers,
                 repetitions=arguments.repetitions,
                 provider=arguments.provider,
+                contexts=context_sizes(launch.world_size) if arguments.provider == "local" else (),
             ),
             Console(stderr=True),
         )

@@ -32,7 +32,7 @@ from megatron.vlm.measure.profiler import (
 )
 from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
-from megatron.vlm.step.schedule import Inbox, PipelineLinks, create_pipeline_links
+from megatron.vlm.step.schedule import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.config import Provider
 from omnibal.cost.model import CostModel, pack_features
@@ -53,13 +53,13 @@ _UPDATES = 5
 
 
 class _RandomInbox(Inbox):
-    """Inbox of random tensors of the neighbour's shapes, each after its predicted wait."""
+    """Inbox of random tensors of the neighbour's shapes, each message after its predicted wait."""
 
     def __init__(self, waits_ms: Sequence[float], *of_inbox: Any) -> None:
         self._waits_ms = iter(waits_ms)
         super().__init__(*of_inbox)
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> dict[str, torch.Tensor]:
         time.sleep(next(self._waits_ms) / 1e3)
         return super().take()
 
@@ -73,12 +73,12 @@ class StandInLinks(PipelineLinks):
     """Pipeline links of a stage with simulated neighbours."""
 
     waits_ms: dict[dist.ProcessGroup, Sequence[float]] = field(default_factory=dict)
-    """Wait before each tensor received in a step, in ms, by its process group. Groups that are not
+    """Wait before each message received in a step, in ms, by its process group. Groups that are not
     named send at once."""
 
     def inbox(
         self,
-        shapes: Sequence[tuple[int, ...]],
+        shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
         source_rank: int,
         group: dist.ProcessGroup,
@@ -163,10 +163,9 @@ class _RecomputeClock(PhaseClock):
         self._again: list[list[tuple[object, object]]] = []
         self._begun: object = None
         self._in_backward = False
-        towers = (trainer.stage.vision, trainer.stage.language)
-        for tower in (tower for tower in towers if tower is not None):
-            for layer in tower.layers:
-                if any(layer.layer_number - 1 in again for again in tower.recompute_layers):
+        for block in trainer.stage.blocks.values():
+            for layer in block.layers:
+                if any(layer.layer_number - 1 in again for again in block.recompute_layers):
                     layer.register_forward_pre_hook(self._begin)
                     layer.register_forward_hook(self._end)
 

@@ -1,4 +1,4 @@
-"""Megatron-core's two transformer configurations, made from a model description.
+"""Megatron-core's transformer configurations of all towers, made from a model description.
 
 Each tower gets its own configuration with its own pipeline layout, so that core numbers layers (and
 names them in checkpoints) over the whole model wherever a stage begins.
@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
 from omnibal.config import ModelConfig, Precision
+from omnibal.encoders import EncoderLayers
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 
@@ -22,27 +23,39 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
-def vision_transformer_config(
+def encoder_transformer_configs(
     model: ModelConfig, stages: Sequence[Stage], parallel: Parallel, precision: Precision
-) -> TransformerConfig:
-    """InternViT's layers, spread over the stages as the plan says.
+) -> dict[str, TransformerConfig]:
+    """The layers of every encoder, spread over the stages as the plan says.
 
-    Its heads are padded to a multiple of the tensor-parallel size. Its sequences are never divided:
-    a tile's positions are an odd number.
+    Heads are padded to a multiple of the tensor-parallel size. Sequences are never divided: a
+    tile's positions are an odd number.
     """
-    vision = model.vision
+    return {
+        name: _encoder_config(name, tower, stages, parallel, precision)
+        for name, tower in model.encoders.items()
+    }
+
+
+def _encoder_config(
+    name: str,
+    tower: EncoderLayers,
+    stages: Sequence[Stage],
+    parallel: Parallel,
+    precision: Precision,
+) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=vision.layers,
-        hidden_size=vision.hidden_size,
-        num_attention_heads=padded_size(vision.heads, parallel.tensor),
-        kv_channels=vision.hidden_size // vision.heads,
-        ffn_hidden_size=vision.ffn_hidden_size,
-        normalization=vision.normalization,
-        layernorm_epsilon=vision.norm_eps,
-        qk_layernorm=vision.qk_norm,
+        num_layers=tower.layers,
+        hidden_size=tower.hidden_size,
+        num_attention_heads=padded_size(tower.heads, parallel.tensor),
+        kv_channels=tower.hidden_size // tower.heads,
+        ffn_hidden_size=tower.ffn_hidden_size,
+        normalization=tower.normalization,
+        layernorm_epsilon=tower.norm_eps,
+        qk_layernorm=tower.qk_norm,
         add_bias_linear=True,
         activation_func=F.gelu,
-        pipeline_model_parallel_layout=_layout([len(stage.layers("vision")) for stage in stages]),
+        pipeline_model_parallel_layout=_layout([len(stage.layers(name)) for stage in stages]),
         **_common(parallel, precision),
     )
 

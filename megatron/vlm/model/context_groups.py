@@ -1,25 +1,26 @@
 """Process groups of the blocks of data-parallel ranks that share packs."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from omnibal.parallel import Parallel
-from omnibal.plan import Plan
 
 ContextGroups = dict[int, dist.ProcessGroup]
-"""This rank's block of every context size above 1 that its plan has."""
+"""This rank's block of every context size above 1 that there is."""
 
 
-def create_context_groups(plan: Plan) -> ContextGroups:
-    """Make the groups of all context sizes; collective over all ranks, in one order on all.
+def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> ContextGroups:
+    """Make the groups of all context sizes above 1; collective over all ranks, which give the same.
 
     Each is used once, as NCCL connects a group's ranks in its first collective, for which training
     has no one order on ranks that have other packs.
     """
     groups: ContextGroups = {}
-    for context in sorted({level.context for level in plan.levels} - {1}):
-        blocks = context_blocks(plan.parallel, context)
+    for context in sorted({*contexts} - {1}):
+        blocks = context_blocks(parallel, context)
         own, _ = dist.new_subgroups_by_enumeration(blocks, timeout=COLLECTIVE_TIMEOUT)
         assert own is not None, "every rank is in a block of every size"
         dist.all_reduce(torch.zeros(1, device=current_device()), group=own)

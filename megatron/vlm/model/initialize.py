@@ -11,8 +11,9 @@ import torch
 
 from megatron.vlm.model.stage import TIED_NAME, VLMStage
 from megatron.vlm.model.tensor_parallel import own_shard, unpadded_size, whole_shape
+from omnibal.units import LANGUAGE
 
-_LAYER_NAME = re.compile(r"^(vision|language)\.layers\.(\d+)\.(.*)$")
+_LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -49,7 +50,7 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         shape = whole_shape(parameter, unpadded_size(stage.model_config, full_name))
         values = torch.randn(shape, generator=generator)
-        values *= _standard_deviation(stage, full_name, inputs=shape[-1])
+        values *= _standard_deviation(stage, full_name, inputs=math.prod(shape[1:]))
         parameter.copy_(own_shard(values, parameter))
 
 
@@ -60,6 +61,6 @@ def _standard_deviation(stage: VLMStage, name: str, inputs: int) -> float:
     match = _LAYER_NAME.match(name)
     if match is not None and name.endswith(_RESIDUAL_OUTPUTS):
         config = stage.model_config
-        layers = config.vision.layers if match[1] == "vision" else config.language.layers
-        return deviation / math.sqrt(2 * layers)
+        tower = config.language if match[1] == LANGUAGE else config.encoders[match[1]]
+        return deviation / math.sqrt(2 * tower.layers)
     return deviation

@@ -1,6 +1,6 @@
-"""Transformer layers of both towers as specs over Megatron-core's TransformerLayer.
+"""Transformer layers of all towers as specs over Megatron-core's TransformerLayer.
 
-Shapes: S sequence (packed language tokens, or positions of one tile), B batch (1, or tiles),
+Shapes: S sequence (packed language tokens, or positions of an item), B batch (1, or items),
 H hidden size, F feed-forward width of this rank.
 """
 
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.vlm.model.attention import (
     AllHeadsRMSNorm,
+    ClipAttention,
     PackedAttention,
     TileAttention,
 )
@@ -34,7 +35,7 @@ from megatron.vlm.model.fused.residual import (
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
 from megatron.vlm.model.shared_attention import SharedAttention
-from omnibal.encoders import TilesEncoder
+from omnibal.encoders import ClipsEncoder, EncoderLayers
 
 
 class Norm(torch.nn.Module):
@@ -131,24 +132,24 @@ class Layer(TransformerLayer):
         return self.mlp.linear_fc2(active_SBF)
 
 
-def vision_layer_spec(
-    config: TransformerConfig, vision: TilesEncoder, parts: LayerParts
+def encoder_layer_spec(
+    config: TransformerConfig, tower: EncoderLayers, parts: LayerParts
 ) -> ModuleSpec:
-    """An InternViT layer: full attention within a tile, layer scale (if any) after each branch."""
-    qk_norm = AllHeadsRMSNorm if vision.qk_norm else IdentityOp
+    """An encoder's layer: full attention within an item, layer scale (if any) after each branch."""
+    qk_norm = AllHeadsRMSNorm if tower.qk_norm else IdentityOp
     column = parts.column_linear
     attention = ModuleSpec(
-        module=TileAttention,
+        module=ClipAttention if isinstance(tower, ClipsEncoder) else TileAttention,
         params={"attn_mask_type": AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=column if vision.qkv_bias else without_bias(column),
+            linear_qkv=column if tower.qkv_bias else without_bias(column),
             core_attention=parts.core_attention,
             linear_proj=parts.row_linear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
     )
-    return _layer_spec(config, attention, parts, vision.layer_scale_init)
+    return _layer_spec(config, attention, parts, tower.layer_scale_init)
 
 
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:

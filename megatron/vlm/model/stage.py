@@ -1,20 +1,22 @@
-"""One pipeline stage of a language model with or without a vision encoder: any contiguous run of
-its units.
+"""One pipeline stage of a language model with any encoders: any contiguous run of its units.
 
-Shapes: T tiles, C channels, P pixels per side, V positions of a tile (patches and class token),
-H vision hidden size, K image tokens over all tiles, S packed tokens, E language hidden size,
-W vocabulary, L loss positions, A answers. Over tensor-parallel ranks, W is padded and divided; with
-sequence parallelism so is S between the language embed and the head. Of a pack that data-parallel
-ranks share, all are one rank's, and M are its image tokens, whose features other ranks may make.
+Shapes: V positions of an item (a tile or a clip), B items of an encoder, H its hidden size, K its
+tokens, over all items, S packed tokens, E language hidden size, W vocabulary, L loss positions,
+A answers. Over tensor-parallel ranks, W is padded and divided; with sequence parallelism so is S
+between the language embed and the head. Of a pack that data-parallel ranks share, all are one
+rank's, and M are its image tokens, whose features other ranks may make.
+
+Between stages go tensors by tower: of every encoder that is done its features [K, E], of the one
+that a cut divides its hidden states [V, B, H], and after the language embed those of the language
+model alone, [S, 1, E].
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -25,82 +27,27 @@ from megatron.core.utils import make_viewless_tensor
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.block import PlannedBlock
-from megatron.vlm.model.configs import language_transformer_config, vision_transformer_config
+from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.context_groups import ContextGroups
 from megatron.vlm.model.drop_path import branch_scales
+from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.exchange import exchange_rows
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
-from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
-from megatron.vlm.model.layers import language_layer_spec, vision_layer_spec
+from megatron.vlm.model.layers import language_layer_spec
 from megatron.vlm.model.providers import layer_parts
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig, Provider
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import Plan
+from omnibal.units import LANGUAGE, projector_name, projector_unit
 
-IMAGE_CHANNELS = 3
+ByTower = Mapping[str, torch.Tensor]
+"""Tensors by the name of an encoder, or "language"."""
 TIED_NAME = "embedding.word_embeddings.weight"
 """Name of the one matrix of a model whose head is tied to its token embedding."""
-
-
-class VisionEmbedding(torch.nn.Module):
-    """Tiles to patch embeddings with a class token and learned positions."""
-
-    def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        vision = model.vision
-        self.patch_size = vision.patch_size
-        patch_values = IMAGE_CHANNELS * vision.patch_size**2
-        self.patch_projection = torch.nn.Linear(patch_values, vision.hidden_size, dtype=dtype)
-        self.class_token = torch.nn.Parameter(torch.zeros(vision.hidden_size, dtype=dtype))
-        self.positions = torch.nn.Parameter(
-            torch.zeros(vision.positions_per_item, vision.hidden_size, dtype=dtype)
-        )
-
-    def forward(self, pixels_TCPP: torch.Tensor) -> torch.Tensor:
-        """Embed tiles: [T, C, P, P] to [V, T, H]."""
-        patches = rearrange(
-            pixels_TCPP.to(self.positions.dtype),
-            "t c (row p1) (column p2) -> (row column) t (c p1 p2)",
-            p1=self.patch_size,
-            p2=self.patch_size,
-        )
-        embedded = self.patch_projection(patches)
-        class_tokens = self.class_token.expand(1, embedded.shape[1], -1)
-        return torch.cat([class_tokens, embedded]) + self.positions.unsqueeze(1)
-
-
-class Projector(MegatronModule):
-    """Pixel shuffle (`ps_version v2`) and InternVL's MLP: LayerNorm, Linear, GELU, Linear."""
-
-    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.patches_per_side = model.vision.patches_per_side
-        self.factor = model.vision.pixel_shuffle_factor
-        width, wide = model.language.hidden_size, model.vision.projector_input_size
-        self.norm = torch.nn.LayerNorm(wide, dtype=config.params_dtype)
-        divided = {"config": config, "init_method": config.init_method, "bias": True}
-        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
-            wide, width, **divided, skip_bias_add=True
-        )
-        self.linear_fc2 = tensor_parallel.RowParallelLinear(
-            width, width, **divided, input_is_parallel=True, skip_bias_add=False
-        )
-
-    def forward(self, hidden_VTH: torch.Tensor) -> torch.Tensor:
-        """Project [V, T, H] to [K, E]; the class token is dropped, tiles stay in order."""
-        folded = rearrange(
-            hidden_VTH[1:],
-            "(row r column c) t h -> (t row column) (r c h)",
-            row=self.patches_per_side // self.factor,
-            column=self.patches_per_side // self.factor,
-            r=self.factor,
-            c=self.factor,
-        )
-        return self.linear_fc2(bias_gelu(*self.linear_fc1(self.norm(folded))))[0]
 
 
 class VLMStage(MegatronModule):
@@ -113,7 +60,7 @@ class VLMStage(MegatronModule):
         self,
         model: ModelConfig,
         stage: Stage,
-        vision_config: TransformerConfig | None,
+        encoder_configs: Mapping[str, TransformerConfig],
         language_config: TransformerConfig,
         drop_path_rate: float = 0.0,
         provider: Provider = "local",
@@ -125,26 +72,19 @@ class VLMStage(MegatronModule):
         # of copies in two stages only.
         self.share_embeddings_and_output_weights = _holds_tied_copy(model, stage)
         self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
-        dtype = language_config.params_dtype
         parts = layer_parts(provider)
         language = model.language
         tensor = language_config.tensor_model_parallel_size
         own_words = language.words_of_rank(tensor)
         vocabulary = own_words * tensor
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
-        self.vision_embedding = self.vision = self.projector = None
-        if stage.holds("vision embed"):
-            self.vision_embedding = VisionEmbedding(model, dtype)
-        if vision_config is not None and stage.layers("vision"):
-            spec = vision_layer_spec(vision_config, model.vision, parts)
-            self.vision = PlannedBlock(
-                vision_config,
-                [spec] * len(stage.layers("vision")),
-                recompute_layers=[stage.recomputed("vision")],
-                final_norm=False,
-            )
-        if vision_config is not None and stage.holds("projector"):
-            self.projector = Projector(model, vision_config)
+        self.encoders = {
+            name: EncoderUnits.build(model, name, stage, config, parts)
+            for name, config in encoder_configs.items()
+        }
+        for encoder, units in self.encoders.items():
+            for name, unit in units.modules(encoder):
+                self.add_module(name, unit)
         self.embedding = None
         if stage.holds("language embed"):
             self.embedding = LanguageModelEmbedding(
@@ -187,7 +127,7 @@ class VLMStage(MegatronModule):
         if language.tied_head:
             self._describe_tied_weight()
         self.context_groups: ContextGroups = {}
-        self._input: torch.Tensor | None = None
+        self._input: ByTower = {}
 
     def set_levels(self, stages: Sequence[Stage], context_groups: ContextGroups) -> None:
         """Say what differs by level of packs: recomputed layers, and the ranks that share a pack.
@@ -196,10 +136,16 @@ class VLMStage(MegatronModule):
             stages: this stage at every level.
             context_groups: of every context size above 1.
         """
-        for name, block in (("vision", self.vision), ("language", self.language)):
-            if block is not None:
-                block.set_levels([stage.recomputed(name) for stage in stages])
+        for name, block in self.blocks.items():
+            block.set_levels([stage.recomputed(name) for stage in stages])
         self.context_groups = context_groups
+
+    @property
+    def blocks(self) -> dict[str, PlannedBlock]:
+        """The layers that the stage holds, by tower."""
+        encoders = {name: units.layers for name, units in self.encoders.items()}
+        held = (encoders | {LANGUAGE: self.language}).items()
+        return {name: block for name, block in held if block is not None}
 
     def _describe_tied_weight(self) -> None:
         """Give the matrix that is embedding and head core's attributes of how it is shared."""
@@ -219,46 +165,53 @@ class VLMStage(MegatronModule):
             return self.embedding.word_embeddings.weight
         return self.head.weight if self.head is not None else None
 
-    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """Set the previous stage's output for the next `forward` (core's name)."""
-        self._input = input_tensor
+    def set_input_tensor(self, input_tensor: ByTower | None) -> None:
+        """Set what the previous stage sent for the next `forward` (core's name)."""
+        self._input = input_tensor or {}
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Run the stage; returns hidden states, or the head's summed loss or next tokens."""
-        # Taken, so that it goes with its micro-batch.
-        received, self._input = self._input, None
-        hidden = self.read_text(batch, self.encode_images(batch, received))
-        if self.head is not None:
-            return self.head_output(batch, hidden)
-        return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
-
-    def encode_images(
-        self, batch: MicroBatch, hidden: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Run the stage's vision units, if any, on the input or on hidden states.
+    def forward(self, batch: MicroBatch) -> ByTower | torch.Tensor:
+        """Run the stage.
 
         Returns:
-            Image features [K, E] or vision hidden states; without vision units, what was given.
+            What goes to the next stage; where the head is, its summed loss or next tokens.
         """
-        if self.vision_embedding is not None:
-            hidden = self.vision_embedding(batch.pixels_TCPP)
-        if self.vision is not None:
-            hidden = self.vision(
-                hidden, None, branch_scales_L2B=self._branch_scales(batch), level=batch.level
-            )
-        if self.projector is not None:
-            hidden = self.projector(hidden)
+        # Taken, so that it goes with its micro-batch.
+        received, self._input = self._input, {}
+        hidden = self.encode(batch, received)
+        if self.embedding is not None or self.language is not None:
+            hidden_S1E = self.read_text(batch, hidden)
+            if self.head is not None:
+                return self.head_output(batch, hidden_S1E)
+            hidden = {LANGUAGE: hidden_S1E}
+        return {name: _whole(tensor) for name, tensor in hidden.items()}
+
+    def encode(self, batch: MicroBatch, received: ByTower | None = None) -> ByTower:
+        """Run the stage's units of all encoders on the micro-batch's items or on hidden states.
+
+        Args:
+            received: from the previous stage; what the stage has no units of is passed on.
+
+        Returns:
+            By encoder, features [K, E] or hidden states [V, B, H], in model order.
+        """
+        hidden = dict(received or {})
+        items = {"vision": batch.pixels_TCPP, "audio": batch.frames_CBF}
+        for name, units in self.encoders.items():
+            if units.is_held:
+                given = items[name] if units.embedding is not None else hidden[name]
+                scales_L2B = self._branch_scales(batch) if name == "vision" else None
+                hidden[name] = units.run(given, branch_scales_L2B=scales_L2B, level=batch.level)
         return hidden
 
-    def read_text(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage's language units on image features, if any, or on hidden states."""
-        if self.embedding is not None:
-            hidden = self.embed_tokens(batch, hidden)
-        assert hidden is not None
+    def read_text(self, batch: MicroBatch, hidden: ByTower) -> torch.Tensor:
+        """Run the stage's language units on encoders' features, or on hidden states: [S, 1, E]."""
+        hidden_S1E = (
+            hidden[LANGUAGE] if self.embedding is None else self.embed_tokens(batch, hidden)
+        )
         if self.language is not None:
             packing = self.packing(batch, self._padding(batch))
-            hidden = self.language(hidden, None, level=batch.level, **packing)
-        return hidden
+            hidden_S1E = self.language(hidden_S1E, None, level=batch.level, **packing)
+        return hidden_S1E
 
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
         """What language layers need to know of the samples, by core's names, for one micro-batch.
@@ -281,30 +234,34 @@ class VLMStage(MegatronModule):
         return batch.shape.padded_tokens(self.sequence_parts) - batch.tokens
 
     def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
-        if batch.drop_path_keys_T is None or self.vision is None:
+        layers = self.encoders["vision"].layers
+        if batch.drop_path_keys_T is None or layers is None:
             return None
         scales_L2T = branch_scales(
             batch.drop_path_keys_T,
-            [layer.layer_number - 1 for layer in self.vision.layers],
+            [layer.layer_number - 1 for layer in layers.layers],
             self.model_config.vision.layers,
             self.drop_path_rate,
         )
         return scales_L2T.to(current_device(), non_blocking=True)
 
-    def embed_tokens(
-        self, batch: MicroBatch, image_features_KE: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Embed tokens, with image features in the places of image tokens: [S, 1, E].
+    def embed_tokens(self, batch: MicroBatch, features: ByTower) -> torch.Tensor:
+        """Embed tokens, with features of encoders in the places of their tokens: [S, 1, E].
 
         Args:
-            image_features_KE: None where the model has no encoder.
+            features: [K, E] by encoder.
         """
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
-        if image_features_KE is not None:
-            image_features_KE = self._features_of_own_tokens(batch, image_features_KE)
-            places_M = (batch.image_positions_M, torch.zeros_like(batch.image_positions_M))
-            embedded_S1E = embedded_S1E.index_put(places_M, image_features_KE)
+        places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
+        for name, features_KE in features.items():
+            if name == "vision":
+                features_KE = self._features_of_own_tokens(batch, features_KE)
+            places_M = places[name]
+            assert places_M is not None
+            embedded_S1E = embedded_S1E.index_put(
+                (places_M, torch.zeros_like(places_M)), features_KE
+            )
         padding = self._padding(batch)
         padded_S1E = F.pad(embedded_S1E, (0, 0, 0, 0, 0, padding)) if padding else embedded_S1E
         if self.sequence_parts == 1:
@@ -404,7 +361,7 @@ def build_stage(
     stage = VLMStage(
         plan.model,
         plan.stages[pipeline_rank],
-        vision_transformer_config(*arguments) if plan.model.takes_images else None,
+        encoder_transformer_configs(*arguments),
         language_transformer_config(*arguments),
         drop_path_rate,
         provider,
@@ -426,27 +383,43 @@ def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
 
 
 def _freeze(stage: VLMStage, parts: Collection[str]) -> None:
-    modules = {
-        "vision": (stage.vision_embedding, stage.vision),
-        "projector": (stage.projector,),
-        "language": (stage.embedding, stage.language, stage.head),
+    modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
+        LANGUAGE: (stage.embedding, stage.language, stage.head)
     }
+    for name, units in stage.encoders.items():
+        modules[name] = (units.embedding, units.layers)
+        modules[projector_name(stage.model_config, name)] = (units.projector,)
     for part in parts:
         for module in modules[part]:
             if module is not None:
                 module.requires_grad_(False)
 
 
-def boundary_shape(plan: Plan, cut: int, shape: MicroBatchShape) -> tuple[int, ...]:
-    """Shape of the tensor sent from stage `cut` to stage `cut + 1` for a micro-batch.
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one that is no view of another, whose memory can go before its graph does."""
+    return make_viewless_tensor(tensor, requires_grad=tensor.requires_grad, keep_graph=True)
 
-    [V, T, H] inside the vision encoder, [K, E] between projector and language embed, and [S, 1, E]
-    after it, with sequence parallelism each rank's part of it.
+
+def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors sent from stage `cut` to stage `cut + 1` for a micro-batch, by tower in
+    model order.
+
+    Of hidden states of the language model, with sequence parallelism, it is each rank's part.
     """
     model, before = plan.model, plan.stages[: cut + 1]
-    if any(stage.holds("language embed") for stage in before):
+    width = model.language.hidden_size
+
+    def are_done(unit: str) -> bool:
+        return any(stage.holds(unit) for stage in before)
+
+    if are_done("language embed"):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
-        return (shape.padded_tokens(parts) // parts, 1, model.language.hidden_size)
-    if any(stage.holds("projector") for stage in before):
-        return (shape.tiles * model.vision.tokens_per_item, model.language.hidden_size)
-    return (model.vision.positions_per_item, shape.tiles, model.vision.hidden_size)
+        return {LANGUAGE: (shape.padded_tokens(parts) // parts, 1, width)}
+    items = {"vision": shape.tiles, "audio": shape.clips}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tower in model.encoders.items():
+        if are_done(projector_unit(model, name)):
+            shapes[name] = (items[name] * tower.tokens_per_item, width)
+        elif are_done(f"{name} embed"):
+            shapes[name] = (tower.positions_per_item, items[name], tower.hidden_size)
+    return shapes

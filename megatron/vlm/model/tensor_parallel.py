@@ -1,6 +1,6 @@
 """Sharding of parameters over tensor-parallel ranks, with padding where they do not divide.
 
-Whatever is padded is padded at the end of its divided axis, with zeros: heads of the vision encoder
+Whatever is padded is padded at the end of its divided axis, with zeros: heads of encoders
 (InternViT-6B has 25) and words of the vocabulary. A padded head's q, k and v are zero and so are
 the columns that take its output, and padded words never reach the softmax. Either way all of it has
 zero gradients, stays zero, and changes nothing.
@@ -23,8 +23,8 @@ from megatron.vlm.model.providers import LayerParts
 from omnibal.config import ModelConfig
 
 _VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head)\.weight$")
-_VISION_HEADS_NAME = re.compile(
-    r"^vision\.layers\.\d+\.self_attention\."
+_HEADS_NAME = re.compile(
+    r"^([a-z0-9]+)\.layers\.\d+\.self_attention\."
     r"(?:linear_(qkv)\.(?:weight|bias)|linear_proj\.weight|[qk]_layernorm\.weight)$"
 )
 
@@ -38,10 +38,10 @@ def unpadded_size(model: ModelConfig, name: str) -> int | None:
     """Size of a parameter's divided axis in the whole model; None where it is never padded."""
     if _VOCABULARY_NAME.match(name):
         return model.language.vocab_size
-    match = _VISION_HEADS_NAME.match(name)
-    if match is None:
+    match = _HEADS_NAME.match(name)
+    if match is None or match[1] not in model.encoders:
         return None
-    return model.vision.hidden_size * (3 if match[1] else 1)
+    return model.encoders[match[1]].hidden_size * (3 if match[2] else 1)
 
 
 def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:

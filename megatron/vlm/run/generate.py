@@ -1,6 +1,6 @@
 """Greedy answers of a whole model in one process, for trying a checkpoint.
 
-Shapes: K image tokens, E language hidden size, S tokens so far.
+Shapes: S tokens so far.
 """
 
 from collections.abc import Iterator
@@ -66,14 +66,14 @@ def generate(
     prompt = reader.prompt(sample, len(sample.turns) - 1, max_new_tokens, chatting=True)
     ids_S = torch.from_numpy(prompt.token_ids).to(device)
     pixels_TCPP = None
-    if stage.vision_embedding is not None:
+    if stage.model_config.takes_images:
         pixels_TCPP = reader.pixels([sample])[: prompt.tiles].to(device)
     # Found in the prompt alone: an answer may hold the word that stands for an image's tokens.
     positions_M = reader.image_positions(ids_S)
-    features_KE = stage.encode_images(_batch(ids_S, positions_M, pixels_TCPP))
+    features = stage.encode(_batch(ids_S, positions_M, pixels_TCPP))
     for _ in range(max_new_tokens):
         batch = _batch(ids_S, positions_M, pixels_TCPP)
-        next_id = stage.head_output(batch, stage.read_text(batch, features_KE))
+        next_id = stage.head_output(batch, stage.read_text(batch, features))
         token = int(next_id.item())
         if token == reader.answer_end:
             return

@@ -1,11 +1,11 @@
-"""Runs a pipeline schedule whose tensor shapes every stage knows, so only hidden states are sent.
+"""Runs a pipeline schedule whose tensor shapes every stage knows, so only their values are sent.
 
 A stage walks its list of operations (`omnibal.pipeline.schedules`), the one that the planner
 simulates.
 
 Stock Megatron-core with `variable_seq_lengths` sends each shape ahead of its tensor, synchronises
 the device and reads the shape on the host, for every transfer. Here the plan gives each
-micro-batch's tile and token counts to all stages, so a receive is posted while the stage still
+micro-batch's item and token counts to all stages, so a receive is posted while the stage still
 computes, and a send is waited for only when the next one in its direction begins.
 
 Not so the first receives of a step. Under NCCL a receive is a kernel that spins until its tensor
@@ -18,10 +18,12 @@ to launch: the activations of its warm-up and of the forward after it come witho
 the first gradient is asked for after that forward. Later, only two neighbours that both wait for
 their devices could block each other; the launchers' settings (scripts/job.sh) keep them from it.
 
-A boundary that carries nothing (no tile in the pack, cut before the language embed) is not sent.
+A message is of one micro-batch over one cut: a tensor for every encoder before the language embed,
+one after it (`boundary_shapes`), sent one after the other. What a stage only passes on is no part
+of its graph. A tensor that carries nothing (of an encoder, no item in the pack) is not sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +34,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.configs import parameter_dtype
-from megatron.vlm.model.stage import boundary_shape
+from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.step.clock import Phase, PhaseClock
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
@@ -42,6 +44,10 @@ from omnibal.pipeline.operation_graph import (
 )
 from omnibal.pipeline.schedules import Pass, StageOperations, forward_only
 from omnibal.plan import Plan
+from omnibal.units import HEAD
+
+MessageShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a message's tensors by tower, in the order in which they are sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +70,12 @@ class PipelineLinks:
 
     def inbox(
         self,
-        shapes: Sequence[tuple[int, ...]],
+        shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
         source_rank: int,
         group: dist.ProcessGroup,
     ) -> "Inbox":
-        """Make an inbox for the tensors that a neighbour sends during a step."""
+        """Make an inbox for the messages that a neighbour sends during a step."""
         return Inbox(shapes, dtype, source_rank, group)
 
     @property
@@ -127,14 +133,14 @@ def _connect(links: PipelineLinks) -> None:
 
 
 class Inbox:
-    """Tensors of known shapes from one neighbour, in order.
+    """Messages of known shapes from one neighbour, in order.
 
     Each is asked for when it is taken; after `run_ahead`, when the one before it is.
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, ...]],
+        shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
         source_rank: int,
         group: dist.ProcessGroup,
@@ -143,16 +149,19 @@ class Inbox:
         self._dtype = dtype
         self._source_rank = source_rank
         self._group = group
-        self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._coming: tuple[dict[str, torch.Tensor], list[dist.Work | None]] | None = None
         self._runs_ahead = False
 
     def _post(self) -> None:
-        shape = next(self._shapes, None)
-        if shape is None:
+        shapes = next(self._shapes, None)
+        if shapes is None:
             self._coming = None
             return
-        tensor = torch.empty(shape, dtype=self._dtype, device=current_device())
-        self._coming = (tensor, self._begin(tensor) if tensor.numel() else None)
+        tensors = {
+            name: torch.empty(shape, dtype=self._dtype, device=current_device())
+            for name, shape in shapes.items()
+        }
+        self._coming = (tensors, [self._begin(t) for t in tensors.values() if t.numel()])
 
     def run_ahead(self) -> None:
         """Post receives one ahead from now on; call it once the work on the first is launched."""
@@ -163,39 +172,52 @@ class Inbox:
     def _begin(self, tensor: torch.Tensor) -> dist.Work | None:
         return dist.irecv(tensor, self._source_rank, group=self._group)
 
-    def take(self) -> torch.Tensor:
-        """Wait for the next tensor."""
+    def take(self) -> dict[str, torch.Tensor]:
+        """Wait for the next message; returns its tensors by tower."""
         if not self._runs_ahead:
             self._post()
         assert self._coming is not None, "more is taken than was announced"
-        tensor, work = self._coming
-        if work is not None:
-            work.wait()
+        tensors, works = self._coming
+        for work in works:
+            if work is not None:
+                work.wait()
         if self._runs_ahead:
             self._post()
-        return tensor
+        return tensors
 
 
 class Outbox:
-    """Tensors to one neighbour; each is kept until it has left."""
+    """Messages to one neighbour; each is kept until it has left."""
 
     def __init__(self, target_rank: int, group: dist.ProcessGroup) -> None:
         self._target_rank = target_rank
         self._group = group
-        self._leaving: tuple[torch.Tensor, dist.Work] | None = None
+        self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Start sending; waits only for the tensor before it."""
+    def put(self, message: ByTower) -> None:
+        """Start sending tensors in their order; waits only for the message before them."""
         self.flush()
-        if tensor.numel():
-            tensor = tensor.contiguous()
-            self._leaving = (tensor, dist.isend(tensor, self._target_rank, group=self._group))
+        for tensor in message.values():
+            if tensor.numel():
+                tensor = tensor.contiguous()
+                work = dist.isend(tensor, self._target_rank, group=self._group)
+                self._leaving.append((tensor, work))
 
     def flush(self) -> None:
         """Wait until everything has left."""
-        if self._leaving is not None:
-            self._leaving[1].wait()
-            self._leaving = None
+        for _, work in self._leaving:
+            work.wait()
+        self._leaving.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """What a stage keeps of a micro-batch for its backward, by tower."""
+
+    received: ByTower
+    """Inputs whose gradients are sent back."""
+    outputs: ByTower
+    """Outputs of this stage's graph, in model order."""
 
 
 class _StageRun:
@@ -212,28 +234,43 @@ class _StageRun:
         self.plan, self.model, self.links, self.clock = plan, model, links, clock
         self.batches = batches
         self.dtype = parameter_dtype(plan.precision)
-        self.kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.kept: dict[int, _Kept] = {}
         self.results: list[torch.Tensor] = []
+        self._towers = plan.model.towers
         self.inputs: Inbox | None = None
         self.outputs: Outbox | None = None
         self.output_gradients: Inbox | None = None
         self.input_gradients: Outbox | None = None
+        self.trained_inputs: frozenset[str] = frozenset()
+        """Towers of which the previous stage wants the gradient of what it sent."""
         if not links.is_first:
-            self.inputs = self._inbox(links.rank - 1, links.previous_rank, links.activations)
+            shapes = self._shapes(links.rank - 1)
+            self.inputs = self._inbox(shapes, links.previous_rank, links.activations)
         if not links.is_last:
             self.outputs = Outbox(links.next_rank, links.activations)
 
-    def _inbox(self, cut: int, source_rank: int, group: dist.ProcessGroup) -> Inbox:
-        """Make the inbox of the tensors sent over a cut, in micro-batch order."""
-        shapes = [boundary_shape(self.plan, cut, shape) for shape in self.batches.shapes]
+    def _shapes(self, cut: int) -> list[MessageShapes]:
+        """Shapes of the messages sent over a cut, in micro-batch order."""
+        return [boundary_shapes(self.plan, cut, shape) for shape in self.batches.shapes]
+
+    def _inbox(
+        self, shapes: Sequence[MessageShapes], source_rank: int, group: dist.ProcessGroup
+    ) -> Inbox:
         return self.links.inbox(shapes, self.dtype, source_rank, group)
 
     def _open_gradients(self) -> None:
         """Open the inbox and outbox of gradients, in training and where units up to here train."""
         links = self.links
-        if not links.is_last and self.plan.gradient_crosses(links.rank):
-            self.output_gradients = self._inbox(links.rank, links.next_rank, links.gradients)
-        if not links.is_first and self.plan.gradient_crosses(links.rank - 1):
+        trained = frozenset() if links.is_last else self.plan.trained_towers(links.rank)
+        if trained:
+            shapes = [
+                {name: shape for name, shape in message.items() if name in trained}
+                for message in self._shapes(links.rank)
+            ]
+            self.output_gradients = self._inbox(shapes, links.next_rank, links.gradients)
+        if not links.is_first:
+            self.trained_inputs = self.plan.trained_towers(links.rank - 1)
+        if self.trained_inputs:
             self.input_gradients = Outbox(links.previous_rank, links.gradients)
 
     def run(
@@ -260,12 +297,7 @@ class _StageRun:
 
     def _forward(self, micro_batch: int, trains: bool) -> None:
         """Run the next micro-batch and start sending its output."""
-        received = None
-        if self.inputs is not None:
-            self.clock.switch(Phase.WAIT)
-            received = self.inputs.take()
-            if self.input_gradients is not None:
-                received.requires_grad_()
+        received = self._receive()
         self.clock.switch(Phase.DATA)
         batch = self.batches.take(micro_batch)
         self.clock.switch(Phase.FORWARD)
@@ -274,33 +306,64 @@ class _StageRun:
         self.clock.switch(Phase.WAIT)
         if self.inputs is not None:
             self.inputs.run_ahead()
-        if self.outputs is not None:
-            self.outputs.put(output.detach())
-            # Only the output's graph is needed from now on; its memory is freed after the send.
-            output.data = output.new_empty(1)
         if self.links.is_last:
             self.results.append(output.detach().clone() if trains else output)
+            made, wanted = {HEAD: output}, self.trained_inputs
+        else:
+            passed_on = {name for name, tensor in output.items() if received.get(name) is tensor}
+            made = {name: tensor for name, tensor in output.items() if name not in passed_on}
+            wanted = self.trained_inputs - passed_on
+            self._send(output, made)
         if trains:
-            if self.input_gradients is None:
-                received = None  # whose memory is free, but for what layers keep of it
-            self.kept[micro_batch] = (received, output)
+            # The memory of other inputs is free, but for what layers keep of it.
+            inputs = {name: tensor for name, tensor in received.items() if name in wanted}
+            self.kept[micro_batch] = _Kept(received=inputs, outputs=made)
+
+    def _receive(self) -> dict[str, torch.Tensor]:
+        """Wait for the next micro-batch's inputs, if there is a stage before this one."""
+        if self.inputs is None:
+            return {}
+        self.clock.switch(Phase.WAIT)
+        received = self.inputs.take()
+        for name in self.trained_inputs & received.keys():
+            received[name].requires_grad_()
+        return received
+
+    def _send(self, output: ByTower, made: ByTower) -> None:
+        """Start sending what the stage made and what it passes on."""
+        assert self.outputs is not None
+        self.outputs.put({name: tensor.detach() for name, tensor in output.items()})
+        # Only the outputs' graph is needed from now on; their memory is freed after the send.
+        for tensor in made.values():
+            tensor.data = tensor.new_empty(1)
 
     def _backward(self, micro_batch: int) -> None:
-        """Backward of a kept micro-batch, and start sending its input's gradient."""
-        received, output = self.kept.pop(micro_batch)
-        gradient = None
+        """Backward of a kept micro-batch, and start sending its inputs' gradients."""
+        kept = self.kept.pop(micro_batch)
+        gradients: ByTower = {}
         if self.output_gradients is not None:
             self.clock.switch(Phase.WAIT)
-            gradient = self.output_gradients.take()
-        if output.requires_grad:
+            gradients = self.output_gradients.take()
+        trained = [name for name, output in kept.outputs.items() if output.requires_grad]
+        if trained:
             self.clock.switch(Phase.BACKWARD)
-            custom_backward(output, gradient)
+        # The last tower first: its graph is the last, of which weights' gradients are expected.
+        for name in reversed(trained):
+            custom_backward(kept.outputs[name], gradients.get(name))
         self.clock.switch(Phase.WAIT)
         if self.output_gradients is not None:
             self.output_gradients.run_ahead()
-        if self.input_gradients is not None and received is not None:
-            has_gradient = received.grad is not None
-            self.input_gradients.put(received.grad if has_gradient else torch.zeros_like(received))
+        if self.input_gradients is not None:
+            sent = {name: _gradient_of(tensor) for name, tensor in kept.received.items()}
+            passed_on = gradients.keys() - kept.outputs.keys()
+            sent |= {name: gradients[name] for name in passed_on}
+            # In model order, as they were sent.
+            self.input_gradients.put({name: sent[name] for name in self._towers if name in sent})
+
+
+def _gradient_of(received: torch.Tensor) -> torch.Tensor:
+    """Gradient of what was received: zeros where nothing came of it, as in an empty pack."""
+    return torch.zeros_like(received) if received.grad is None else received.grad
 
 
 def _operations(graph: OperationGraph, links: PipelineLinks) -> StageOperations:

@@ -1,0 +1,80 @@
+"""Locations of what samples show and say: a file of its own, or a byte range of a tar shard."""
+
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file that is opened when it is needed."""
+
+    path: Path
+    """The file, or the shard that holds it."""
+    name: str | None = None
+    """Name of the shard's member; None for a file of its own."""
+    offset: int = 0
+    """Offset of the member's first byte in the shard."""
+    size: int = 0
+    """Size of the member in bytes; 0 for a file of its own."""
+
+    def __str__(self) -> str:
+        return str(self.path) if self.name is None else f"{self.path}: {self.name}"
+
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file; raises OSError."""
+        if self.name is None:
+            return self.path.open("rb")
+        return open_range(self.path, self.offset, self.size)
+
+
+def open_range(path: Path, offset: int, size: int) -> BinaryIO:
+    """Open `size` bytes of a file as a file, shorter where the file ends early."""
+    return io.BufferedReader(_ByteRange(path.open("rb", buffering=0), offset, size))
+
+
+def natural_order(name: str) -> tuple[list[str | int], str]:
+    """Sorting key by which frame2 comes before frame10."""
+    parts: list[str | int] = list(_DIGITS.split(name))
+    parts[1::2] = map(int, parts[1::2])
+    return parts, name
+
+
+class _ByteRange(io.RawIOBase):
+    """Closes the file that it reads when it is closed."""
+
+    def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._size = size
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = max(0, base + offset)
+        return self._place
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        whole = memoryview(buffer)
+        wanted = max(0, min(len(whole), self._size - self._place))
+        self._file.seek(self._offset + self._place)
+        read = self._file.readinto(whole[:wanted])
+        self._place += read
+        return read
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

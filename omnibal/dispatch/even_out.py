@@ -1,0 +1,126 @@
+"""Exchanges that lower the busiest rank: an item moved, or two that trade places."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_PARTNERS = 16
+"""Least loaded ranks that the busiest one exchanges with, before all others are looked at."""
+_MAX_PAIRS = 1 << 19
+"""Pairs of items up to which all ranks are looked at."""
+_MAX_WORK = 1 << 26
+"""Pairs of items that are looked at in all."""
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Limits:
+    """What exchanges must leave as it is."""
+
+    second: np.ndarray | None = None
+    """A second load of every item, [items]."""
+    cap: float = 0.0
+    """Most of it on a rank; all ranks keep it already."""
+    equal_counts: bool = False
+    """Whether items only trade places."""
+
+
+def evened_out(
+    weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float, limits: Limits
+) -> np.ndarray:
+    """Exchange items of the busiest rank until no exchange lowers it. int64 [items]
+
+    Of all exchanges with the least loaded ranks the one is made that leaves the busier of the two
+    with least. Loads, sorted, fall with every exchange, so that there is an end.
+
+    Args:
+        weight: of every item, at least 0, [items].
+        rank: of every item before, [items].
+        ranks: at least 1.
+        enough: a lower bound, at which nothing is left to gain.
+        limits: what holds of second loads and of numbers of items.
+    """
+    rank = rank.copy()
+    exchanges = _Exchanges(weight=weight, rank=rank, ranks=ranks, limits=limits)
+    work = 0
+    while work < _MAX_WORK and ranks > 1:
+        busiest = int(exchanges.load.argmax())
+        if exchanges.load[busiest] <= enough * (1 + _ROUNDING):
+            break
+        some = exchanges.least_loaded(busiest)
+        pairs = exchanges.pairs(busiest, some)
+        done = exchanges.exchange(busiest, some)
+        if not done and len(some) < ranks - 1:
+            all_others = np.delete(np.arange(ranks), busiest)
+            more = exchanges.pairs(busiest, all_others)
+            if more <= _MAX_PAIRS:
+                pairs += more
+                done = exchanges.exchange(busiest, all_others)
+        if not done:
+            break
+        work += pairs
+    return rank
+
+
+class _Exchanges:
+    """Items of every rank, and the loads of all."""
+
+    def __init__(self, *, weight: np.ndarray, rank: np.ndarray, ranks: int, limits: Limits) -> None:
+        self.limits = limits
+        self.load = np.bincount(rank, weight, ranks)
+        second = np.zeros(len(weight)) if limits.second is None else limits.second
+        self.second_load = np.bincount(rank, second, ranks)
+        # A move is an exchange for nothing: the item behind the last, which weighs nothing.
+        self._nothing = len(weight)
+        self._weight = np.append(weight, 0.0)
+        self._second = np.append(second, 0.0)
+        self._rank = rank
+        by_rank = np.argsort(rank, kind="stable")
+        ends = np.cumsum(np.bincount(rank, minlength=ranks))[:-1]
+        self._held = np.split(by_rank, ends)
+
+    def least_loaded(self, busiest: int) -> np.ndarray:
+        """The ranks with the least load, [at most `_PARTNERS`]."""
+        count = min(_PARTNERS, len(self.load))
+        found = np.argpartition(self.load, count - 1)[:count]
+        return found[found != busiest]
+
+    def pairs(self, busiest: int, others: np.ndarray) -> int:
+        """Number of pairs of an item of the busiest rank and one of the others."""
+        return len(self._held[busiest]) * sum(len(self._held[rank]) + 1 for rank in others)
+
+    def exchange(self, busiest: int, others: np.ndarray) -> bool:
+        """Make the best exchange of the busiest rank with one of the others, if any lowers it."""
+        given = self._held[busiest]
+        offers = [self._held[rank] for rank in others]
+        if not self.limits.equal_counts:
+            offers = [np.append(offer, self._nothing) for offer in offers]
+        taken = np.concatenate(offers)
+        partner = np.repeat(others, [len(offer) for offer in offers])
+        if not len(given) or not len(taken):
+            return False
+        change = self._weight[given][:, None] - self._weight[taken]
+        after = np.maximum(self.load[busiest] - change, self.load[partner] + change)
+        if self.limits.second is not None:
+            change = self._second[given][:, None] - self._second[taken]
+            over = (self.second_load[partner] + change > self.limits.cap) | (
+                self.second_load[busiest] - change > self.limits.cap
+            )
+            after[over] = np.inf
+        best = int(after.argmin())
+        if not after.flat[best] < self.load[busiest] * (1 - _ROUNDING):
+            return False
+        row, column = divmod(best, len(taken))
+        self._trade(busiest, int(given[row]), int(partner[column]), int(taken[column]))
+        return True
+
+    def _trade(self, busiest: int, given: int, other: int, taken: int) -> None:
+        for item, source, target in ((given, busiest, other), (taken, other, busiest)):
+            if item == self._nothing:
+                continue
+            self._held[source] = self._held[source][self._held[source] != item]
+            self._held[target] = np.append(self._held[target], item)
+            self._rank[item] = target
+            for load, each in ((self.load, self._weight), (self.second_load, self._second)):
+                load[source] -= each[item]
+                load[target] += each[item]

@@ -1,0 +1,223 @@
+"""Windows of a stream: samples that may not be reordered are packed and dealt within each step.
+
+A step is a window, consecutive samples in the order in which they are read; none moves to another
+step. Inside a window nothing but rounding depends on which rank trains a sample and with which
+others in a pack: the gradient is a sum over the step. So each rank is given an equal share of the
+window's predicted time (post-balancing, as in OrchMLLM, arXiv 2503.23830), and packs its share.
+
+Undispatched windows are what a plain loader makes of them: packs by next fit, dealt round robin.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.data.best_fit import pack_first_fit
+from omnibal.data.fit import check_samples_fit, in_common_units
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums
+from omnibal.data.steps import lightest_at_the_ends
+from omnibal.limits import Caps
+
+_Pack = list[int]
+_Ranks = list[list[_Pack]]
+"""Packs of every rank, in the order of their slots."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowRequest:
+    """Settings by which a stream becomes packs of steps and ranks."""
+
+    caps: Caps
+    samples: int
+    """Samples of a window; the last one of an epoch has what is left."""
+    is_dispatched: bool
+    """Whether ranks get equal shares of a window, or packs as they are read."""
+    epochs: int
+    ranks: int
+    stages: int
+    """Pipeline stages; their idle time at both ends of a step counts a rank's longest pack."""
+
+
+def schedule_windows(
+    lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
+) -> ScheduledPacks:
+    """Pack and deal all windows of a stream; every epoch reads it in the same order.
+
+    A rank may have fewer packs than others, and none where a window has fewer samples than there
+    are ranks.
+
+    Args:
+        lengths: of all samples, in the order of the stream.
+        request: caps and sizes.
+        load: predicted time of every pack, linear in its samples.
+
+    Raises:
+        UserError: a sample is larger than a cap.
+    """
+    check_samples_fit(lengths, request.caps)
+    samples = _Samples.of(lengths, request, load)
+    dealt = []
+    for first in range(0, len(lengths), request.samples):
+        window = range(first, min(first + request.samples, len(lengths)))
+        ranks = samples.as_read(window, request.ranks)
+        if request.is_dispatched:
+            balanced = samples.balanced(window, request.ranks)
+            ranks = min(balanced, ranks, key=samples.busiest_ms)
+        dealt.append(ranks)
+    return _scheduled(dealt, lengths, request.epochs)
+
+
+def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
+    """Busiest rank's time over the mean of all, summed over steps; 1 where all have equally much.
+
+    Args:
+        packs: of a run.
+        load_ms: predicted time of every pack.
+        ranks: data-parallel ranks, with those that have no packs in a step.
+    """
+    by_rank = np.bincount(packs.step * ranks + packs.dp_rank, load_ms, packs.steps * ranks)
+    by_rank = by_rank.reshape(-1, ranks)
+    return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Samples:
+    """Sizes and times of all samples, and the ways to pack some of them."""
+
+    sizes: np.ndarray
+    """In the units of the caps, int64 [features, samples]."""
+    caps: np.ndarray
+    ms: list[float]
+    """Time that each sample adds to a pack."""
+    pack_ms: float
+    """Time of a pack besides its samples."""
+    stages: int
+    columns: list[tuple[int, ...]]
+    """Sizes, sample by sample."""
+
+    @classmethod
+    def of(
+        cls, lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
+    ) -> "_Samples":
+        sizes, caps = in_common_units(lengths, request.caps)
+        count = len(lengths)
+        alone_ms = load(Packs(samples=np.arange(count), offsets=np.arange(count + 1)))
+        # What two packs of a sample take more than one pack of both is a pack's own time.
+        twice = load(Packs.from_lists([[0], [0], [0, 0]]))
+        pack_ms = max(float(twice[0] + twice[1] - twice[2]), 0.0)
+        return cls(
+            sizes=sizes,
+            caps=caps,
+            ms=(alone_ms - pack_ms).tolist(),
+            pack_ms=pack_ms,
+            stages=request.stages,
+            columns=list(zip(*sizes.tolist(), strict=True)),
+        )
+
+    def busiest_ms(self, ranks: _Ranks) -> float:
+        """Time of the rank that has most to do."""
+        return max(map(self.rank_ms, ranks))
+
+    def rank_ms(self, packs: Sequence[_Pack]) -> float:
+        """Time of a rank's pipeline, of equal stages, times their number.
+
+        All stages but one wait while the pipeline fills and drains on a pack.
+        """
+        times = [self._time_ms(pack) for pack in packs]
+        return sum(times) + (self.stages - 1) * max(times, default=0.0)
+
+    def _time_ms(self, pack: _Pack) -> float:
+        return self.pack_ms + sum(self.ms[sample] for sample in pack)
+
+    def as_read(self, window: range, ranks: int) -> _Ranks:
+        """Packs by next fit in the order of the stream, dealt round robin."""
+        packs: list[_Pack] = []
+        room: tuple[int, ...] = ()
+        for sample in window:
+            left = tuple(map(int.__sub__, room, self.columns[sample]))
+            if not left or min(left) < 0:
+                packs.append([])
+                left = tuple(map(int.__sub__, self.caps.tolist(), self.columns[sample]))
+            packs[-1].append(sample)
+            room = left
+        return [packs[rank::ranks] for rank in range(ranks)]
+
+    def balanced(self, window: range, ranks: int) -> _Ranks:
+        """Equal shares of the window's time, each packed for itself."""
+        share = (self.sizes[:, window.start : window.stop] / self.caps[:, None]).max(axis=0)
+        weight_ms = np.array(self.ms[window.start : window.stop]) + self.pack_ms * share
+        heap = [(0.0, rank) for rank in range(ranks)]
+        shares: list[list[int]] = [[] for _ in range(ranks)]
+        for place in np.argsort(-weight_ms, kind="stable").tolist():
+            held_ms, rank = heap[0]
+            heapq.heapreplace(heap, (held_ms + float(weight_ms[place]), rank))
+            shares[rank].append(window[place])
+        return [self._packed(share) for share in shares]
+
+    def _packed(self, share: list[int]) -> list[_Pack]:
+        """Pack one rank's samples, given longest first: of equal time, and the best number."""
+        if not share:
+            return []
+        sizes = self.sizes[:, share]
+        fitted = pack_first_fit(sizes, (sizes / self.caps[:, None]).max(axis=0), self.caps)
+        best = [[share[place] for place in pack] for pack in fitted]
+        best_ms = self.rank_ms(best)
+        fewest = int((-(-sizes.sum(axis=1) // self.caps)).max())
+        for count in range(max(fewest, 1), len(share) + 1):
+            packs = self._level(share, count)
+            if packs is None:
+                continue
+            packs_ms = self.rank_ms(packs)
+            if packs_ms > best_ms:
+                break
+            best, best_ms = packs, packs_ms
+        heaviest_first = sorted(best, key=self._time_ms, reverse=True)
+        return [heaviest_first[place] for place in lightest_at_the_ends(len(best))]
+
+    def _level(self, share: list[int], count: int) -> list[_Pack] | None:
+        """So many packs, each sample to the shortest with room; None where one has room nowhere."""
+        heap = [(0.0, pack) for pack in range(count)]
+        room = [tuple(self.caps.tolist())] * count
+        packs: list[_Pack] = [[] for _ in range(count)]
+        for sample in share:
+            full = []
+            while heap:
+                held_ms, pack = heapq.heappop(heap)
+                left = tuple(map(int.__sub__, room[pack], self.columns[sample]))
+                if min(left) >= 0:
+                    break
+                full.append((held_ms, pack))
+            else:
+                return None
+            packs[pack].append(sample)
+            room[pack] = left
+            for entry in (*full, (held_ms + self.ms[sample], pack)):
+                heapq.heappush(heap, entry)
+        return packs if all(packs) else None
+
+
+def _scheduled(dealt: list[_Ranks], lengths: Lengths, epochs: int) -> ScheduledPacks:
+    """Packs of windows as the rows of a schedule, once for every epoch."""
+    rows = [
+        (step, rank, slot, pack)
+        for step, ranks in enumerate(dealt)
+        for rank, packs in enumerate(ranks)
+        for slot, pack in enumerate(packs)
+    ]
+    step, rank, slot = (np.array([row[column] for row in rows]) for column in range(3))
+    one = Packs.from_lists([row[3] for row in rows])
+    packs = Packs.join([one] * epochs)
+    epoch = np.repeat(np.arange(epochs), len(one))
+    return ScheduledPacks(
+        packs=packs,
+        step=(np.tile(step, epochs) + epoch * len(dealt)).astype(np.int64),
+        dp_rank=np.tile(rank, epochs).astype(np.int32),
+        slot=np.tile(slot, epochs).astype(np.int32),
+        epoch=epoch.astype(np.int32),
+        items=item_sums(packs, lengths),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(packs), np.int32),
+    )

@@ -1,0 +1,298 @@
+"""Windows of a stream: every order kept, ranks balanced, and what resumes what."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_cases import JOB, example_lengths
+from test_cli import PLAN, failure, lengths_file, run
+
+from omnibal.check import check_plan
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
+from omnibal.data.steps import steps_of
+from omnibal.dispatch.windows import WindowRequest, imbalance, schedule_windows
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.plan import read_plan, write_plan
+from omnibal.plan_data import StreamData
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanRequest, make_plan
+
+__all__ = ["lengths_file"]  # a fixture
+
+pytestmark = pytest.mark.quick
+
+CAPS = Caps.of(tiles=8, tokens=512)
+
+
+def random_lengths(count: int, seed: int) -> Lengths:
+    rng = np.random.default_rng(seed)
+    tiles = np.minimum(rng.geometric(0.4, count) - 1, 8).astype(np.int32)
+    tokens = np.minimum(tiles * 20 + rng.geometric(0.02, count), 512).astype(np.int32)
+    whole = example_lengths(count=count)
+    return replace(whole, items={"tiles": tiles}, tokens=tokens, loss_tokens=tokens // 2)
+
+
+def window_request(samples: int, ranks: int, **changes) -> WindowRequest:
+    fields = {"caps": CAPS, "is_dispatched": True, "epochs": 1, "stages": 1} | changes
+    return WindowRequest(samples=samples, ranks=ranks, **fields)
+
+
+def load_of(lengths: Lengths, pack_ms: float = 3.0):
+    """Time of packs: their own, and of every tile, token and squared token."""
+    each = lengths.column("tiles") * 9.0 + lengths.tokens + lengths.tokens.astype(float) ** 2 / 200
+
+    def load(packs: Packs) -> np.ndarray:
+        return pack_ms + np.add.reduceat(each[packs.samples], packs.offsets[:-1])
+
+    return load
+
+
+def by_place(packs: ScheduledPacks) -> dict[tuple[int, int], list[list[int]]]:
+    """Packs of every step and rank that has any, in the order of slots."""
+    found: dict[tuple[int, int], list[list[int]]] = {}
+    for row in range(len(packs)):
+        rank = found.setdefault((int(packs.step[row]), int(packs.dp_rank[row])), [])
+        assert packs.slot[row] == len(rank)
+        rank.append(packs.packs[row].tolist())
+    return found
+
+
+def busiest_ms(packs: ScheduledPacks, load, stages: int) -> np.ndarray:
+    """Of every step, the longest rank's sum and its longest pack once more for each other stage."""
+    times = np.zeros(packs.steps)
+    keys = [tuple(packs.packs[row]) for row in range(len(packs))]
+    each = dict(zip(keys, load(packs.packs), strict=True))
+    for (step, _), held in by_place(packs).items():
+        ms = [each[tuple(pack)] for pack in held]
+        times[step] = max(times[step], sum(ms) + (stages - 1) * max(ms))
+    return times
+
+
+@pytest.mark.parametrize("is_dispatched", [True, False])
+@pytest.mark.parametrize(("count", "window", "ranks"), [(97, 24, 4), (60, 7, 6), (40, 40, 1)])
+def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks):
+    """Prevents samples that move to another step, come twice, are lost, or exceed a cap."""
+    lengths = random_lengths(count, seed=window)
+    request = window_request(window, ranks, is_dispatched=is_dispatched, epochs=2)
+    packs = schedule_windows(lengths, request, load_of(lengths))
+    windows = -(-count // window)
+    assert packs.steps == 2 * windows
+    for step in range(packs.steps):
+        held = np.sort(packs.packs.take(np.flatnonzero(packs.step == step)).samples)
+        first = step % windows * window
+        assert held.tolist() == list(range(first, min(first + window, count)))
+    assert (packs.column("tiles") <= 8).all() and (packs.tokens <= 512).all()
+    assert (packs.epoch == packs.step // windows).all()
+    rows = list(zip(packs.step, packs.dp_rank, packs.slot, strict=True))
+    assert all(one < other for one, other in pairwise(rows))
+    assert packs.dp_rank.max() < ranks
+    if is_dispatched:  # no rank idles in a window that has enough samples
+        full = packs.step % windows < count // window
+        assert len(set(zip(packs.step[full], packs.dp_rank[full], strict=True))) == (
+            2 * (count // window) * ranks
+        )
+    by_place(packs)
+
+
+def test_undispatched_windows_are_what_a_plain_loader_makes():
+    """Prevents a comparison with an order that no loader has."""
+    lengths = random_lengths(50, seed=1)
+    packs = schedule_windows(lengths, window_request(20, 3, is_dispatched=False), load_of(lengths))
+    expected: dict[tuple[int, int], list[list[int]]] = {}
+    for step, first in enumerate(range(0, 50, 20)):
+        turn, pack, tiles, tokens = 0, [], 0, 0
+        for sample in [*range(first, min(first + 20, 50)), None]:
+            more = (0, 0) if sample is None else (
+                int(lengths.column("tiles")[sample]), int(lengths.tokens[sample])
+            )  # fmt: skip
+            if sample is None or tiles + more[0] > 8 or tokens + more[1] > 512:
+                expected.setdefault((step, turn % 3), []).append(pack)
+                turn, pack, tiles, tokens = turn + 1, [], 0, 0
+            pack, tiles, tokens = [*pack, sample], tiles + more[0], tokens + more[1]
+    assert by_place(packs) == expected
+
+
+def partitions(samples: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to put samples into packs."""
+    if not samples:
+        yield []
+        return
+    first, *rest = samples
+    for others in partitions(rest):
+        yield [[first], *others]
+        for place in range(len(others)):
+            yield [*others[:place], [first, *others[place]], *others[place + 1 :]]
+
+
+def fastest_ms(samples: list[int], lengths: Lengths, load, ranks: int, stages: int) -> float:
+    """The least time of the busiest rank, by trying all packs on all ranks."""
+    best = np.inf
+    for packs in partitions(samples):
+        if any(
+            lengths.column("tiles")[pack].sum() > 8 or lengths.tokens[pack].sum() > 512
+            for pack in packs
+        ):
+            continue
+        ms = load(Packs.from_lists(packs)).tolist()
+        for code in range(ranks ** (len(packs) - 1)):
+            held: list[list[float]] = [[] for _ in range(ranks)]
+            for time_ms in ms:
+                held[code % ranks].append(time_ms)
+                code //= ranks
+            best = min(best, max(sum(one) + (stages - 1) * max(one, default=0.0) for one in held))
+    return best
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_ranks_are_nearly_as_fast_as_by_trying_all_packs(stages):
+    """Prevents a dispatch that calls itself balanced and is far from what is possible."""
+    over = []
+    for seed in range(25):
+        lengths = random_lengths(6, seed)
+        load = load_of(lengths)
+        packs = schedule_windows(lengths, window_request(6, 2, stages=stages), load)
+        [ms] = busiest_ms(packs, load, stages)
+        over.append(ms / fastest_ms(list(range(6)), lengths, load, 2, stages))
+    assert min(over) > 1 - 1e-9
+    assert max(over) < 1.25 and np.mean(over) < 1.05
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_dispatch_is_never_slower_than_the_order_as_read(stages):
+    """Prevents a balanced step that is predicted to take longer than the one that it replaces."""
+    for seed in range(10):
+        lengths = random_lengths(120, seed)
+        load = load_of(lengths, pack_ms=100.0)
+        times, uneven = [], []
+        for is_dispatched in (True, False):
+            request = window_request(12, 4, stages=stages, is_dispatched=is_dispatched)
+            packs = schedule_windows(lengths, request, load)
+            times.append(busiest_ms(packs, load, stages))
+            uneven.append(imbalance(packs, load(packs.packs), 4))
+        assert (times[0] <= times[1] * (1 + 1e-9)).all()
+        assert 1 <= uneven[0] < uneven[1]
+
+
+def stream(**changes) -> StreamData:
+    fields = {"lengths": example_lengths(), "caps": CAPS, "window": 32, "is_dispatched": True,
+              "epochs": 2}  # fmt: skip
+    return StreamData(**(fields | changes))
+
+
+def job(data: int, pipeline: int = 1) -> JobSpec:
+    return JobSpec(**(JOB | {"parallel": Parallel(pipeline=pipeline, data=data)}))
+
+
+def test_hash_is_of_the_samples_of_every_step():
+    """Prevents a run that goes on where its step count means other samples, and one that may not
+    go on although nothing differs but packs and ranks."""
+    hashes = {
+        name: stream(**changes).described(stream(**changes).schedule(job(ranks))[0], job(ranks))
+        for name, (ranks, changes) in {
+            "on": (2, {}), "off": (2, {"is_dispatched": False}), "more ranks": (5, {}),
+            "window": (2, {"window": 31}), "epochs": (2, {"epochs": 1}),
+        }.items()
+    }  # fmt: skip
+    same = {name for name, data in hashes.items() if data.steps_sha256 == hashes["on"].steps_sha256}
+    assert same == {"on", "off", "more ranks"}
+    assert len({data.packs_sha256 for data in hashes.values()}) == 5
+    # Shuffled steps of the very same packs are known by their packs.
+    packs = stream().schedule(job(2))[0]
+    assert steps_of(packs).sha256 != steps_of(packs).window_sha256
+
+
+def test_edited_windows_are_found(tmp_path):
+    """Prevents training of a plan whose steps are no longer the stream's order."""
+    plan = tmp_path / "plan"
+    save_plan(make_plan(PlanRequest(job=job(2), data=stream())), plan)
+    assert any("steps are windows of 32 samples" in line for line in check_plan(plan))
+
+    def rewrite(packs: ScheduledPacks, **changes) -> str:
+        write_packs(packs, plan / "packs.parquet")
+        given = read_plan(plan)
+        data = given.data.model_copy(update={"packs_sha256": packs.sha256} | changes)
+        write_plan(given.model_copy(update={"data": data, "prediction": None}), plan)
+        with pytest.raises(UserError) as raised:
+            check_plan(plan)
+        return str(raised.value)
+
+    packs, data = read_packs(plan / "packs.parquet"), read_plan(plan).data
+    assert "the most of any step are" in rewrite(packs, packs_per_step=data.packs_per_step + 1)
+    samples = packs.packs.samples.copy()
+    sizes = example_lengths().sizes(["tiles", "tokens"])
+    # Two samples of equal size, of two windows, trade places.
+    one, other = next(
+        (a, b)
+        for a in range(len(samples))
+        for b in range(a, len(samples) // 2)
+        if samples[a] // 32 != samples[b] // 32
+        and (sizes[:, samples[a]] == sizes[:, samples[b]]).all()
+    )
+    samples[[one, other]] = samples[[other, one]]
+    moved = replace(packs, packs=Packs(samples=samples, offsets=packs.packs.offsets))
+    message = rewrite(moved, packs_per_step=data.packs_per_step)
+    assert "has a sample of another window" in message and "32 samples in the order" in message
+
+
+def test_windows_need_a_sample_for_every_rank():
+    """Prevents ranks that idle in every step without a word."""
+    with pytest.raises(UserError, match=r"4 samples was given for 6 .* give --window 6 or more"):
+        PlanRequest(job=job(6), data=stream(window=4))
+
+
+def test_plans_without_windows_do_not_mention_them(capsys, tmp_path, lengths_file):
+    """Prevents other bytes, and other hashes, of plans that were made before."""
+    run(PLAN, "--lengths", lengths_file, "-o", tmp_path / "plan", "--json")
+    assert json.loads(capsys.readouterr().out)["window"] is None
+    assert "window" not in json.loads((tmp_path / "plan/plan.json").read_text())["data"]
+
+
+def test_window_of_the_command_line(capsys, tmp_path, lengths_file):
+    """Prevents a window that the plan, its steps for other ranks or its report lose."""
+    given = ("--dp", 2, "--lengths", lengths_file, "--window", 40, "--json")
+    printed = {}
+    for dispatch in ("on", "off"):
+        run(PLAN, *given, "--dispatch", dispatch, "-o", tmp_path / dispatch)
+        printed[dispatch] = json.loads(capsys.readouterr().out)["window"]
+    assert printed["on"]["samples"] == 40 and printed["on"]["dispatch"] == "on"
+    assert printed["off"]["imbalance"] == printed["off"]["imbalance_as_read"]
+    assert printed["on"]["imbalance_as_read"] == printed["off"]["imbalance"]
+    assert printed["on"]["imbalance"] < printed["off"]["imbalance"]
+    options = "plan --model internvl-digits --cluster laptop-cpu --dp 5 --steps-of"
+    run(options, tmp_path / "off", "-o", tmp_path / "wider")
+    plans = {name: read_plan(tmp_path / name).data for name in ("on", "off", "wider")}
+    assert len({data.steps_sha256 for data in plans.values()}) == 1
+    assert [data.method for data in plans.values()] == ["balanced", "next_fit", "next_fit"]
+    assert {data.window for data in plans.values()} == {40}
+    run("check", tmp_path / "wider")
+    run("report", tmp_path / "on", "-o", tmp_path / "page.html")
+    assert "in windows of 40 samples in their order" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--lengths {lengths} --window 40 --levels 2", "--levels 2 cannot be given"),
+        ("--lengths {lengths} --window 40 --seed 1 --packing isf", "--seed, --packing cannot"),
+        ("--lengths {lengths} --window 40 --micro-batches 2", "--micro-batches cannot be given"),
+        ("--lengths {lengths} --window 40 --gpus 2", "--window cannot be given: --gpus"),
+        ("--lengths {lengths} --dispatch off", "--dispatch cannot be given: it goes with --window"),
+        ("--window 40", "--window cannot be given: it is of samples"),
+        ("--lengths {lengths} --window 2 --dp 4", "give --window 4 or more"),
+    ],
+)
+def test_what_contradicts_windows_is_one_line(capsys, tmp_path, lengths_file, options, expected):
+    """Prevents options that are silently overruled."""
+    plan = PLAN.replace("--pp 2 ", "") if "--gpus" in options else PLAN
+    command = f"{plan} {options.format(lengths=lengths_file)} -o {tmp_path / 'plan'}"
+    error = failure(capsys, command)
+    assert expected in error and len(error.splitlines()) == 1
+    assert not Path(tmp_path / "plan").exists()
