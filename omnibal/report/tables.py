@@ -83,7 +83,7 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     return Table.of_columns("Stages", columns, f"{per}backward includes recomputation.{mean}")
 
 
-_BESIDE = "encoders, beside"
+_BESIDE = "encoders"
 
 
 def memory_table(
@@ -110,7 +110,7 @@ def memory_table(
     caption = "Memory of one device of each stage at the peak of the step; usable are "
     caption += f"{number(cap_gib)} GiB."
     if beside is not None:
-        caption += f" {_BESIDE.capitalize()}: their part of a device that embeds tokens."
+        caption += " Encoders beside the pipeline: their part of a device that embeds tokens."
     if replay:
         peaks = {
             "predicted": replayed_peaks_as_predicted(plan, replay),
