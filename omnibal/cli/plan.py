@@ -590,6 +590,7 @@ def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
 
 def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> None:
     from omnibal.check import training_obstacles
+    from omnibal.report.phases import phases_of_plan, phases_table
     from omnibal.report.tables import memory_table
 
     result, found, prediction = planned.result, planned.found, planned.prediction
@@ -611,19 +612,22 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     summary |= _encoder_summary(choice)
+    phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.profile)
+    summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []
     if found is not None:
         summary["strategies"] = [
             {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
         ]
         strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
-    memory, levels = memory_table(plan), levels_table(plan, packs)
+    memory = memory_table(plan)
     assert memory is not None
+    of_packs = levels_table(plan, packs), phases_table(phases)
     print_result(
         as_json,
         summary,
         *strategies,
-        *([] if levels is None else [levels]),
+        *(table for table in of_packs if table is not None),
         *tables.encoder_facts(plan, choice),
         tables.stages_table(plan, prediction),
         memory,
