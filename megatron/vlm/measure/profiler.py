@@ -118,6 +118,7 @@ class ProfileOptions:
     provider: Provider = "local"
     """Provider of the layers' linears and attention."""
     max_clips: int = 0
+    """Only of a model that takes recordings."""
     contexts: tuple[int, ...] = ()
     """Numbers of processes that share packs, of which language layers are measured too."""
 
