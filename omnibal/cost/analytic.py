@@ -235,6 +235,17 @@ def _send_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision)
     return measured or Line(fixed_ms=latency_ms, each_ms=_link_ms_per_byte(cluster, ranks))
 
 
+def exchange_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
+    """Time of a message, and of a byte that a rank sends or receives, where ranks among so many
+    consecutive ones each send to several."""
+    return _send_line(cluster, Parallel(pipeline=consecutive_ranks), precision)
+
+
+def tensor_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Line:
+    """Time of a pass round the ring of tensor-parallel ranks, and of a byte that a rank sends."""
+    return _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
+
+
 def _ring_line(
     cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
 ) -> Line:
@@ -364,9 +375,12 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
     weight_bytes = one.trained * device.element_bytes
+    # Gradients of earlier encoders' features wait while this one runs backward.
+    waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
     transient_bytes = [
         counts.working_bytes(each, trained=one.trained)
         + _fixed(weight_bytes * each.weight, nothing)
+        + waiting_bytes
         for each in (counts.working if has_backward else counts.forward_working)
     ]
     return UnitCost(

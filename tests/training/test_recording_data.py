@@ -207,7 +207,7 @@ def evaluated(links, plan, reader):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
     options = EvaluationOptions(samples=8, max_new_tokens=4)
     caps = Caps.of(tiles=20, clips=20, tokens=900)
-    return evaluate(trainer.model, links, plan, caps, reader, 0, options, lambda *done: None)
+    return evaluate(trainer, caps, reader, 0, options, lambda *done: None)
 
 
 def generated(links, plan, reader, samples):

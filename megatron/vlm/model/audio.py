@@ -7,6 +7,7 @@ hidden size, K audio tokens over all clips, E language hidden size.
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from megatron.core import tensor_parallel
@@ -34,22 +35,25 @@ class AudioEmbedding(torch.nn.Module):
 
     def forward(self, frames_CBF: torch.Tensor) -> torch.Tensor:
         """Embed clips: [C, B, F] to [V, C, H]."""
-        hidden_CHF = F.gelu(self.conv1(frames_CBF.to(self.conv1.weight.dtype)))
-        hidden_CHV = F.gelu(self.conv2(hidden_CHF))
-        # Laid out anew, as layers take it, before the positions are added to it.
-        hidden_VCH = rearrange(hidden_CHV, "c h v -> v c h").contiguous()
-        return hidden_VCH + self.positions.unsqueeze(1)
+        # In one expression, so that no name holds what is needed no more.
+        hidden_CHV = F.gelu(self.conv2(F.gelu(self.conv1(frames_CBF.to(self.conv1.weight.dtype)))))
+        # Laid out as layers take it, before the positions are added.
+        return rearrange(hidden_CHV, "c h v -> v c h").contiguous() + self.positions.unsqueeze(1)
 
 
 class AudioProjector(MegatronModule):
     """The tower's last norm, neighbouring positions stacked, and an MLP: Linear, GELU, Linear."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, config: TransformerConfig, tp_group: dist.ProcessGroup
+    ) -> None:
         super().__init__(config)
+        self.tp_group = tp_group
         audio, width = model.audio, model.language.hidden_size
         self.positions_per_token = audio.positions_per_token
         self.norm = Norm(config, audio.hidden_size, audio.norm_eps)
         divided = {"config": config, "init_method": config.init_method, "bias": True}
+        divided["tp_group"] = tp_group
         self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
             audio.projector_input_size, width, **divided, skip_bias_add=True
         )
