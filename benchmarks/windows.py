@@ -2,8 +2,8 @@
 
     python benchmarks/windows.py
 
-20,000 made-up samples of InternVL2-8B, counted for H100s. *Step*: predicted time of the busiest rank's
-pipeline, of equal stages, summed over all windows, beside the balanced one; not simulated.
+20,000 made-up samples of InternVL2-8B, counted for H100s: predicted time of the busiest rank's
+pipeline, of equal stages, summed over all windows, relative to the balanced one; not simulated.
 """
 
 import sys
@@ -16,10 +16,10 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import Steps, deal_steps
-from omnibal.dispatch.windows import WindowRequest, schedule_windows
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.plan_data import StreamData
 
 CAPS = Caps.of(tiles=12, tokens=4096)
 SAMPLES = 20_000
@@ -53,6 +53,16 @@ def packed_whole(lengths: Lengths, job: JobSpec, window: int) -> ScheduledPacks:
     return deal_steps(steps, lengths, lambda p: job.load_ms(p, lengths), job.parallel.data)
 
 
+def as_planned(
+    lengths: Lengths, job: JobSpec, window: int, *, is_dispatched: bool
+) -> ScheduledPacks:
+    """Windows as `omnibal plan --window` has them."""
+    stream = StreamData(
+        lengths=lengths, caps=CAPS, window=window, is_dispatched=is_dispatched, epochs=1
+    )
+    return stream.schedule(job)[0]
+
+
 def busiest_ms(packs: ScheduledPacks, lengths: Lengths, job: JobSpec) -> float:
     """The busiest rank's packs, and its longest once more for each other stage; of all steps."""
     ranks, stages = job.parallel.data, job.parallel.pipeline
@@ -79,13 +89,7 @@ def main() -> int:
             if way == "whole":
                 packs = packed_whole(lengths, job, window)
             else:
-                request = WindowRequest(
-                    caps=CAPS, samples=window, is_dispatched=way == "balanced", epochs=1,
-                    ranks=ranks, stages=stages,
-                )  # fmt: skip
-                packs = schedule_windows(
-                    lengths, request, lambda p, job=job: job.load_ms(p, lengths)
-                )
+                packs = as_planned(lengths, job, window, is_dispatched=way == "balanced")
             seconds.append(time.process_time() - start)
             found_ms.append(busiest_ms(packs, lengths, job))
         as_read, whole, balanced = (one / found_ms[-1] for one in found_ms)
