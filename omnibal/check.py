@@ -12,7 +12,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.shares import shares_of
 from omnibal.data.steps import steps_of
-from omnibal.encoders import TilesEncoder
+from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.errors import UserError
 from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
@@ -23,6 +23,8 @@ from omnibal.plan_data import model_of_lengths
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.planner import prediction_of
 
+_TRAINED_ENCODERS = {"vision": TilesEncoder, "audio": ClipsEncoder}
+"""Kinds of the encoders that the trainer builds, by name."""
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
 """Relative difference up to which two machines' sums are the same."""
@@ -93,6 +95,11 @@ def training_obstacles(plan: Plan) -> list[str]:
     foreign = model_obstacle(plan.model)
     if foreign is not None:
         obstacles.append(f"{foreign}: the plan can be studied but not trained")
+    if plan.has_shared_packs and plan.model.takes_audio:
+        obstacles.append(
+            f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
+            "features the trainer does not exchange among them: plan with levels of context 1"
+        )
     return obstacles
 
 
@@ -101,15 +108,15 @@ def model_obstacle(model: ModelConfig) -> str | None:
     encoders = [
         f"an encoder {name} of {tower.kind}"
         for name, tower in model.encoders.items()
-        if name != "vision" or not isinstance(tower, TilesEncoder)
+        if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
     layers = [kind.name for kind in dict.fromkeys(model.language.kinds) if kind != LayerKind()]
     foreign = encoders + [f"layers of kind {name}" for name in layers]
     if not foreign:
         return None
     return (
-        "the trainer has an encoder of tiles, full attention and dense feed-forwards, and "
-        f"{model.name} has {', '.join(foreign)}"
+        "the trainer has an encoder vision of tiles, one audio of clips, full attention and dense "
+        f"feed-forwards, and {model.name} has {', '.join(foreign)}"
     )
 
 

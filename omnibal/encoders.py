@@ -132,6 +132,15 @@ class ClipsEncoder(EncoderLayers):
     )
 
     @model_validator(mode="after")
+    def _width_has_sines_and_cosines(self) -> "ClipsEncoder":
+        if self.hidden_size % 2 or self.hidden_size < 4:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be even and at least 4: half of a position's "
+                "numbers are sines and half cosines"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _positions_divide(self) -> "ClipsEncoder":
         if self.positions_per_item % self.positions_per_token:
             raise ValueError(

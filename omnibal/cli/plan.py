@@ -493,6 +493,7 @@ def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
 
 def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | None") -> None:
     from omnibal.check import training_obstacles
+    from omnibal.report.phases import phases_of_plan, phases_table
     from omnibal.report.tables import memory_table
 
     plan, prediction = result.plan, result.plan.prediction
@@ -513,19 +514,22 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
+    phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.profile)
+    summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []
     if found is not None:
         summary["strategies"] = [
             {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
         ]
         strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
-    memory, levels = memory_table(plan), levels_table(plan, packs)
+    memory = memory_table(plan)
     assert memory is not None
+    of_packs = levels_table(plan, packs), phases_table(phases)
     print_result(
         as_json,
         summary,
         *strategies,
-        *([] if levels is None else [levels]),
+        *(table for table in of_packs if table is not None),
         tables.stages_table(plan, prediction),
         memory,
         tables.lost_time_table(prediction),

@@ -14,7 +14,7 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.units import check_stages, stages_from_cuts, unit_words
-from omnibal.plan import read_plan, write_plan
+from omnibal.plan import PlannedLevel, read_plan, write_plan
 
 pytestmark = pytest.mark.quick
 
@@ -71,18 +71,34 @@ def test_any_towers_are_planned_checked_and_shown(
         assert ended([command, str(tmp_path / "plan"), *output]) == 0
     page = (tmp_path / "report.html").read_text()
     assert all(f"{name} layer</span>" in page for name in names)
-    can_train = towers in ("language", "vision language")
+    can_train = "runs" not in towers
     assert len(training_obstacles(plan)) == 1 + (not can_train)
 
 
 def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
     """Prevents a plan that a queue waits for and no trainer can build."""
-    for towers, expected in (
-        ("vision audio language", "has an encoder audio of clips: "),
-        ("runs", "has layers of kind language_layer_window4: "),
+    known = model_of("vision audio language", 3, 2, 4)
+    renamed = {"vision": known.encoders["audio"], "sound": known.encoders["audio"]}
+    for model, expected in (
+        (
+            known.model_copy(update={"encoders": renamed}),
+            "has an encoder vision of clips, an encoder sound of clips: ",
+        ),
+        (model_of("runs", 7), "has layers of kind language_layer_window4: "),
     ):
-        assert ended(planned(model_of(towers, *TOWERS[towers]), tmp_path)) == 0
+        assert ended(planned(model, tmp_path)) == 0
         assert expected in training_obstacles(read_plan(tmp_path / "plan"))[-1]
+
+
+def test_recordings_in_packs_that_ranks_share_are_refused(tmp_path: Path) -> None:
+    """Prevents audio tokens whose features are on another rank."""
+    assert ended(planned(model_of("vision audio language", 3, 2, 4), tmp_path)) == 0
+    plan = read_plan(tmp_path / "plan")
+    for context, obstacles in ((1, 1), (2, 2)):
+        level = PlannedLevel.model_construct(context=context)
+        found = training_obstacles(plan.model_copy(update={"levels": (level,)}))
+        assert len(found) == obstacles
+    assert "has an audio encoder, whose features the trainer does not exchange" in found[-1]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from omnibal import cli
 from omnibal.config import load_cluster, load_model, preset_names
 from omnibal.cost.profile import model_sha256, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
+from omnibal.data.metrics import rank_sums
 from omnibal.data.packs import read_packs
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import read_plan
@@ -40,7 +41,7 @@ PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
     "gpu_days memory_cap_gib cost_source packs steps search_gap window levels "
     "attention_balance_ratio least_attention_balance_ratio communication_ratio exchanged_ratio "
-    "tokens_per_rank"
+    "tokens_per_rank phases"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "
@@ -182,6 +183,13 @@ def test_plan_check_and_report(capsys, tmp_path, lengths_file):
     assert [list(stage) for stage in printed["stages"]] == [STAGE_KEYS] * 2
     assert sum(stage["vision_layers"] for stage in printed["stages"]) == 4
     assert printed["ideal_step_ms"] <= printed["step_ms"]
+    vision, language = printed["phases"]
+    assert [vision["phase"], language["phase"]] == ["vision", "language"]
+    packs, _ = data_of_plan(read_plan(tmp_path / "plan"), tmp_path / "plan")
+    tiles = rank_sums(packs, packs.items["tiles"], 2)
+    busiest, mean = tiles.max(axis=1).sum(), tiles.mean(axis=1).sum()
+    assert vision["imbalance_before"] == pytest.approx(busiest / mean)
+    assert 1 <= language["bound"] <= language["imbalance_before"] < 2
     run("check --json", tmp_path / "plan")
     checked = json.loads(capsys.readouterr().out)
     assert (len(checked["passed"]), len(checked["notes"])) == (13, 1)
@@ -228,7 +236,7 @@ def test_readable_output_shows_the_figures(capsys, tmp_path, lengths_file):
     """Prevents tables that fail to render, or that hide a stage."""
     run(PLAN, "--lengths", lengths_file, "-o", tmp_path / "plan")
     printed = capsys.readouterr().out
-    for word in ("projector", "GiB of 3.60", "samples per second", "analytic:laptop-cpu"):
+    for word in ("projector", "GiB of 3.60", "Phases", "samples per second", "analytic:laptop-cpu"):
         assert word in printed
     run("check", tmp_path / "plan")
     printed = capsys.readouterr().out

@@ -11,7 +11,7 @@ from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
 from megatron.vlm.inputs.share import Share
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
-from omnibal.encoders import TilesEncoder
+from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.levels import Level
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage, joined
@@ -19,6 +19,7 @@ from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 
 IMAGE_TOKEN = 0
+AUDIO_TOKEN = 1
 
 
 def toy_model(**vision_changes: object) -> ModelConfig:
@@ -35,6 +36,23 @@ def toy_model(**vision_changes: object) -> ModelConfig:
             layers=3, hidden_size=24, heads=4, kv_heads=2, ffn_hidden_size=40, vocab_size=50
         ),
     )
+
+
+def toy_audio_encoder(**changes: object) -> ClipsEncoder:
+    """Four layers like Whisper's, over clips that become three tokens."""
+    sizes = {
+        "layers": 4, "hidden_size": 12, "heads": 3, "ffn_hidden_size": 20, "frames": 12,
+        "mel_bins": 5, "normalization": "LayerNorm", "norm_eps": 1e-5, "qkv_bias": True,
+        "qk_norm": False,
+    }  # fmt: skip
+    return ClipsEncoder(**{**sizes, **changes})
+
+
+def toy_omni_model(**audio_changes: object) -> ModelConfig:
+    """The toy model with an audio encoder beside its vision encoder."""
+    model = toy_model()
+    audio = toy_audio_encoder(**audio_changes)
+    return model.model_copy(update={"encoders": model.encoders | {"audio": audio}})
 
 
 def toy_text_model(**language_changes: object) -> ModelConfig:
@@ -80,30 +98,43 @@ def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> l
 
 @dataclass(frozen=True)
 class ToySample:
-    """Random text and pixels of one sample, image tokens after the first token."""
+    """Random text, pixels and frames of one sample: image tokens after the first token of text,
+    audio tokens after the second."""
 
     ids: list[int]
     loss_mask: list[bool]
     pixels_TCPP: torch.Tensor | None
-    """None where the model has no encoder."""
+    """None where the model takes no images."""
+    frames_CBF: torch.Tensor | None = None
+    """None where the model takes no recordings."""
 
 
-def toy_sample(model: ModelConfig, tiles: int, text_tokens: int, seed: int) -> ToySample:
+def toy_sample(
+    model: ModelConfig, tiles: int, text_tokens: int, clips: int = 0, *, seed: int
+) -> ToySample:
     random = np.random.default_rng(seed)
-    if not model.encoders:
-        assert not tiles
-        text = random.integers(0, model.language.vocab_size, text_tokens).tolist()
-        mask = [False] * 2 + [True] * (text_tokens - 2)
-        return ToySample(ids=text, loss_mask=mask, pixels_TCPP=None)
-    image = [IMAGE_TOKEN] * (tiles * model.vision.tokens_per_item)
-    text = random.integers(1, model.language.vocab_size, text_tokens).tolist()
-    size = model.vision.image_size
-    pixels = random.standard_normal((tiles, 3, size, size)).astype(np.float32)
+    assert not tiles or model.takes_images
+    assert not clips or model.takes_audio
+    image, sound, pixels_TCPP, frames_CBF = [], [], None, None
+    first = 2 if model.takes_audio else len(model.encoders)
+    text = random.integers(first, model.language.vocab_size, text_tokens).tolist()
+    if model.takes_images:
+        image = [IMAGE_TOKEN] * (tiles * model.vision.tokens_per_item)
+        size = model.vision.image_size
+        pixels_TCPP = _normal(random, tiles, 3, size, size)
+    if model.takes_audio:
+        sound = [AUDIO_TOKEN] * (clips * model.audio.tokens_per_item)
+        frames_CBF = _normal(random, clips, model.audio.mel_bins, model.audio.frames)
     return ToySample(
-        ids=[text[0], *image, *text[1:]],
-        loss_mask=[False] * (len(image) + 2) + [True] * (text_tokens - 2),
-        pixels_TCPP=torch.from_numpy(pixels),
+        ids=[text[0], *image, text[1], *sound, *text[2:]],
+        loss_mask=[False] * (len(image) + len(sound) + 2) + [True] * (text_tokens - 2),
+        pixels_TCPP=pixels_TCPP,
+        frames_CBF=frames_CBF,
     )
+
+
+def _normal(random: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(random.standard_normal(shape).astype(np.float32))
 
 
 def pack(
@@ -119,8 +150,12 @@ def pack(
     if samples[0].pixels_TCPP is not None:
         images["pixels_TCPP"] = torch.cat([sample.pixels_TCPP for sample in samples])
         images["image_positions_M"] = (token_ids == IMAGE_TOKEN).nonzero().squeeze(1)
+    if samples[0].frames_CBF is not None:
+        images["frames_CBF"] = torch.cat([sample.frames_CBF for sample in samples])
+        images["audio_positions_N"] = (token_ids == AUDIO_TOKEN).nonzero().squeeze(1)
     return MicroBatch(
         tiles=len(images.get("pixels_TCPP", ())),
+        clips=len(images.get("frames_CBF", ())),
         tokens=len(token_ids),
         segment_tokens=tuple(len(sample.ids) for sample in samples),
         token_ids_S=token_ids,
@@ -189,13 +224,10 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
     )
 
 
-def toy_batch(model: ModelConfig, samples: Sequence[tuple[int, int]], seed: int) -> MicroBatch:
-    """A pack of random samples, each given as (tiles, text tokens)."""
+def toy_batch(model: ModelConfig, samples: Sequence[tuple[int, ...]], seed: int) -> MicroBatch:
+    """A pack of random samples: (tiles, text tokens), or with clips after them."""
     return pack(
-        [
-            toy_sample(model, tiles, text_tokens, seed=1000 * seed + i)
-            for i, (tiles, text_tokens) in enumerate(samples)
-        ]
+        [toy_sample(model, *counts, seed=1000 * seed + i) for i, counts in enumerate(samples)]
     )
 
 

@@ -1,6 +1,6 @@
-"""Attention of both towers: full within a tile, causal within a packed sample.
+"""Attention of all towers: full within a tile or clip, causal within a packed sample.
 
-Shapes: S sequence (packed language tokens, or positions of one tile), B batch (1, or tiles),
+Shapes: S sequence (packed language tokens, or positions of an item), B batch (1, or items),
 H hidden size, N heads, G key/value heads, D head size, T packed tokens, K keys (T, but for packs
 that ranks share), W width of this rank's heads.
 """
@@ -77,6 +77,28 @@ class TileAttention(SelfAttention):
         return split_with_norms(
             qkv_SBN3D, weights_W, self.config.hidden_size, self.config.layernorm_epsilon, group
         )
+
+
+class ClipAttention(TileAttention):
+    """Attention of the audio tower, whose keys have no bias: Whisper's.
+
+    Core's one bias of q, k and v has a place for it, which begins as zero. It has no part in any
+    output, as attention is the same for keys that are all moved alike; but the rounding errors that
+    are its gradient would be steps of Adam's. With a gradient of zero it stays zero.
+    """
+
+    def __init__(self, *of_attention: Any, **more: Any) -> None:
+        super().__init__(*of_attention, **more)
+        bias_X = self.linear_qkv.bias
+        if bias_X is not None:
+            bias_X.register_hook(self._without_keys)
+
+    def _without_keys(self, gradient_X: torch.Tensor) -> torch.Tensor:
+        """The gradient of the joint bias with zeros where it is of keys."""
+        heads = self.num_attention_heads_per_partition
+        gradient_N3D = gradient_X.clone().unflatten(0, (heads, 3, -1))
+        gradient_N3D[:, 1] = 0
+        return gradient_N3D.flatten()
 
 
 class PackedAttention(SelfAttention):

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.model.audio import AudioEmbedding, AudioProjector
 from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.layers import encoder_layer_spec
 from megatron.vlm.model.providers import LayerParts
 from megatron.vlm.model.vision import VisionEmbedding, VisionProjector
 from omnibal.config import ModelConfig
+from omnibal.encoders import Encoder, TilesEncoder
 from omnibal.pipeline.stage import Stage
 from omnibal.units import projector_unit
 
@@ -45,15 +47,13 @@ class EncoderUnits(NamedTuple):
                 recompute_layers=[stage.recomputed(name)],
                 final_norm=False,
             )
-        holds_embedding = stage.holds(f"{name} embed")
-        holds_projector = stage.holds(projector_unit(model, name))
-        return cls(
-            embedding=VisionEmbedding(model.vision, config.params_dtype)
-            if holds_embedding
-            else None,
-            layers=layers,
-            projector=VisionProjector(model, config) if holds_projector else None,
-        )
+        embedding = projector = None
+        if stage.holds(f"{name} embed"):
+            embedding = _embedding(tower, config.params_dtype)
+        if stage.holds(projector_unit(model, name)):
+            is_vision = isinstance(tower, TilesEncoder)
+            projector = (VisionProjector if is_vision else AudioProjector)(model, config)
+        return cls(embedding, layers, projector)
 
     def modules(self, name: str) -> Iterator[tuple[str, torch.nn.Module | None]]:
         """Every unit with its name in the whole model, as checkpoints have it."""
@@ -92,3 +92,9 @@ class EncoderUnits(NamedTuple):
         if self.projector is not None:
             hidden = self.projector(hidden)
         return hidden
+
+
+def _embedding(tower: Encoder, dtype: torch.dtype) -> torch.nn.Module:
+    if isinstance(tower, TilesEncoder):
+        return VisionEmbedding(tower, dtype)
+    return AudioEmbedding(tower, dtype)

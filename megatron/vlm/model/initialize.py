@@ -50,7 +50,7 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         shape = whole_shape(parameter, unpadded_size(stage.model_config, full_name))
         values = torch.randn(shape, generator=generator)
-        values *= _standard_deviation(stage, full_name, inputs=shape[-1])
+        values *= _standard_deviation(stage, full_name, inputs=math.prod(shape[1:]))
         parameter.copy_(own_shard(values, parameter))
 
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.vlm.model.attention import (
     AllHeadsRMSNorm,
+    ClipAttention,
     PackedAttention,
     TileAttention,
 )
@@ -34,7 +35,7 @@ from megatron.vlm.model.fused.residual import (
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
 from megatron.vlm.model.shared_attention import SharedAttention
-from omnibal.encoders import EncoderLayers
+from omnibal.encoders import ClipsEncoder, EncoderLayers
 
 
 class Norm(torch.nn.Module):
@@ -138,7 +139,7 @@ def encoder_layer_spec(
     qk_norm = AllHeadsRMSNorm if tower.qk_norm else IdentityOp
     column = parts.column_linear
     attention = ModuleSpec(
-        module=TileAttention,
+        module=ClipAttention if isinstance(tower, ClipsEncoder) else TileAttention,
         params={"attn_mask_type": AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=column if tower.qkv_bias else without_bias(column),

@@ -195,7 +195,7 @@ class VLMStage(MegatronModule):
             By encoder, features [K, E] or hidden states [V, B, H], in model order.
         """
         hidden = dict(received or {})
-        items = {"vision": batch.pixels_TCPP}
+        items = {"vision": batch.pixels_TCPP, "audio": batch.frames_CBF}
         for name, units in self.encoders.items():
             if units.is_held:
                 given = items[name] if units.embedding is not None else hidden[name]
@@ -253,7 +253,7 @@ class VLMStage(MegatronModule):
         """
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
-        places = {"vision": batch.image_positions_M}
+        places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
         for name, features_KE in features.items():
             if name == "vision":
                 features_KE = self._features_of_own_tokens(batch, features_KE)
@@ -415,7 +415,7 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
     if are_done("language embed"):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
         return {LANGUAGE: (shape.padded_tokens(parts) // parts, 1, width)}
-    items = {"vision": shape.tiles}
+    items = {"vision": shape.tiles, "audio": shape.clips}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tower in model.encoders.items():
         if are_done(projector_unit(model, name)):

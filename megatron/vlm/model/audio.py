@@ -1,0 +1,79 @@
+"""Whisper's encoder around its layers: log-mel frames to positions, positions to audio features.
+
+Shapes: C clips, B mel bins, F frames of a clip, V positions of a clip (half its frames), H audio
+hidden size, K audio tokens over all clips, E language hidden size.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.vlm.model.fused.activations import bias_gelu
+from megatron.vlm.model.layers import Norm
+from omnibal.config import ModelConfig
+from omnibal.encoders import ClipsEncoder
+
+_LONGEST_PERIOD = 10_000
+
+
+class AudioEmbedding(torch.nn.Module):
+    """Frames to positions by two convolutions, each with GELU, and fixed sinusoids."""
+
+    def __init__(self, audio: ClipsEncoder, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = audio.hidden_size
+        self.conv1 = torch.nn.Conv1d(audio.mel_bins, width, 3, padding=1, dtype=dtype)
+        self.conv2 = torch.nn.Conv1d(width, width, 3, stride=2, padding=1, dtype=dtype)
+        positions_VH = sinusoids(audio.positions_per_item, width).to(dtype)
+        self.register_buffer("positions", positions_VH, persistent=False)
+
+    def forward(self, frames_CBF: torch.Tensor) -> torch.Tensor:
+        """Embed clips: [C, B, F] to [V, C, H]."""
+        hidden_CHF = F.gelu(self.conv1(frames_CBF.to(self.conv1.weight.dtype)))
+        hidden_CHV = F.gelu(self.conv2(hidden_CHF))
+        # Laid out anew, as layers take it, before the positions are added to it.
+        hidden_VCH = rearrange(hidden_CHV, "c h v -> v c h").contiguous()
+        return hidden_VCH + self.positions.unsqueeze(1)
+
+
+class AudioProjector(MegatronModule):
+    """The tower's last norm, neighbouring positions stacked, and an MLP: Linear, GELU, Linear."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+        super().__init__(config)
+        audio, width = model.audio, model.language.hidden_size
+        self.positions_per_token = audio.positions_per_token
+        self.norm = Norm(config, audio.hidden_size, audio.norm_eps)
+        divided = {"config": config, "init_method": config.init_method, "bias": True}
+        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
+            audio.projector_input_size, width, **divided, skip_bias_add=True
+        )
+        self.linear_fc2 = tensor_parallel.RowParallelLinear(
+            width, width, **divided, input_is_parallel=True, skip_bias_add=False
+        )
+
+    def forward(self, hidden_VCH: torch.Tensor) -> torch.Tensor:
+        """Project [V, C, H] to [K, E]; clips stay in order."""
+        stacked = rearrange(
+            self.norm(hidden_VCH), "(k n) c h -> (c k) (n h)", n=self.positions_per_token
+        )
+        return self.linear_fc2(bias_gelu(*self.linear_fc1(stacked)))[0]
+
+
+def sinusoids(positions: int, width: int) -> torch.Tensor:
+    """Whisper's positions: sines and then cosines of periods from 2 pi to 10,000 times that.
+
+    Vaswani et al. 2017 (arXiv 1706.03762), section 3.5, with its pairs set apart, and with the
+    longest period among them.
+
+    Returns:
+        float32 [positions, width].
+    """
+    rates = torch.arange(width // 2) * (-math.log(_LONGEST_PERIOD) / (width // 2 - 1))
+    angles = torch.arange(positions).unsqueeze(1) * rates.exp()
+    return torch.cat([angles.sin(), angles.cos()], 1)

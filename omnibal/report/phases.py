@@ -1,0 +1,82 @@
+"""Balance of a plan's phases: each encoder and the language model, over the ranks that run it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnibal.cost.profile import Profile
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import ScheduledPacks
+from omnibal.dispatch.phases import PhaseBalance, encoder_balances, language_balance
+from omnibal.job import JobSpec
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.plan import Plan
+from omnibal.report.table import Column, Table
+from omnibal.units import feature_names_at
+
+
+def phases_of_plan(
+    plan: Plan, packs: ScheduledPacks, lengths: Lengths, profile: Profile | None
+) -> list[PhaseBalance]:
+    """Balance of every phase over the plan's ranks; none for a model without encoders.
+
+    Of long runs it is that of the steps that a prediction simulates.
+
+    Args:
+        profile: measured costs, if the plan was made with any.
+    """
+    if not plan.model.encoders:
+        return []
+    # Where encoders run changes no cost of a unit of the language model.
+    job = JobSpec(
+        model=plan.model,
+        cluster=plan.cluster,
+        parallel=plan.parallel,
+        precision=plan.precision,
+        frozen=plan.frozen,
+        profile=profile,
+    )
+    workload = job.workload(packs, lengths, plan.levels).some_steps(MAX_SIMULATED_STEPS)
+    cost, ranks = job.cost_of_all(plan.levels), plan.parallel.data
+    names = feature_names_at(job.cost.features, plan.levels)
+    steps, step = np.unique(workload.step, return_inverse=True)
+    cell = step * ranks + workload.dp_rank
+    held = {
+        name: np.bincount(
+            cell, workload.features[:, names.index(tower.feature)], len(steps) * ranks
+        )
+        .astype(np.int64)
+        .reshape(-1, ranks)
+        for name, tower in plan.model.encoders.items()
+    }
+    language_ms = model_ms(cost, plan.model.without_encoders(), features_of(workload, cost))
+    ranks_of_pipeline = plan.parallel.pipeline * plan.parallel.tensor
+    return [
+        *encoder_balances(held, ranks_of_pipeline, plan.beside),
+        language_balance(workload.step, workload.dp_rank, language_ms, ranks),
+    ]
+
+
+def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
+    """Table of all phases; None where there are none."""
+    if not phases:
+        return None
+    rows = [
+        (
+            each.phase,
+            f"{each.imbalance_before:.4f}",
+            "-" if each.imbalance_after is None else f"{each.imbalance_after:.4f}",
+            f"{each.bound:.4f}",
+        )
+        for each in phases
+    ]
+    return Table(
+        title="Phases: busiest rank over the mean of all, mean of steps",
+        columns=[
+            Column(title=title)
+            for title in ("phase", "own packs", "dealt to all ranks", "at least")
+        ],
+        sections=[rows],
+    )

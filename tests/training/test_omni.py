@@ -1,0 +1,181 @@
+"""A model that sees and hears, cut anywhere: losses, gradients and weights of one process."""
+
+import pytest
+import test_tensor_parallel
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_pipeline import (
+    assert_same_results,
+    assert_same_training,
+    assert_same_weights,
+    single_process,
+    train_steps,
+)
+from toy import OPTIONS, stages_of, toy_batch, toy_omni_model, toy_plan
+
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step import schedule
+from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.units import last_unit
+from omnibal.plan import Plan
+from omnibal.units import model_parts
+
+MODEL = toy_omni_model()
+# Samples of (tiles, text tokens, clips): packs of both, of one, and of neither.
+STEPS = [
+    [[(2, 9, 1), (1, 14, 0)], [(0, 12, 0), (0, 7, 0)], [(3, 5, 0)], [(0, 8, 3), (0, 6, 1)]],
+    [[(0, 20, 2)], [(1, 6, 2), (4, 10, 0)], [(2, 8, 1)]],
+]
+
+# Units of the model: 0 vision embed, 1-4 vision layers, 5 vision projector, 6 audio embed,
+# 7-10 audio layers, 11 audio projector, 12 language embed, 13-15 language layers, 16 head.
+CUTS = [
+    pytest.param((9,), id="inside-the-audio-encoder"),
+    pytest.param((6,), id="between-the-encoders"),
+    pytest.param((3, 11), id="inside-vision-and-before-the-audio-projector"),
+    pytest.param((12,), id="before-the-language-embed"),
+    pytest.param((4, 8, 10, 14), id="five-stages-one-of-audio-layers-alone"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Of one process."""
+    return single_process(MODEL, STEPS)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_split_pipeline_equals_one_process(cuts, reference):
+    """Prevents: features or gradients of one encoder that are lost, or taken for the other's, where
+    they pass stages that do not hold it."""
+    recompute = {"vision": (1,), "audio": (0, 2), "language": (1,)}
+    plan = toy_plan(MODEL, stages_of(MODEL, *cuts, **recompute))
+    assert_same_training(run_ranks(plan.parallel, train_steps, plan, STEPS), reference)
+
+
+def test_data_parallel_pipelines_equal_one_process(reference):
+    """Prevents: a rank whose packs have no recording that waits for one, or counts differently."""
+    plan = toy_plan(MODEL, stages_of(MODEL, 9), data=2)
+    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
+    assert_same_results(ranks, reference[0])
+    assert_same_weights(ranks, reference[2])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "sizes"),
+    [
+        pytest.param((), {"tensor": 2}, id="tp2"),
+        pytest.param((9,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2"),
+    ],
+)
+def test_tensor_parallel_equals_one_process(cuts, sizes):
+    """Prevents: an audio encoder whose three heads two ranks cannot share, a norm or convolution
+    whose gradient is a rank's part only."""
+    whole = toy_plan(MODEL, stages_of(MODEL))
+    [reference] = test_tensor_parallel.run(whole, STEPS)
+    plan = toy_plan(MODEL, stages_of(MODEL, *cuts), **sizes)
+    ranks = test_tensor_parallel.run(plan, STEPS)
+    test_tensor_parallel.assert_same_training(ranks, 2, reference)
+
+
+def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():
+    """Prevents: a stage that waits for an empty tensor, or audio weights without a gradient."""
+    steps = [[[(0, 12, 0)], [(0, 9, 0)]], [[(2, 8, 0)], [(0, 6, 0)]], [[(0, 7, 2)]]]
+    plan = toy_plan(MODEL, stages_of(MODEL, 3, 9))
+    ranks = run_ranks(plan.parallel, train_steps, plan, steps)
+    found = single_process(MODEL, steps)
+    assert_same_training(ranks, found)
+    heard = [
+        [grad.any() for name, grad in of_step.items() if name.startswith("audio_embedding.conv")]
+        for of_step in found[1]
+    ]
+    assert not any(heard[0] + heard[1]) and all(heard[2])
+
+
+def own_part(bias_X: torch.Tensor, part: int) -> torch.Tensor:
+    """q's, k's or v's part of the joint bias of the audio encoder's layers."""
+    return bias_X.unflatten(0, (MODEL.audio.heads, 3, -1))[:, part]
+
+
+def test_keys_of_the_audio_encoder_get_no_bias(reference):
+    """Prevents: a bias that Whisper does not have, made of Adam's steps along rounding errors."""
+    _, gradients, weights = reference
+    names = [name for name in weights if name.startswith("audio.") and name.endswith("qkv.bias")]
+    assert len(names) == MODEL.audio.layers
+    for name in names:
+        assert not own_part(weights[name], 1).any() and not own_part(gradients[0][name], 1).any()
+        assert own_part(weights[name], 0).all() and own_part(weights[name], 2).all()
+
+
+FROZEN = [
+    ("vision", "vision_projector"),
+    ("audio",),
+    ("vision", "audio", "language"),
+    ("vision", "vision_projector", "audio", "audio_projector"),
+]
+
+
+def count_sent(links, plan, step):
+    """Bytes that this stage sends in a training step: (to the next stage, to the one before)."""
+    sent = {links.activations: 0, links.gradients: 0}
+    isend = dist.isend
+
+    def counted(tensor, target, group):
+        sent[group] += tensor.nbytes
+        return isend(tensor, target, group=group)
+
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+    batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(step)]
+    schedule.dist.isend = counted
+    result = train_step(trainer, MicroBatchStream.of(batches))
+    moved = {n: not torch.equal(before[n], p) for n, p in trainer.stage.named_parameters()}
+    return (sent[links.activations], sent[links.gradients]), moved, result.loss
+
+
+def planned_bytes(cost: CostModel, plan: Plan, step) -> list[tuple[int, int]]:
+    """Bytes over every cut of a step's micro-batches, by the planner's costs."""
+    features = {"fixed": 0.0, "tiles": 0.0, "clips": 0.0, "tokens": 0.0}
+    for pack in step:
+        batch = toy_batch(plan.model, pack, seed=0)
+        for name, value in (("fixed", 1), ("tiles", batch.tiles), ("clips", batch.clips)):
+            features[name] += value
+        features["tokens"] += batch.tokens
+    vector = torch.tensor([features.get(name, 0.0) for name in cost.features]).double().numpy()
+    last = [cost.units[last_unit(cost.kinds, stage)] for stage in plan.stages[:-1]]
+    return [
+        (round(vector @ unit.output_bytes), round(vector @ unit.output_gradient_bytes))
+        for unit in last
+    ]
+
+
+@pytest.mark.parametrize("frozen", [(), *FROZEN], ids=lambda parts: "+".join(parts) or "none")
+def test_what_crosses_cuts_is_what_the_planner_counts_and_frozen_parts_stay(frozen):
+    """Prevents: a planner that prices other messages than are sent; gradients of frozen encoders on
+    the way back; a frozen part that moves, or a trained one that does not."""
+    plan = toy_plan(MODEL, stages_of(MODEL, 4, 6, 9)).model_copy(update={"frozen": frozen})
+    [(_, _, expected)] = run_ranks(
+        toy_plan(MODEL, stages_of(MODEL)).parallel,
+        count_sent,
+        toy_plan(MODEL, stages_of(MODEL)),
+        STEPS[0],
+    )
+    ranks = run_ranks(plan.parallel, count_sent, plan, STEPS[0])
+    cost = analytic_cost(MODEL, plan.cluster, plan.parallel, "fp32", frozen)
+    forward = [sent[0] for sent, _, _ in ranks[:-1]]
+    back = [sent[1] for sent, _, _ in ranks[1:]]
+    assert list(zip(forward, back, strict=True)) == planned_bytes(cost, plan, STEPS[0])
+    for _, moved, loss in ranks:
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for name, is_moved in moved.items():
+            assert is_moved == (part_of(name) not in frozen), name
+
+
+def part_of(parameter: str) -> str:
+    """Part of the model that a parameter is of, by its name."""
+    first = parameter.split(".")[0].removesuffix("_embedding")
+    part = "vision_projector" if first == "projector" else first
+    return part if part in model_parts(MODEL) else "language"
