@@ -51,12 +51,13 @@ FORMAT = 1
 VOICES = tuple(
     f"{accent}+{voice}"
     for accent, voices in (
-        ("en", "m1 m2 m3 m4 m5 f1 f2 f3 Alex Andrea Denis Lee"),
-        ("en-us", "m1 m3 m6 m7 f2 f4 Alicia Hugo Mario Reed adam caleb"),
+        ("en", "m1 m2 m3 m4 m5 f1 f4 Alex Andrea Denis Lee steph"),
+        ("en-us", "m1 m3 m6 m7 f1 f4 Hugo Mario Reed adam anika belinda"),
     )
     for voice in voices.split()
 )
-HELDOUT_VOICES = ("en+m8", "en+f5", "en+Michael", "en-us+linda", "en-us+Andy", "en-us+max")
+HELDOUT_VOICES = ("en+m8", "en+Annie", "en+Michael", "en-us+linda", "en-us+Andy", "en-us+max")
+"""Some others, such as f2, sound different every time."""
 STYLES = 6
 """Speeds and pitches that every voice says all digits in."""
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
