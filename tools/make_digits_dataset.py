@@ -94,9 +94,7 @@ class Composer:
         """One digit, asked for in one or two turns."""
         chosen = self.choose(1)
         digit = int(self.scans.digits[chosen[0]])
-        turns = [
-            Turn(self.phrase("Which digit is this?", "Read the digit."), str(digit), "single")
-        ]
+        turns = [Turn(self.phrase("Which digit is this?", "Read the digit."), str(digit), "single")]
         if self.rng.random() < 0.25:
             turns.append(Turn("Is it even?", "no" if digit % 2 else "yes", "even"))
         return self._composition([self.draw(chosen, columns=1)], chosen, turns)

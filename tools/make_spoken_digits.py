@@ -8,7 +8,8 @@ tools/make_digits_dataset.py writes its own, with 16 kHz recordings beside the i
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png,audio/*.wav}
 
 eSpeak NG and its data come in the package `espeakng-loader`, so nothing is installed in the system.
-The same arguments give the same text and tokenizer, byte for byte, and on one machine the same sound.
+The same arguments give the same text and tokenizer, byte for byte, and on one machine the same
+sounds.
 """
 
 import ctypes
