@@ -18,6 +18,7 @@ PLANNER = [
         "rich",
         "scipy",
         "sentencepiece",
+        "soundfile",
         "tokenizers",
     ),
     "typer",

@@ -330,9 +330,7 @@ def train_and_evaluate(
 def answers(trainer: Trainer, heldout: SampleReader, step: int) -> dict[str, Answers]:
     """To all held-out questions, by kind."""
     evaluation = evaluate(
-        trainer.model,
-        trainer.links,
-        trainer.plan,
+        trainer,
         CAPS,
         heldout,
         step,

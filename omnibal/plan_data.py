@@ -14,6 +14,7 @@ from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
     check_positions,
+    clip_sizes,
     draw_samples,
     tile_sizes,
 )
@@ -455,6 +456,12 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
         raise UserError(
             f"the lengths were scanned for {_tiles_in_words(given)}, but {model.name} has "
             f"{_tiles_in_words(needed)}; scan them for this model with `omnibal lengths`"
+        )
+    clips = clip_sizes(model)
+    if origin.clips != clips:
+        raise UserError(
+            f"the lengths were scanned for {origin.clips or 'no recordings'}, but {model.name} has "
+            f"{clips or 'no recordings'}; scan them for this model with `omnibal lengths`"
         )
     if (origin.chat_template, origin.system_message) != (model.chat_template, model.system_message):
         raise UserError(

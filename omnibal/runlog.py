@@ -22,6 +22,8 @@ EVALUATION_FILE = "evaluation.json"
 
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
 """Number that may be NaN or infinite, as in a diverged step."""
+_OfEncodersBeside = Annotated[NonNegativeFloat, Field(exclude_if=lambda ms: not ms)]
+"""Time that is written only where encoders stand beside the pipeline."""
 
 
 class RunInfo(Frozen):
@@ -47,6 +49,10 @@ class StageRecord(Frozen):
     """Time spent waiting for the next micro-batch to be loaded."""
     optimizer_ms: NonNegativeFloat
     """Gradient reduction, norm, clipping and weight update."""
+    encoder_ms: _OfEncodersBeside = 0.0
+    """Forward and backward of encoders beside the pipeline, what runs again included."""
+    exchange_ms: _OfEncodersBeside = 0.0
+    """Exchange of their features and gradients, and the wait for the ranks that encode longer."""
     peak_gib: NonNegativeFloat
     """Peak memory, the largest over the ranks. CUDA: allocated since the step before was recorded;
     CPU: resident set of the process so far."""

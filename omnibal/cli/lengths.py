@@ -53,7 +53,7 @@ def lengths(
     ] = "stop",
     as_json: JsonOption = False,
 ) -> None:
-    """Scan a dataset: tiles and tokens of every sample, from image headers and text."""
+    """Scan a dataset: tiles, clips and tokens of every sample, from headers of files and text."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal

@@ -1,8 +1,8 @@
 """InternVL's training data (a meta JSON that names annotation files) as lazily read samples.
 
-    {source: {"root": image folder, "annotation": file.jsonl, "repeat_time": 1, ...}}
+    {source: {"root": folder of files, "annotation": file.jsonl, "repeat_time": 1, ...}}
     {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records
-    {source: {"annotation": texts.jsonl}}           texts have no images, so need no folder
+    {source: {"annotation": texts.jsonl}}           texts name no files, so need no folder
     {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
     {source: {"energon": folder, "split": "train"}}
 
@@ -19,13 +19,15 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
+from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
 from omnibal.data.record_files import RecordIndex, index_array, index_lines, is_array
 from omnibal.data.records import (
     InvalidRecordError,
-    Pictures,
+    Media,
     read_conversation,
-    read_media,
+    read_images,
+    read_recordings,
     video_file,
 )
 from omnibal.data.sample import Sample
@@ -61,7 +63,7 @@ class _SourceMeta(Frozen):
         if sum(place is not None for place in given) != 1:
             raise ValueError('one of "annotation", "shards" and "energon" must be given')
         if self.root is not None and self.annotation is None:
-            raise ValueError('"root", the folder of the images, goes with "annotation" alone')
+            raise ValueError('"root", the folder of the files, goes with "annotation" alone')
         if self.split is not None and self.energon is None:
             raise ValueError('"split" goes with "energon" alone')
         return self
@@ -80,7 +82,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """Images and frames that are files of their own."""
+    """Images, frames and recordings that are files of their own."""
 
     root: Path
 
@@ -101,6 +103,12 @@ class _Folder:
         return tuple(map(ImageFile, frames)) or (ImageFile(folder),)
 
     def unnamed(self) -> tuple[ImageFile, ...]:
+        return ()
+
+    def recording(self, name: str) -> AudioFile:
+        return AudioFile(self.root / name)
+
+    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
         return ()
 
 
@@ -183,7 +191,7 @@ class Annotations:
         self.files = places.files
         """Annotation files and shards."""
         self.roots = tuple(entry.root for entry in sources)
-        """Folder of the images, or of the shards, of every source."""
+        """Folder of the images and recordings, or of the shards, of every source."""
         self.augmented = tuple(entry.name for entry in sources if entry.augment)
         """Sources whose tiles are augmented in training."""
 
@@ -242,12 +250,13 @@ class Annotations:
         source = self._sources[self.source[index]]
         where = self.where(index)
         try:
-            content, pictures, name = self._content(index)
+            content, media, name = self._content(index)
             record = json.loads(content)
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
-            images, video = read_media(record, pictures)
-            said = read_conversation(record, len(images), video)
+            images, video = read_images(record, media)
+            recordings = read_recordings(record, media)
+            said = read_conversation(record, len(images), video, len(recordings))
         except UserError:
             raise
         except OSError as error:
@@ -262,6 +271,7 @@ class Annotations:
             where=where,
             images=images,
             turns=said.turns,
+            recordings=recordings,
             system=said.system,
             greeting=said.greeting,
             video=video,
@@ -269,8 +279,8 @@ class Annotations:
             max_dynamic_patch=source.max_dynamic_patch,
         )
 
-    def _content(self, index: int) -> tuple[bytes, Pictures, str]:
-        """A record's JSON, what it may show, and its key or number."""
+    def _content(self, index: int) -> tuple[bytes, Media, str]:
+        """A record's JSON, what it may show and say, and its key or number."""
         places, source = self._places, self._sources[self.source[index]]
         path = places.files[places.file[index]]
         start, size = int(places.start[index]), int(places.size[index])

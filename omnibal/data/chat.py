@@ -25,8 +25,11 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.config import ChatTemplate, ModelConfig
-from omnibal.data.sample import IMAGE, Sample
+from omnibal.data.sample import AUDIO, IMAGE, Sample
 from omnibal.data.tokenizer import (
+    AUDIO_CONTEXT,
+    AUDIO_END,
+    AUDIO_START,
     IMAGE_CONTEXT,
     IMAGE_END,
     IMAGE_START,
@@ -156,23 +159,32 @@ def as_written(text: str, model: ModelConfig) -> str:
 
 
 def _pieces(model: ModelConfig) -> tuple[str, ...]:
-    """Pieces that only the model's template may write, those of images included if it takes any."""
+    """Pieces that only the model's template may write, with those of images and of recordings if it
+    takes any."""
     images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.takes_images else ()
-    return (*images, *_TEMPLATES[model.chat_template].pieces)
+    recordings = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if model.takes_audio else ()
+    return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
 
 
 def encode_sample(
-    sample: Sample, tiles_per_image: Sequence[int], model: ModelConfig, tokenizer: Tokenizer
+    sample: Sample,
+    tiles_per_image: Sequence[int],
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
-    """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile.
+    """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile, and
+    recording i `clips_per_recording[i]` times those of a clip.
 
     Raises:
-        UserError: the text turns into control tokens, or the tokenizer lacks a piece.
+        UserError: the text turns into control tokens, the tokenizer lacks a piece, or the sample
+            has a recording and the model takes none.
     """
-    if len(tiles_per_image) != len(sample.images):
+    given = (len(tiles_per_image), len(clips_per_recording))
+    if given != (len(sample.images), len(sample.recordings)):
         raise ValueError(
-            f"{sample.where}: tiles of {len(tiles_per_image)} image(s) were given for "
-            f"{len(sample.images)}"
+            f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
+            f"were given for {len(sample.images)} and {len(sample.recordings)}"
         )
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting=False)
@@ -182,10 +194,11 @@ def encode_sample(
     if template.never_learned is not None:
         unlearned = tokenizer.id_of(template.never_learned)
         loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
-    if model.takes_images:
-        before, context = _image_tokens(token_ids, tiles_per_image, model, tokenizer, sample)
-        token_ids = np.insert(token_ids, before, context)
-        loss_mask = np.insert(loss_mask, before, False)
+    before, contexts = _item_tokens(
+        token_ids, tiles_per_image, clips_per_recording, model, tokenizer, sample
+    )
+    token_ids = np.insert(token_ids, before, contexts)
+    loss_mask = np.insert(loss_mask, before, False)
     bos = _bos(template, tokenizer)
     return EncodedSample(
         token_ids=np.concatenate([bos, token_ids]),
@@ -200,6 +213,7 @@ def encode_prompt(
     model: ModelConfig,
     tokenizer: Tokenizer,
     chatting: bool = False,
+    clips_per_recording: Sequence[int] = (),
 ) -> np.ndarray:
     """Token ids before the answer of `turn`, earlier reference answers included, int64 [tokens].
 
@@ -216,16 +230,18 @@ def encode_prompt(
     if not template.message_by_message:
         texts = ["".join(texts)]
     token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
-    if model.takes_images:
-        tiles = tiles_per_image[: sample.images_until(turn)]
-        before, context = _image_tokens(token_ids, tiles, model, tokenizer, sample)
-        token_ids = np.insert(token_ids, before, context)
+    tiles = tiles_per_image[: sample.images_until(turn)]
+    clips = clips_per_recording[: sample.recordings_until(turn)]
+    token_ids = np.insert(
+        token_ids, *_item_tokens(token_ids, tiles, clips, model, tokenizer, sample)
+    )
     return np.concatenate([_bos(template, tokenizer), token_ids])
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     """Messages in order: the system message and the greeting if any, then questions and answers."""
     template = _TEMPLATES[model.chat_template]
+    _check_recordings(sample, model)
     _check_texts(sample, model)
     close = template.end + template.after_end
     system = _system(sample, model, chatting)
@@ -239,6 +255,8 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
             texts = [as_written(text, model) for text in texts]
         asked, answered = texts
         question = asked.replace(IMAGE, IMAGE_START + IMAGE_END)
+        if sample.recordings:
+            question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
         messages.append(f"{template.user}{question}{close}")
         messages.append(f"{template.assistant}{answered}{close}")
     return messages
@@ -257,16 +275,37 @@ def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
     return given if given or has_empty_turn else None
 
 
+def _check_recordings(sample: Sample, model: ModelConfig) -> None:
+    """Refuse recordings of a model that takes none, and marks of them where there are none."""
+    if sample.recordings and not model.takes_audio:
+        raise UserError(
+            f"{sample.where}: has {len(sample.recordings)} recording(s), but the model has no "
+            "encoder for them; leave the sample out, or choose a model with an audio encoder"
+        )
+    if model.takes_audio and not sample.recordings and any(AUDIO in t for t in _texts(sample)):
+        raise UserError(
+            f'{sample.where}: has {AUDIO} in its text and no recording; name it as "audio", or '
+            f"spell or remove {AUDIO}"
+        )
+
+
+def _texts(sample: Sample) -> list[str]:
+    turns = [text for turn in sample.turns for text in (turn.question, turn.answer)]
+    return [sample.system or "", sample.greeting or "", *turns]
+
+
 def _check_texts(sample: Sample, model: ModelConfig) -> None:
     """Refuse text in which the template's own pieces stand; those of others are plain text, or
     whatever the tokenizer makes of them, as in InternVL."""
-    turns = [text for turn in sample.turns for text in (turn.question, turn.answer)]
-    texts = [sample.system or "", sample.greeting or "", *turns]
+    marked = f"mark an image with {IMAGE}"
+    if model.takes_audio:
+        marked += f", a recording with {AUDIO}"
+    texts = _texts(sample)
     for piece in _pieces(model):
         if any(piece in text for text in texts):
             raise UserError(
                 f"{sample.where}: has {piece!r} in its text, which only the chat template may "
-                f"write; mark an image with {IMAGE}, and spell or remove any other use"
+                f"write; {marked}, and spell or remove any other use"
             )
 
 
@@ -332,20 +371,30 @@ def _encode_apart(
     return token_ids, np.concatenate(masks)
 
 
-def _image_tokens(
+def _item_tokens(
     token_ids: np.ndarray,
     tiles_per_image: Sequence[int],
+    clips_per_recording: Sequence[int],
     model: ModelConfig,
     tokenizer: Tokenizer,
     sample: Sample,
-) -> tuple[np.ndarray, int]:
-    """Insertion position of every image token that is still missing, and the image token's id."""
-    context = tokenizer.image_context
-    starts = np.flatnonzero(token_ids == tokenizer.required(IMAGE_START))
-    if len(starts) != len(tiles_per_image) or (token_ids == context).any():
-        raise _control_tokens(sample)
-    counts = np.array(tiles_per_image, np.int64) * model.vision.tokens_per_item
-    return np.repeat(starts + 1, counts), context
+) -> tuple[np.ndarray, np.ndarray]:
+    """Insertion position of every image and audio token that is still missing, and its id."""
+    given = []
+    if model.takes_images:
+        tokens = np.array(tiles_per_image, np.int64) * model.vision.tokens_per_item
+        given.append((IMAGE_START, tokenizer.image_context, tokens))
+    if model.takes_audio:
+        tokens = np.array(clips_per_recording, np.int64) * model.audio.tokens_per_item
+        given.append((AUDIO_START, tokenizer.audio_context, tokens))
+    before, contexts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for start, context, tokens in given:
+        starts = np.flatnonzero(token_ids == tokenizer.required(start))
+        if len(starts) != len(tokens) or (token_ids == context).any():
+            raise _control_tokens(sample)
+        before.append(np.repeat(starts + 1, tokens))
+        contexts.append(np.full(tokens.sum(), context))
+    return np.concatenate(before), np.concatenate(contexts)
 
 
 def _control_tokens(sample: Sample) -> UserError:

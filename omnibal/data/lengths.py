@@ -1,21 +1,27 @@
 """Sample lengths: items and tokens of every sample, read from Parquet or OmniBal's JSON.
 
-A row counts `tokens` (language tokens, those of images included), `loss_tokens` (tokens that carry
-loss) and, in a column each, the items that the model's encoders take, such as `tiles` (of images,
-thumbnail included). Only where a scan skipped samples does it also say which `sample` of the
-annotations it is of.
+A row counts `tokens` (language tokens, those of images and recordings included), `loss_tokens`
+(tokens that carry loss) and, in a column each, the items that the model's encoders take: `tiles`
+(of images, thumbnail included) and `clips` (of recordings). Only where a scan skipped samples does
+it also say which `sample` of the annotations it is of.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, Field, Strict
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    model_serializer,
+)
 
 from omnibal.config import ChatTemplate, ModelConfig
 from omnibal.data.columns import Columns, no_items
@@ -45,6 +51,17 @@ class _MetaEntry(BaseModel):
     token_lengths: str
 
 
+class ClipSizes(Frozen):
+    """What the number of a recording's clips and of their tokens depends on."""
+
+    frames: int
+    """Log-mel frames of a clip, one every 10 ms."""
+    tokens_per_clip: int
+
+    def __str__(self) -> str:
+        return f"clips of {self.frames} frames and {self.tokens_per_clip} tokens"
+
+
 class LengthsOrigin(Frozen):
     """Identity of a scan's inputs; training refuses data or a tokenizer that differ from it."""
 
@@ -55,8 +72,18 @@ class LengthsOrigin(Frozen):
     tokens_per_tile: int | None
     tiling: TilingConfig | None
     """How images are cut into tiles; None, as the two before it, where the model takes none."""
+    clips: ClipSizes | None = None
+    """None where the model takes no recordings."""
     chat_template: ChatTemplate
     system_message: str | None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_taken(
+        self, serialize: SerializerFunctionWrapHandler
+    ) -> dict[str, Any]:
+        # As before there were clips: plans are known by the hash of what is written.
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if name != "clips" or value}
 
 
 def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
@@ -64,6 +91,13 @@ def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
     if not model.takes_images:
         return None, None
     return model.vision.image_size, model.vision.tokens_per_item
+
+
+def clip_sizes(model: ModelConfig) -> ClipSizes | None:
+    """Frames and tokens of a clip; None where the model takes no recordings."""
+    if not model.takes_audio:
+        return None
+    return ClipSizes(frames=model.audio.frames, tokens_per_clip=model.audio.tokens_per_item)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

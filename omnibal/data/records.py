@@ -1,12 +1,14 @@
-"""Checked reading of one sample's JSON record: its images and its conversation."""
+"""Checked reading of one sample's JSON record: its images, recordings and conversation."""
 
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import ImageFile
-from omnibal.data.sample import IMAGE, VIDEO, VIDEO_LINE, Turn
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Turn
 
+_PATHS = "a path, a list of paths, or absent"
 _VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))
 
 
@@ -42,8 +44,8 @@ _FORMS = (
 )
 
 
-class Pictures(Protocol):
-    """Images and frames that the names in a record refer to."""
+class Media(Protocol):
+    """Images, frames and recordings that the names in a record refer to."""
 
     def image(self, name: str) -> ImageFile:
         """One image or frame."""
@@ -54,8 +56,14 @@ class Pictures(Protocol):
     def unnamed(self) -> tuple[ImageFile, ...]:
         """List the images of a record that names none."""
 
+    def recording(self, name: str) -> AudioFile:
+        """One recording."""
 
-def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageFile, ...], bool]:
+    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
+        """List the recordings of a record that names none."""
+
+
+def read_images(record: dict[str, Any], media: Media) -> tuple[tuple[ImageFile, ...], bool]:
     """The record's images or frames, and whether they are frames.
 
     Raises:
@@ -63,10 +71,10 @@ def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageF
     """
     video = record.get("video") or []
     if not video and record.get("image") is None:
-        return pictures.unnamed(), False
-    images = _names(record.get("image") or [], "image", "a path, a list of paths, or absent")
+        return media.unnamed(), False
+    images = _names(record.get("image") or [], "image", _PATHS)
     if not video:
-        return tuple(map(pictures.image, images)), False
+        return tuple(map(media.image, images)), False
     if images:
         raise InvalidRecordError('has an "image" and a "video"; a sample may show one of them')
     named = _names(video, "video", "a folder of frames, or a list of their paths")
@@ -74,8 +82,20 @@ def read_media(record: dict[str, Any], pictures: Pictures) -> tuple[tuple[ImageF
         if is_video_file(name):
             raise video_file(name)
     if isinstance(video, str):
-        return pictures.frames(video), True
-    return tuple(map(pictures.image, named)), True
+        return media.frames(video), True
+    return tuple(map(media.image, named)), True
+
+
+def read_recordings(record: dict[str, Any], media: Media) -> tuple[AudioFile, ...]:
+    """The record's recordings.
+
+    Raises:
+        InvalidRecordError: they are not named as they must be.
+    """
+    named = record.get("audio")
+    if named is None:
+        return media.unnamed_recordings()
+    return tuple(map(media.recording, _names(named or [], "audio", _PATHS)))
 
 
 def is_video_file(name: str) -> bool:
@@ -93,22 +113,28 @@ def video_file(name: str) -> InvalidRecordError:
     )
 
 
-def read_conversation(record: dict[str, Any], images: int, video: bool) -> Conversation:
+def read_conversation(
+    record: dict[str, Any], images: int, video: bool, recordings: int
+) -> Conversation:
     """Read the messages of a record; a video's `<video>` line is left in place.
 
     Raises:
-        InvalidRecordError: it is malformed, or does not place the images.
+        InvalidRecordError: it is malformed, or does not place the images or the recordings.
     """
     system, greeting, values = _conversation_values(record)
     questions, answers = values[::2], values[1::2]
-    if any(IMAGE in text for text in [system or "", greeting or "", *answers]):
-        raise InvalidRecordError(
-            f"has {IMAGE} in an answer or system message; it may stand only in a question"
-        )
+    # Without recordings <audio> is text, such as that of a page in HTML.
+    for mark in (IMAGE, AUDIO) if recordings else (IMAGE,):
+        if any(mark in text for text in [system or "", greeting or "", *answers]):
+            raise InvalidRecordError(
+                f"has {mark} in an answer or system message; it may stand only in a question"
+            )
+    if recordings:
+        _place(questions, AUDIO, recordings, "recording")
     if video:
         _place_video(questions)
     else:
-        _place_images(questions, images)
+        _place(questions, IMAGE, images, "image")
     kinds = record.get("kinds", [None] * len(questions))
     named = isinstance(kinds, list) and all(isinstance(kind, str | None) for kind in kinds)
     if not named or len(kinds) != len(questions):
@@ -126,16 +152,16 @@ def _names(value: Any, key: str, remedy: str) -> list[str]:
     return names
 
 
-def _place_images(questions: list[str], images: int) -> None:
-    """Put the only image first where no question shows it."""
-    placeholders = sum(question.count(IMAGE) for question in questions)
-    if images == 1 and placeholders == 0:
-        questions[0] = f"{IMAGE}\n{questions[0]}"
-        placeholders = 1
-    if placeholders != images:
+def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
+    """Put the only image or recording first where no question has its mark."""
+    placed = sum(question.count(mark) for question in questions)
+    if count == 1 and placed == 0:
+        questions[0] = f"{mark}\n{questions[0]}"
+        placed = 1
+    if placed != count:
         raise InvalidRecordError(
-            f"has {placeholders} {IMAGE} for {images} image(s); write one {IMAGE} for each image, "
-            "and none without images"
+            f"has {placed} {mark} for {count} {noun}(s); write one {mark} for each {noun}, "
+            f"and none without {noun}s"
         )
 
 

@@ -65,6 +65,12 @@ class Sample:
         """Number of images in the questions up to and including this turn."""
         return sum(asked.question.count(IMAGE) for asked in self.turns[: turn + 1])
 
+    def recordings_until(self, turn: int) -> int:
+        """Number of recordings in the questions up to and including this turn."""
+        if not self.recordings:
+            return 0
+        return sum(asked.question.count(AUDIO) for asked in self.turns[: turn + 1])
+
     def shown(self, tiling: TilingConfig | None) -> "Sample":
         """Keep the frames that the model sees, each named in the question; images are unchanged.
 

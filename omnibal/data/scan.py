@@ -1,7 +1,7 @@
-"""Scan of a dataset: tiles and tokens of every sample, from image headers and text alone.
+"""Scan of a dataset: tiles, clips and tokens of every sample, from headers and text alone.
 
-No pixel is decoded, except of a file whose end looks wrong. Neither the number of processes nor
-where an earlier scan was killed changes the result.
+No pixel is decoded, except of a file whose end looks wrong, and no sound but the last of a FLAC.
+Neither the number of processes nor where an earlier scan was killed changes the result.
 """
 
 import hashlib
@@ -18,9 +18,11 @@ from PIL import Image
 from omnibal import __version__
 from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
+from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer, encode_sample
 from omnibal.data.image_files import ImageFile, why_unreadable
-from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, tile_sizes
+from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, clip_sizes, tile_sizes
+from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
 from omnibal.data.scan_pool import map_unordered
@@ -74,7 +76,8 @@ def scan_lengths(
     on_error: OnError = "stop",
     journal: ScanJournal | None = None,
 ) -> Scan:
-    """Tiles, tokens and loss tokens of every sample; image tokens are counted, not built.
+    """Tiles, clips, tokens and loss tokens of every sample; what stands for images and recordings
+    is counted, not built.
 
     Args:
         on_progress: called now and then with the number of samples done since the last call.
@@ -84,10 +87,10 @@ def scan_lengths(
             added to it as they are scanned.
 
     Raises:
-        UserError: malformed lines or missing, unreadable or truncated images, of which the first
-            five are named (to skip: only where nothing else is left), a tokenizer that lacks what
-            the model's chat template writes or is larger than its vocabulary, or a process that was
-            ended from outside.
+        UserError: malformed lines or missing, unreadable or truncated images and recordings, of
+            which the first five are named (to skip: only where nothing else is left), a tokenizer
+            that lacks what the model's chat template writes or is larger than its vocabulary, or a
+            process that was ended from outside.
     """
     check_tokenizer(model, tokenizer)
     parts = [journal.finished if journal is not None else np.empty(0, COUNTED)]
@@ -122,7 +125,7 @@ def scan_lengths(
 
 
 def scan_key(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Hash of all that the counts depend on, except for the image files themselves."""
+    """Hash of all that the counts depend on, except for images and recordings themselves."""
     given = (
         __version__,
         _origin(annotations, model, tokenizer).model_dump_json(),
@@ -170,12 +173,14 @@ class _Scanned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scanner:
-    """Scans samples, and caches the sizes of image files."""
+    """Scans samples, and caches what the headers of files say."""
 
     model: ModelConfig
     tokenizer: Tokenizer
     size_of: dict[ImageFile, tuple[int, int] | str] = field(default_factory=dict)
     """Width and height of an image in pixels, or what is wrong with it."""
+    duration_of: dict[AudioFile, Duration | str] = field(default_factory=dict)
+    """Length of a recording, or what is wrong with it."""
 
     def __call__(self, task: _Task) -> _Scanned:
         rows, bad = [], []
@@ -188,19 +193,36 @@ class _Scanner:
                 bad.append(BadSample(index=index, where=where, message=str(error)))
         return _Scanned(np.array(rows, COUNTED), bad)
 
-    def _counts(self, sample: Sample) -> tuple[int, int, int]:
-        """Tiles, tokens and loss tokens."""
+    def _counts(self, sample: Sample) -> tuple[int, int, int, int]:
+        """Tiles, clips, tokens and loss tokens."""
         sample = sample.shown(self.model.tiling)
-        text = encode_sample(sample, [0] * len(sample.images), self.model, self.tokenizer)
-        tiles, tokens = 0, len(text.token_ids)
+        nothing = [0] * len(sample.images), [0] * len(sample.recordings)
+        text = encode_sample(sample, nothing[0], self.model, self.tokenizer, nothing[1])
+        tiles, clips, tokens = 0, 0, len(text.token_ids)
         if sample.images:
             vision = self.model.vision
             tiling = sample.tiling(vision.tiling)
             sizes = [self._image_size(image, sample) for image in sample.images]
             tiles = sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
             tokens += tiles * vision.tokens_per_item
+        if sample.recordings:
+            audio = self.model.audio
+            durations = [self._duration(recording, sample) for recording in sample.recordings]
+            clips = sum(duration.clips(audio.frames) for duration in durations)
+            tokens += clips * audio.tokens_per_item
         check_positions(tokens, self.model, f"{sample.where}: the sample")
-        return tiles, tokens, int(text.loss_mask.sum())
+        return tiles, clips, tokens, int(text.loss_mask.sum())
+
+    def _duration(self, recording: AudioFile, sample: Sample) -> Duration:
+        if recording not in self.duration_of:
+            try:
+                self.duration_of[recording] = read_duration(recording)
+            except BadRecording as error:
+                self.duration_of[recording] = f"{error.wrong}; {error.remedy}"
+        found = self.duration_of[recording]
+        if isinstance(found, str):
+            raise UserError(f"{sample.where}: recording {recording} {found}")
+        return found
 
     def _image_size(self, image: ImageFile, sample: Sample) -> tuple[int, int]:
         if image not in self.size_of:
@@ -223,8 +245,9 @@ def _lengths(
     rows: np.ndarray, annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer
 ) -> Lengths:
     indices = np.ascontiguousarray(rows["index"])
+    taken = [("tiles", model.takes_images), ("clips", model.takes_audio)]
     return Lengths(
-        items={"tiles": np.ascontiguousarray(rows["tiles"])} if model.takes_images else {},
+        items={name: np.ascontiguousarray(rows[name]) for name, takes in taken if takes},
         tokens=np.ascontiguousarray(rows["tokens"]),
         loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
         source=annotations.source[indices],
@@ -242,6 +265,7 @@ def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) 
         image_size=image_size,
         tokens_per_tile=tokens_per_tile,
         tiling=model.tiling,
+        clips=clip_sizes(model),
         chat_template=model.chat_template,
         system_message=model.system_message,
     )

@@ -15,10 +15,13 @@ import numpy as np
 
 from omnibal.errors import UserError
 
-COUNTED = np.dtype([("index", "<i8"), ("tiles", "<i4"), ("tokens", "<i4"), ("loss_tokens", "<i4")])
+_COUNTS = ("tiles", "clips", "tokens", "loss_tokens")
+COUNTED = np.dtype([("index", "<i8"), *((name, "<i4") for name in _COUNTS)])
 """A scanned sample: its index in the annotations, and its counts."""
 
-_TITLE = b"omnibal scan journal 1 "
+_TITLE = b"omnibal scan journal "
+_FORM = b"2 "
+"""Of what the records hold; a journal of another form is discarded."""
 _PREFIX = struct.Struct("<II")
 
 
@@ -89,7 +92,7 @@ class ScanJournal:
 
 
 def _header(key: str) -> bytes:
-    return _TITLE + key.encode() + b"\n"
+    return _TITLE + _FORM + key.encode() + b"\n"
 
 
 def _records(content: bytes, start: int) -> Iterator[np.ndarray]:

@@ -2,6 +2,7 @@
 
     000017.json   the record, as a line of JSONL holds it
     000017.jpg    or 000017.0.jpg, 000017.1.jpg, ...: its images
+    000017.wav    or 000017.0.wav, 000017.1.wav, ..., or FLAC: its recordings
 
 A plan reads samples in an order of its own, so the shards are indexed once, and then read by seek.
 The libraries say which shards there are and which members make a sample. They import torch where
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from omnibal.data.audio_files import AUDIO_SUFFIXES, AudioFile
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import InvalidRecordError, is_video_file
@@ -89,14 +91,7 @@ class ShardSample:
 
     def image(self, name: str) -> ImageFile:
         """The member of that name: all of it, without its folder, or what is behind the key."""
-        for member in self.members:
-            if name in (member.name, PurePath(member.name).name, member.suffix):
-                return self._image(member)
-        held = ", ".join(member.name for member in self.members)
-        raise InvalidRecordError(
-            f"names {name!r}, but the members of its key are {held}; name those, or leave the "
-            'names out: then "image" is all of them'
-        )
+        return self._image(self._named(name, "image"))
 
     def frames(self, name: str) -> tuple[ImageFile, ...]:
         """Raises InvalidRecordError: a key has no folders."""
@@ -106,18 +101,43 @@ class ShardSample:
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         """All image members: 2.jpg before 10.jpg, whatever their order in the shard."""
-        images = [member for member in self.members if _is_image(member)]
+        images = self._all_of(IMAGE_SUFFIXES)
         videos = [member.name for member in self.members if is_video_file(member.name)]
         if videos and not images:
             raise InvalidRecordError(
                 f"has the video file {videos[0]} and no image; extract its frames, store them "
                 f'under its key as {self.key}.0.jpg, {self.key}.1.jpg, ... and list them as "video"'
             )
-        images.sort(key=lambda member: natural_order(PurePath(member.suffix).stem))
         return tuple(map(self._image, images))
+
+    def recording(self, name: str) -> AudioFile:
+        """The member of that name, as `image` understands it."""
+        return self._recording(self._named(name, "audio"))
+
+    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
+        """All recordings among the members, in the order of `unnamed`."""
+        return tuple(map(self._recording, self._all_of(AUDIO_SUFFIXES)))
+
+    def _named(self, name: str, key: str) -> _Member:
+        for member in self.members:
+            if name in (member.name, PurePath(member.name).name, member.suffix):
+                return member
+        held = ", ".join(member.name for member in self.members)
+        raise InvalidRecordError(
+            f"names {name!r}, but the members of its key are {held}; name those, or leave the "
+            f'names out: then "{key}" is all of them'
+        )
+
+    def _all_of(self, suffixes: frozenset[str]) -> list[_Member]:
+        """Members with such a suffix in the order of their numbers."""
+        found = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
+        return sorted(found, key=lambda member: natural_order(PurePath(member.suffix).stem))
 
     def _image(self, member: _Member) -> ImageFile:
         return ImageFile(self.shard, member.name, member.offset, member.size)
+
+    def _recording(self, member: _Member) -> AudioFile:
+        return AudioFile(self.shard, member.name, member.offset, member.size)
 
 
 def webdataset_shards(notation: str, folder: Path) -> list[Shard]:
@@ -277,10 +297,6 @@ def _content(file: BinaryIO, member: _Member) -> bytes:
         return named
     file.seek(member.offset)
     return named + file.read(member.size)
-
-
-def _is_image(member: _Member) -> bool:
-    return PurePath(member.name).suffix.lower() in IMAGE_SUFFIXES
 
 
 def _keys_of(shard: str, excluded: set[str]) -> frozenset[str]:

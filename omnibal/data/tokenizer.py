@@ -21,6 +21,8 @@ from omnibal.errors import UserError
 from omnibal.files import read_json_model
 
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
+AUDIO_START, AUDIO_CONTEXT, AUDIO_END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"
+"""Of Qwen2-Audio and Qwen2.5-Omni."""
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PHI_SYSTEM, PHI_USER, PHI_ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 PHI_END = "<|end|>"
@@ -77,6 +79,11 @@ class Tokenizer(ABC):
     def image_context(self) -> int:
         """The id whose embeddings the vision tower replaces."""
         return self.required(IMAGE_CONTEXT)
+
+    @property
+    def audio_context(self) -> int:
+        """The id whose embeddings the audio tower replaces."""
+        return self.required(AUDIO_CONTEXT)
 
 
 def lacking(pieces: Sequence[str]) -> str:

@@ -156,6 +156,12 @@ def stages_from_cuts(
     return tuple(stages)
 
 
+def encoders_stage(model: ModelConfig) -> Stage:
+    """All units of a model's encoders, as a stage."""
+    units = len(unit_words(model)) - len(unit_words(model.without_encoders()))
+    return stages_from_cuts(model, (units,))[0]
+
+
 def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
     """Refuse stages that are not the model, cut into runs.
 

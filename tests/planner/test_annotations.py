@@ -307,7 +307,7 @@ def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
         ("{}", "names no source"),
         ('{"a": {"root": ""}}', 'a: one of "annotation", "shards" and "energon" must'),
         ('{"a": {"annotation": "a.jsonl", "shards": "a.tar"}}', 'one of "annotation"'),
-        ('{"a": {"shards": "a.tar", "root": ""}}', '"root", the folder of the images, goes with'),
+        ('{"a": {"shards": "a.tar", "root": ""}}', '"root", the folder of the files, goes with'),
         ('{"a": {"shards": "a.tar", "split": "train"}}', '"split" goes with "energon" alone'),
         ('{"a": {"root": "", "annotation": "a.jsonl", "conv_style": "x"}}', "conv_style: Extra"),
         ('{"a": {"root": "", "annotation": "a.jsonl", "max_dynamic_patch": 0}}', "max_dynamic_pat"),

@@ -150,7 +150,7 @@ def checkpoint(folder: Path) -> None:
     options = asdict(OPTIONS)
     first = trainers[0]
     writer = CheckpointWriter(
-        folder, plan, first.stage, first.optimizer, first.scheduler, options,
+        folder, plan, first.stages, first.optimizer, first.scheduler, options,
         keep_last=None, asynchronous=True,
     )  # fmt: skip
     _steps(first, 0, 3)
@@ -159,7 +159,7 @@ def checkpoint(folder: Path) -> None:
     writer.finish()
     second = trainers[1]
     loaded = load_checkpoint(
-        folder, plan, second.stage, second.optimizer, second.scheduler, options
+        folder, plan, second.stages, second.optimizer, second.scheduler, options
     )
     assert loaded.step == 3
     torch.testing.assert_close(torch.tensor(_steps(second, 3, 6)), torch.tensor(rest))

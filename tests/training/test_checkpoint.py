@@ -37,7 +37,7 @@ PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
 def train_range(links, plan, first, last, load, save, seed=3):
     """Losses of steps first..last-1 and the weights after, by global name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=seed)
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
         assert load_checkpoint(load, *parts).step == first
     losses = []
@@ -133,7 +133,7 @@ def test_resumes_where_a_whole_stage_is_frozen(tmp_path, frozen):
 def saved_while_training(links, plan, directory):
     """Saves after step 2 in both ways, and no byte is written before step 5 is done."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=3)
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     at_once = CheckpointWriter(directory / "sync", *parts, keep_last=None, asynchronous=False)
     later = CheckpointWriter(directory / "async", *parts, keep_last=None, asynchronous=True)
     gate = threading.Event()
@@ -257,7 +257,7 @@ def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
 def refusal(links, plan, load):
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=0)
     with pytest.raises(UserError) as caught:
-        load_weights(load, plan, trainer.stage)
+        load_weights(load, plan, trainer.stages)
     return str(caught.value)
 
 
@@ -276,7 +276,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
 def refused_options(links, plan, load):
     options = replace(OPTIONS, lr=5e-3)
     trainer = build_trainer(plan, links, options, steps=TOTAL_STEPS, seed=0)
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(options))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(options))
     with pytest.raises(UserError) as caught:
         load_checkpoint(load, *parts)
     return str(caught.value)

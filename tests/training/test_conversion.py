@@ -298,13 +298,13 @@ def test_export_in_another_type(tmp_path, dtype):
 
 def loaded(links, plan, run):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
-    assert load_weights(run, plan, trainer.stage) == 0
+    assert load_weights(run, plan, trainer.stages) == 0
     return by_name(trainer.stage, lambda parameter: parameter)
 
 
 def resumed(links, plan, run):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
-    parts = (trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     with pytest.raises(UserError, match="weights alone") as raised:
         load_checkpoint(run, plan, *parts)
     return str(raised.value)
@@ -379,11 +379,11 @@ def test_bf16_plan_rounds_what_is_stored_once(tmp_path):
 def train_and_save(links, plan, run, directory):
     """A step of fine-tuning and a save; the next step's logits are those of what was saved."""
     trainer = build_trainer(plan, links, OPTIONS, steps=4, seed=9)
-    load_weights(run, plan, trainer.stage)
+    load_weights(run, plan, trainer.stages)
     trainer.optimizer.reload_model_params()
     batches = [pack(samples) for samples in micro_batches(plan.model)]
     train_step(trainer, MicroBatchStream.of(batches))
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
     writer.save(1, {})
     writer.finish()

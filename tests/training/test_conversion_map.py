@@ -182,7 +182,8 @@ def shapes_of(stage: VLMStage) -> dict[str, tuple[int, ...]]:
     found = {}
     for name, parameter in stage.named_parameters():
         full = global_parameter_name(stage, name)
-        found[full] = tuple(whole_shape(parameter, unpadded_size(stage.model_config, full)))
+        unpadded = unpadded_size(stage.model_config, full)
+        found[full] = tuple(whole_shape(parameter, unpadded, stage.groups.tp))
     return found
 
 

@@ -143,7 +143,7 @@ def model_of(name: str) -> ModelConfig:
 def observed(links, plan: Plan, run, packs: Sequence[Sequence[ToySample]]):
     """Loss of a step from imported weights, outputs of the units in it, and gradients by name."""
     trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
-    load_weights(run, plan, trainer.stage)
+    load_weights(run, plan, trainer.stages)
     seen: dict[str, list[torch.Tensor]] = {"vision": [], "projector": [], "head": []}
     for part, module in trainer.stage.named_children():
         if part in seen:

@@ -35,9 +35,7 @@ def reader_of(folder: Path) -> SampleReader:
 def pipeline_answers(links, plan, folder):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
     options = EvaluationOptions(samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS)
-    return evaluate(
-        trainer.model, links, plan, CAPS, reader_of(folder), 0, options, lambda done, total: None
-    )
+    return evaluate(trainer, CAPS, reader_of(folder), 0, options, lambda done, total: None)
 
 
 def answers_one_by_one(links, plan, folder):

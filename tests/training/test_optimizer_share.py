@@ -87,7 +87,7 @@ class Resumed:
 def resumed(links, plan, load, save):
     """Resume from one directory and save in another."""
     trainer = build_trainer(plan, links, OPTIONS, steps=_STEPS, seed=5)
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     memory, before = HostMemory(), read_bytes()
     with memory:
         load_checkpoint(load, *parts)
@@ -124,7 +124,7 @@ def trained(links, plan, save):
     trainer = build_trainer(plan, links, OPTIONS, steps=_STEPS, seed=3)
     train_step(trainer, MicroBatchStream.of([toy_batch(plan.model, [(1, 9)], seed=1)]))
     trainer.wait_for_weights()
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     CheckpointWriter(save, *parts, keep_last=None, asynchronous=False).save(1, {})
 
 

@@ -63,7 +63,7 @@ def batches_of(model, number, packs):
 def train_steps(links, plan, steps, load=None, save=None, first=0):
     """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
         assert load_checkpoint(load, *parts).step == first
     results, gradients = [], []

@@ -169,7 +169,7 @@ def computed_by_transformers(links, name):
 def observed(links, plan, run):
     """Outputs of the head in a step from imported weights, its loss, and gradients by name."""
     trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
-    load_weights(run, plan, trainer.stage)
+    load_weights(run, plan, trainer.stages)
     heads: list[torch.Tensor] = []
     if trainer.stage.head is not None:
         trainer.stage.head.register_forward_hook(functools.partial(keep, heads))

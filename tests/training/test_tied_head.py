@@ -184,7 +184,7 @@ def test_checkpoint_gives_the_weights_alone(tmp_path, cuts, tensor):
 
 def loaded_weights(links, plan, directory):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=4)
-    assert load_weights(directory, plan, trainer.stage) == 1
+    assert load_weights(directory, plan, trainer.stages) == 1
     return by_name(trainer.stage, lambda parameter: parameter)
 
 
@@ -201,7 +201,7 @@ def test_frozen_language_part_equals_one_process(cuts):
 def names_of(links, plan, directory):
     """Parameters in the stage, by their global names, after a save without training."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stage, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
     writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
     writer.save(1, {})
     writer.finish()
@@ -212,7 +212,7 @@ def names_of(links, plan, directory):
 def load_or_refuse(links, plan, directory):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     try:
-        return load_weights(directory, plan, trainer.stage)
+        return load_weights(directory, plan, trainer.stages)
     except UserError as error:
         return str(error)
 

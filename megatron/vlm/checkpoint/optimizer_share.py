@@ -51,20 +51,20 @@ class _Piece:
 
 @torch.no_grad()
 def load_share(
-    optimizer: DistributedOptimizer | None, model_state: dict[str, Any], path: Path
+    optimizers: Sequence[tuple[DistributedOptimizer, dict[str, Any]]], path: Path
 ) -> None:
     """Read this rank's share of the weights in float32 and of Adam's moments; collective.
 
     Args:
-        optimizer: with state for all of its parameters, which is overwritten; None on a rank whose
-            stage is frozen whole.
-        model_state: the stage's sharded state, which says where its parameters are in a checkpoint.
+        optimizers: each with state for all of its parameters, which is overwritten, and the sharded
+            state of what it trains, which says where the parameters are in a checkpoint; none on a
+            rank of which everything is frozen.
         path: of the checkpoint, of any parallel sizes.
 
     Raises:
         CheckpointException: files are missing, cut short or of another model.
     """
-    pieces = [] if optimizer is None else list(_pieces(optimizer, model_state))
+    pieces = [piece for each in optimizers for piece in _pieces(*each)]
     stored: dict[str, list[ShardedTensor]] = defaultdict(list)
     for piece in pieces:
         stored[piece.rows.key].append(piece.rows)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (
     WriteBucket,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
@@ -91,6 +91,8 @@ class CheckpointWriter:
         directory: of the run; all ranks must see the same.
         options: the optimizer's settings, which a resumed run must share.
         keep_last: how many checkpoints are kept; None keeps all.
+        stages: everything that this rank holds of the model, whose optimizers are chained in this
+            order: its stage, and encoders beside the pipeline.
         asynchronous: whether `save` returns as soon as the state is copied, and files are written
             while training goes on.
 
@@ -102,15 +104,15 @@ class CheckpointWriter:
         self,
         directory: Path,
         plan: Plan,
-        stage: VLMStage,
-        optimizer: MegatronOptimizer,
+        stages: Sequence[VLMStage],
+        optimizer: ChainedOptimizer,
         scheduler: OptimizerParamScheduler,
         options: Mapping[str, float | str],
         keep_last: int | None,
         asynchronous: bool,
     ) -> None:
         self._directory = directory
-        self._stage = stage
+        self._stages = stages
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._identity = identity_state(plan.model, _steps_sha256(plan), _plain(options))
@@ -202,12 +204,13 @@ class CheckpointWriter:
         )
 
     def _whole_state(self, step: int, training_state: dict[str, Any]) -> dict[str, Any]:
-        state = _model_state(self._stage)
-        if _is_trained(self._stage):
-            _fill_empty_optimizer_state(self._optimizer)
-            state["optimizer"] = self._optimizer.sharded_state_dict(
-                state["model"], metadata=_METADATA
-            )
+        state = _model_state(self._stages)
+        for name, one in _trained(self._stages, self._optimizer).items():
+            _fill_empty_optimizer_state(one)
+            described = one.sharded_state_dict(state[name], metadata=_METADATA)
+            # Settings are the same for all; every parameter's state has its name in the files.
+            own = {f"optimizer of {name}": described.pop("param_state")}
+            state = {"optimizer": described} | state | own
         return state | {
             "scheduler": self._scheduler.state_dict(),
             "step": step,
@@ -234,7 +237,7 @@ class CheckpointWriter:
         changing = set()
         if self._asynchronous:
             # The optimizer's state was gathered for this save alone; the weights are the model's.
-            tensors = (*self._stage.parameters(), *self._stage.buffers())
+            tensors = [t for one in self._stages for t in (*one.parameters(), *one.buffers())]
             changing = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         writes: list[Callable[[], list[WriteResult]]] = [
             partial(_write_bucket, layout.writer, bucket)
@@ -452,12 +455,15 @@ class LoadedCheckpoint:
 def load_checkpoint(
     directory: Path,
     plan: Plan,
-    stage: VLMStage,
-    optimizer: MegatronOptimizer,
+    stages: Sequence[VLMStage],
+    optimizer: ChainedOptimizer,
     scheduler: OptimizerParamScheduler,
     options: Mapping[str, float | str],
 ) -> LoadedCheckpoint:
     """Restore weights, optimizer and schedule from the newest checkpoint; collective.
+
+    Args:
+        stages: as `CheckpointWriter` has them. A checkpoint does not know where encoders were.
 
     Raises:
         UserError: there is no checkpoint, it is broken, of another model, of another order of the
@@ -481,38 +487,55 @@ def load_checkpoint(
             "which samples were seen; resume with the plan it was trained with or with one made "
             "by `omnibal plan --steps-of` it, or start anew without --load"
         )
+    loaded = _load_weights(path, stages)
+    trained = _trained(stages, optimizer)
+    for one in trained.values():
+        _fill_empty_optimizer_state(one)
+        one.load_state_dict(loaded["optimizer"])
+    state = _model_state(stages)
     with one_error(path):
-        loaded = dist_checkpointing.load(_model_state(stage), str(path))
-    # Core puts the halves of gated layers together in tensors of their own, which go with this.
-    stage.load_state_dict(loaded.pop("model"))
-    trained = None
-    if _is_trained(stage):
-        [trained] = optimizer.chained_optimizers
-        _fill_empty_optimizer_state(optimizer)
-        optimizer.load_state_dict(loaded["optimizer"])
-    with one_error(path):
-        load_share(trained, _model_state(stage)["model"], path)
+        load_share([(one, state[name]) for name, one in trained.items()], path)
     scheduler.load_state_dict(loaded["scheduler"])
     return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
 
 
-def load_weights(directory: Path, plan: Plan, stage: VLMStage) -> int:
+def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
     """Restore weights alone from the newest checkpoint; collective, returns its step.
 
     Raises:
         UserError: there is no checkpoint, it is broken, or of another model; the same on every
             rank.
     """
-    path = _open(directory, plan).path
+    return _load_weights(_open(directory, plan).path, stages)["step"]
+
+
+def _load_weights(path: Path, stages: Sequence[VLMStage]) -> dict[str, Any]:
+    """Restore the weights; returns what else a checkpoint has in common for all ranks."""
     with one_error(path):
-        loaded = dist_checkpointing.load(_model_state(stage), str(path))
-    stage.load_state_dict(loaded["model"])
-    return loaded["step"]
+        loaded = dist_checkpointing.load(_model_state(stages), str(path))
+    for name, part in _named(stages).items():
+        # Core puts the halves of gated layers together in tensors of their own, which go with this.
+        part.load_state_dict(loaded.pop(name))
+    return loaded
 
 
-def _model_state(stage: VLMStage) -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return {"model": stage.sharded_state_dict(metadata={**_METADATA, "dp_cp_group": group})}
+def _named(stages: Sequence[VLMStage]) -> dict[str, VLMStage]:
+    """Names in the state, none of which is in the files."""
+    return dict(zip(("model", "encoders"), stages, strict=False))
+
+
+def _trained(
+    stages: Sequence[VLMStage], optimizer: ChainedOptimizer
+) -> dict[str, DistributedOptimizer]:
+    """The optimizer of everything that is trained."""
+    # Encoders that are frozen whole have none, and come last.
+    pairs = zip(_named(stages).items(), optimizer.chained_optimizers, strict=False)
+    return {name: one for (name, stage), one in pairs if _is_trained(stage)}
+
+
+def _model_state(stages: Sequence[VLMStage]) -> dict[str, Any]:
+    described = _named(stages).items()
+    return {name: stage.sharded_state_dict(metadata=_METADATA) for name, stage in described}
 
 
 def _is_trained(stage: VLMStage) -> bool:
@@ -548,16 +571,16 @@ def _steps_sha256(plan: Plan) -> str | None:
     return plan.data.steps_sha256 if plan.data is not None else None
 
 
-def _fill_empty_optimizer_state(optimizer: MegatronOptimizer) -> None:
+def _fill_empty_optimizer_state(optimizer: DistributedOptimizer) -> None:
     """Create the optimizer state, which core needs for its description, before a first step."""
-    for chained in optimizer.chained_optimizers:
-        # Transformer Engine's and Apex's optimizers count steps in their groups.
-        counts_by_parameter = isinstance(chained.optimizer, torch.optim.Adam | torch.optim.AdamW)
-        for group in chained.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = chained.optimizer.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                    if counts_by_parameter:
-                        state["step"] = torch.tensor(0.0)
+    inner = optimizer.optimizer
+    # Transformer Engine's and Apex's optimizers count steps in their groups.
+    counts_by_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+                if counts_by_parameter:
+                    state["step"] = torch.tensor(0.0)

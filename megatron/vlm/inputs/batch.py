@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
 from megatron.vlm.inputs.share import Share, Sharing
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
@@ -194,16 +195,36 @@ def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor,
     return here.to(device, non_blocking=True), here  # blocking, it would wait for the stream
 
 
+def joined_items(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """One micro-batch of the items of several that have no tokens."""
+    fields: dict[str, torch.Tensor] = {}
+    for name in ("pixels_TCPP", "frames_CBF", "drop_path_keys_T"):
+        parts = [vars(batch)[name] for batch in batches]
+        if all(part is not None for part in parts):
+            fields[name] = torch.cat(parts)
+    return MicroBatch(
+        tiles=sum(batch.tiles for batch in batches),
+        clips=sum(batch.clips for batch in batches),
+        tokens=0,
+        segment_tokens=(),
+        unreadable=tuple(error for batch in batches for error in batch.unreadable),
+        **fields,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchStream:
     """Iterator over one step's micro-batches, with the planned shape of each."""
 
     batches: Iterator[MicroBatch]
-    """Micro-batches in order; those after the step's own are not taken."""
+    """Micro-batches in order, and before them the passes of encoders beside the pipeline; those
+    after the step's own are not taken."""
     shapes: Sequence[MicroBatchShape]
     """Planned shapes of the step's micro-batches; may be empty."""
     rows_are_full: bool = True
     """Whether all data-parallel ranks have equally many micro-batches in the step."""
+    encoding: StepShares | None = None
+    """What this rank encodes first, where encoders stand beside the pipeline."""
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
@@ -212,6 +233,21 @@ class MicroBatchStream:
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def take_pass(self, planned: EncoderPass) -> MicroBatch:
+        """Take the next pass, a micro-batch without tokens.
+
+        Raises:
+            ValueError: there is none, or it has other items than planned.
+        """
+        batch = next(self.batches, None)
+        shape = MicroBatchShape(tokens=0, **{"tiles": 0, planned.feature: planned.items})
+        if batch is None or batch.shape != shape:
+            raise ValueError(
+                f"{'nothing' if batch is None else batch.shape} was read for a pass of {shape} of "
+                f"the encoder {planned.encoder}; read the step's passes first, in their order"
+            )
+        return batch
 
     def take(self, micro_batch: int) -> MicroBatch:
         """Take the next micro-batch, which must be number `micro_batch` of the step.

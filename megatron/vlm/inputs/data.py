@@ -327,13 +327,22 @@ class PackDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, item: int) -> MicroBatch | UserError:
         try:
-            return self._load(int(self.rows[item]))
+            row = int(self.rows[item])
+            return self._load(row, self._own_part(row))
         except UserError as error:
             return error
 
-    def _load(self, row: int) -> MicroBatch:
+    def load_items(self, row: int, tiles: range) -> MicroBatch:
+        """Read some tiles of a pack, and none of its tokens.
+
+        Raises:
+            UserError: an image cannot be read, or is not what the plan counted.
+        """
+        nothing = whole_samples(np.zeros(0, np.int64))
+        return self._load(row, _OwnPart(pieces=nothing, tiles=tiles, share=None))
+
+    def _load(self, row: int, own: _OwnPart) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
-        own = self._own_part(row)
         sample_tiles = self.lengths.column("tiles")[indices].astype(np.int64)
         fields: dict[str, Any] = {}
         if self.stage.layers("vision") and self.options.drop_path:

@@ -40,7 +40,9 @@ class AllHeadsRMSNorm(torch.nn.Module):
         super().__init__()
         ranks = config.tensor_model_parallel_size
         own_width = config.num_attention_heads // ranks * hidden_size
-        start = parallel_state.get_tensor_model_parallel_rank() * own_width
+        # Core names no group here; alone, a rank has all heads, whatever the job's size is.
+        rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
+        start = rank * own_width
         weight_W = torch.arange(start, start + own_width) < config.hidden_size
         self.weight = torch.nn.Parameter(weight_W.to(config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, dim=0, stride=1)
@@ -54,7 +56,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
             prefix,
             {"weight": 0},
             sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_group=metadata["tp_group"],
             dp_cp_group=metadata["dp_cp_group"],
         )
 

@@ -7,6 +7,7 @@ hidden size, K audio tokens over all clips, E language hidden size.
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from megatron.core import tensor_parallel
@@ -44,12 +45,16 @@ class AudioEmbedding(torch.nn.Module):
 class AudioProjector(MegatronModule):
     """The tower's last norm, neighbouring positions stacked, and an MLP: Linear, GELU, Linear."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, config: TransformerConfig, tp_group: dist.ProcessGroup
+    ) -> None:
         super().__init__(config)
+        self.tp_group = tp_group
         audio, width = model.audio, model.language.hidden_size
         self.positions_per_token = audio.positions_per_token
         self.norm = Norm(config, audio.hidden_size, audio.norm_eps)
         divided = {"config": config, "init_method": config.init_method, "bias": True}
+        divided["tp_group"] = tp_group
         self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
             audio.projector_input_size, width, **divided, skip_bias_add=True
         )

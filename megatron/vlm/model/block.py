@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,6 +44,7 @@ class PlannedBlock(TransformerBlock):
         recompute_layers: for every level of packs, global layer numbers, from 0, of layers whose
             activations are dropped after forward and computed again in backward.
         final_norm: whether the tower's last norm follows.
+        groups: that the layers are divided over; without, Megatron's own of this job.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class PlannedBlock(TransformerBlock):
         layer_specs: Sequence[ModuleSpec],
         recompute_layers: Sequence[Sequence[int]],
         final_norm: bool,
+        groups: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(
             config,
             TransformerBlockSubmodules(layer_specs=list(layer_specs), layer_norm=Norm),
             post_layer_norm=final_norm,
             post_process=final_norm,
+            pg_collection=groups,
         )
         self.set_levels(recompute_layers)
         self._level = 0

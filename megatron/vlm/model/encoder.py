@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.audio import AudioEmbedding, AudioProjector
@@ -36,8 +37,13 @@ class EncoderUnits(NamedTuple):
         stage: Stage,
         config: TransformerConfig,
         parts: LayerParts,
+        groups: ProcessGroupCollection,
     ) -> "EncoderUnits":
-        """Build what a stage holds of the encoder `name`."""
+        """Build what a stage holds of the encoder `name`.
+
+        Args:
+            groups: that layers and projector are divided over.
+        """
         tower = model.encoders[name]
         numbers, layers = stage.layers(name), None
         if numbers:
@@ -46,13 +52,15 @@ class EncoderUnits(NamedTuple):
                 [encoder_layer_spec(config, tower, parts)] * len(numbers),
                 recompute_layers=[stage.recomputed(name)],
                 final_norm=False,
+                groups=groups,
             )
         embedding = projector = None
         if stage.holds(f"{name} embed"):
             embedding = _embedding(tower, config.params_dtype)
         if stage.holds(projector_unit(model, name)):
             is_vision = isinstance(tower, TilesEncoder)
-            projector = (VisionProjector if is_vision else AudioProjector)(model, config)
+            kind = VisionProjector if is_vision else AudioProjector
+            projector = kind(model, config, groups.tp)
         return cls(embedding, layers, projector)
 
     def modules(self, name: str) -> Iterator[tuple[str, torch.nn.Module | None]]:

@@ -48,10 +48,11 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
         full_name = global_parameter_name(stage, name)
         digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        shape = whole_shape(parameter, unpadded_size(stage.model_config, full_name))
+        unpadded = unpadded_size(stage.model_config, full_name)
+        shape = whole_shape(parameter, unpadded, stage.groups.tp)
         values = torch.randn(shape, generator=generator)
         values *= _standard_deviation(stage, full_name, inputs=math.prod(shape[1:]))
-        parameter.copy_(own_shard(values, parameter))
+        parameter.copy_(own_shard(values, parameter, stage.groups.tp))
 
 
 def _standard_deviation(stage: VLMStage, name: str, inputs: int) -> float:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
@@ -40,7 +41,9 @@ from megatron.vlm.model.providers import layer_parts
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig, Provider
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.units import encoders_stage, stages_from_cuts
 from omnibal.plan import Plan
 from omnibal.units import LANGUAGE, projector_name, projector_unit
 
@@ -54,6 +57,9 @@ class VLMStage(MegatronModule):
     """The units of one stage, named as in the whole model so that checkpoints fit any split.
 
     Units that the stage does not hold are None.
+
+    Args:
+        groups: that the stage is divided over, and copied in; without, Megatron's own of this job.
     """
 
     def __init__(
@@ -64,8 +70,11 @@ class VLMStage(MegatronModule):
         language_config: TransformerConfig,
         drop_path_rate: float = 0.0,
         provider: Provider = "local",
+        groups: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=language_config)
+        self.groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = self.groups.tp
         self.model_config = model
         self.drop_path_rate = drop_path_rate
         # Core asks these of every model when it reduces gradients of shared embeddings, which is
@@ -79,7 +88,7 @@ class VLMStage(MegatronModule):
         vocabulary = own_words * tensor
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
         self.encoders = {
-            name: EncoderUnits.build(model, name, stage, config, parts)
+            name: EncoderUnits.build(model, name, stage, config, parts, self.groups)
             for name, config in encoder_configs.items()
         }
         for encoder, units in self.encoders.items():
@@ -185,11 +194,14 @@ class VLMStage(MegatronModule):
             hidden = {LANGUAGE: hidden_S1E}
         return {name: _whole(tensor) for name, tensor in hidden.items()}
 
-    def encode(self, batch: MicroBatch, received: ByTower | None = None) -> ByTower:
+    def encode(
+        self, batch: MicroBatch, received: ByTower | None = None, only: str | None = None
+    ) -> dict[str, torch.Tensor]:
         """Run the stage's units of all encoders on the micro-batch's items or on hidden states.
 
         Args:
             received: from the previous stage; what the stage has no units of is passed on.
+            only: encoder to run; without, all.
 
         Returns:
             By encoder, features [K, E] or hidden states [V, B, H], in model order.
@@ -197,7 +209,7 @@ class VLMStage(MegatronModule):
         hidden = dict(received or {})
         items = {"vision": batch.pixels_TCPP, "audio": batch.frames_CBF}
         for name, units in self.encoders.items():
-            if units.is_held:
+            if units.is_held and only in (None, name):
                 given = items[name] if units.embedding is not None else hidden[name]
                 scales_L2B = self._branch_scales(batch) if name == "vision" else None
                 hidden[name] = units.run(given, branch_scales_L2B=scales_L2B, level=batch.level)
@@ -308,7 +320,8 @@ class VLMStage(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
         """State of the stage for a checkpoint, without padding (core's name)."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        groups = {"tp_group": self.groups.tp, "dp_cp_group": self.groups.dp_cp}
+        state = super().sharded_state_dict(prefix, sharded_offsets, {**(metadata or {}), **groups})
         for name, tensor in state.items():
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
                 tensor.allow_shape_mismatch = True
@@ -357,9 +370,9 @@ def build_stage(
         context_groups: from `create_context_groups`; without, no packs are shared.
     """
     prefer_flash_attention_3()
-    arguments = (plan.model, plan.stages, plan.parallel, plan.precision)
+    arguments = (plan.pipeline_model, plan.stages, plan.parallel, plan.precision)
     stage = VLMStage(
-        plan.model,
+        plan.pipeline_model,
         plan.stages[pipeline_rank],
         encoder_transformer_configs(*arguments),
         language_transformer_config(*arguments),
@@ -368,6 +381,27 @@ def build_stage(
     )
     at_levels = [stages[pipeline_rank] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
+    _freeze(stage, plan.frozen)
+    return stage.to(current_device())
+
+
+def build_encoders(
+    plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
+) -> VLMStage:
+    """Build the encoders that stand beside the pipeline: a stage of all of them and nothing else.
+
+    Args:
+        groups: of a whole copy on every rank.
+    """
+    arguments = (plan.model, stages_from_cuts(plan.model, ()), Parallel(pipeline=1), plan.precision)
+    stage = VLMStage(
+        plan.model,
+        encoders_stage(plan.model),
+        encoder_transformer_configs(*arguments),
+        language_transformer_config(*arguments),
+        drop_path_rate,
+        groups=groups,
+    )
     _freeze(stage, plan.frozen)
     return stage.to(current_device())
 
@@ -390,7 +424,7 @@ def _freeze(stage: VLMStage, parts: Collection[str]) -> None:
         modules[name] = (units.embedding, units.layers)
         modules[projector_name(stage.model_config, name)] = (units.projector,)
     for part in parts:
-        for module in modules[part]:
+        for module in modules.get(part, ()):  # of encoders beside the pipeline, elsewhere
             if module is not None:
                 module.requires_grad_(False)
 

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -72,25 +72,27 @@ def _divide(parameter: Any, dim: int) -> None:
     parameter.partition_dim, parameter.partition_stride = dim, 1
 
 
-def whole_shape(parameter: torch.nn.Parameter, unpadded: int | None) -> torch.Size:
-    """Shape over all tensor-parallel ranks together, without padding.
+def whole_shape(
+    parameter: torch.nn.Parameter, unpadded: int | None, group: dist.ProcessGroup
+) -> torch.Size:
+    """Shape over all ranks of a tensor-parallel group together, without padding.
 
     Args:
         unpadded: the parameter's `unpadded_size`.
     """
     shape = list(parameter.shape)
     if parameter.tensor_model_parallel:
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        shape[parameter.partition_dim] = unpadded or shape[parameter.partition_dim] * ranks
+        shape[parameter.partition_dim] = unpadded or shape[parameter.partition_dim] * group.size()
     return torch.Size(shape)
 
 
-def own_shard(whole: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+def own_shard(
+    whole: torch.Tensor, parameter: torch.nn.Parameter, group: dist.ProcessGroup
+) -> torch.Tensor:
     """This rank's part of a tensor of `whole_shape`, zeros where the parameter is padded."""
     if not parameter.tensor_model_parallel:
         return whole
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    rank, ranks = group.rank(), group.size()
     axis = parameter.partition_dim
     padding = list(whole.shape)
     padding[axis] = parameter.shape[axis] * ranks - whole.shape[axis]

@@ -5,6 +5,7 @@ H vision hidden size, K image tokens over all tiles, E language hidden size.
 """
 
 import torch
+import torch.distributed as dist
 from einops import rearrange
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
@@ -46,13 +47,17 @@ class VisionEmbedding(torch.nn.Module):
 class VisionProjector(MegatronModule):
     """Pixel shuffle (`ps_version v2`) and InternVL's MLP: LayerNorm, Linear, GELU, Linear."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, config: TransformerConfig, tp_group: dist.ProcessGroup
+    ) -> None:
         super().__init__(config)
+        self.tp_group = tp_group
         self.patches_per_side = model.vision.patches_per_side
         self.factor = model.vision.pixel_shuffle_factor
         width, wide = model.language.hidden_size, model.vision.projector_input_size
         self.norm = torch.nn.LayerNorm(wide, dtype=config.params_dtype)
         divided = {"config": config, "init_method": config.init_method, "bias": True}
+        divided["tp_group"] = tp_group
         self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
             wide, width, **divided, skip_bias_add=True
         )

@@ -33,7 +33,7 @@ def load_whole_model(
     """
     plan = _whole_plan(checkpoint.model, precision)
     stage = build_stage(plan, 0)
-    load_weights(directory, plan, stage)
+    load_weights(directory, plan, [stage])
     return stage.eval()
 
 

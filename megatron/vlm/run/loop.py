@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
+from megatron.vlm.inputs.encoder_share import EncoderShares
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values, validation_values
@@ -66,12 +67,15 @@ class RunData:
     lengths: Lengths
     sharing: Sharing
     batches: Iterator[MicroBatch]
-    """Micro-batches of this data-parallel rank from the first step on."""
+    """Micro-batches of this data-parallel rank from the first step on; where encoders stand beside
+    the pipeline, before those of a step this rank's passes through them."""
     pack_flops: np.ndarray
     """Operations that training each pack needs, for MFU, float64 [packs]."""
     peak_flops_per_s: float
     """Peak rate of all devices of the job together."""
     validation: Validation | None = None
+    encoder_shares: EncoderShares | None = None
+    """What ranks encode, where encoders stand beside the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,7 @@ class TrainingLoop:
             batches=data.batches,
             shapes=MicroBatchShape.of_shares(packs, data.lengths, own, data.sharing),
             rows_are_full=data.sharing.rows_are_full(packs, self._trainer.plan.parallel.data),
+            encoding=None if data.encoder_shares is None else data.encoder_shares.step(step),
         )
         return train_step(self._trainer, batches, self._stop_requested())
 

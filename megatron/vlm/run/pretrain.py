@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
+from megatron.vlm.inputs.encoder_data import EncodingDataset
+from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.run.arguments import RunArguments
@@ -46,6 +49,7 @@ from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps
+from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import DataPlan, Plan
 from omnibal.plan_files import PlanFiles
 from omnibal.runlog import (
@@ -152,6 +156,12 @@ def _check_options(arguments: RunArguments, plan: Plan) -> None:
             "--provider te was given, but the plan has packs that ranks share, whose attention "
             "Transformer Engine does not have; leave the option out, or plan with --levels 1"
         )
+    if arguments.provider == "te" and plan.beside is not None:
+        raise UserError(
+            "--provider te was given, but the plan's encoders stand beside the pipeline, which is "
+            "tried with this project's layers alone; leave the option out, or plan with "
+            "--encoder pipeline"
+        )
     if arguments.samples.drop_path and not plan.model.takes_images:
         raise UserError(
             f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
@@ -187,7 +197,7 @@ def execute(run: Run, store: dist.Store) -> None:
         )
         if arguments.skip_train:
             assert arguments.load is not None
-            outcome = RunOutcome(load_weights(arguments.load, run.plan, trainer.stage), False)
+            outcome = RunOutcome(load_weights(arguments.load, run.plan, trainer.stages), False)
         else:
             outcome = train_plan(run, trainer)
         if outcome.stopped:
@@ -218,20 +228,13 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
     validation = _validation(run, trainer)
     sinks = _open_run(run, first_step)
     writer = CheckpointWriter(
-        arguments.save, run.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options,
+        arguments.save, run.plan, trainer.stages, trainer.optimizer, trainer.scheduler, options,
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
     sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.levels)
-    dataset = PackDataset(
-        run.reader(run.training_data),
-        run.packs,
-        run.lengths,
-        sharing.rows(run.packs, first_step, last_step),
-        run.plan.stages[trainer.links.rank],
-        arguments.samples,
-        sharing,
-    )
+    shares = _encoder_shares(run)
+    dataset = _dataset(run, trainer.links.rank, sharing, shares, range(first_step, last_step))
     batches = load_batches(dataset, arguments.num_workers, current_device())
     with closing(batches), StopSignal() as stop:
         loop = TrainingLoop(
@@ -240,6 +243,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
                 scheduled=run.packs,
                 lengths=run.lengths,
                 sharing=sharing,
+                encoder_shares=shares,
                 batches=batches,
                 pack_flops=_pack_flops(run),
                 peak_flops_per_s=_peak_flops_per_s(run.planned.job),
@@ -261,18 +265,48 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         return loop.run(first_step)
 
 
+def _encoder_shares(run: Run) -> EncoderShares | None:
+    plan = run.plan
+    if plan.beside is None:
+        return None
+    ranks = EncodingRanks(
+        pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=run.launch.rank
+    )
+    return EncoderShares(model=plan.model, beside=plan.beside, ranks=ranks, packs=run.packs)
+
+
+def _dataset(
+    run: Run, stage: int, sharing: Sharing, shares: EncoderShares | None, steps: range
+) -> PackDataset | EncodingDataset:
+    """What this rank reads in some steps, as its stage and encoders beside it need it."""
+    read = partial(
+        PackDataset,
+        run.reader(run.training_data),
+        run.packs,
+        run.lengths,
+        sharing.rows(run.packs, steps.start, steps.stop),
+        options=run.arguments.samples,
+        sharing=sharing,
+    )
+    texts = read(stage=run.plan.stages[stage])
+    if shares is None:
+        return texts
+    items = read(stage=encoders_stage(run.plan.model))
+    return EncodingDataset(texts, items, shares, steps.start, steps.stop)
+
+
 def _load(run: Run, trainer: Trainer, options: dict[str, Any]) -> tuple[int, int]:
     """Load the checkpoint if any; returns the steps done before and how many were skipped."""
     arguments = run.arguments
     if arguments.load is None:
         return 0, 0
     if arguments.finetune:
-        steps = load_weights(arguments.load, run.plan, trainer.stage)
+        steps = load_weights(arguments.load, run.plan, trainer.stages)
         trainer.optimizer.reload_model_params()
         _log.info(f"starting from the weights of {arguments.load} after step {steps}")
         return 0, 0
     loaded = load_checkpoint(
-        arguments.load, run.plan, trainer.stage, trainer.optimizer, trainer.scheduler, options
+        arguments.load, run.plan, trainer.stages, trainer.optimizer, trainer.scheduler, options
     )
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
     return loaded.step, loaded.training_state["skipped_steps"]
@@ -343,7 +377,7 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     packs = pack_validation(reader, evaluation.eval_samples, longest, run.plan.parallel.data)
     if packs.left_out:
         _log.info(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
-    stage, rank = run.plan.stages[trainer.links.rank], parallel_state.get_data_parallel_rank()
+    stage, rank = trainer.forward_stage, parallel_state.get_data_parallel_rank()
     dataset = packs.dataset(reader, stage, rank, arguments.samples)
     shapes, workers = packs.shapes(rank), arguments.num_workers
     return Validation(
@@ -372,9 +406,7 @@ def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
     with Progress(*columns, console=Console(stderr=True), disable=run.launch.rank != 0) as progress:
         task = progress.add_task("answering held-out questions", total=None)
         evaluation = evaluate(
-            trainer.model,
-            trainer.links,
-            run.plan,
+            trainer,
             _caps_of_questions(run),
             run.reader(run.heldout_data),
             step,

@@ -19,6 +19,10 @@ class Phase(StrEnum):
     WAIT = "wait"
     DATA = "data"
     OPTIMIZER = "optimizer"
+    ENCODER = "encoder"
+    """Forward and backward of encoders beside the pipeline."""
+    EXCHANGE = "exchange"
+    """Their features and gradients sent, and the wait for the ranks that these come from."""
 
 
 Interval = tuple[Phase, float]

@@ -19,11 +19,11 @@ from megatron.core import parallel_state
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.data import SampleReader
-from megatron.vlm.step.schedule import PipelineLinks, run_forward
+from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.train import Trainer
 from omnibal.data.chat import as_written
 from omnibal.data.sample import Sample
 from omnibal.limits import Caps
-from omnibal.plan import Plan
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
 
 _KIND_OF_PLAIN_DATA = "all"
@@ -54,9 +54,7 @@ class EvaluationOptions:
 
 
 def evaluate(
-    model: torch.nn.Module,
-    links: PipelineLinks,
-    plan: Plan,
+    trainer: Trainer,
     caps: Caps,
     reader: SampleReader,
     step: int,
@@ -69,17 +67,18 @@ def evaluate(
         caps: of a micro-batch of questions, answers included.
         on_progress: receives (questions answered, questions) of this rank's share.
     """
-    model.eval()
+    trainer.model.eval()
+    data_ranks = trainer.plan.parallel.data
     questions = list(_questions(reader, options))
-    own = questions[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-    waves = _waves(own, caps, micro_batches=2 * links.size, room=options.max_new_tokens)
+    own = questions[parallel_state.get_data_parallel_rank() :: data_ranks]
+    waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=options.max_new_tokens)
     answered = 0
     for wave in waves:
-        _answer(plan, model, links, reader, wave, options.max_new_tokens)
+        _answer(trainer, reader, wave, options.max_new_tokens)
         answered += sum(map(len, wave))
         on_progress(answered, len(own))
-    model.train()
-    shares: list[list[EvaluatedAnswer]] = [[] for _ in range(plan.parallel.data)]
+    trainer.model.train()
+    shares: list[list[EvaluatedAnswer]] = [[] for _ in range(data_ranks)]
     results = [_compared(question, reader) for question in own]
     dist.all_gather_object(shares, results, group=parallel_state.get_data_parallel_group())
     return _scored([answer for share in shares for answer in share], step)
@@ -118,16 +117,14 @@ def _waves(
 
 
 def _answer(
-    plan: Plan,
-    model: torch.nn.Module,
-    links: PipelineLinks,
+    trainer: Trainer,
     reader: SampleReader,
     wave: list[list[_Question]],
     max_new_tokens: int,
 ) -> None:
     """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
     pixels: dict[Sample, torch.Tensor] = {}
-    if plan.stages[links.rank].holds("vision embed"):
+    if trainer.forward_stage.holds("vision embed"):
         samples = {question.sample for group in wave for question in group}
         pixels = {sample: reader.pixels([sample]) for sample in samples}
     active = wave
@@ -136,9 +133,9 @@ def _answer(
             batches=(_micro_batch(group, pixels, reader) for group in active),
             shapes=[_shape(group) for group in active],
         )
-        outputs = run_forward(plan, model, links, batches)
+        outputs = trainer.run_forward(batches)
         asked = [question for group in active for question in group]
-        next_ids = _broadcast_from_last(links, outputs, len(asked))
+        next_ids = _broadcast_from_last(trainer.links, outputs, len(asked))
         for question, next_id in zip(asked, next_ids, strict=True):
             question.answer_ids.append(next_id)
         end = reader.answer_end

@@ -32,10 +32,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
-from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.step.clock import Phase, PhaseClock
+from megatron.vlm.step.encoders import FeatureInbox, FeatureOutbox, StepFeatures
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     operation_graph,
@@ -48,6 +49,9 @@ from omnibal.units import HEAD
 
 MessageShapes = Mapping[str, tuple[int, ...]]
 """Shapes of a message's tensors by tower, in the order in which they are sent."""
+
+Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
+"""Function that gives a micro-batch's features by encoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,22 +234,27 @@ class _StageRun:
         links: PipelineLinks,
         batches: MicroBatchStream,
         clock: PhaseClock,
+        features: StepFeatures | None = None,
+        encode: Encode | None = None,
     ) -> None:
+        self.features, self.encode = features, encode
         self.plan, self.model, self.links, self.clock = plan, model, links, clock
         self.batches = batches
         self.dtype = parameter_dtype(plan.precision)
         self.kept: dict[int, _Kept] = {}
         self.results: list[torch.Tensor] = []
         self._towers = plan.model.towers
-        self.inputs: Inbox | None = None
+        self.inputs: Inbox | FeatureInbox | None = None
         self.outputs: Outbox | None = None
         self.output_gradients: Inbox | None = None
-        self.input_gradients: Outbox | None = None
+        self.input_gradients: Outbox | FeatureOutbox | None = None
         self.trained_inputs: frozenset[str] = frozenset()
-        """Towers of which the previous stage wants the gradient of what it sent."""
+        """Towers of which a gradient of what comes in is wanted where it came from."""
         if not links.is_first:
             shapes = self._shapes(links.rank - 1)
             self.inputs = self._inbox(shapes, links.previous_rank, links.activations)
+        elif features is not None:
+            self.inputs = features.inbox()
         if not links.is_last:
             self.outputs = Outbox(links.next_rank, links.activations)
 
@@ -272,6 +281,9 @@ class _StageRun:
             self.trained_inputs = self.plan.trained_towers(links.rank - 1)
         if self.trained_inputs:
             self.input_gradients = Outbox(links.previous_rank, links.gradients)
+        if self.features is not None:
+            self.trained_inputs = self.features.trained
+            self.input_gradients = self.features.outbox()
 
     def run(
         self, operations: StageOperations, before_last_backward: Callable[[], None] | None = None
@@ -301,6 +313,8 @@ class _StageRun:
         self.clock.switch(Phase.DATA)
         batch = self.batches.take(micro_batch)
         self.clock.switch(Phase.FORWARD)
+        if self.encode is not None:
+            received = self.encode(batch)
         self.model.module.set_input_tensor(received)
         output = self.model(batch)
         self.clock.switch(Phase.WAIT)
@@ -383,6 +397,7 @@ def run_forward_backward(
     batches: MicroBatchStream,
     clock: PhaseClock,
     before_last_backward: Callable[[], None] | None = None,
+    features: StepFeatures | None = None,
 ) -> list[torch.Tensor]:
     """Run forward and backward of one step's micro-batches in the planned schedule.
 
@@ -390,19 +405,31 @@ def run_forward_backward(
         model: the stage inside Megatron-core's DistributedDataParallel.
         batches: this stage's micro-batches, in slot order.
         before_last_backward: called once, if there is a micro-batch.
+        features: of encoders beside the pipeline, on the first stage; gradients go back into it.
 
     Returns:
         The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
         those of the sum over micro-batches, in core's gradient buffers.
     """
     operations = _operations(planned_graph(links.size, len(batches)), links)
-    return _StageRun(plan, model, links, batches, clock).run(operations, before_last_backward)
+    run = _StageRun(plan, model, links, batches, clock, features)
+    return run.run(operations, before_last_backward)
 
 
 @torch.no_grad()
 def run_forward(
-    plan: Plan, model: torch.nn.Module, links: PipelineLinks, batches: MicroBatchStream
+    plan: Plan,
+    model: torch.nn.Module,
+    links: PipelineLinks,
+    batches: MicroBatchStream,
+    encode: Encode | None = None,
 ) -> list[torch.Tensor]:
-    """Run forwards only; returns the head's outputs on the last stage, else an empty list."""
+    """Run forwards only; returns the head's outputs on the last stage, else an empty list.
+
+    Args:
+        encode: gives the first stage its micro-batches' features, where encoders stand beside the
+            pipeline.
+    """
     operations = _operations(operation_graph(forward_only, links.size, 1, len(batches)), links)
-    return _StageRun(plan, model, links, batches, PhaseClock()).run(operations)
+    own_encode = encode if links.is_first else None
+    return _StageRun(plan, model, links, batches, PhaseClock(), encode=own_encode).run(operations)

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,14 +30,24 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.context_groups import create_context_groups
+from megatron.vlm.model.encoding_groups import create_encoding_group, whole_copy_groups
 from megatron.vlm.model.initialize import initialize_parameters
-from megatron.vlm.model.stage import VLMStage, build_stage, tied_copies
+from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
+from megatron.vlm.step.encoders import Encoders, EncoderStep, StepFeatures
 from megatron.vlm.step.overlap import DataParallelOverlap
-from megatron.vlm.step.schedule import PipelineLinks, all_pipelines, run_forward_backward
+from megatron.vlm.step.schedule import (
+    PipelineLinks,
+    all_pipelines,
+    run_forward,
+    run_forward_backward,
+)
 from omnibal.config import Provider
 from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import Plan
+from omnibal.units import LANGUAGE, unit_kinds
 
 _SMALLEST_WEIGHT = 1e-12
 _log = logging.getLogger(__name__)
@@ -71,25 +87,80 @@ class Trainer:
     """Process groups of the gradient reduction, if the stage holds one of two tied copies."""
     overlap: DataParallelOverlap | None
     """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
+    encoders: Encoders | None = None
+    """Encoders beside the pipeline; None where they are units of the stages."""
+
+    @property
+    def stages(self) -> tuple[VLMStage, ...]:
+        """Everything that this rank holds of the model: its stage, and encoders beside it."""
+        return (self.stage,) if self.encoders is None else (self.stage, self.encoders.stage)
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
         self.model.zero_grad_buffer()
+        if self.encoders is not None:
+            self.encoders.zero_gradients()
         self.optimizer.zero_grad()
 
-    def run_micro_batches(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
-        """Run a step's forwards and backwards, and begin to reduce the gradients.
+    def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
+        """Run a step's forwards and backwards, those of encoders beside the pipeline too, and begin
+        to reduce the stage's gradients.
 
         Returns:
             As `run_forward_backward`.
         """
-        arguments = (self.plan, self.model, self.links, batches, clock)
+        if self.encoders is None:
+            return self.run_micro_batches(batches, clock)
+        encoding = EncoderStep(self.encoders, batches, clock)
+        features = encoding.forward()
+        losses = self.run_micro_batches(batches, clock, features)
+        encoding.backward(features)
+        return losses
+
+    def run_micro_batches(
+        self, batches: MicroBatchStream, clock: PhaseClock, features: StepFeatures | None = None
+    ) -> list[torch.Tensor]:
+        """Run the pipeline's forwards and backwards, and begin to reduce the gradients.
+
+        Args:
+            features: of encoders beside the pipeline, on the first stage.
+
+        Returns:
+            As `run_forward_backward`.
+        """
+        run = partial(
+            run_forward_backward,
+            self.plan,
+            self.model,
+            self.links,
+            batches,
+            clock,
+            features=features,
+        )
         if self.overlap is None:
-            return run_forward_backward(*arguments)
+            return run()
         with self.overlap.reducing():
             if not _may_overlap(batches):
-                return run_forward_backward(*arguments)
-            return run_forward_backward(*arguments, self.overlap.before_last_backward)
+                return run()
+            return run(self.overlap.before_last_backward)
+
+    @property
+    def forward_stage(self) -> Stage:
+        """Units that `run_forward` runs on this rank, by which it reads micro-batches."""
+        stage = self.plan.stages[self.links.rank]
+        if self.encoders is None or not self.links.is_first:
+            return stage
+        return Stage(units=(*encoders_stage(self.plan.model).units, *stage.units))
+
+    def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
+        """Run forwards alone, as for held-out data; encoders beside the pipeline run on its first
+        stage, each rank's for itself.
+
+        Returns:
+            As `run_forward` of the schedule.
+        """
+        encode = None if self.encoders is None else self.encoders.encode
+        return run_forward(self.plan, self.model, self.links, batches, encode)
 
     def update_weights(self, divisor: float) -> float | None:
         """Reduce gradients over all ranks, divide them by `divisor`, clip, step, begin to gather.
@@ -101,6 +172,8 @@ class Trainer:
         self.wait_for_weights()
         finalize_model_grads([self.model], pg_collection=self.tied_groups)
         self.model.scale_gradients(1 / divisor)
+        if self.encoders is not None:
+            self.encoders.reduce_gradients(1 / divisor)
         grad_norm = _update(self.optimizer, self.options.clip_grad)
         if self.overlap is not None:
             self.overlap.begin_gather(changed=grad_norm is not None)
@@ -143,27 +216,13 @@ def build_trainer(
     initialize_parameters(stage, seed)
     exchange = _data_parallel_config(plan.parallel)
     model = DistributedDataParallel(stage.config, exchange, stage)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=options.lr,
-            min_lr=options.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.adam_beta1,
-            adam_beta2=options.adam_beta2,
-            adam_eps=options.adam_eps,
-            clip_grad=options.clip_grad,
-            bf16=plan.precision == "bf16",
-            params_dtype=parameter_dtype(plan.precision),
-            use_distributed_optimizer=True,
-            overlap_param_gather=exchange.overlap_param_gather,
-            # A constant scale of 1 changes nothing but makes core look for gradients that are not
-            # finite, and leave the weights alone where there are any.
-            loss_scale=1.0,
-        ),
-        [model],
-        use_gloo_process_groups=can_save,
-    )
+    settings = _optimizer_config(plan, options, exchange)
+    optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=can_save)
+    encoders = None
+    if plan.beside is not None:
+        encoders, of_encoders = _build_encoders(plan, options, settings, seed, can_save=can_save)
+        both = (*optimizer.chained_optimizers, *of_encoders)
+        optimizer = ChainedOptimizer(list(both))
     _update_in_one_kernel(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -188,6 +247,64 @@ def build_trainer(
         scheduler=scheduler,
         tied_groups=_tied_groups(tied_copies(plan)),
         overlap=DataParallelOverlap(model) if exchange.overlap_param_gather else None,
+        encoders=encoders,
+    )
+
+
+def _build_encoders(
+    plan: Plan,
+    options: OptimizationOptions,
+    settings: OptimizerConfig,
+    seed: int,
+    *,
+    can_save: bool,
+) -> tuple[Encoders, list[MegatronOptimizer]]:
+    """The encoders beside the pipeline, and their optimizer: none where all of them are frozen."""
+    group, groups = create_encoding_group(plan), whole_copy_groups()
+    stage = build_encoders(plan, groups, options.drop_path_rate)
+    initialize_parameters(stage, seed)
+    trained = frozenset(
+        kind.tower
+        for kind in unit_kinds(plan.model)
+        if kind.tower != LANGUAGE and kind.part not in plan.frozen
+    )
+    if not trained:
+        return Encoders(stage=stage, model=None, group=group, trained=trained), []
+    # Nothing else is to be done while their gradients are summed, or their weights gathered.
+    exchange = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+    )
+    model = DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
+    chained = get_megatron_optimizer(
+        settings, [model], use_gloo_process_groups=False, pg_collection=groups
+    )
+    if can_save:
+        host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        for one in chained.chained_optimizers:
+            one.data_parallel_group_gloo = host  # which core makes for its own groups alone
+    encoders = Encoders(stage=stage, model=model, group=group, trained=trained)
+    return encoders, chained.chained_optimizers
+
+
+def _optimizer_config(
+    plan: Plan, options: OptimizationOptions, exchange: DistributedDataParallelConfig
+) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        clip_grad=options.clip_grad,
+        bf16=plan.precision == "bf16",
+        params_dtype=parameter_dtype(plan.precision),
+        use_distributed_optimizer=True,
+        overlap_param_gather=exchange.overlap_param_gather,
+        # A constant scale of 1 changes nothing but makes core look for gradients that are not
+        # finite, and leave the weights alone where there are any.
+        loss_scale=1.0,
     )
 
 
@@ -289,8 +406,8 @@ def train_step(
     clock = PhaseClock()
     clock.switch(Phase.OPTIMIZER)
     trainer.zero_gradients()
-    seen = SeenBatches()
-    losses = trainer.run_micro_batches(seen.count(batches), clock)
+    seen = SeenBatches(reads_once=trainer.encoders is not None)
+    losses = trainer.run_step(seen.count(batches), clock)
     # Every stage needs the sum of weights to scale its gradients. This is also where a stage that
     # is done waits for the others, so that waiting is not mistaken for the optimizer's time.
     clock.switch(Phase.WAIT)
@@ -342,9 +459,15 @@ def _update(optimizer: ChainedOptimizer, clip_grad: float) -> float | None:
 
 
 class SeenBatches:
-    """Counter of passing micro-batches' loss tokens, loss weights and unreadable samples."""
+    """Counter of passing micro-batches' loss tokens, loss weights and unreadable samples.
 
-    def __init__(self) -> None:
+    Args:
+        reads_once: whether no other rank reads the images that this one does, as where encoders
+            stand beside the pipeline.
+    """
+
+    def __init__(self, reads_once: bool = False) -> None:
+        self.reads_once = reads_once
         self.loss_tokens = 0
         self.loss_weights: list[torch.Tensor] = []
         self.unreadable: list[str] = []
@@ -364,7 +487,7 @@ class SeenBatches:
     def told(self, links: PipelineLinks) -> tuple[str, ...]:
         """Errors of unreadable samples, on one of the ranks that read them."""
         first = links.is_first and parallel_state.get_tensor_model_parallel_rank() == 0
-        return tuple(self.unreadable) if first else ()
+        return tuple(self.unreadable) if first or self.reads_once else ()
 
 
 @dataclass(frozen=True, slots=True)

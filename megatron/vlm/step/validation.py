@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.schedule import run_forward
 from megatron.vlm.step.train import SeenBatches, Trainer, global_sums
 from omnibal.runlog import ValidationRecord
 
@@ -28,7 +27,7 @@ def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationR
     trainer.model.eval()
     seen = SeenBatches()
     batches = seen.count(validation.batches())
-    losses = run_forward(trainer.plan, trainer.model, trainer.links, batches)
+    losses = trainer.run_forward(batches)
     trainer.model.train()
     sums = global_sums(trainer.links, losses, seen)
     return ValidationRecord(

@@ -1,0 +1,67 @@
+"""What a rank reads where encoders stand beside the pipeline: items of others, text of its own."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron.vlm.inputs.batch import MicroBatch, joined_items
+from megatron.vlm.inputs.data import PackDataset
+from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, StepShares
+from omnibal.errors import UserError
+
+
+class EncodingDataset(torch.utils.data.Dataset):
+    """Every step's passes through the encoders, and after them its micro-batches.
+
+    Items are those of a `PackDataset`, or a UserError.
+
+    Args:
+        texts: micro-batches of the rank's stage, of the steps from `first_step` on.
+        items: of all packs, as a stage of all encoders reads them.
+        last_step: step after the last one.
+    """
+
+    def __init__(
+        self,
+        texts: PackDataset,
+        items: PackDataset,
+        shares: EncoderShares,
+        first_step: int,
+        last_step: int,
+    ) -> None:
+        self._texts, self._items, self._shares = texts, items, shares
+        self._first_step = first_step
+        self._passes = shares.passes_of_steps(first_step, last_step)
+        steps = texts.scheduled.step[texts.rows] - first_step
+        texts_of_step = np.bincount(steps, minlength=last_step - first_step)
+        self._text_start = np.cumsum(texts_of_step) - texts_of_step
+        self._end = np.cumsum(self._passes + texts_of_step)
+        self._start = self._end - self._passes - texts_of_step
+        self._read: tuple[int, StepShares] | None = None
+
+    def __len__(self) -> int:
+        return int(self._end[-1]) if len(self._end) else 0
+
+    def __getitem__(self, item: int) -> MicroBatch | UserError:
+        step = int(np.searchsorted(self._end, item, "right"))
+        place = item - int(self._start[step])
+        passes = int(self._passes[step])
+        if place < passes:
+            return self._load_pass(self._shares_of(step).passes[place])
+        batch = self._texts[int(self._text_start[step]) + place - passes]
+        # Whoever encodes an item tells of it, once in the job.
+        return batch if isinstance(batch, UserError) else replace(batch, unreadable=())
+
+    def _load_pass(self, planned: EncoderPass) -> MicroBatch | UserError:
+        try:
+            return joined_items(
+                [self._items.load_items(run.row, run.items) for run in planned.runs]
+            )
+        except UserError as error:
+            return error
+
+    def _shares_of(self, step: int) -> StepShares:
+        if self._read is None or self._read[0] != step:
+            self._read = (step, self._shares.step(self._first_step + step))
+        return self._read[1]

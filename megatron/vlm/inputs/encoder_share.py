@@ -1,0 +1,355 @@
+"""What a rank encodes beside the pipeline in a step, and where the features go.
+
+All of it follows from the plan, so that every rank knows what all others send it. A row is the
+feature of one image or audio token. The rows of a pipeline's step are in the order of the encoders,
+within one of its packs, within a pack of its items.
+
+Shapes: G runs of items of all encoders, D ranks that embed tokens.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from omnibal.beside import EncodersBeside
+from omnibal.config import ModelConfig
+from omnibal.data.packs import ScheduledPacks
+from omnibal.dispatch.items import ItemRuns, share_items, shares_of_ranks
+from omnibal.encoders import Encoder
+from omnibal.parallel import Parallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingRanks:
+    """Ranks of an encoding group, all of some aligned pipelines, and this rank's place among them.
+
+    Numbers are those of `share_items`: by pipeline, then stage, then tensor-parallel rank.
+    """
+
+    pipelines: int
+    parallel: Parallel
+    rank: int
+    """Global rank of this process."""
+
+    @property
+    def ranks_of_pipeline(self) -> int:
+        """Ranks of a pipeline."""
+        return self.parallel.pipeline * self.parallel.tensor
+
+    @property
+    def block(self) -> int:
+        """Number of the group among all groups."""
+        return self.parallel.place(self.rank)["data"] // self.pipelines
+
+    @property
+    def pipeline(self) -> int:
+        """This rank's pipeline, as a number within the group."""
+        return self.parallel.place(self.rank)["data"] % self.pipelines
+
+    @property
+    def number(self) -> int:
+        """This rank's number in the group."""
+        return self.global_ranks(self.block).index(self.rank)
+
+    @property
+    def data_ranks(self) -> range:
+        """Data-parallel ranks of the group's pipelines."""
+        return range(self.block * self.pipelines, (self.block + 1) * self.pipelines)
+
+    @property
+    def embedding_numbers(self) -> np.ndarray:
+        """Numbers of the ranks that embed tokens, those of first stages; int64 [D]."""
+        first = np.arange(self.pipelines) * self.ranks_of_pipeline
+        return (first[:, None] + np.arange(self.parallel.tensor)).ravel()
+
+    @property
+    def process_places(self) -> np.ndarray:
+        """Place of every number in the process group, which is in the order of global ranks."""
+        return np.argsort(np.argsort(self.global_ranks(self.block)))
+
+    def global_ranks(self, block: int) -> list[int]:
+        """Global ranks of a group, by number."""
+        sizes = self.parallel
+        return [
+            (stage * sizes.data + block * self.pipelines + pipeline) * sizes.tensor + shard
+            for pipeline in range(self.pipelines)
+            for stage in range(sizes.pipeline)
+            for shard in range(sizes.tensor)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemRun:
+    """A run of a pack's items of one encoder."""
+
+    row: int
+    """Row of the plan's packs."""
+    items: range
+    """Numbers of the items among the pack's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderPass:
+    """Items that a rank runs through an encoder at once."""
+
+    encoder: str
+    feature: str
+    """What the encoder takes: tiles or clips."""
+    runs: tuple[ItemRun, ...]
+    is_kept: bool
+    """Whether the activations are kept for the backward."""
+
+    @property
+    def items(self) -> int:
+        """Number of items, at least 1."""
+        return sum(len(run.items) for run in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FeatureRoute:
+    """How a rank's features leave, and how its part of its pipeline's rows arrives."""
+
+    sent_slices: Sequence[slice]
+    """Slices of the rows that the rank makes, pass after pass, in the order in which they leave."""
+    sent: list[int]
+    """Rows to every rank, in the process group's order."""
+    received_slices: Sequence[slice]
+    """Slices of what arrives, in the order of the pipeline's rows."""
+    received: list[int]
+    """Rows from every rank, in the process group's order."""
+    parts: tuple[int, ...]
+    """Rows that each tensor-parallel rank of the pipeline's first stage receives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rows:
+    """Every run's rows, numbered over all pipelines of the group; int64 [G]."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    source: np.ndarray
+    """Rank that makes them."""
+    made: np.ndarray
+    """Number of the first among those that the source makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShares:
+    """Shares of a step's items in the encoding group of this rank."""
+
+    ranks: EncodingRanks
+    beside: EncodersBeside
+    rows: np.ndarray
+    """Rows of the plan's packs that the group's pipelines have in the step, in their order."""
+    pipeline: np.ndarray
+    """Pipeline of each of these packs."""
+    items: Mapping[str, np.ndarray]
+    """Items of each of these packs, by encoder."""
+    encoders: Mapping[str, Encoder]
+    runs: Mapping[str, ItemRuns]
+
+    def only(self, names: Collection[str]) -> "StepShares":
+        """The shares of some of the encoders."""
+        return replace(
+            self,
+            items={name: items for name, items in self.items.items() if name in names},
+            runs={name: runs for name, runs in self.runs.items() if name in names},
+        )
+
+    @cached_property
+    def passes(self) -> tuple[EncoderPass, ...]:
+        """What this rank encodes: by encoder, and of each first what is kept."""
+        return tuple(one for name in self.items for one in self._passes_of(name))
+
+    def _passes_of(self, name: str) -> Iterator[EncoderPass]:
+        runs = self.runs[name]
+        own = np.flatnonzero(runs.rank == self.ranks.number)
+        stops = np.cumsum(runs.count[own])
+        most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
+        for begin, end in pass_bounds(int(runs.count[own].sum()), most, kept):
+            taken = []
+            for run, stop in zip(own, stops, strict=True):
+                first = runs.first[run] + max(begin - (stop - runs.count[run]), 0)
+                last = runs.first[run] + runs.count[run] - max(stop - end, 0)
+                if first < last:
+                    row = int(self.rows[runs.pack[run]])
+                    taken.append(ItemRun(row=row, items=range(int(first), int(last))))
+            yield EncoderPass(
+                encoder=name,
+                feature=self.encoders[name].feature,
+                runs=tuple(taken),
+                is_kept=end <= kept,
+            )
+
+    def slices(self) -> list[dict[str, slice]]:
+        """Where the features of each of this pipeline's packs are among its rows, by encoder."""
+        own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
+        starts = self._starts
+        base = min((int(start[own[0]]) for start in starts.values()), default=0) if len(own) else 0
+        return [
+            {
+                name: slice(
+                    int(starts[name][pack]) - base,
+                    int(starts[name][pack] + self._rows_of_packs[name][pack]) - base,
+                )
+                for name in self.items
+            }
+            for pack in own
+        ]
+
+    @cached_property
+    def route(self) -> FeatureRoute:
+        """This rank's part in the exchange of features."""
+        rows, borders = self._rows, self._borders
+        # Every run is cut where another rank's part begins.
+        first = np.searchsorted(borders, rows.start, "right") - 1
+        pieces = np.searchsorted(borders, rows.stop, "left") - first
+        run = np.repeat(np.arange(len(pieces)), pieces)
+        part = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + first[run]
+        start = np.maximum(rows.start[run], borders[part])
+        size = np.minimum(rows.stop[run], borders[part + 1]) - start
+        place = self.ranks.process_places
+        source = place[rows.source[run]]
+        target = place[self.ranks.embedding_numbers[part]]
+        made = rows.made[run] + start - rows.start[run]
+        own, everyone = place[self.ranks.number], len(place)
+        sent = np.flatnonzero((source == own) & (size > 0))
+        sent = sent[np.lexsort((start[sent], target[sent]))]
+        received = np.flatnonzero((target == own) & (size > 0))
+        received = received[np.lexsort((start[received], source[received]))]
+        arrived = np.cumsum(size[received]) - size[received]
+        by_row = np.argsort(start[received])
+        parts = np.diff(borders).reshape(self.ranks.pipelines, -1)[self.ranks.pipeline]
+        return FeatureRoute(
+            sent_slices=_joined(made[sent], size[sent]),
+            sent=np.bincount(target[sent], size[sent], everyone).astype(int).tolist(),
+            received_slices=_joined(arrived[by_row], size[received][by_row]),
+            received=np.bincount(source[received], size[received], everyone).astype(int).tolist(),
+            parts=tuple(parts.tolist()),
+        )
+
+    @cached_property
+    def _rows_of_packs(self) -> dict[str, np.ndarray]:
+        return {n: items * self.encoders[n].tokens_per_item for n, items in self.items.items()}
+
+    @cached_property
+    def _starts(self) -> dict[str, np.ndarray]:
+        """First row of every pack's features, by encoder, over all pipelines of the group."""
+        sizes = np.concatenate([np.zeros(0, np.int64), *self._rows_of_packs.values()])
+        count = len(self.rows)
+        encoder = np.repeat(np.arange(len(self.items)), count)
+        order = np.lexsort((encoder, np.tile(self.pipeline, len(self.items))))
+        starts = np.zeros(len(sizes), np.int64)
+        starts[order] = np.cumsum(sizes[order]) - sizes[order]
+        return {n: starts[i * count : (i + 1) * count] for i, n in enumerate(self.items)}
+
+    @property
+    def _borders(self) -> np.ndarray:
+        """First row of every embedding rank's part, and the end; int64 [D + 1]."""
+        of_pack = np.sum(list(self._rows_of_packs.values()), axis=0)
+        sums = np.bincount(self.pipeline, of_pack, self.ranks.pipelines).astype(np.int64)
+        shards = np.arange(self.ranks.parallel.tensor)
+        inside = sums[:, None] * shards // self.ranks.parallel.tensor
+        return np.append((np.cumsum(sums) - sums)[:, None] + inside, sums.sum())
+
+    @property
+    def _rows(self) -> _Rows:
+        start, size, source = [], [], []
+        for name, runs in self.runs.items():
+            per_item = self.encoders[name].tokens_per_item
+            start.append(self._starts[name][runs.pack] + runs.first * per_item)
+            size.append(runs.count * per_item)
+            source.append(runs.rank)
+        starts, sizes, sources = map(np.concatenate, (start, size, source))
+        # A rank makes rows encoder by encoder, which is how they stand here.
+        order = np.argsort(sources, kind="stable")
+        made = np.zeros(len(sizes), np.int64)
+        made[order] = np.cumsum(sizes[order]) - sizes[order]
+        of_rank = np.bincount(sources, sizes, self._group_size).astype(np.int64)
+        made -= (np.cumsum(of_rank) - of_rank)[sources]
+        return _Rows(start=starts, stop=starts + sizes, source=sources, made=made)
+
+    @property
+    def _group_size(self) -> int:
+        return self.ranks.pipelines * self.ranks.ranks_of_pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncoderShares:
+    """Shares of every step of a plan's packs, in the encoding group of this rank."""
+
+    model: ModelConfig
+    beside: EncodersBeside
+    ranks: EncodingRanks
+    packs: ScheduledPacks
+
+    def step(self, step: int) -> StepShares:
+        """Share the items of a step's packs."""
+        rows = np.arange(*np.searchsorted(self.packs.step, [step, step + 1]))
+        data_rank, data_ranks = self.packs.dp_rank[rows], self.ranks.data_ranks
+        rows = rows[(data_rank >= data_ranks.start) & (data_rank < data_ranks.stop)]
+        pipeline = (self.packs.dp_rank[rows] - data_ranks.start).astype(np.int64)
+        items = {name: self._items(name)[rows] for name in self.model.encoders}
+        return StepShares(
+            ranks=self.ranks,
+            beside=self.beside,
+            rows=rows,
+            pipeline=pipeline,
+            items=items,
+            encoders=self.model.encoders,
+            runs=share_items(
+                items,
+                pipeline,
+                pipelines=self.ranks.pipelines,
+                ranks_of_pipeline=self.ranks.ranks_of_pipeline,
+                item_ms=self.beside.item_ms,
+            ),
+        )
+
+    def passes_of_steps(self, first_step: int, last_step: int) -> np.ndarray:
+        """How many passes this rank has in each step from `first_step` to before `last_step`."""
+        steps = last_step - first_step
+        data_ranks, pipelines = self.ranks.data_ranks, self.ranks.pipelines
+        inside = (self.packs.step >= first_step) & (self.packs.step < last_step)
+        inside &= (self.packs.dp_rank >= data_ranks.start) & (self.packs.dp_rank < data_ranks.stop)
+        cell = (self.packs.step - first_step) * pipelines + self.packs.dp_rank - data_ranks.start
+        held = {
+            name: np.bincount(cell[inside], self._items(name)[inside], steps * pipelines)
+            .astype(np.int64)
+            .reshape(steps, pipelines)
+            for name in self.model.encoders
+        }
+        shares = shares_of_ranks(
+            held, ranks_of_pipeline=self.ranks.ranks_of_pipeline, item_ms=self.beside.item_ms
+        )
+        passes = np.zeros(steps, np.int64)
+        for name, share in shares.items():
+            own = share[:, self.ranks.number]
+            most = self.beside.items_per_pass[name]
+            kept = np.minimum(own, self.beside.kept_items[name])
+            passes += -(-kept // most) + -(-(own - kept) // most)
+        return passes
+
+    def _items(self, name: str) -> np.ndarray:
+        return self.packs.column(self.model.encoders[name].feature).astype(np.int64)
+
+
+def pass_bounds(items: int, items_per_pass: int, kept: int) -> Iterator[tuple[int, int]]:
+    """First item and item after the last of every pass; none holds kept items and others."""
+    kept = min(kept, items)
+    for first, stop in ((0, kept), (kept, items)):
+        for begin in range(first, stop, items_per_pass):
+            yield begin, min(begin + items_per_pass, stop)
+
+
+def _joined(starts: np.ndarray, sizes: np.ndarray) -> list[slice]:
+    """Slices of these starts and sizes, in order, as few as may be."""
+    slices: list[slice] = []
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        if slices and slices[-1].stop == start:
+            slices[-1] = slice(slices[-1].start, start + size)
+        else:
+            slices.append(slice(start, start + size))
+    return slices

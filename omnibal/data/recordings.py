@@ -1,0 +1,181 @@
+"""Recordings read: how long one is, from its header, and the samples of its clips.
+
+A recording is cut into clips of equal length at 16 kHz, of which silence fills up the last. Which
+clips are read together changes none of them: each is decoded and resampled on its own.
+
+Shapes: C clips, S samples of a clip.
+"""
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import gcd
+from typing import BinaryIO
+
+import numpy as np
+import soundfile
+from scipy.signal import resample_poly
+
+from omnibal.data.audio_files import AudioFile
+
+RATE_HZ = 16_000
+"""Samples per second that Whisper takes (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
+SAMPLES_PER_FRAME = 160
+"""Samples between two log-mel frames: 10 ms."""
+
+_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
+_LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64
+_UNKNOWN_SIZE = 2**32 - 1
+"""Size of the data in the header of a WAV that was written to a pipe, or is over 4 GiB."""
+_FILTER_REACH = 10
+"""Input samples, or output samples where these are further apart, that scipy's filter reaches to
+each side."""
+
+
+class BadRecording(ValueError):
+    """A recording is unusable: what is wrong with it, and the remedy before training."""
+
+    def __init__(self, wrong: str, remedy: str = "replace the file or remove the sample") -> None:
+        super().__init__(wrong, remedy)
+        self.wrong = wrong
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """Length of a recording."""
+
+    samples: int
+    """Samples of each channel, at least 1."""
+    rate_hz: int
+
+    def clips(self, frames: int) -> int:
+        """Clips of so many frames that the recording is cut into, at least 1.
+
+        Example:
+            >>> Duration(samples=44_100 * 61, rate_hz=44_100).clips(3_000)
+            3
+        """
+        resampled = -(-self.samples * RATE_HZ // self.rate_hz)
+        return -(-resampled // (frames * SAMPLES_PER_FRAME))
+
+
+def read_duration(recording: AudioFile) -> Duration:
+    """Length of a whole recording, from its header; nothing is decoded but the last of a FLAC.
+
+    Raises:
+        BadRecording: it is missing, broken, truncated, empty or of another format.
+    """
+    with _opened(recording) as sound:
+        _check_header(sound)
+        duration = Duration(sound.frames, sound.samplerate)
+        _check_end(sound)
+    with recording.open() as file:
+        if _is_cut_wav(file):
+            raise _truncated()
+    return duration
+
+
+def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
+    """Read some clips of a recording, the mean of its channels; no more than they need is decoded.
+
+    Args:
+        wanted: numbers of clips, below the recording's `Duration.clips`.
+        frames: of a clip.
+
+    Returns:
+        waves_CS: samples at 16 kHz, float32; after the end of the recording 0.
+
+    Raises:
+        BadRecording: it cannot be read there.
+    """
+    waves_CS = np.zeros((len(wanted), frames * SAMPLES_PER_FRAME), np.float32)
+    with _opened(recording) as sound:
+        _check_header(sound)
+        for wave_S, number in zip(waves_CS, wanted, strict=True):
+            found = _clip(sound, number * len(wave_S), len(wave_S))
+            wave_S[: len(found)] = found
+    return waves_CS
+
+
+def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
+    """Samples from `start` on at 16 kHz, fewer where the recording ends, float32.
+
+    They are those of the whole recording resampled: the filter sees all that it reaches, and what
+    is decoded begins where an input sample falls on an output sample.
+    """
+    common = gcd(RATE_HZ, sound.samplerate)
+    up, down = RATE_HZ // common, sound.samplerate // common
+    reach = -(-_FILTER_REACH * max(up, down) // up) + 1
+    first = max(0, start * down // up - reach) // down * down
+    stop = min(sound.frames, -(-(start + samples) * down // up) + reach)
+    sound.seek(first)
+    decoded = sound.read(stop - first, dtype="float32", always_2d=True)
+    if len(decoded) < stop - first:
+        raise _truncated()
+    if not np.isfinite(decoded).all():
+        raise BadRecording("has samples that are not finite")
+    wave = resample_poly(decoded.mean(axis=1), up, down)
+    offset = start - first // down * up
+    return wave[offset : offset + samples]
+
+
+@contextmanager
+def _opened(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
+    try:
+        with recording.open() as file, soundfile.SoundFile(file) as sound:
+            yield sound
+    except FileNotFoundError as error:
+        raise BadRecording("does not exist", "correct the path, or root in the meta") from error
+    except IsADirectoryError as error:
+        raise BadRecording("is a folder", "name a recording in it") from error
+    except soundfile.LibsndfileError as error:
+        # Without its prefix, which has the address of the file object.
+        raise BadRecording(f"cannot be read ({error.error_string})") from error
+    except OSError as error:
+        raise BadRecording(f"cannot be read ({error.strerror})") from error
+
+
+def _check_header(sound: soundfile.SoundFile) -> None:
+    if sound.format not in _FORMATS:
+        raise BadRecording(
+            f"is {sound.format}, and must be WAV or FLAC",
+            "convert it, as with `ffmpeg -i IN a.flac`",
+        )
+    if sound.frames < 1:
+        raise BadRecording("has no samples")
+    if not _LEAST_HZ <= sound.samplerate <= _MOST_HZ or sound.channels > _MOST_CHANNELS:
+        raise BadRecording(
+            f"has {sound.samplerate} samples per second in {sound.channels} channel(s), and must "
+            f"have {_LEAST_HZ} to {_MOST_HZ} in at most {_MOST_CHANNELS}"
+        )
+
+
+def _check_end(sound: soundfile.SoundFile) -> None:
+    """Refuse a FLAC that ends before the sample that its header has as the last one."""
+    try:
+        sound.seek(sound.frames - 1)
+        found = len(sound.read(1))
+    except soundfile.LibsndfileError as error:
+        raise _truncated() from error
+    if not found:
+        raise _truncated()
+
+
+def _is_cut_wav(file: BinaryIO) -> bool:
+    """Whether a WAV ends before the data that its header states; libsndfile reads what is there."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    form = {b"RIFF": "<4sI", b"RIFX": ">4sI"}.get(file.read(4))
+    file.seek(12)
+    while form is not None and len(head := file.read(8)) == 8:
+        name, length = struct.unpack(form, head)
+        if name == b"data":
+            return length != _UNKNOWN_SIZE and file.tell() + length > size
+        file.seek(length + length % 2, 1)  # chunks begin at even places
+    return False
+
+
+def _truncated() -> BadRecording:
+    return BadRecording("is truncated", "fetch the file again or remove the sample")

@@ -1,0 +1,83 @@
+"""A small model that sees and hears, its tokenizer, and samples that show and say something."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from PIL import Image
+
+from omnibal.config import ModelConfig, load_model
+from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START, Tokenizer, open_tokenizer
+from omnibal.encoders import ClipsEncoder
+
+AUDIO = ClipsEncoder(
+    layers=2,
+    hidden_size=32,
+    heads=2,
+    ffn_hidden_size=64,
+    normalization="LayerNorm",
+    qkv_bias=True,
+    qk_norm=False,
+    frames=40,
+    mel_bins=8,
+    positions_per_token=4,
+)
+_DIGITS = load_model("internvl-digits").with_tower("language", vocab_size=300)
+OMNI: ModelConfig = _DIGITS.model_copy(update={"encoders": _DIGITS.encoders | {"audio": AUDIO}})
+HEARS: ModelConfig = _DIGITS.model_copy(update={"encoders": {"audio": AUDIO}})
+CLIP_S = AUDIO.frames / 100
+SOUNDS = {
+    "low.wav": (8_000, 1),
+    "cd.flac": (44_100, 2),
+    "dat.wav": (48_000, 3),
+    "own.flac": (16_000, 1),
+}
+"""Samples per second and channels by name of file."""
+
+
+def hearing_tokenizer(digits: Path, folder: Path) -> Tokenizer:
+    """The quickstart's tokenizer with the pieces of recordings added, in `folder`."""
+    folder.mkdir()
+    shutil.copy(digits / "tokenizer.model", folder)
+    first = open_tokenizer(folder / "tokenizer.model").vocab_size
+    added = {name: first + k for k, name in enumerate((AUDIO_START, AUDIO_CONTEXT, AUDIO_END))}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    return open_tokenizer(folder)
+
+
+def write_sound(path: Path, seconds: float, rate_hz: int, channels: int, seed: int = 0) -> int:
+    """Write noise of so many seconds; returns its samples."""
+    rng = np.random.default_rng(seed)
+    samples = round(seconds * rate_hz)
+    soundfile.write(path, rng.uniform(-0.5, 0.5, (samples, channels)), rate_hz)
+    return samples
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    """Messages of a record: questions and answers in turns."""
+    return [{"from": ("human", "gpt")[k % 2], "value": text} for k, text in enumerate(texts)]
+
+
+def make_speech(folder: Path) -> Path:
+    """A meta of 12 samples that show 0 to 2 images and say 0 to 3 recordings of 0.1 to 3 clips."""
+    rng = np.random.default_rng(5)
+    files = folder / "files"
+    files.mkdir()
+    for k, (name, (rate_hz, channels)) in enumerate(SOUNDS.items()):
+        write_sound(files / name, CLIP_S * (0.1, 1.0, 2.5, 2.9)[k], rate_hz, channels, seed=k)
+    for k in range(3):
+        Image.fromarray(rng.integers(0, 256, (40, 30 + 50 * k, 3), np.uint8)).save(
+            files / f"{k}.png"
+        )
+    records = []
+    for number in range(12):
+        images = [f"{k}.png" for k in range(number % 3)]
+        sounds = [list(SOUNDS)[(number + k) % 4] for k in range(number % 4)]
+        question = "<image>" * len(images) + "then " + "<audio>" * len(sounds) + "?" * number
+        turns = said(question, "7" * (number + 1), "And?", "No.")
+        records.append({"image": images, "audio": sounds, "conversations": turns})
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "meta.json").write_text('{"a": {"root": "files", "annotation": "a.jsonl"}}')
+    return folder / "meta.json"

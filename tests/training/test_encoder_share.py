@@ -1,0 +1,167 @@
+"""Shares of encoders beside the pipeline: what every rank encodes, and where each feature goes."""
+
+import numpy as np
+import pytest
+from toy import toy_model
+
+from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks, pass_bounds
+from omnibal.beside import EncodersBeside
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.encoders import ClipsEncoder
+from omnibal.parallel import Parallel
+
+pytestmark = pytest.mark.quick
+
+MODEL = toy_model()
+AUDIO = ClipsEncoder(
+    layers=1, hidden_size=16, heads=2, ffn_hidden_size=16, normalization="LayerNorm",
+    qkv_bias=True, qk_norm=False, mel_bins=8, frames=24, positions_per_token=4,
+)  # fmt: skip
+BOTH = MODEL.model_copy(update={"encoders": MODEL.encoders | {"audio": AUDIO}})
+FEATURES = {"vision": "tiles", "audio": "clips"}
+
+
+def random_packs(random, data, steps):
+    """Packs of random items; some ranks have none in a step."""
+    places = [
+        (step, rank, slot)
+        for step in range(steps)
+        for rank in range(data)
+        for slot in range(random.integers(0, 4))
+    ]
+    step, rank, slot = (np.array(column) for column in zip((0, 0, 0), *places, strict=True))
+    count = len(step)
+    order = np.lexsort((slot, rank, step))
+    items = {
+        name: (random.integers(0, 9, count) * (random.random(count) < 0.6)).astype(np.int32)
+        for name in FEATURES.values()
+    }
+    return ScheduledPacks(
+        packs=Packs(samples=np.arange(count), offsets=np.arange(count + 1)),
+        step=step[order].astype(np.int64),
+        dp_rank=rank[order].astype(np.int32),
+        slot=slot[order].astype(np.int32),
+        epoch=np.zeros(count, np.int32),
+        items=items,
+        tokens=np.full(count, 100, np.int32),
+        level=np.zeros(count, np.int32),
+    )
+
+
+def shares_of_all(seed):
+    """Shares of every rank of a random job, by global rank; and its packs."""
+    random = np.random.default_rng(seed)
+    pipelines = int(random.choice([1, 2, 3]))
+    parallel = Parallel(
+        tensor=int(random.choice([1, 2, 3])),
+        pipeline=int(random.choice([1, 2])),
+        data=pipelines * int(random.choice([1, 2])),
+    )
+    model = BOTH if seed % 2 else MODEL
+    names = list(model.encoders)
+    beside = EncodersBeside(
+        pipelines=pipelines,
+        items_per_pass={name: int(random.integers(1, 5)) for name in names},
+        kept_items={name: int(random.integers(0, 9)) for name in names},
+        item_ms={name: float(random.random()) for name in names},
+    )
+    packs = random_packs(random, parallel.data, steps=3)
+    return [
+        EncoderShares(
+            model=model,
+            beside=beside,
+            ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
+            packs=packs,
+        )
+        for rank in range(parallel.world_size)
+    ]
+
+
+def rows_made(share, model):
+    """Names of the rows that a rank makes: (pack, encoder, item, token of the item)."""
+    for one in share.passes:
+        for run in one.runs:
+            for item in run.items:
+                for token in range(model.encoders[one.encoder].tokens_per_item):
+                    yield run.row, one.encoder, item, token
+
+
+def cut(values, slices):
+    return [value for one in slices for value in values[one]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_feature_arrives_at_its_place(seed):
+    """Prevents: features in another pack's places, which no shape would show.
+
+    Ranks are played one after the other; rows are names, and are sent as the route says.
+    """
+    ranks = shares_of_all(seed)
+    parallel, model = ranks[0].ranks.parallel, ranks[0].model
+    for step in range(3):
+        shares = [rank.step(step) for rank in ranks]
+        for block in range(parallel.data // ranks[0].ranks.pipelines):
+            group = sorted(ranks[0].ranks.global_ranks(block))
+            leaving = {}
+            for rank in group:
+                rows = cut(list(rows_made(shares[rank], model)), shares[rank].route.sent_slices)
+                bounds = np.cumsum([0, *shares[rank].route.sent])
+                assert bounds[-1] == len(rows)
+                for place, target in enumerate(group):
+                    leaving[rank, target] = rows[bounds[place] : bounds[place + 1]]
+            for rank in group:
+                check_arrived(shares[rank], [leaving[source, rank] for source in group], rank)
+
+
+def check_arrived(share, by_source, rank):
+    """This rank's rows are its part of its pipeline's, in order, and others get none."""
+    ranks, place = share.ranks, share.ranks.parallel.place(rank)
+    assert list(map(len, by_source)) == share.route.received
+    if place["pipeline"]:
+        assert not any(by_source)
+        return
+    arrived = [row for rows in by_source for row in rows]
+    part = cut(arrived, share.route.received_slices)
+    wanted = []
+    own = share.rows[share.pipeline == ranks.pipeline]
+    found = [dict[str, list]() for _ in own]
+    for name, encoder in share.encoders.items():
+        for row, pack in zip(own, found, strict=True):
+            count = int(share.items[name][share.rows == row][0])
+            pack[name] = [
+                (row, name, item, token)
+                for item in range(count)
+                for token in range(encoder.tokens_per_item)
+            ]
+            wanted += pack[name]
+    for pack, slices in zip(found, share.slices(), strict=True):
+        assert all(wanted[slices[name]] == rows for name, rows in pack.items())
+    start = sum(share.route.parts[: place["tensor"]])
+    assert part == wanted[start : start + share.route.parts[place["tensor"]]]
+    assert sum(share.route.parts) == len(wanted)
+    assert max(share.route.parts) - min(share.route.parts) <= 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_counted_passes_are_those_of_every_step(seed):
+    """Prevents: a dataset whose items are not the passes that training takes."""
+    for rank in shares_of_all(seed):
+        counted = rank.passes_of_steps(1, 3).tolist()
+        passes = [rank.step(step).passes for step in (1, 2)]
+        assert counted == [len(each) for each in passes]
+        for one in (one for each in passes for one in each):
+            assert 1 <= one.items <= rank.beside.items_per_pass[one.encoder]
+            assert one.feature == FEATURES[one.encoder]
+        for name, kept in rank.beside.kept_items.items():
+            for each in passes:
+                own = [one for one in each if one.encoder == name]
+                items = sum(one.items for one in own)
+                assert sum(one.items for one in own if one.is_kept) == min(kept, items)
+
+
+def test_passes_do_not_mix_kept_items_and_others():
+    """Prevents: activations kept of more items, or fewer, than memory was planned for."""
+    assert list(pass_bounds(10, 4, 5)) == [(0, 4), (4, 5), (5, 9), (9, 10)]
+    assert list(pass_bounds(3, 4, 5)) == [(0, 3)]
+    assert list(pass_bounds(3, 4, 0)) == [(0, 3)]
+    assert list(pass_bounds(0, 4, 5)) == []
