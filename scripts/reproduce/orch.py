@@ -5,11 +5,12 @@
 The paper (arXiv 2503.23830) reports 84B parameters on 2,560 H100 at MFU 41.6 %, up to 3.1 times the
 throughput of Megatron-LM. What it assumes beyond that is printed first (`orch_system.py`). A step
 is the sum of its phases' busiest ranks and two exchanges of features and their gradients; the
-table's imbalance is the busiest rank's time over the mean of what all need, padding not counted.
+table's imbalance is the busiest rank's time over the mean of what all need, padding not counted,
+and "most tokens" what the memory of some rank would have to hold of them, over the mean.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,13 +45,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--samples-of-rank", type=int, default=SAMPLES_OF_RANK)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=5, help="of which all figures are the mean")
     given = parser.parse_args()
-    job = Job.drawn(given.ranks, given.samples_of_rank, given.seed)
-    print(f"{job.system.parameters() / 1e9:.1f}B parameters, {given.ranks:,} H100. Assumed:")
+    system = System()
+    jobs = [
+        Job.drawn(system, given.ranks, given.samples_of_rank, seed) for seed in range(given.steps)
+    ]
+    print(f"{system.parameters() / 1e9:.1f}B parameters, {given.ranks:,} H100. Assumed:")
     print(ASSUMPTIONS)
-    results = [job.simulated(name, way) for name, way in WAYS.items()]
-    print_ways(job, results)
+    print_ways(jobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,9 +70,9 @@ class Job:
     """Samples that have a recording."""
 
     @classmethod
-    def drawn(cls, ranks: int, samples_of_rank: int, seed: int) -> "Job":
+    def drawn(cls, system: System, ranks: int, samples_of_rank: int, seed: int) -> "Job":
         """A step of the mixture."""
-        system, samples = System(), mixture(ranks * samples_of_rank, seed)
+        samples = mixture(ranks * samples_of_rank, seed)
         heard = np.flatnonzero(samples.seconds)
         return cls(
             system=system,
@@ -110,27 +113,19 @@ class Job:
             "language": load_bound(self.texts.step_ms, self.ranks),
         }
 
-    def simulated(self, name: str, way: "Callable[[Job], Layout]") -> "Result":
-        """Time of a step whose phases lie so."""
+    def simulated(self, way: "Callable[[Job], Layout]") -> "Step":
+        """A step whose phases lie so."""
         layout = way(self)
         busiest = {
             "vision": self._busiest(self.tile, layout.tiles),
             "audio": self._padded(layout.recordings),
             "language": self._busiest(self.texts, layout.texts),
         }
-        exchange = exchange_of(self, layout)
-        forward_ms = sum(forward for forward, _ in busiest.values())
-        step_ms = sum(step for _, step in busiest.values()) + 2 * exchange.ms
-        flops = self.system.needed_flops(self.samples)
-        peak = 1e9 * self.system.cluster.tflops("bf16") * self.ranks
         tokens = np.bincount(layout.texts, self.samples.tokens, self.ranks)
-        return Result(
-            name=name,
-            imbalance={phase: busiest[phase][1] / ms for phase, ms in self.mean_ms().items()},
-            step_ms=step_ms,
-            mfu=flops / (step_ms * peak),
-            exchange=exchange,
-            overhead=exchange.ms / forward_ms,
+        return Step(
+            busiest_ms={phase: step for phase, (_, step) in busiest.items()},
+            forward_ms=sum(forward for forward, _ in busiest.values()),
+            exchange=exchange_of(self, layout),
             most_tokens=float(tokens.max() / tokens.mean()),
         )
 
@@ -178,18 +173,26 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Result:
-    """A simulated way."""
+class Step:
+    """A simulated step."""
 
-    name: str
-    imbalance: dict[str, float]
-    step_ms: float
-    mfu: float
+    busiest_ms: dict[str, float]
+    """Of the busiest rank in every phase, forward and backward."""
+    forward_ms: float
+    """Of all phases."""
     exchange: Exchange
-    overhead: float
-    """Time of one exchange as a share of the forward pass."""
     most_tokens: float
     """Of any rank, over the mean."""
+
+    @property
+    def ms(self) -> float:
+        """Time of the step."""
+        return sum(self.busiest_ms.values()) + 2 * self.exchange.ms
+
+    @property
+    def overhead(self) -> float:
+        """Time of an exchange as a share of the forward pass."""
+        return self.exchange.ms / self.forward_ms
 
 
 def nothing_balanced(job: Job) -> Layout:
@@ -296,37 +299,51 @@ def _exchanged(
     )
 
 
-def print_ways(job: Job, results: list[Result]) -> None:
+def print_ways(jobs: Sequence[Job]) -> None:
     """The ways beside each other, and beside the paper."""
-    rows = [
-        [
-            one.name,
-            *(f"{one.imbalance[phase]:.3f}" for phase in PHASES),
-            f"{one.most_tokens:.2f}",
-            f"{one.step_ms / 1e3:.2f}",
-            f"{results[0].step_ms / one.step_ms:.2f}",
-            f"{one.mfu:.1%}",
-            f"{one.exchange.ms:.1f}",
-            f"{one.overhead:.2%}",
-            f"{one.exchange.between_nodes:.0%}",
-            str(one.exchange.most_peers),
-        ]
-        for one in results
-    ]
-    mean_ms, least_ms = job.mean_ms(), job.least_ms()
-    bounds = (f"{max(least_ms[phase] / mean_ms[phase], 1):.3f}" for phase in PHASES)
-    rows.append(["at least", *bounds, "1.00", *[""] * 7])
+    system = jobs[0].system
+    mean_ms, least_ms = _sums([job.mean_ms() for job in jobs]), _sums([j.least_ms() for j in jobs])
+    flops_of_rank = sum(system.needed_flops(job.samples) for job in jobs) / jobs[0].ranks
+    rows, first_ms, most_peers = [], 0.0, 0
+    for name, way in WAYS.items():
+        steps = [job.simulated(way) for job in jobs]
+        busiest_ms, total_ms = _sums([step.busiest_ms for step in steps]), sum(s.ms for s in steps)
+        first_ms = first_ms or total_ms
+        most_peers = max(step.exchange.most_peers for step in steps)
+        mfu = flops_of_rank / (1e9 * system.cluster.tflops("bf16") * total_ms)
+        rows.append(
+            [
+                name,
+                *(f"{busiest_ms[phase] / mean_ms[phase]:.3f}" for phase in PHASES),
+                f"{max(step.most_tokens for step in steps):.2f}",
+                f"{1e-3 * total_ms / len(steps):.2f}",
+                f"{first_ms / total_ms:.2f}",
+                f"{mfu:.1%}",
+                f"{np.mean([step.exchange.ms for step in steps]):.1f}",
+                f"{max(step.overhead for step in steps):.2%}",
+                f"{np.mean([step.exchange.between_nodes for step in steps]):.0%}",
+                str(most_peers),
+            ]
+        )
+    bounds = (f"{least_ms[phase] / mean_ms[phase]:.3f}" for phase in PHASES)
+    rows.append(["at least", *bounds, *[""] * 8])
     columns = (
         "way", *PHASES, "most tokens", "step s", "speed", "MFU", "exchange ms", "of forward",
         "between nodes", "peers",
     )  # fmt: skip
-    print_table(f"A step of {len(job.samples.text):,} samples, simulated", columns, rows)
+    samples = len(jobs[0].samples.text)
+    print_table(f"{len(jobs)} steps of {samples:,} samples, simulated", columns, rows)
     print(
         f"The paper: MFU {PAPER_MFU:.1%}, up to {PAPER_SPEED_UP} times Megatron-LM, dispatch below "
         f"{PAPER_OVERHEAD:.0%} of the forward pass; not fitted, and on data of its own."
     )
-    peers = results[-1].exchange.most_peers
-    print(f"{peers} peers take {_NCCL_PEER_GIB * peers:.1f} GiB of NCCL's buffers on a rank.")
+    gib = _NCCL_PEER_GIB * most_peers
+    print(f"{most_peers} peers would take {gib:.1f} GiB of NCCL's buffers on a rank.")
+
+
+def _sums(of_steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Sums over steps, by phase."""
+    return {phase: sum(each[phase] for each in of_steps) for phase in PHASES}
 
 
 if __name__ == "__main__":
