@@ -308,6 +308,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
             tuple(lengths.tokens[packs.packs[row]].tolist()),
             max(int(loss_tokens[row]), 1),
             plan.stages[stage],
+            clips=int(packs.column("clips")[row]),
         )
         return replace(batch, level=int(packs.level[row]))
 
