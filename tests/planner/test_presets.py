@@ -57,6 +57,8 @@ PAIRS = {
     "eva-clip-18b-internlm2-20b": (17.5, 19.86),
 }
 
+QUICKSTARTS = {"internvl-digits", "internvl-digits-omni"}
+
 TEXT_ONLY = {
     "llama3.1-8b": 16_060_522_496 // 2,
     "llama3.1-70b": 141_107_412_992 // 2,
@@ -184,7 +186,7 @@ def test_template_is_the_released_one(name):
     """Prevents a released model from being trained in words that it never saw."""
     model = load_model(name)
     expected = "internlm2-chat"
-    if name.startswith(("internvl2.5", "internvl3")) or name == "internvl-digits":
+    if name.startswith(("internvl2.5", "internvl3")) or name in QUICKSTARTS:
         expected = "internvl2_5"
     elif name in HERMES:
         expected = "Hermes-2"
@@ -193,15 +195,13 @@ def test_template_is_the_released_one(name):
     elif name in TEXT_ONLY:
         expected = "llama3" if name.startswith("llama3") else "qwen2.5"
     assert model.chat_template == expected
-    assert model.system_message == ("" if name == "internvl-digits" else None)
+    assert model.system_message == ("" if name in QUICKSTARTS else None)
 
 
 def test_every_preset_is_checked():
-    """Prevents a preset whose sizes nobody compares; the quickstart's was never published."""
+    """Prevents a preset whose sizes nobody compares; the quickstarts' were never published."""
     assert CHECKPOINTS.keys().isdisjoint(PAIRS)
-    assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, OMNI, "internvl-digits"} == set(
-        preset_names("models")
-    )
+    assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, OMNI, *QUICKSTARTS} == set(preset_names("models"))
 
 
 @pytest.mark.parametrize(
