@@ -130,7 +130,7 @@ def steady_state_stages(
     layers_ms = forward[layers]
     run_ms = np.full((stages, len(before), len(before)), np.inf)
     recomputed = np.zeros((*run_ms.shape, len(layers)), np.int64)
-    for stage, table in enumerate(memory_tables(cost, packs.features, packs.slot, stages)):
+    for stage, table in enumerate(memory_tables(cost, packs, stages)):
         sets = useful_recomputes(
             table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes
         )

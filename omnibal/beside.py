@@ -7,6 +7,7 @@ last backward, another brings their gradients back. OrchMLLM (arXiv 2503.23830) 
 modality so over data-parallel ranks, by what it finds at run time; here the plan knows all sizes.
 """
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -15,6 +16,15 @@ from omnibal.frozen import Count, Frozen
 
 _Items = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 _Ms = Annotated[float, Field(ge=0, le=1e12)]
+
+
+class EncoderPlacement(StrEnum):
+    """Where a model's encoders run."""
+
+    PIPELINE = "pipeline"
+    """As the first units of the pipeline's stages."""
+    BESIDE = "beside"
+    """Whole on every rank, before and after the pipeline of the language model."""
 
 
 class EncodersBeside(Frozen):

@@ -132,13 +132,14 @@ def _check_partition(plan: Plan) -> str:
         )
     for level in range(len(plan.levels)):
         _check_recomputed(plan, level)
-    check_stages(plan.model, plan.stages)
-    return f"{len(plan.stages)} stages hold every layer of {plan.model.name} once, in order"
+    check_stages(plan.pipeline_model, plan.stages)
+    what = "every layer" if plan.beside is None else "every language layer"
+    return f"{len(plan.stages)} stages hold {what} of {plan.model.name} once, in order"
 
 
 def _check_recomputed(plan: Plan, level: int) -> None:
     try:
-        check_stages(plan.model, plan.stages_at(level))
+        check_stages(plan.pipeline_model, plan.stages_at(level))
     except UserError as error:
         raise UserError(f"levels[{level}]: {error}") from error
 
@@ -176,10 +177,10 @@ def _check_prediction(stored: Prediction, anew: Prediction) -> None:
         for name, value in found.items()
     }
     for name, value in found.items():
-        if not _is_same(given[name], value, slack[name]):
+        if not _is_same(given.get(name), value, slack[name]):
             raise UserError(
                 "the stored prediction is of another plan, or by another version of the costs: "
-                f"{name} is {_shown(given[name])}, and by costs from {anew.cost_source} it is "
+                f"{name} is {_shown(given.get(name))}, and by costs from {anew.cost_source} it is "
                 f"{_shown(value)}; remove `prediction` from plan.json, or {_ANEW}"
             )
 

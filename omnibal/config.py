@@ -341,6 +341,11 @@ _INTERNVL_KEYS = {"vision", *_BESIDE_VISION}
 _OF_DATA = ("name", "tiling", "chat_template", "system_message", "chat_system_message")
 
 
+_NCCL_PEER_MIB = 32 * 12.0
+"""NCCL's buffers for each peer of an all-to-all: 23.6 GiB for 63 of them (NVIDIA/Megatron-LM#6378).
+"""
+
+
 class ClusterConfig(Frozen):
     """Devices and links that the analytic cost model counts with; bandwidths are per device."""
 
@@ -359,6 +364,13 @@ class ClusterConfig(Frozen):
     inter_node_gb_per_s: Rate
     link_efficiency: Share = Field(description="share of both rates that transfers reach")
     link_latency_us: Rate
+    peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
+        default=None,
+        exclude_if=lambda mib: mib is None,
+        description="buffers of the communication library for each rank that a device exchanges "
+        "with in an all-to-all; left out: NCCL's 384 (32 channels of 12 MiB), 0 where device is "
+        "a CPU",
+    )
     rates: dict[Precision, Rates] = Field(
         default={},
         description="measured rates by precision, of shapes, which count in place of the shares",
@@ -369,6 +381,12 @@ class ClusterConfig(Frozen):
         # As before there were any: plans are known by the hash of what is written.
         fields: dict[str, Any] = serialize(self)
         return fields if fields["rates"] else {k: v for k, v in fields.items() if k != "rates"}
+
+    @property
+    def peer_bytes(self) -> float:
+        """Buffers of the communication library for each peer of an all-to-all."""
+        nccl_mib = 0.0 if "CPU" in self.device else _NCCL_PEER_MIB
+        return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
 
     def tflops(self, precision: Precision) -> float:
         """Peak of a device, dense.

@@ -10,8 +10,10 @@ from typing import Self
 
 import numpy as np
 
+from omnibal.beside import EncoderPlacement, EncodersBeside
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
@@ -24,6 +26,7 @@ from omnibal.errors import UserError
 from omnibal.levels import Level
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
+from omnibal.pipeline.beside import with_encoders
 from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
@@ -51,21 +54,40 @@ class JobSpec:
     """Parts of the model that are not trained."""
     profile: Profile | None = None
     """Measured costs; None to count operations and bytes instead."""
+    placement: EncoderPlacement = EncoderPlacement.PIPELINE
+    """Where the encoders run."""
+    beside: EncodersBeside | None = None
+    """How they run beside the pipeline; None where they do not, or it is to be searched for."""
     cost: CostModel = field(init=False, repr=False)
-    """Cost model, made once from the fields above."""
+    """Costs of the units that stages hold, made once from the fields above."""
+    encoders_cost: EncodersCost | None = field(init=False, repr=False)
+    """Costs of encoders beside the pipeline; None where there are none."""
 
     def __post_init__(self) -> None:
         mistake = frozen_mistake(self.model, self.frozen)
         if mistake is not None:
             raise UserError(mistake)
-        check_parallel(self.model, self.parallel, self.cluster)
-        object.__setattr__(self, "cost", self._made_cost())
-
-    def _made_cost(self) -> CostModel:
+        if self.is_beside and not self.model.encoders:
+            raise UserError(
+                f"{self.model.name} has no encoder to stand beside its pipeline; give --encoder "
+                "pipeline, or a model with encoders"
+            )
+        check_parallel(self.pipeline_model, self.parallel, self.cluster)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
-        if self.profile is None:
-            return analytic_cost(*sizes)
-        return fitted_cost(self.profile, *sizes)
+        encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
+        cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
+        object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
+        object.__setattr__(self, "encoders_cost", encoders)
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether encoders stand beside the pipeline."""
+        return self.placement is EncoderPlacement.BESIDE
+
+    @property
+    def pipeline_model(self) -> ModelConfig:
+        """The part of the model that stages are cut from."""
+        return self.model.without_encoders() if self.is_beside else self.model
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Costs of units on packs of every level; without levels, `cost` alone.
@@ -89,11 +111,15 @@ class JobSpec:
         self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
     ) -> Workload:
         """Count what every rank computes of scheduled packs of these levels, micro-batch by
-        micro-batch."""
+        micro-batch, and what it waits for encoders beside the pipeline."""
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
-        return Workload.of_shares(shares, features, self.parallel.data)
+        workload = Workload.of_shares(shares, features, self.parallel.data)
+        if self.beside is None:
+            return workload
+        assert self.encoders_cost is not None
+        return with_encoders(workload, names, self.encoders_cost, self.beside)
 
     @classmethod
     def of_plan(cls, plan: Plan, profile: Profile | None) -> Self:
@@ -105,6 +131,8 @@ class JobSpec:
             precision=plan.precision,
             frozen=plan.frozen,
             profile=profile,
+            placement=EncoderPlacement.BESIDE if plan.beside else EncoderPlacement.PIPELINE,
+            beside=plan.beside,
         )
 
     def sized(self, parallel: Parallel) -> Self:
@@ -117,22 +145,22 @@ class JobSpec:
         return memory_cap_gib(self.cluster)
 
     def load_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level] = ()) -> np.ndarray:
-        """Predict the ms of every pack on the whole model, by which packs are balanced. [packs]
+        """Predict the ms of every pack on all stages, by which packs are balanced. [packs]
 
         Of a pack that ranks share it is the time of the slowest.
         """
         if not levels:
             features = pack_features(packs, lengths, self.cost.features)
-            return model_ms(self.cost, self.model, features)
+            return model_ms(self.cost, self.pipeline_model, features)
         of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
         costs = self.costs_at(levels)
         for index, (level, cost) in enumerate(zip(levels, costs, strict=True)):
             rows = np.flatnonzero(of_packs == index)
             if len(rows):
                 parts = part_features(packs.take(rows), lengths, level, cost.features)
-                load[rows] = model_ms(cost, self.model, parts).max(axis=1)
+                load[rows] = model_ms(cost, self.pipeline_model, parts).max(axis=1)
         return load
 
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
-        return worth_filling(self.costs_at(levels), self.model, lengths, levels)
+        return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)

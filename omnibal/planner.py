@@ -15,6 +15,7 @@ from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
+from omnibal.pipeline.placement import PlacementProblem, search_beside
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
@@ -22,6 +23,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import DataPlan, Plan, PlannedLevel
 from omnibal.plan_data import PlanData
+from omnibal.units import feature_names_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,6 +45,17 @@ class PlanRequest:
     def __post_init__(self) -> None:
         self.data.check(self.job)
         joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
+        if self.job.is_beside and (self.method, self.recompute) != joint:
+            raise UserError(
+                f"--method {self.method} with --recompute {self.recompute} was given for encoders "
+                "beside the pipeline, whose memory only the joint search shares with its stages: "
+                "leave both options out, or give --encoder pipeline"
+            )
+        if self.job.is_beside and any(level.context > 1 for level in self.data.levels):
+            raise UserError(
+                "ranks share packs of a level, which encoders beside the pipeline do not go with: "
+                "give --levels 1, or --encoder pipeline"
+            )
         if self.data.levels and (self.method, self.recompute) != joint:
             # The packs of an earlier plan have its levels.
             instead = ", or give --levels 1" if self.data.steps is None else ""
@@ -105,7 +118,14 @@ def make_plan(request: PlanRequest) -> PlanResult:
     packs, lengths = request.data.schedule(job)
     levels = request.data.levels
     workload = job.workload(packs, lengths, levels)
-    stages_at, search = _stages(request, workload)
+    search: SearchResult | None
+    if job.is_beside:
+        found = search_beside(placement_problem(job, workload, levels))
+        job = replace(job, beside=found.beside)
+        stages_at, search = found.search.stages_at, found.search
+        workload = job.workload(packs, lengths, levels)
+    else:
+        stages_at, search = _stages(request, workload)
     described = request.data.described(packs, job)
     has_samples = isinstance(described, DataPlan)
     plan = Plan(
@@ -115,6 +135,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
         frozen=job.frozen,
         stages=_without_recompute(stages_at[0]) if levels else stages_at[0],
         levels=_planned(levels, stages_at),
+        beside=job.beside,
         cluster=job.cluster,
         data=described if has_samples else None,
         shapes=None if has_samples else described,
@@ -133,7 +154,7 @@ def prediction_of(
 ) -> Prediction:
     """Predict a plan of a job on its own packs, of which the workload is."""
     cost, stages_at = job.cost_of_all(plan.levels), plan.stages_at_levels
-    prediction = predict(cost, plan.model, plan.parallel, stages_at, packs, workload)
+    prediction = predict(cost, plan.pipeline_model, plan.parallel, stages_at, packs, workload)
     if plan.data is not None:
         return prediction
     # One step of made-up samples says nothing about a dataset.
@@ -152,6 +173,21 @@ def _planned(
 
 def _without_recompute(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return tuple(stage.model_copy(update={"recompute": ()}) for stage in stages)
+
+
+def placement_problem(
+    job: JobSpec, workload: Workload, levels: Sequence[Level] = ()
+) -> PlacementProblem:
+    """The search for how a job's encoders run beside its pipeline, for packs of these levels."""
+    assert job.encoders_cost is not None
+    return PlacementProblem(
+        cost=job.cost_of_all(levels),
+        features=feature_names_at(job.cost.features, levels),
+        model=job.pipeline_model,
+        encoders=job.encoders_cost,
+        workload=workload,
+        memory_cap_bytes=job.memory_cap_gib * GIB,
+    )
 
 
 def _stages(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig, ModelConfig, Provider
 from omnibal.data.metrics import PackMetrics
 from omnibal.pipeline.prediction import Prediction
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.replay import ReplaySummary, StageReplay
     from omnibal.report.summary import RunSummary
     from omnibal.search.caps import CapSearch
+    from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import StrategySearch
 
 _SHOWN_CANDIDATES = 10
@@ -159,7 +161,7 @@ def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> T
 
 def stages_table(plan: Plan, prediction: Prediction) -> Table:
     """Units of every stage, and its times per micro-batch."""
-    towers = plan.model.towers
+    towers = plan.pipeline_model.towers
     rows = [
         (
             str(index),
@@ -181,6 +183,43 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
     # Words are not divided: the longest has as many characters.
     columns.append(Column(title="also holds", style="wrap", least_width=len("projector,")))
     return Table(title="Stages", columns=columns, sections=[rows], tight=True)
+
+
+def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
+    """Both placements of encoders, and how they run beside the pipeline where they do."""
+    step_ms = {name: choice.step_ms(placement) for name, placement in _PLACEMENTS.items()}
+    prediction = plan.prediction
+    beside = None if prediction is None else prediction.beside
+    if beside is None and len([ms for ms in step_ms.values() if ms is not None]) < 2:
+        return []
+    entries = [("placement", choice.chosen.value)]
+    entries += [
+        (f"step, {name}", f"{ms:,.1f} ms") for name, ms in step_ms.items() if ms is not None
+    ]
+    entries.append(("why", choice.reason))
+    if plan.beside is not None and beside is not None:
+        entries.append(("ranks that encode together", f"{_encoding_ranks(plan):,}"))
+        for name in plan.model.encoders:
+            items = plan.model.encoders[name].feature
+            kept, a_pass = plan.beside.kept_items[name], plan.beside.items_per_pass[name]
+            entries.append((f"{items} in a pass", f"{a_pass:,}"))
+            entries.append((f"{items} kept", f"{kept:,}"))
+        encoding = f"{beside.forward_ms:,.1f} + {beside.backward_ms:,.1f} ms"
+        entries.append(("forward + backward", encoding))
+        entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
+        entries.append(("exchange of features", f"{beside.exchange_ms:,.1f} ms"))
+    return [Facts("Encoders", entries)]
+
+
+_PLACEMENTS = {
+    "in the pipeline": EncoderPlacement.PIPELINE,
+    "beside it": EncoderPlacement.BESIDE,
+}
+
+
+def _encoding_ranks(plan: Plan) -> int:
+    assert plan.beside is not None
+    return plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor
 
 
 def plan_facts(plan: Plan, prediction: Prediction) -> Facts:

@@ -19,6 +19,9 @@ HEAD = "head"
 EXCHANGED = "exchanged_tokens"
 """Feature of a share: tokens that its attention exchanges with the other ranks of the pack. It is
 the most that any of these has of samples that are divided over several, as all wait for that."""
+BESIDE_MS = ("beside_forward_ms", "beside_backward_ms")
+"""Features of a micro-batch where encoders stand beside the pipeline: what its pipeline waits for
+them before the step's first forward, and after its last backward. Both are times already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

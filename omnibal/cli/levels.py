@@ -93,7 +93,12 @@ class LevelOptions:
                 "recomputed by level, which only the joint search knows: leave these out, or give "
                 "--levels 1"
             )
-        by_default = self.levels == _AUTO and not is_joint
+        if job.is_beside and self.levels not in (_AUTO, "1"):
+            raise UserError(
+                f"--levels {self.levels} was given for encoders beside the pipeline, and ranks "
+                "that share packs do not go with them: give --levels 1, or --encoder pipeline"
+            )
+        by_default = self.levels == _AUTO and (job.is_beside or not is_joint)
         data = replace(data, curriculum_steps=self.curriculum_steps)
         found = None if by_default or count == 1 else self._found(job, data, count, may_lower)
         if self.curriculum_steps and (found is None or len(found.levels) < 2):

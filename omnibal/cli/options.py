@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from omnibal.beside import EncoderPlacement
 from omnibal.config import (
     ClusterConfig,
     ModelConfig,
@@ -155,7 +156,11 @@ class JobOptions:
         own = [] if self.profile is None else [self.profile]
         return [model_file(self.model), cluster_file(self.cluster), *own]
 
-    def job(self, parallel: Parallel | None = None) -> "JobSpec":
+    def job(
+        self,
+        parallel: Parallel | None = None,
+        placement: EncoderPlacement = EncoderPlacement.PIPELINE,
+    ) -> "JobSpec":
         """Make the job with these parallel sizes, or with the smallest that its costs are of.
 
         Raises:
@@ -175,6 +180,7 @@ class JobOptions:
             precision=self.precision,
             frozen=self._frozen(model),
             profile=profile,
+            placement=placement,
         )
 
     def _cluster(self) -> ClusterConfig:

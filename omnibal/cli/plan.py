@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from omnibal import tables
+from omnibal.beside import EncoderPlacement
 from omnibal.cli.console import print_notes, print_result, progress, status
 from omnibal.cli.levels import (
     LevelOptions,
@@ -31,7 +33,7 @@ from omnibal.cli.options import (
     limits_given,
 )
 from omnibal.cli.windows import Dispatch, window_facts
-from omnibal.config import ModelConfig
+from omnibal.config import ModelConfig, load_model
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
@@ -47,6 +49,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.job import JobSpec
     from omnibal.plan_data import PlanData, SampleData, StreamData
     from omnibal.planner import PlanRequest, PlanResult
+    from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import Strategy, StrategySearch
 
 _DATA_OPTIONS = (
@@ -206,6 +209,59 @@ class PartitionOptions:
         return (self.method, self.rule()) == joint
 
 
+class EncoderChoice(StrEnum):
+    """Placements of encoders to plan, of which the faster is taken."""
+
+    AUTO = "auto"
+    PIPELINE = "pipeline"
+    BESIDE = "beside"
+
+    @property
+    def placements(self) -> tuple[EncoderPlacement, ...]:
+        """The placements to plan: both, but for the pipeline alone."""
+        if self is EncoderChoice.PIPELINE:
+            return (EncoderPlacement.PIPELINE,)
+        return tuple(EncoderPlacement)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementOptions(PartitionOptions):
+    """Options for where units run: encoders, the split and recomputation."""
+
+    encoder: Annotated[
+        EncoderChoice,
+        typer.Option(
+            help="where encoders run: as units of the pipeline's stages, whole on every rank "
+            "beside the pipeline, or where it is predicted to be faster"
+        ),
+    ] = EncoderChoice.PIPELINE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """All options that a plan is made of."""
+
+    given: JobOptions
+    data: DataOptions
+    strategy: StrategyOptions
+    sizes: SizeOptions
+    partition: PlacementOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Planned:
+    """A plan, and the strategies that were compared, if any were."""
+
+    result: "PlanResult"
+    found: "StrategySearch | None"
+
+    @property
+    def prediction(self) -> Prediction:
+        """What is predicted of the plan."""
+        assert self.result.plan.prediction is not None
+        return self.result.plan.prediction
+
+
 def plan(
     context: typer.Context,
     given: JobOptions,
@@ -213,33 +269,72 @@ def plan(
     data: DataOptions,
     strategy: StrategyOptions,
     sizes: SizeOptions,
-    partition: PartitionOptions,
+    partition: PlacementOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
     from omnibal.plan_files import check_replaceable, save_plan
-    from omnibal.planner import PlanRequest
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
     _refuse_overruled(context, data, strategy)
-    found = None
-    if strategy.gpus is None:
-        job = given.job(sizes.parallel())
-        result = _make_plan_of_levels(
-            PlanRequest(
-                job=job,
-                data=_plan_data(job, data, partition),
-                method=partition.method,
-                recompute=partition.rule(),
-            )
+    asked = _Asked(given=given, data=data, strategy=strategy, sizes=sizes, partition=partition)
+    planned, choice = _planned(asked)
+    save_plan(planned.result, output)
+    _print_plan(as_json, planned, choice)
+
+
+def _planned(asked: _Asked) -> tuple[_Planned, "PlacementChoice"]:
+    """The plan of the fastest placement of encoders that was asked for, and their comparison.
+
+    Raises:
+        UserError: none of them can be planned.
+    """
+    from omnibal.search.encoder_placement import PlacementChoice, fastest
+
+    asked_for, placements = asked.partition.encoder, asked.partition.encoder.placements
+    if asked_for is EncoderChoice.AUTO and not load_model(asked.given.model).encoders:
+        placements = (EncoderPlacement.PIPELINE,)
+    plans: dict[EncoderPlacement, _Planned] = {}
+    refused: dict[EncoderPlacement, UserError] = {}
+    for placement in placements:
+        try:
+            plans[placement] = _planned_as(asked, placement)
+        except UserError as error:
+            if asked_for == placement.value or len(placements) == 1:
+                raise
+            refused[placement] = error
+    if not plans:
+        raise refused[placements[0]]
+    predicted = {placement: plan.prediction for placement, plan in plans.items()}
+    is_free = asked_for is EncoderChoice.AUTO
+    chosen = fastest(predicted) if is_free else EncoderPlacement(asked_for.value)
+    choice = PlacementChoice(
+        chosen=chosen,
+        predicted=predicted,
+        refused={placement: str(error) for placement, error in refused.items()},
+    )
+    return plans[chosen], choice
+
+
+def _planned_as(asked: _Asked, placement: EncoderPlacement) -> _Planned:
+    """The plan with encoders placed so."""
+    from omnibal.planner import PlanRequest
+
+    data, partition = asked.data, asked.partition
+    if asked.strategy.gpus is None:
+        job = asked.given.job(asked.sizes.parallel(), placement)
+        request = PlanRequest(
+            job=job,
+            data=_plan_data(job, data, partition),
+            method=partition.method,
+            recompute=partition.rule(),
         )
-    else:
-        job, samples = given.job(), _samples_for_strategy(data)
-        found = _find_strategy(job, samples, data, strategy, sizes)
-        result, found = _make_plan_of_strategy(job, data, samples, found)
-    save_plan(result, output)
-    _print_plan(as_json, result, found)
+        return _Planned(result=_make_plan_of_levels(request), found=None)
+    job, samples = asked.given.job(placement=placement), _samples_for_strategy(data)
+    tried = _find_strategy(job, samples, data, asked.strategy, asked.sizes)
+    result, found = _make_plan_of_strategy(job, data, samples, tried)
+    return _Planned(result=result, found=found)
 
 
 def _refuse_overruled(context: typer.Context, data: DataOptions, strategy: StrategyOptions) -> None:
@@ -414,6 +509,8 @@ def _shared(request: "PlanRequest") -> "PlanRequest | None":
     data = request.data
     if not isinstance(data, SampleData) or data.steps is None or data.levels:
         return None
+    if request.job.is_beside:
+        return None
     if (request.method, request.recompute) != (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST):
         return None
     try:
@@ -491,13 +588,13 @@ def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
     return UserError(does_not_fit_message(error, advice))
 
 
-def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | None") -> None:
+def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> None:
     from omnibal.check import training_obstacles
     from omnibal.report.phases import phases_of_plan, phases_table
     from omnibal.report.tables import memory_table
 
-    plan, prediction = result.plan, result.plan.prediction
-    assert prediction is not None
+    result, found, prediction = planned.result, planned.found, planned.prediction
+    plan = result.plan
     gap = None if result.search is None else result.search.gap
     notes = training_obstacles(plan)
     if gap:
@@ -514,6 +611,7 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
+    summary |= _encoder_summary(choice)
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.profile)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []
@@ -530,11 +628,26 @@ def _print_plan(as_json: bool, result: "PlanResult", found: "StrategySearch | No
         summary,
         *strategies,
         *(table for table in of_packs if table is not None),
+        *tables.encoder_facts(plan, choice),
         tables.stages_table(plan, prediction),
         memory,
         tables.lost_time_table(prediction),
         tables.plan_facts(plan, prediction),
     )
+
+
+def _encoder_summary(choice: "PlacementChoice") -> dict[str, Any]:
+    """Both placements of encoders, where another than the pipeline was asked for."""
+    if set(choice.predicted) | set(choice.refused) == {EncoderPlacement.PIPELINE}:
+        return {}
+    return {
+        "encoder": {
+            "placement": choice.chosen.value,
+            "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
+            "beside_step_ms": choice.step_ms(EncoderPlacement.BESIDE),
+            "reason": choice.reason,
+        }
+    }
 
 
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:

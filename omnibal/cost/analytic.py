@@ -235,6 +235,17 @@ def _send_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision)
     return measured or Line(fixed_ms=latency_ms, each_ms=_link_ms_per_byte(cluster, ranks))
 
 
+def exchange_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
+    """Time of a message, and of a byte that a rank sends or receives, where ranks among so many
+    consecutive ones each send to several."""
+    return _send_line(cluster, Parallel(pipeline=consecutive_ranks), precision)
+
+
+def tensor_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Line:
+    """Time of a pass round the ring of tensor-parallel ranks, and of a byte that a rank sends."""
+    return _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
+
+
 def _ring_line(
     cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
 ) -> Line:

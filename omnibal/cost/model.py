@@ -19,7 +19,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
-from omnibal.units import HEAD, UnitKind, window_of_feature
+from omnibal.units import BESIDE_MS, HEAD, UnitKind, window_of_feature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -135,6 +135,8 @@ def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
     """What every sample adds to a feature of its pack, [samples]."""
     if is_attended(feature):
         return attended(lengths.tokens.astype(np.int64), feature)
+    if feature in BESIDE_MS:  # of a step and not of its samples
+        return np.zeros(len(lengths), np.int64)
     match feature:
         case "loss_tokens":
             return loss_tokens(lengths)

@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 from omnibal.config import ClusterConfig, ModelConfig, Precision, Provider, model_sizes
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Count, Frozen
@@ -214,16 +215,22 @@ def fitted_cost(
             cost, optimizer_ms_fixed=fixed, optimizer_ms_per_parameter=rate / parallel.data
         )
     if profile.links and parallel.world_size <= cluster.gpus_per_node:
-        latency, rate = _line([(m.bytes, m.ms) for m in profile.links])
-        slower = rate / cost.link_ms_per_byte
+        line = link_line(profile)
+        slower = line.each_ms / cost.link_ms_per_byte
         cost = replace(
             cost,
-            link_latency_ms=latency,
-            link_ms_per_byte=rate,
+            link_latency_ms=line.fixed_ms,
+            link_ms_per_byte=line.each_ms,
             gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * slower,
             weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * slower,
         )
     return cost
+
+
+def link_line(profile: Profile) -> Line:
+    """Time of a send and of a byte of it, as measured on one machine, where any was."""
+    latency, rate = _line([(m.bytes, m.ms) for m in profile.links])
+    return Line(fixed_ms=latency, each_ms=rate)
 
 
 def measured_exchange(

@@ -101,7 +101,7 @@ def baseline_stages(
             "change one of the two"
         )
     features = workload.features
-    tables = memory_tables(cost, features, workload.slot, pipeline_size)
+    tables = memory_tables(cost, workload, pipeline_size)
     mean = features.mean(axis=0)
     has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
     splits = [

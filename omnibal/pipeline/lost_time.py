@@ -73,18 +73,24 @@ def lost_time_of(
     update, nothing = once.without_exchange(), once.nothing()
     bare = _without_links(causes.silent)
     times = _without_recompute(_without_links(causes.needed))
+    waits = None if workload.encoding is None else workload.encoding.waits
+    even, silent, needed = (
+        (None, None, None) if waits is None else (waits.even, waits.silent, waits.needed)
+    )
     steps = (
-        (causes.all, once),
-        (causes.local, once),
-        (bare, update),
-        (bare, nothing),
-        (_without_recompute(bare), nothing),
-        (times, nothing),
-        (_evened_out(times), nothing),
+        (replace(causes.all, waits_ms=even), once),
+        (replace(causes.local, waits_ms=even), once),
+        (replace(bare, waits_ms=silent), update),
+        (replace(bare, waits_ms=silent), nothing),
+        (replace(_without_recompute(bare), waits_ms=needed), nothing),
+        (replace(times, waits_ms=needed), nothing),
+        (replace(_evened_out(times), waits_ms=needed), nothing),
     )
     ranks = len(np.unique(workload.step)) * workload.data_parallel_size
     left = [step_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
-    left.append(float((times.forward_ms + times.backward_ms).mean(axis=1).sum() / ranks))
+    work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum())
+    work_ms += 0.0 if needed is None else float(needed.sum())
+    left.append(work_ms / ranks)
     lost = [before - after for before, after in pairwise(left)]
     return LostTime(
         rank_imbalance_ms=lost[0],

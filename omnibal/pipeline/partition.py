@@ -35,7 +35,6 @@ from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
 from omnibal.pipeline.bounds import Runs, Structure, least_largest, least_sums, possible_runs
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute import least_peak_bytes
 from omnibal.pipeline.stage import Stage
@@ -224,7 +223,7 @@ def _heavier(
         return None
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
     recomputed = recomputed_at_levels(cost.kinds, stages_at)
-    heaviest = heaviest_passes(cost, features_of(workload, cost), workload.slot, counts, recomputed)
+    heaviest = heaviest_passes(cost, workload, counts, recomputed)
     peaks = [
         table.peak_bytes(*each) for table, *each in zip(heaviest, counts, recomputed, strict=True)
     ]
@@ -249,7 +248,7 @@ def least_peak_of_splits(
     Of several levels it is by the passes that are heaviest for many stages, which another pass of
     the run may exceed a little.
     """
-    tables = memory_tables(cost, features_of(workload, cost), workload.slot, pipeline_size)
+    tables = memory_tables(cost, workload, pipeline_size)
     return _least_peak(possible_runs(cost, model), tables)
 
 
@@ -265,7 +264,7 @@ def _problem(
     return SearchProblem(
         model=model,
         structure=structure,
-        tables=memory_tables(cost, features_of(workload, cost), workload.slot, pipeline_size),
+        tables=memory_tables(cost, workload, pipeline_size),
         memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
         extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),

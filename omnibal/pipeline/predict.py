@@ -1,6 +1,7 @@
 """Prediction of a plan's steps: times, memory, and where the time goes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
@@ -69,13 +70,18 @@ def predict(
             )
             for index, memory in enumerate(memories)
         ),
+        beside=None if workload.encoding is None else workload.encoding.predicted,
     )
 
 
 def _exchange(
     times: StageTimes, once: OnceAStep, workload: Workload, step_ms: float
 ) -> DataParallelExchange:
-    without_ms = predict_steps(times, workload, once.without_exchange()).step_ms.mean()
+    encoding = workload.encoding
+    unreduced = replace(times, waits_ms=None if encoding is None else encoding.waits.unreduced)
+    without_ms = predict_steps(unreduced, workload, once.without_exchange()).step_ms.mean()
+    of_encoders_ms = 0.0 if encoding is None else encoding.exchange_ms
     return DataParallelExchange(
-        total_ms=float(once.exchange_ms.max()), exposed_ms=step_ms - float(without_ms)
+        total_ms=float(once.exchange_ms.max()) + of_encoders_ms,
+        exposed_ms=step_ms - float(without_ms),
     )

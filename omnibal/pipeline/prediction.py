@@ -96,6 +96,21 @@ class StagePrediction(Frozen):
     memory: StageMemory
 
 
+class BesidePrediction(Frozen):
+    """Encoders beside the pipeline: mean times over the steps, each of the busiest rank of the
+    group of ranks that encodes longest, and memory."""
+
+    forward_ms: NonNegativeFloat
+    backward_ms: NonNegativeFloat
+    """Backward time, second forwards of items that are not kept included."""
+    exchange_ms: NonNegativeFloat
+    """Both exchanges of features between encoders and pipelines."""
+    busiest: NonNegativeFloat
+    """Encoding time of the busiest rank over that of the mean one; 1 where nothing is encoded."""
+    memory: StageMemory
+    """Of a device that embeds tokens; part of the memory of every stage."""
+
+
 class Prediction(Frozen):
     """Result of simulating the plan on its own packs."""
 
@@ -114,6 +129,8 @@ class Prediction(Frozen):
     """GPU-days of all planned epochs."""
     exchange: DataParallelExchange
     stages: tuple[StagePrediction, ...]
+    beside: Annotated[BesidePrediction | None, Field(exclude_if=lambda value: value is None)] = None
+    """Encoders beside the pipeline; None where they are units of the stages."""
 
     @property
     def ideal_step_ms(self) -> float:

@@ -13,7 +13,7 @@ data-parallel ranks) are simulated side by side.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -292,6 +292,9 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
         exposed_ms = once.exposed_ms(rows.backward_ms[np.arange(len(last)), last])
         reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
+        if rows.waits_ms is not None:
+            # All ranks of a pipeline encode; the first stage has taken that time already.
+            used_ms[:, 1:] += rows.waits_ms.sum(axis=1, keepdims=True)
         finish_ms[chunk] = reduced_ms.reshape(-1, ranks, stages).max(axis=1)
         busy_ms[chunk] = used_ms.reshape(-1, ranks, stages).mean(axis=1)
     return StepTimes(
@@ -302,14 +305,20 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
 def simulate_ranks(times: StageTimes, workload: Workload) -> Timeline:
     """Simulate one step of all data-parallel ranks, without what they exchange. [ranks, ...]
 
-    Micro-batches that a rank does not have take no time.
+    Micro-batches that a rank does not have take no time. Encoders beside the pipeline have run
+    before its first forward; what they do after the last backward is left out.
 
     Args:
         times: of every row of the workload.
         workload: a single step.
     """
-    rows = _Rows.of(times, workload, slice(None), np.zeros(len(workload), np.int64))
-    return rows.simulated()
+    alone = replace(times, waits_ms=None)
+    rows = _Rows.of(alone, workload, slice(None), np.zeros(len(workload), np.int64))
+    if times.waits_ms is None:
+        return rows.simulated()
+    before_ms = np.zeros((len(rows.counts), 1))
+    np.add.at(before_ms[:, 0], workload.dp_rank, times.waits_ms[:, 0])
+    return rows.simulated(np.repeat(before_ms, times.forward_ms.shape[1], axis=1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -326,6 +335,9 @@ class _Rows:
     """Micro-batches of every row."""
     context: np.ndarray | None
     """Rows that share each micro-batch, [rows, m]; None where none is shared."""
+    waits_ms: np.ndarray | None
+    """Part of the first stage's forwards and backwards that is the wait for encoders beside the
+    pipeline, [rows, 2]; None where there are none."""
 
     @classmethod
     def of(cls, times: StageTimes, workload: Workload, chosen: slice, step: np.ndarray) -> "_Rows":
@@ -337,13 +349,24 @@ class _Rows:
         ranks, slot = workload.data_parallel_size, workload.slot[chosen]
         row = step * ranks + workload.dp_rank[chosen]
         shape = (int(step[-1]) + 1) * ranks, int(workload.slot.max()) + 1
+        forward_ms, backward_ms = times.forward_ms[chosen], times.backward_ms[chosen]
+        waits_ms = None
+        if times.waits_ms is not None:
+            before_ms, after_ms = times.waits_ms[chosen].T
+            waits_ms = np.stack(
+                [np.bincount(row, each, shape[0]) for each in (before_ms, after_ms)], axis=1
+            )
+            first = np.arange(forward_ms.shape[1]) == 0
+            forward_ms = forward_ms + before_ms[:, None] * first
+            backward_ms = backward_ms + after_ms[:, None] * first
         return cls(
-            forward_ms=_padded(times.forward_ms[chosen], row, slot, shape),
-            backward_ms=_padded(times.backward_ms[chosen], row, slot, shape),
+            forward_ms=_padded(forward_ms, row, slot, shape),
+            backward_ms=_padded(backward_ms, row, slot, shape),
             forward_link_ms=_padded(times.forward_link_ms[chosen], row, slot, shape),
             backward_link_ms=_padded(times.backward_link_ms[chosen], row, slot, shape),
             counts=np.bincount(row, minlength=shape[0]),
             context=_contexts(workload.context[chosen], row, slot, shape),
+            waits_ms=waits_ms,
         )
 
     def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:

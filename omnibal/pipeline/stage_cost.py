@@ -21,7 +21,7 @@ from omnibal.pipeline.units import (
     unit_counts,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.units import unit_names
+from omnibal.units import BESIDE_MS, unit_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,6 +38,9 @@ class StageTimes:
     """Time of one send of the activation over each cut, [packs, stages - 1]."""
     backward_link_ms: np.ndarray
     """Time of one send of its gradient, 0 where none is needed, [packs, stages - 1]."""
+    waits_ms: np.ndarray | None = None
+    """Time before the forward, and after the backward, of encoders beside the pipeline, [packs, 2];
+    None where there are none."""
 
 
 def workload_times(
@@ -61,6 +64,7 @@ def _times(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], features: np.ndarray
 ) -> StageTimes:
     kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
+    features, waits_ms = _without_waits(cost, features)
     held = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
     forward = np.stack([unit.forward_ms for unit in units])
     backward = np.stack([unit.backward_ms for unit in units])
@@ -76,7 +80,21 @@ def _times(
         forward_link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ forward_bytes.T),
         backward_link_ms=cost.link_latency_ms * returns
         + cost.link_ms_per_byte * (features @ backward_bytes.T),
+        waits_ms=waits_ms,
     )
+
+
+def _without_waits(cost: CostModel, features: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Features without waits for encoders beside the pipeline, and these, [packs, 2]."""
+    if BESIDE_MS[0] not in cost.features:
+        return features, None
+    waits_ms = np.empty((len(features), len(BESIDE_MS)))
+    features = features.copy()
+    for index, name in enumerate(BESIDE_MS):
+        columns = [column for column, feature in enumerate(cost.features) if feature == name]
+        waits_ms[:, index] = features[:, columns].sum(axis=1)
+        features[:, columns] = 0
+    return features, waits_ms
 
 
 def _recompute(cost: CostModel, stages_at: Sequence[Sequence[Stage]]) -> np.ndarray:

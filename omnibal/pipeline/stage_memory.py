@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.encoding import EncoderRoom
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
     held_in_passes,
@@ -46,6 +47,7 @@ from omnibal.pipeline.workload import Workload
 from omnibal.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
 
 GIB = 1024**3
+_EMBED_WORDS = "language embed"
 _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
 _KEPT_COUNTS = 8
@@ -206,6 +208,8 @@ class MemoryTable:
     [kinds]"""
     has_backward: np.ndarray
     """Whether the unit has a backward, [kinds]."""
+    room: EncoderRoom
+    """What encoders beside the pipeline take of every device."""
     tied_gradient_bytes: np.ndarray
     """Gradients of the tied matrix besides its buffer, where a stage has both language embed and
     head, while a unit runs backward: the head's waits for the embed's, and then their sum. [kinds]
@@ -225,7 +229,14 @@ class MemoryTable:
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak memory of a stage, all kinds of memory together. [...]"""
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
-        return state + self.pass_bytes(counts, recomputed).max(axis=-1)
+        return state + self._with_encoders(counts, self.pass_bytes(counts, recomputed))
+
+    def _with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
+        """Largest of some passes [..., passes], with what encoders beside the pipeline take; what
+        they take besides that while they run comes without any pass. [...]"""
+        embed = [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)
+        held = self.room.held + self.room.features * (counts[..., embed] > 0)
+        return held + np.maximum(pass_bytes.max(axis=-1), self.room.phase)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak of every pass besides the state. [..., passes]
@@ -366,52 +377,46 @@ def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
     return [[index for index, _ in same] for _, same in groups]
 
 
-def memory_tables(
-    cost: CostModel, features: np.ndarray, slot: np.ndarray, pipeline_size: int
-) -> list[MemoryTable]:
+def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> list[MemoryTable]:
     """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
 
     Of one level they have every pass that may be a stage's peak. Of several levels these are too
     many: tables then have those that are the peak of a wide choice of stages and recomputed layers,
     and what is found by them must be looked at in all passes (`heaviest_passes`).
-
-    Args:
-        features: [packs, features]; packs are sorted by step, rank and slot.
-        slot: [packs].
     """
+    features, slot = features_of(workload, cost), workload.slot
     besides = _held_besides(pipeline_size, int(slot.max()) + 1)
     total = _running_sums(features)
     choose = _largest if cost.levels == 1 else _often_largest
     # Stages that hold the same micro-batches share a table.
     distinct = {held.key: held for held in besides}
     tables = {
-        key: memory_table(cost, choose(cost, _passes(features, total, slot, held)))
+        key: memory_table(
+            cost, choose(cost, _passes(features, total, slot, held)), room_of(workload)
+        )
         for key, held in distinct.items()
     }
     return [tables[held.key] for held in besides]
 
 
 def heaviest_passes(
-    cost: CostModel,
-    features: np.ndarray,
-    slot: np.ndarray,
-    counts: np.ndarray,
-    recomputed: np.ndarray,
+    cost: CostModel, workload: Workload, counts: np.ndarray, recomputed: np.ndarray
 ) -> list[MemoryTable]:
     """The pass of every stage that needs the most memory of all, and that which keeps the most, as
     a table of these two.
 
     Args:
-        features: [packs, features]; packs are sorted by step, rank and slot.
-        slot: [packs].
         counts: units that every stage holds, [stages, kinds].
         recomputed: [stages, levels * kinds].
     """
+    features, slot = features_of(workload, cost), workload.slot
     besides = _held_besides(len(counts), int(slot.max()) + 1)
     total = _running_sums(features)
     return [
         memory_table(
-            cost, _heaviest(cost, _passes(features, total, slot, held), _needed_and_kept(*stage))
+            cost,
+            _heaviest(cost, _passes(features, total, slot, held), _needed_and_kept(*stage)),
+            room_of(workload),
         )
         for held, *stage in zip(besides, counts, recomputed, strict=True)
     ]
@@ -543,8 +548,18 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     return RunningPasses(own=own, others=others, links=links, largest=passes.largest)
 
 
-def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
-    """Memory of the given passes by kind of unit."""
+def room_of(workload: Workload) -> EncoderRoom:
+    """What encoders beside the pipeline take of every device; nothing where there are none."""
+    return EncoderRoom() if workload.encoding is None else workload.encoding.room
+
+
+_NO_ENCODERS = EncoderRoom()
+
+
+def memory_table(
+    cost: CostModel, passes: RunningPasses, room: EncoderRoom = _NO_ENCODERS
+) -> MemoryTable:
+    """Memory of the given passes by kind of unit, beside what encoders take."""
     units = cost.units.values()
     activation = np.stack([unit.activation_bytes for unit in units], axis=1)
     boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
@@ -570,6 +585,7 @@ def memory_table(cost: CostModel, passes: RunningPasses) -> MemoryTable:
         own_gradient_bytes=own_gradient_bytes,
         shared_bytes=np.array(shared),
         has_backward=np.array([unit.has_backward for unit in units]),
+        room=room,
         tied_gradient_bytes=_tied_gradient_bytes(cost),
     )
 
@@ -668,7 +684,8 @@ def stage_memories(
     for held, *at_levels in zip(besides, *stages_at, strict=True):
         runs = unit_runs(kinds, at_levels)
         passes = _passes(features, total, workload.slot, held)
-        table = memory_table(cost, _heaviest(cost, passes, _of_stage(runs)))
+        heaviest = _heaviest(cost, passes, _of_stage(runs))
+        table = memory_table(cost, heaviest, room_of(workload))
         memories.append(_stage_memory(cost, at_levels[0], runs, table))
     return memories
 
@@ -701,14 +718,15 @@ def _stage_memory(
     )
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
-    activation_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = float(table.stage_bytes(runs).max())
+    room, embeds = table.room, stage.holds(_EMBED_WORDS)
+    held_bytes = float(table.activation_bytes(counts, recomputed).max())
+    running_bytes = max(float(table.stage_bytes(runs).max()), room.phase)
     return StageMemory(
-        weights_gib=parameters * cost.weight_bytes_per_parameter / GIB,
-        gradients_gib=trained * cost.gradient_bytes_per_parameter / GIB,
-        optimizer_gib=trained * cost.optimizer_bytes_per_parameter / GIB,
-        activations_gib=activation_bytes / GIB,
-        transient_gib=(running_bytes - activation_bytes) / GIB,
+        weights_gib=(parameters * cost.weight_bytes_per_parameter + room.weights) / GIB,
+        gradients_gib=(trained * cost.gradient_bytes_per_parameter + room.gradients) / GIB,
+        optimizer_gib=(trained * cost.optimizer_bytes_per_parameter + room.optimizer) / GIB,
+        activations_gib=(held_bytes + room.kept + room.features * embeds) / GIB,
+        transient_gib=(running_bytes - held_bytes + room.buffers) / GIB,
     )
 
 

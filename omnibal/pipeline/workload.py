@@ -10,6 +10,7 @@ import numpy as np
 
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.shares import Shares
+from omnibal.pipeline.encoding import Encoding
 
 
 def _unset() -> np.ndarray:
@@ -34,6 +35,9 @@ class Workload:
     context: np.ndarray = field(default_factory=_unset)
     """Ranks that share the row's pack, an aligned block of them, [rows]; 1 where it is not given.
     All have the pack in the same slot, and start each pass of it together."""
+    encoding: Encoding | None = None
+    """Encoders beside the pipeline, whose waits are features of the rows too; None where they are
+    units of the stages, or not chosen yet."""
 
     def __post_init__(self) -> None:
         if not len(self.level):
@@ -94,6 +98,7 @@ class Workload:
             slot=self.slot[picked],
             level=self.level[picked],
             context=self.context[picked],
+            encoding=None if self.encoding is None else self.encoding.rows(picked),
         )
 
     def each_rank_alone(self) -> "Workload":

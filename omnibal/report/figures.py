@@ -84,7 +84,9 @@ def split_figure(plan: Plan) -> Figure:
                 parts.append(text(x + pitch / 2 - 1, y + 18, short, "block middle"))
     label = "; ".join(
         f"stage {index}: "
-        + " and ".join(f"{len(stage.layers(tower))} {tower}" for tower in plan.model.towers)
+        + " and ".join(
+            f"{len(stage.layers(tower))} {tower}" for tower in plan.pipeline_model.towers
+        )
         + " layers, "
         + " / ".join(str(stages[index].recomputed_layers) for stages in plan.stages_at_levels)
         + f" recomputed{' by level' if plan.levels else ''}"
@@ -113,7 +115,7 @@ def split_figure(plan: Plan) -> Figure:
 
 def _colours(plan: Plan) -> dict[str, str]:
     """Class of the layers of every tower; encoders take turns in theirs."""
-    encoders = zip(plan.model.encoders, cycle(("vision", "encoder")))
+    encoders = zip(plan.pipeline_model.encoders, cycle(("vision", "encoder")))
     return {**dict(encoders), LANGUAGE: LANGUAGE}
 
 

@@ -1,6 +1,7 @@
 """Balance of a plan's phases: each encoder and the language model, over the ranks that run it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,15 +30,8 @@ def phases_of_plan(
     """
     if not plan.model.encoders:
         return []
-    # Where encoders run changes no cost of a unit of the language model.
-    job = JobSpec(
-        model=plan.model,
-        cluster=plan.cluster,
-        parallel=plan.parallel,
-        precision=plan.precision,
-        frozen=plan.frozen,
-        profile=profile,
-    )
+    # Without what pipelines wait for encoders beside them.
+    job = replace(JobSpec.of_plan(plan, profile), beside=None)
     workload = job.workload(packs, lengths, plan.levels).some_steps(MAX_SIMULATED_STEPS)
     cost, ranks = job.cost_of_all(plan.levels), plan.parallel.data
     names = feature_names_at(job.cost.features, plan.levels)

@@ -114,11 +114,14 @@ def predicted_stage_times(plan: Plan) -> tuple[StageTime, ...]:
     count = micro_batches_per_step(plan)
     if plan.prediction is None or count is None:
         return ()
+    beside = plan.prediction.beside
+    # Every rank encodes, whatever its stage.
+    forward_ms, backward_ms = (beside.forward_ms, beside.backward_ms) if beside else (0.0, 0.0)
     return tuple(
         _simulated_time(
             plan.prediction.step_ms,
-            stage.forward_ms * count,
-            stage.backward_ms * count,
+            stage.forward_ms * count + forward_ms,
+            stage.backward_ms * count + backward_ms,
             stage.wait_fraction,
         )
         for stage in plan.prediction.stages

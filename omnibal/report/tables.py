@@ -56,7 +56,10 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
     stages, times = plan.stages, stage_times_by_source(plan, run, replay)
     counts = {
-        **{tower: [str(len(s.layers(tower))) for s in stages] for tower in plan.model.towers},
+        **{
+            tower: [str(len(s.layers(tower))) for s in stages]
+            for tower in plan.pipeline_model.towers
+        },
         "recomputed by level" if plan.levels else "recomputed": [
             " / ".join(str(stage.recomputed_layers) for stage in at_levels)
             for at_levels in zip(*plan.stages_at_levels, strict=True)
@@ -80,6 +83,9 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     return Table.of_columns("Stages", columns, f"{per}backward includes recomputation.{mean}")
 
 
+_BESIDE = "encoders"
+
+
 def memory_table(
     plan: Plan,
     run: RunSummary | None = None,
@@ -92,11 +98,19 @@ def memory_table(
     with the prediction's difference from it. None where there is nothing to show.
     """
     cap_gib = memory_cap_gib(plan.cluster)
-    columns = [_column("stage", [str(i) for i in range(len(plan.stages))], "left")]
-    if plan.prediction:
-        columns += _predicted_memory([stage.memory for stage in plan.prediction.stages], cap_gib)
+    beside = plan.prediction.beside if plan.prediction else None
+    names = [str(stage) for stage in range(len(plan.stages))]
+    memories = [stage.memory for stage in plan.prediction.stages] if plan.prediction else []
+    if beside is not None:
+        names.append(_BESIDE)
+        memories.append(beside.memory)
+    columns = [_column("stage", names, "left")]
+    if memories:
+        columns += _predicted_memory(memories, cap_gib)
     caption = "Memory of one device of each stage at the peak of the step; usable are "
     caption += f"{number(cap_gib)} GiB."
+    if beside is not None:
+        caption += " Encoders beside the pipeline: their part of a device that embeds tokens."
     if replay:
         peaks = {
             "predicted": replayed_peaks_as_predicted(plan, replay),
@@ -115,7 +129,8 @@ def memory_table(
             columns.append(_column(title, column, style, "pretended, GiB"))
         caption += " Pretended: what the code would allocate, counted without a device."
     if run:
-        columns.append(_column("peak", aligned(run.peak_gib), "bold", "measured, GiB"))
+        measured = [*aligned(run.peak_gib), *[""] * (len(names) - len(plan.stages))]
+        columns.append(_column("peak", measured, "bold", "measured, GiB"))
     if len(columns) == 1:
         return None
     table = Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", columns, caption)

@@ -27,8 +27,11 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
     step = representative_step(workload, (times.forward_ms + times.backward_ms).sum(axis=1))
     of_step = workload.of_steps([step])
     own = of_step.rows(of_step.dp_rank == 0)
-    ranks = simulate_ranks(workload_times(cost, plan.stages_at_levels, of_step), of_step)
-    timeline = ranks.of_step(0)
+    times = workload_times(cost, plan.stages_at_levels, of_step)
+    timeline = simulate_ranks(times, of_step).of_step(0)
+    waits_ms = np.zeros(2)
+    if times.waits_ms is not None:
+        waits_ms = times.waits_ms[of_step.dp_rank == 0].sum(axis=0)
     names = [name for name in (*packs.items, "tokens") if name in cost.features]
     features = own.features[:, [cost.features.index(name) for name in names]].astype(np.int64)
     tips = [
@@ -39,18 +42,28 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
     ]
     return Figure(
         title=f"Step {step:,} as simulated",
-        svg=draw(timeline, tips),
+        svg=draw(timeline, tips, waits_ms),
         caption="The step of median load on the first data-parallel rank: "
         f"{len(own)} micro-batches under {timeline.schedule.name}. Rest the pointer on a block "
         "for its pack.",
-        legend=(("forward", "forward"), ("backward", "backward"), ("wait", "waiting")),
+        legend=(
+            ("forward", "forward"),
+            ("backward", "backward"),
+            *([("encoder", "encoders beside")] if waits_ms.any() else []),
+            ("wait", "waiting"),
+        ),
         wide=True,
     )
 
 
-def draw(timeline: Timeline, tips: Sequence[str]) -> str:
-    """Draw a row per stage and a block per pass; free space is waiting."""
-    stages, end_ms = len(timeline.finish_ms), float(timeline.step_ms)
+def draw(timeline: Timeline, tips: Sequence[str], waits_ms: np.ndarray) -> str:
+    """Draw a row per stage and a block per pass; free space is waiting.
+
+    Args:
+        waits_ms: of encoders beside the pipeline, before it and after it, [2].
+    """
+    stages, pipeline_ms = len(timeline.finish_ms), float(timeline.step_ms)
+    end_ms = pipeline_ms + float(waits_ms[1])
     x, bottom = Scale(0, end_ms, _LEFT, WIDE - 16), _ROW * stages
     parts = []
     for value in x.ticks(8):
@@ -60,6 +73,10 @@ def draw(timeline: Timeline, tips: Sequence[str]) -> str:
         y = _ROW * stage + 3
         parts.append(text(0, y + 17, f"stage {stage}"))
         parts.append(rect(_LEFT, y, x(end_ms) - _LEFT, _ROW - 6, "wait"))
+        for left_ms, right_ms in ((0.0, waits_ms[0]), (pipeline_ms, end_ms)):
+            if right_ms > left_ms:
+                width = x(right_ms) - x(left_ms) - 0.6
+                parts.append(rect(x(left_ms), y, width, _ROW - 6, "encoder", "encoders beside"))
         for kind, start_ms in timeline.start_ms.items():
             # Other ranks may have more micro-batches.
             real = slice(len(tips)), stage

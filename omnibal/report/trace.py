@@ -29,18 +29,43 @@ def chrome_trace(
     """
     events: list[dict[str, Any]] = []
     of_step = workload.of_steps([step])
-    timeline = simulate_ranks(workload_times(cost, stages_at, of_step), of_step)
+    times = workload_times(cost, stages_at, of_step)
+    timeline = simulate_ranks(times, of_step)
     sizes = cost.features[1 : cost.features.index("tokens") + 1]  # items of encoders, and tokens
     for rank in range(workload.data_parallel_size):
         own = of_step.rows(of_step.dp_rank == rank)
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
         events += [_name("thread_name", f"stage {s}", rank, s) for s in range(len(stages_at[0]))]
         events += _blocks(timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)], sizes, rank)
+        if times.waits_ms is not None:
+            waits_ms = times.waits_ms[of_step.dp_rank == rank].sum(axis=0)
+            events += _encoding(timeline.of_step(rank), waits_ms, rank)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": stage, "args": {"name": name}}
+
+
+def _encoding(timeline: Timeline, waits_ms: np.ndarray, rank: int) -> list[dict[str, Any]]:
+    """Blocks of encoders beside the pipeline, on every stage: they run before the first forward and
+    after the last backward, waits and exchanges included."""
+    end_ms = float(timeline.finish_ms.max())
+    blocks = (("encoders forward", 0.0, waits_ms[0]), ("encoders backward", end_ms, waits_ms[1]))
+    return [
+        {
+            "ph": "X",
+            "name": name,
+            "cat": "encoders",
+            "pid": rank,
+            "tid": stage,
+            "ts": _US_PER_MS * start_ms,
+            "dur": _US_PER_MS * float(took_ms),
+            "args": {},
+        }
+        for name, start_ms, took_ms in blocks
+        for stage in range(len(timeline.finish_ms))
+    ]
 
 
 def _blocks(

@@ -20,9 +20,10 @@ from omnibal.limits import Caps, option_of, words
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.partition import least_peak_of_splits
+from omnibal.pipeline.placement import least_peak_beside
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
-from omnibal.planner import PlanRequest
+from omnibal.planner import PlanRequest, placement_problem
 
 SAMPLES = 20_000
 """Most samples that changes are tried on; more are subsampled unless steps are given."""
@@ -59,8 +60,10 @@ class Advice:
 def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least, for a
     workload of packs of these levels."""
+    if job.is_beside and job.beside is None:
+        return least_peak_beside(placement_problem(job, workload, levels)) / GIB
     cost = job.cost_of_all(levels)
-    return least_peak_of_splits(cost, job.model, workload, job.parallel.pipeline) / GIB
+    return least_peak_of_splits(cost, job.pipeline_model, workload, job.parallel.pipeline) / GIB
 
 
 def gib_text(gib: float) -> str:
@@ -222,7 +225,7 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
     if job.profile is not None and job.profile.tensor != size:
         return False
     try:
-        check_parallel(job.model, Parallel(tensor=size, pipeline=1), job.cluster)
+        check_parallel(job.pipeline_model, Parallel(tensor=size, pipeline=1), job.cluster)
     except UserError:
         return False
     return True
@@ -230,7 +233,7 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
 
 def _larger_pipelines(job: JobSpec) -> list[int]:
     """Larger pipeline sizes: every one at first, then doubles, up to the number of layers."""
-    layers, size = job.model.layers, job.parallel.pipeline
+    layers, size = job.pipeline_model.layers, job.parallel.pipeline
     dense = max(2 * size, _EVERY_PIPELINE)
     sizes = list(range(size + 1, min(dense, layers) + 1))
     while (dense := 2 * dense) <= layers:

@@ -189,7 +189,8 @@ def is_one_level(request: LevelRequest) -> bool:
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     """Share packs of given steps in the way that is best for a job, which may have other ranks.
 
-    Steps, packs and the caps of levels stay as they are.
+    Steps, packs and the caps of levels stay as they are. No packs are shared where encoders stand
+    beside the pipeline.
 
     Raises:
         DoesNotFit: packs of a level fit no context size.
@@ -202,7 +203,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     for index, level in enumerate(data.levels):
         rows = np.flatnonzero(of_packs == index)[:_SHARED_PACKS]
         found = None
-        if len(rows):
+        if len(rows) and not job.is_beside:
             some, micro_batches = packs.take(rows), data.micro_batches(job)
             found = best_form(job, level.caps, some, lengths, micro_batches)
             if found is None:

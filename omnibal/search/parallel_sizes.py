@@ -214,7 +214,7 @@ def _check_given(request: StrategyRequest) -> None:
             f"must multiply to the GPUs: use {near} GPUs or change the sizes"
         )
     alone = Parallel(tensor=request.tensor or 1, pipeline=request.pipeline or 1)
-    check_parallel(request.job.model, alone, request.job.cluster)
+    check_parallel(request.job.pipeline_model, alone, request.job.cluster)
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
@@ -229,7 +229,7 @@ def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
     if profile is not None and parallel.tensor != profile.tensor:
         return False
     try:
-        check_parallel(request.job.model, parallel, request.job.cluster)
+        check_parallel(request.job.pipeline_model, parallel, request.job.cluster)
     except UserError:
         return False
     return True
@@ -239,7 +239,7 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     """Message for given sizes that are impossible; `others` are possible if none is given."""
     given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
     fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
-    model = request.job.model
+    model = request.job.pipeline_model
     allowed = sorted({each.tensor for each in others})
     profile = request.job.profile
     tensors = (
@@ -328,7 +328,7 @@ class _FindBound:
         for size in step_sizes(trial, setting.request.samples_per_step, micro_batches):
             workload = size.request.workload()
             need_gib = max(need_gib, least_need_gib(job, workload))
-            step_ms = least_step_ms(job.cost, job.model, workload, job.parallel.pipeline)
+            step_ms = least_step_ms(job.cost, job.pipeline_model, workload, job.parallel.pipeline)
             least_ms += size.steps_per_sample * step_ms
             # A term with a negative weight would need an upper bound.
             is_bound &= size.steps_per_sample >= 0

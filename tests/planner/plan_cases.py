@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from omnibal.beside import EncoderPlacement
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.profile import Profile, UnitMeasurement
 from omnibal.data.lengths import Lengths, LengthsOrigin
@@ -54,6 +55,7 @@ JOB = {
     "precision": "fp32",
     "frozen": (),
     "profile": None,
+    "placement": EncoderPlacement.PIPELINE,
 }
 DATA = {
     "lengths": example_lengths(),

@@ -60,7 +60,7 @@ FLAGS = {
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
     "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
-    "--steps-of --window --dispatch --levels --curriculum-steps --json",
+    "--steps-of --window --dispatch --levels --curriculum-steps --encoder --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",

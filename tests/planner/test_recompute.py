@@ -31,6 +31,7 @@ from omnibal.pipeline.units import (
     unit_counts,
     unit_runs,
 )
+from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
 
@@ -211,7 +212,15 @@ def test_tables_of_all_stages_have_every_pass():
         features = random_features(rng, len(slot))
         ranks = np.split(features, np.cumsum(sizes)[:-1])
         schedule = one_forward_one_backward(stages, 1, micro_batches)
-        for stage, table in enumerate(memory_tables(cost, features, slot, stages)):
+        rank = np.repeat(np.arange(len(sizes)), sizes)
+        packs = Workload(
+            features=features,
+            step=0 * slot,
+            dp_rank=rank,
+            slot=slot,
+            data_parallel_size=len(sizes),
+        )
+        for stage, table in enumerate(memory_tables(cost, packs, stages)):
             needed, most = np.zeros((2, len(counts)))
             for rank in ranks:
                 links, held = LinksInTime(len(rank)), []

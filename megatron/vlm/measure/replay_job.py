@@ -114,8 +114,8 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, ranks share its packs, the trainer cannot build its
-            model, or data and tokenizer are not the plan's.
+        UserError: the plan does not hold, ranks share its packs, encoders stand beside its
+            pipeline, the trainer cannot build its model, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model)
@@ -125,6 +125,11 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
         raise UserError(
             f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
             "alone: give a plan without shared packs, such as one of `omnibal plan --levels 1`"
+        )
+    if planned.plan.beside is not None:
+        raise UserError(
+            f"{plan_directory}: has encoders beside the pipeline, and a replay runs stages alone: "
+            "give a plan with its encoders in the pipeline, of `omnibal plan --encoder pipeline`"
         )
     packs, lengths = planned.steps
     reader = _reader(planned.plan, data, tokenizer)

@@ -1,0 +1,86 @@
+"""What encoders beside the pipeline add to a workload: waits before and after it, and memory."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from omnibal.pipeline.prediction import BesidePrediction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderRoom:
+    """Memory that encoders beside the pipeline take of every device, in bytes."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    kept: float = 0.0
+    """Activations and inputs, from the encoders' forward to their backward."""
+    buffers: float = 0.0
+    """Of the communication library."""
+    features: float = 0.0
+    """Features of a step and their gradients, where tokens are embedded alone."""
+    phase: float = 0.0
+    """Most that encoding and the exchanges take besides, while nothing of the pipeline is there."""
+
+    @property
+    def held(self) -> float:
+        """What is there throughout the step, without features."""
+        return self.weights + self.gradients + self.optimizer + self.kept + self.buffers
+
+    def is_within(self, other: "EncoderRoom") -> bool:
+        """Whether no pipeline that fits beside the other one does not fit beside this."""
+        return (
+            self.held <= other.held
+            and self.held + self.features <= other.held + other.features
+            and self.held + self.phase <= other.held + other.phase
+            and self.held + self.features + self.phase <= other.held + other.features + other.phase
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncoderWaits:
+    """Times of a pipeline before its first forward and after its last backward, in ms.
+
+    All are [rows, 2] of a workload: before in the row of its first micro-batch, after in that of
+    its last one, and 0 elsewhere.
+    """
+
+    all: np.ndarray
+    """As they are: of the busiest rank of the encoding group, with all that is exchanged."""
+    even: np.ndarray
+    """Were every rank of the group as busy as its mean one."""
+    silent: np.ndarray
+    """The same, without what is exchanged."""
+    needed: np.ndarray
+    """The same, without what runs again."""
+    unreduced: np.ndarray
+    """As they are, but for the exchange of gradients and weights of all ranks."""
+
+    def rows(self, picked: np.ndarray | slice) -> Self:
+        """The same of some rows."""
+        return replace(
+            self,
+            all=self.all[picked],
+            even=self.even[picked],
+            silent=self.silent[picked],
+            needed=self.needed[picked],
+            unreduced=self.unreduced[picked],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Encoding:
+    """Encoders beside the pipeline of a workload."""
+
+    waits: EncoderWaits
+    room: EncoderRoom
+    predicted: BesidePrediction
+    """Mean times over the steps of the run."""
+    exchange_ms: float
+    """Time that ranks exchange weights and gradients of encoders in a step."""
+
+    def rows(self, picked: np.ndarray | slice) -> Self:
+        """The same of some rows."""
+        return replace(self, waits=self.waits.rows(picked))

@@ -1,0 +1,68 @@
+"""Both placements of a model's encoders compared: which is faster, by how much, and why."""
+
+from dataclasses import dataclass
+
+from omnibal.beside import EncoderPlacement
+from omnibal.pipeline.prediction import Prediction
+
+_NAMED_CAUSES = 2
+_LEAST_CAUSE = 0.002
+"""Share of the step below which a cause is not named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlacementChoice:
+    """A placement of encoders, and what is predicted of it and of the other one."""
+
+    chosen: EncoderPlacement
+    predicted: dict[EncoderPlacement, Prediction]
+    """Of the placements that were planned."""
+    refused: dict[EncoderPlacement, str]
+    """Why others cannot be."""
+
+    def step_ms(self, placement: EncoderPlacement) -> float | None:
+        """Predicted step of a placement; None where it was not planned."""
+        found = self.predicted.get(placement)
+        return None if found is None else found.step_ms
+
+    @property
+    def reason(self) -> str:
+        """What speaks for and against the chosen placement, in a sentence."""
+        chosen = self.chosen
+        for placement, prediction in self.predicted.items():
+            if placement is not chosen:
+                return _compared(chosen, self.predicted[chosen], prediction)
+        refused = [f"{_NAMES[each]} cannot be: {why}" for each, why in self.refused.items()]
+        return "; ".join(refused) or "no other placement was planned"
+
+
+def fastest(predicted: dict[EncoderPlacement, Prediction]) -> EncoderPlacement:
+    """The placement of least predicted time, per sample where there are samples."""
+    return min(predicted, key=lambda placement: relative_ms(predicted[placement]))
+
+
+def relative_ms(prediction: Prediction) -> float:
+    """Time that placements are compared by: of a sample on one device, or of a step without
+    samples."""
+    per_second = prediction.samples_per_second_per_gpu
+    return prediction.step_ms if per_second is None else 1e3 / per_second
+
+
+def _compared(placement: EncoderPlacement, own: Prediction, other: Prediction) -> str:
+    change = relative_ms(own) / relative_ms(other) - 1
+    # Ideal times differ too: by what tensor-parallel ranks divide.
+    before, after = other.lost.named(), own.lost.named()
+    changes = {name: after[name] - before.get(name, 0.0) for name in after}
+    least_ms = _LEAST_CAUSE * own.step_ms
+    falls = sorted((ms, name) for name, ms in changes.items() if ms < -least_ms)
+    rises = sorted((-ms, name) for name, ms in changes.items() if ms > least_ms)
+    parts = [f"{name} is {-ms:,.1f} ms less" for ms, name in falls[:_NAMED_CAUSES]]
+    parts += [f"{name} {-ms:,.1f} ms more" for ms, name in rises[:_NAMED_CAUSES]]
+    verdict = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
+    return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
+
+
+_NAMES = {
+    EncoderPlacement.PIPELINE: "in the pipeline",
+    EncoderPlacement.BESIDE: "beside the pipeline",
+}
