@@ -60,6 +60,7 @@ from omnibal.runlog import (
     write_evaluation,
     write_run_info,
 )
+from omnibal.units import feature_names
 
 _log = logging.getLogger(__name__)
 
@@ -360,7 +361,7 @@ def _make_directory(path: Path) -> None:
 def _pack_flops(run: Run) -> np.ndarray:
     job = run.planned.job
     flops = model_flops(job.model, job.cluster, job.frozen)
-    return pack_features(run.packs.packs, run.lengths, job.cost.features) @ flops
+    return pack_features(run.packs.packs, run.lengths, feature_names(job.model)) @ flops
 
 
 def _peak_flops_per_s(job: JobSpec) -> float:
