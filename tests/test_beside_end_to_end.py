@@ -72,8 +72,8 @@ def test_encoders_beside_train_resume_and_answer_as_one_process(single, beside, 
     for record in records(apart):
         assert all(stage["encoder_ms"] > 0 for stage in record["stages"])
     page = tmp_path / "report.html"
-    said = succeed("-m", "omnibal", "report", beside, "--run", apart, "-o", page)
-    assert "encoders, ms" in said and "encoders, ms" in page.read_text()
+    succeed("-m", "omnibal", "report", beside, "--run", apart, "-o", page)
+    assert "encoders, ms" in page.read_text() and "exchange, ms" in page.read_text()
 
 
 def test_rank_that_dies_ends_all_that_encode(beside, digits, tmp_path):

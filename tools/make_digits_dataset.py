@@ -12,12 +12,15 @@ samples take 0 to 7 tiles. The same arguments give the same text and tokenizer, 
 
 import io
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import soundfile
 from PIL import Image
 from sentencepiece import SentencePieceTrainer, SetMinLogLevel
 from sklearn.datasets import load_digits
@@ -33,6 +36,7 @@ FORMAT = 2
 DESCRIPTION_FILE = "dataset.json"
 MAX_SEED = 2**32 - 1
 MIN_SAMPLES = 10
+SAMPLE_RATE = 16_000
 MAX_SAMPLES = 1_000_000
 """Images are files of one folder."""
 HELDOUT_SCANS = 360
@@ -72,6 +76,10 @@ class Composition:
     images: list[Image.Image]
     scans: list[int]
     turns: list[Turn]
+    recordings: Sequence[np.ndarray] = ()
+    """Sounds at `SAMPLE_RATE`, float32 from -1 to 1."""
+    voices: Sequence[str] = ()
+    """Of the recordings."""
 
 
 class Composer:
@@ -84,18 +92,16 @@ class Composer:
 
     def single(self) -> Composition:
         """One digit, asked for in one or two turns."""
-        chosen = self._choose(1)
+        chosen = self.choose(1)
         digit = int(self.scans.digits[chosen[0]])
-        turns = [
-            Turn(self._phrase("Which digit is this?", "Read the digit."), str(digit), "single")
-        ]
+        turns = [Turn(self.phrase("Which digit is this?", "Read the digit."), str(digit), "single")]
         if self.rng.random() < 0.25:
             turns.append(Turn("Is it even?", "no" if digit % 2 else "yes", "even"))
-        return self._composition([self._draw(chosen, columns=1)], chosen, turns)
+        return self._composition([self.draw(chosen, columns=1)], chosen, turns)
 
     def pair(self) -> Composition:
         """Two images of one digit each."""
-        chosen = self._choose(2)
+        chosen = self.choose(2)
         digits = self.scans.digits[chosen]
         turns = [
             Turn(f"Which digit is in the {ORDINALS[k]} image?", str(digits[k]), "position")
@@ -103,12 +109,12 @@ class Composer:
         ]
         larger = "same" if digits[0] == digits[1] else ORDINALS[int(digits.argmax())]
         turns.append(Turn("Which image has the larger digit?", larger, "compare"))
-        images = [self._draw(chosen[k : k + 1], columns=1) for k in range(2)]
+        images = [self.draw(chosen[k : k + 1], columns=1) for k in range(2)]
         return self._composition(images, chosen, turns)
 
     def strip(self) -> Composition:
         """Two to six digits in a row."""
-        chosen = self._choose(int(self.rng.integers(2, 7)))
+        chosen = self.choose(int(self.rng.integers(2, 7)))
         digits = self.scans.digits[chosen]
         ordinals = enumerate(digits)
         turns = [Turn(f"Which digit is {ORDINALS[k]}?", str(d), "position") for k, d in ordinals]
@@ -117,7 +123,7 @@ class Composer:
     def page(self) -> Composition:
         """Digits in two or three rows of two or three."""
         columns, rows = ((2, 2), (3, 2), (2, 3))[self.rng.integers(3)]
-        chosen = self._choose(columns * rows)
+        chosen = self.choose(columns * rows)
         turns = [
             Turn(
                 f"Which digit is in row {k // columns + 1}, column {k % columns + 1}?",
@@ -148,7 +154,7 @@ class Composer:
             Turn("Which digit is the largest?", str(digits.max()), "largest"),
         ]
         asked = self.rng.permutation(len(turns))[: self.rng.integers(1, 4)]
-        image = self._draw(chosen, columns)
+        image = self.draw(chosen, columns)
         return self._composition([image], chosen, [turns[k] for k in asked])
 
     def _composition(
@@ -156,15 +162,15 @@ class Composer:
     ) -> Composition:
         return Composition(images, self.scans.identities[chosen].tolist(), turns)
 
-    def _choose(self, count: int) -> np.ndarray:
+    def choose(self, count: int) -> np.ndarray:
         """Positions of `count` scans; every digit is equally likely."""
         digits = self.rng.integers(0, 10, size=count)
         return np.array([self.rng.choice(self.by_digit[digit]) for digit in digits])
 
-    def _phrase(self, *phrasings: str) -> str:
+    def phrase(self, *phrasings: str) -> str:
         return phrasings[self.rng.integers(len(phrasings))]
 
-    def _draw(self, chosen: np.ndarray, columns: int) -> Image.Image:
+    def draw(self, chosen: np.ndarray, columns: int) -> Image.Image:
         """The scans row by row on a grid of square cells, white on black, with noise."""
         cell = int(self.rng.integers(30, 35))
         rows = len(chosen) // columns
@@ -195,19 +201,25 @@ def split_scans(seed: int) -> tuple[Scans, Scans]:
     return train, heldout
 
 
-def write_split(directory: Path, scans: Scans, samples: int, rng: np.random.Generator) -> None:
-    """One JSONL file for each source, their images, and the meta that names them."""
-    (directory / "images").mkdir(parents=True)
+def sources(scans: Scans, rng: np.random.Generator) -> dict[str, Callable[[], Composition]]:
+    """How a sample of every source is drawn."""
     composer = Composer(scans, rng)
-    compose: dict[str, Callable[[], Composition]] = {
+    return {
         "digits_single": composer.single,
         "digits_pair": composer.pair,
         "digits_strip": composer.strip,
         "digits_page": composer.page,
         "arithmetic": composer.arithmetic,
     }
+
+
+def write_split(
+    directory: Path, compose: Mapping[str, Callable[[], Composition]], counts: Mapping[str, int]
+) -> None:
+    """One JSONL file for each source, their media, and the meta that names them."""
+    (directory / "images").mkdir(parents=True)
     meta = {}
-    for source, count in sample_counts(samples).items():
+    for source, count in counts.items():
         with (directory / f"{source}.jsonl").open("w", encoding="utf-8") as file:
             for k in range(count):
                 record = write_sample(directory, f"{source}-{k:05d}", compose[source]())
@@ -222,39 +234,55 @@ def write_split(directory: Path, scans: Scans, samples: int, rng: np.random.Gene
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def sample_counts(samples: int) -> dict[str, int]:
-    """Samples by source: its share, at least one; the singles take what rounding leaves."""
-    counts = {source: max(1, int(share * samples)) for source, share in SHARES.items()}
-    counts["digits_single"] += samples - sum(counts.values())
+def sample_counts(samples: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """Samples by source: its share, at least one; the first takes what rounding leaves."""
+    counts = {source: max(1, int(share * samples)) for source, share in shares.items()}
+    counts[next(iter(shares))] += samples - sum(counts.values())
     return counts
 
 
 def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
-    """Save the images and return the annotation line; its scans show that splits are disjoint."""
-    names = []
+    """Save images and recordings and return the annotation line; its scans and voices show that
+    splits are disjoint."""
+    images, recordings = [], []
     for k, image in enumerate(composed.images):
-        names.append(f"images/{identity}-{k}.png")
-        image.save(directory / names[-1])
+        images.append(f"images/{identity}-{k}.png")
+        image.save(directory / images[-1])
+    if composed.recordings:
+        (directory / "audio").mkdir(exist_ok=True)
+    for k, sound in enumerate(composed.recordings):
+        recordings.append(f"audio/{identity}-{k}.wav")
+        soundfile.write(directory / recordings[-1], sound, SAMPLE_RATE, subtype="PCM_16")
     messages = []
     for k, turn in enumerate(composed.turns):
-        placeholders = "<image>\n" * len(names) if k == 0 else ""
-        messages.append({"from": "human", "value": placeholders + turn.question})
+        placeholders = "<image>\n" * len(images) + "<audio>\n" * len(recordings)
+        asked = turn.question if k else placeholders + turn.question
+        messages.append({"from": "human", "value": asked})
         messages.append({"from": "gpt", "value": turn.answer})
     record: dict = {"id": identity}
-    if names:
+    if images:
         sizes = np.array([image.size for image in composed.images])
-        single = len(names) == 1
-        record["image"] = names[0] if single else names
+        single = len(images) == 1
+        record["image"] = images[0] if single else images
         record["width"] = int(sizes[0, 0]) if single else sizes[:, 0].tolist()
         record["height"] = int(sizes[0, 1]) if single else sizes[:, 1].tolist()
+    if recordings:
+        record["audio"] = recordings[0] if len(recordings) == 1 else recordings
     record["conversations"] = messages
     record["kinds"] = [turn.kind for turn in composed.turns]
     record["scans"] = composed.scans
+    if recordings:
+        record["voices"] = list(composed.voices)
     return record
 
 
-def train_tokenizer(texts: Iterator[str]) -> bytes:
-    """A SentencePiece model in which text round-trips and each digit is a token of its own."""
+def train_tokenizer(texts: Iterator[str], pieces: Sequence[str] = SPECIAL_PIECES) -> bytes:
+    """A SentencePiece model in which text round-trips and each digit is a token of its own.
+
+    Args:
+        texts: lines to train on.
+        pieces: that are single tokens too.
+    """
     SetMinLogLevel(2)
     model = io.BytesIO()
     SentencePieceTrainer.train(
@@ -268,7 +296,7 @@ def train_tokenizer(texts: Iterator[str]) -> bytes:
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,
         split_digits=True,
-        user_defined_symbols=list(SPECIAL_PIECES),
+        user_defined_symbols=list(pieces),
         num_threads=1,
     )
     return model.getvalue()
@@ -280,28 +308,37 @@ def training_lines(train: Path) -> Iterator[str]:
         for line in path.read_text(encoding="utf-8").splitlines():
             for message in json.loads(line)["conversations"]:
                 yield "user" if message["from"] == "human" else "assistant"
-                yield message["value"].removeprefix("<image>\n").removeprefix("<image>\n")
+                yield re.sub(r"^(<(image|audio)>\n)+", "", message["value"])
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
     """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
     train, heldout = split_scans(seed)
     with atomic_directory(output) as part:
-        write_split(part / "train", train, samples, np.random.default_rng([seed, 0]))
-        write_split(part / "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1]))
+        for name, scans, count, stream in (
+            ("train", train, samples, 0),
+            ("heldout", heldout, heldout_samples, 1),
+        ):
+            rng = np.random.default_rng([seed, stream])
+            write_split(part / name, sources(scans, rng), sample_counts(count, SHARES))
         (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
-        description = {"made_with": made_with(samples, heldout_samples, seed)}
-        (part / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+        describe(part, made_with(FORMAT, samples, heldout_samples, seed))
 
 
-def made_with(samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
+def made_with(version: int, samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
     """What decides the content of a dataset; written into it to know it again."""
     return {
-        "format": FORMAT,
+        "format": version,
         "samples": samples,
         "heldout_samples": heldout_samples,
         "seed": seed,
     }
+
+
+def describe(part: Path, wanted: dict[str, int]) -> None:
+    """Write what a dataset was made with; it is then finished."""
+    text = json.dumps({"made_with": wanted}, indent=2)
+    (part / DESCRIPTION_FILE).write_text(text + "\n")
 
 
 def is_made_with(output: Path, wanted: dict[str, int]) -> bool:
@@ -315,13 +352,19 @@ def is_made_with(output: Path, wanted: dict[str, int]) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     with one_line_errors():
-        _run(sys.argv[1:] if arguments is None else arguments)
+        options = dataset_options(sys.argv[1:] if arguments is None else arguments, __doc__)
+        make_once(options, FORMAT, make_dataset)
     return 0
 
 
-def _run(arguments: list[str]) -> None:
+def dataset_options(arguments: list[str], description: str | None) -> Namespace:
+    """Where to make a dataset, its sizes and its seed.
+
+    Raises:
+        UserError: a number is out of range.
+    """
     check_arguments(arguments)
-    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = ArgumentParser(description=(description or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--samples", type=int, default=4000, help="for training (%(default)s)")
     parser.add_argument("--heldout-samples", type=int, default=300, help="(%(default)s)")
@@ -336,7 +379,18 @@ def _run(arguments: list[str]) -> None:
             )
     if not 0 <= options.seed <= MAX_SEED:
         raise UserError(f"--seed {options.seed}: must be from 0 to {MAX_SEED}")
-    wanted = made_with(options.samples, options.heldout_samples, options.seed)
+    return options
+
+
+def make_once(
+    options: Namespace, version: int, make: Callable[[Path, int, int, int], None]
+) -> None:
+    """Make a dataset unless it is there already.
+
+    Raises:
+        UserError: something else is there.
+    """
+    wanted = made_with(version, options.samples, options.heldout_samples, options.seed)
     if is_made_with(options.output, wanted):
         print(f"{options.output}: already made with these arguments")
         return
@@ -346,7 +400,7 @@ def _run(arguments: list[str]) -> None:
             "remove it or pass another --output"
         )
     check_folder("--output", options.output, [])
-    make_dataset(options.output, options.samples, options.heldout_samples, options.seed)
+    make(options.output, options.samples, options.heldout_samples, options.seed)
     print(
         f"{options.output}: {options.samples} training samples, {options.heldout_samples} held out"
     )

@@ -15,6 +15,7 @@ from omnibal.cli.console import print_result
 from omnibal.cli.options import (
     MOST_PROCESSES,
     JsonOption,
+    LimitOption,
     MaxTokensOption,
     ModelOption,
     NeededMaxTilesOption,
@@ -86,6 +87,19 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredCaps:
+    """Options for the largest micro-batch to measure."""
+
+    max_tokens: MaxTokensOption
+    max_tiles: NeededMaxTilesOption = None
+    limit: LimitOption = None
+
+    def given(self) -> dict[str, int]:
+        """Caps by feature."""
+        return limits_given(self.limit, self.max_tiles, self.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredClusterOptions:
     """Options for a cluster file with the measured rates, to plan other models with."""
 
@@ -132,11 +146,10 @@ class MeasuredClusterOptions:
 
 def profile(
     model: ModelOption,
-    max_tokens: MaxTokensOption,
+    limits: MeasuredCaps,
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     measured: MeasureOptions,
     preset: MeasuredClusterOptions,
-    max_tiles: NeededMaxTilesOption = None,
     precision: PrecisionOption = "bf16",
     as_json: JsonOption = False,
 ) -> None:
@@ -154,15 +167,17 @@ def profile(
     check_files({"-o": output, **preset.outputs()}, read)
     base = preset.base()
     profiled_model = load_model(model)
-    _check_model(profiled_model, limits_given(None, max_tiles, max_tokens))
+    caps = limits.given()
+    _check_model(profiled_model, caps)
     tokens_per_sample = measured.typical_tokens()
     for path in (output, *preset.outputs().values()):
         path.parent.mkdir(parents=True, exist_ok=True)
     options = {
         "--model": model,
         "--precision": precision,
-        "--max-tiles": max_tiles,
-        "--max-tokens": max_tokens,
+        "--max-tiles": caps.get("tiles"),
+        "--max-clips": caps.get("clips"),
+        "--max-tokens": caps["tokens"],
         "--tokens-per-sample": tokens_per_sample,
         "--layers": measured.layers,
         "--repetitions": measured.repetitions,

@@ -375,9 +375,12 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
     weight_bytes = one.trained * device.element_bytes
+    # Gradients of earlier encoders' features wait while this one runs backward.
+    waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
     transient_bytes = [
         counts.working_bytes(each, trained=one.trained)
         + _fixed(weight_bytes * each.weight, nothing)
+        + waiting_bytes
         for each in (counts.working if has_backward else counts.forward_working)
     ]
     return UnitCost(

@@ -10,6 +10,9 @@ from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Prod
 from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
 
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
+_SECOND_GELU = "into the second GELU"
+LAST_OUTPUT = "last layer's output"
+"""What a norm before the projector's stacking keeps; the tower's last layer makes it."""
 
 
 def encoder_embed(tower: Encoder, device: Device, features: Features) -> Counts:
@@ -62,30 +65,40 @@ def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Coun
     input_bytes = items * tower.frames * tower.mel_bins * size
     middle_bytes = items * tower.frames * h * size
     output_bytes = items * tower.positions_per_item * h * size
+    read_bytes, second_gelu = items * tower.frames * tower.mel_bins * FP32_BYTES, (_SECOND_GELU,)
     return Counts(
         products=(
             Product(rows=items * tower.frames, inner=taps * tower.mel_bins, outer=h),
             Product(rows=items * tower.positions_per_item, inner=taps * h, outer=h),
         ),
         attention_flops=0 * items,
-        # In and out of both convolutions and both activations, then positions are added.
-        moved_bytes=input_bytes + 4 * middle_bytes + 5 * output_bytes,
-        back_moved_bytes=1.5 * (input_bytes + 4 * middle_bytes + 5 * output_bytes),
+        # Frames into the type of the weights, both activations, laid out anew, positions added;
+        # backward the activations read their inputs too.
+        moved_bytes=read_bytes + input_bytes + 2 * middle_bytes + 6 * output_bytes,
+        back_moved_bytes=3 * middle_bytes + 3 * output_bytes,
         collective_bytes=0 * items,
         back_collective_bytes=0 * items,
         gathered_again_bytes=0 * items,
-        kernels=9,
+        kernels=7,
         kept=(
-            Kept(what="frames", made_by="", bytes=input_bytes),
+            Kept(what="frames", made_by="aten._to_copy", bytes=input_bytes, for_weights=True),
             Kept(what="into GELU", made_by="conv1", bytes=middle_bytes),
-            Kept(what="out of GELU", made_by="gelu", bytes=middle_bytes),
-            Kept(what="into the second GELU", made_by="conv2", bytes=output_bytes),
+            Kept(what="out of GELU", made_by="aten.gelu", bytes=middle_bytes, for_weights=True),
+            Kept(what=_SECOND_GELU, made_by="conv2", bytes=output_bytes),
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
-        working=(Working(bytes=middle_bytes),),
-        forward_working=(Working(bytes=2 * middle_bytes), Working(bytes=2 * output_bytes)),
-        passing_bytes=input_bytes,
+        working=(
+            # Gradients of the second convolution's weight and input; of both sides of GELU.
+            Working(bytes=middle_bytes + output_bytes, weight=taps * h * h, gone=second_gelu),
+            Working(bytes=2 * middle_bytes, gone=(*second_gelu, "out of GELU")),
+        ),
+        forward_working=(
+            Working(bytes=2 * middle_bytes),
+            Working(bytes=input_bytes + middle_bytes),
+        ),
+        # Frames as they are read.
+        passing_bytes=read_bytes,
         # Both convolutions with bias; whole on every tensor rank.
         parameters=h * (taps * tower.mel_bins + 1 + taps * h + 1),
         begins_with_weights=True,
@@ -243,13 +256,17 @@ def _layer_kept(
 def encoder_projector(
     tower: Encoder, model: ModelConfig, device: Device, features: Features
 ) -> Counts:
-    """Count neighbouring positions folded into one token, a norm, and an MLP of two products."""
+    """Count neighbouring positions folded into one token, a norm, and an MLP of two products.
+
+    The norm is of the folded token for tiles, and of every position, before folding, for clips.
+    """
     t, size, items = device.tensor, device.element_bytes, features.one(tower.feature)
     wide, h = tower.projector_input_size, model.language.hidden_size
     rows = items * tower.tokens_per_item
     input_bytes = items * tower.positions_per_item * tower.hidden_size * size
     output_bytes, narrow_bytes, wide_bytes = (rows * each * size for each in (h, h / t, wide))
     in_gelu = ("into GELU", "out of GELU")
+    folded, norm_width = _projector_norm(tower, items, size)
     return Counts(
         products=(
             Product(rows=rows, inner=wide, outer=h / t),
@@ -267,9 +284,7 @@ def encoder_projector(
         back_passes=2,
         kernels=8,
         kept=(
-            Kept(what="shuffled input", made_by="", bytes=rows * wide * size),
-            Kept(what="norm's output", made_by="norm", bytes=rows * wide * size, for_weights=True),
-            Kept(what="norm's moments", made_by="norm", bytes=rows * 2 * FP32_BYTES),
+            *folded,
             Kept(what="into GELU", made_by="linear_fc1", bytes=rows * h / t * size),
             Kept(
                 what="out of GELU", made_by="bias_gelu", bytes=rows * h / t * size, for_weights=True
@@ -281,9 +296,31 @@ def encoder_projector(
             # The second product's gradients; the first's; the norm's, and that of all positions.
             Working(bytes=output_bytes + narrow_bytes, weight=h * h / t),
             Working(bytes=wide_bytes + narrow_bytes, weight=wide * h / t, gone=in_gelu),
-            Working(bytes=wide_bytes + input_bytes, gone=(*in_gelu, "norm's output")),
+            Working(bytes=wide_bytes + input_bytes, gone=(*in_gelu, folded[1].what)),
         ),
         # The tower's input and output stay.
         forward_working=(Working(bytes=2 * input_bytes + 2 * wide_bytes + narrow_bytes),),
-        parameters=2 * wide + h + -(-(wide * h + h + h * h) // t),
+        parameters=norm_width + h + -(-(wide * h + h + h * h) // t),
     )
+
+
+def _projector_norm(
+    tower: Encoder, items: np.ndarray, element_bytes: int
+) -> tuple[tuple[Kept, Kept, Kept], int]:
+    """What a projector keeps before its first product, and the parameters of its norm."""
+    wide = tower.projector_input_size
+    input_bytes = items * tower.tokens_per_item * wide * element_bytes
+    if isinstance(tower, TilesEncoder):
+        moments_bytes = items * tower.tokens_per_item * 2 * FP32_BYTES
+        return (
+            Kept(what="shuffled input", made_by="", bytes=input_bytes),
+            Kept(what="norm's output", made_by="norm", bytes=input_bytes, for_weights=True),
+            Kept(what="norm's moments", made_by="norm", bytes=moments_bytes),
+        ), 2 * wide
+    vectors = 1 if tower.normalization == "RMSNorm" else 2
+    moments_bytes = items * tower.positions_per_item * vectors * FP32_BYTES
+    return (
+        Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes),
+        Kept(what="stacked positions", made_by="", bytes=input_bytes, for_weights=True),
+        Kept(what="norm's moments", made_by="norm.norm", bytes=moments_bytes),
+    ), vectors * tower.hidden_size

@@ -19,6 +19,7 @@ from omnibal.data.fit import check_samples_fit, in_common_units
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.data.steps import lightest_at_the_ends
+from omnibal.dispatch.balance import balance
 from omnibal.limits import Caps
 
 _Pack = list[int]
@@ -111,7 +112,7 @@ class _Samples:
         return cls(
             sizes=sizes,
             caps=caps,
-            ms=(alone_ms - pack_ms).tolist(),
+            ms=np.maximum(alone_ms - pack_ms, 0).tolist(),
             pack_ms=pack_ms,
             stages=request.stages,
             columns=list(zip(*sizes.tolist(), strict=True)),
@@ -149,13 +150,10 @@ class _Samples:
         """Equal shares of the window's time, each packed for itself."""
         share = (self.sizes[:, window.start : window.stop] / self.caps[:, None]).max(axis=0)
         weight_ms = np.array(self.ms[window.start : window.stop]) + self.pack_ms * share
-        heap = [(0.0, rank) for rank in range(ranks)]
-        shares: list[list[int]] = [[] for _ in range(ranks)]
-        for place in np.argsort(-weight_ms, kind="stable").tolist():
-            held_ms, rank = heap[0]
-            heapq.heapreplace(heap, (held_ms + float(weight_ms[place]), rank))
-            shares[rank].append(window[place])
-        return [self._packed(share) for share in shares]
+        dealt = balance(weight_ms, ranks).rank
+        longest_first = np.argsort(-weight_ms, kind="stable")
+        shares = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
+        return [self._packed((window.start + share).tolist()) for share in shares]
 
     def _packed(self, share: list[int]) -> list[_Pack]:
         """Pack one rank's samples, given longest first: of equal time, and the best number."""

@@ -10,6 +10,7 @@ import pytest
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
 from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel, check_parallel
 
 pytestmark = pytest.mark.quick
@@ -56,12 +57,16 @@ PAIRS = {
     "eva-clip-18b-internlm2-20b": (17.5, 19.86),
 }
 
+QUICKSTARTS = {"internvl-digits", "internvl-digits-omni"}
+
 TEXT_ONLY = {
     "llama3.1-8b": 16_060_522_496 // 2,
     "llama3.1-70b": 141_107_412_992 // 2,
     "qwen2.5-32b": 65_527_752_704 // 2,
 }
 """Parameters of whole checkpoints without an encoder, exactly."""
+
+OMNI = "internvl3-8b-whisper"
 
 
 def linear(inputs: int, outputs: int, bias: bool) -> int:
@@ -135,6 +140,34 @@ def test_checkpoint_has_a_released_encoder(name):
     assert encoder_parameters(vision) == near(published)
 
 
+def test_omni_is_internvl3_8b_and_whisper_large_v3():
+    """Prevents a wrong layer count, width or norm of either, and words of recordings left out.
+
+    Published: the 636,968,960 values, fixed positions among them, of Transformers' WhisperEncoder
+    with the sizes in the config.json of openai/whisper-large-v3.
+    """
+    model, seeing = load_model(OMNI), load_model("internvl3-8b")
+    audio, width = model.audio, model.audio.hidden_size
+    assert model.vision == seeing.vision
+    assert model.language == seeing.language.model_copy(update={"vocab_size": 151_674 + 3})
+    norms, biases = 2 * 2 * width, 3 * width + width + audio.ffn_hidden_size + width
+    layer = 4 * width**2 + 2 * width * audio.ffn_hidden_size + norms + biases
+    convolutions = 3 * audio.mel_bins * width + 3 * width**2 + 2 * width
+    tower = audio.layers * layer + convolutions
+    no_key_bias = audio.layers * width
+    last_norm, fixed = 2 * width, audio.positions_per_item * width
+    assert tower - no_key_bias + last_norm + fixed == 636_968_960
+    assert audio.norm_eps == 1e-5 and audio.tokens_per_item == 750
+    units = JobSpec(
+        model=model, cluster=load_cluster("h100-80g"), parallel=Parallel(pipeline=1),
+        precision="bf16",
+    ).cost.units  # fmt: skip
+    projector = last_norm + linear(2 * width, 3584, bias=True) + linear(3584, 3584, bias=True)
+    assert units["audio_embed"].parameters == convolutions
+    assert units["audio_layer"].parameters == layer
+    assert units["audio_projector"].parameters == projector
+
+
 @pytest.mark.parametrize("name", sorted({*preset_names("models")} - TEXT_ONLY.keys()))
 def test_only_eva_clip_has_no_layer_scale(name):
     """Prevents a preset that forgets its layer scale, which is then left out unnoticed."""
@@ -153,7 +186,7 @@ def test_template_is_the_released_one(name):
     """Prevents a released model from being trained in words that it never saw."""
     model = load_model(name)
     expected = "internlm2-chat"
-    if name.startswith(("internvl2.5", "internvl3")) or name == "internvl-digits":
+    if name.startswith(("internvl2.5", "internvl3")) or name in QUICKSTARTS:
         expected = "internvl2_5"
     elif name in HERMES:
         expected = "Hermes-2"
@@ -162,13 +195,13 @@ def test_template_is_the_released_one(name):
     elif name in TEXT_ONLY:
         expected = "llama3" if name.startswith("llama3") else "qwen2.5"
     assert model.chat_template == expected
-    assert model.system_message == ("" if name == "internvl-digits" else None)
+    assert model.system_message == ("" if name in QUICKSTARTS else None)
 
 
 def test_every_preset_is_checked():
-    """Prevents a preset whose sizes nobody compares; the quickstart's was never published."""
+    """Prevents a preset whose sizes nobody compares; the quickstarts' were never published."""
     assert CHECKPOINTS.keys().isdisjoint(PAIRS)
-    assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, "internvl-digits"} == set(preset_names("models"))
+    assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, OMNI, *QUICKSTARTS} == set(preset_names("models"))
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,15 @@ from megatron.vlm.model.flash_attention import takes_groups
 from megatron.vlm.step.train import build_trainer
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import kept_lines
+from omnibal.cost.encoder_counts import LAST_OUTPUT
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
-from omnibal.units import feature_names
+from omnibal.units import feature_names, model_parts
 
 CLUSTER = load_cluster("h100-80g")
-SEGMENTS, TILES, LOSS_TOKENS = (2048, 1024, 1024), 3, 1000
+SEGMENTS, TILES, CLIPS, LOSS_TOKENS = (2048, 1024, 1024), 3, 2, 1000
 LAYERS = 3
 ROUNDING = 1 << 18
 """Bytes that sums of a whole model's tensors may differ by."""
@@ -40,6 +41,9 @@ INPUTS = ("scaled_add", "aten.add", "aten.clone")
 MODULES = {
     "vision_embed": "vision_embedding",
     "projector": "projector",
+    "vision_projector": "projector",
+    "audio_embed": "audio_embedding",
+    "audio_projector": "audio_projector",
     "language_embed": "embedding",
     "head": "head",
 }
@@ -48,6 +52,10 @@ MODULES = {
 UNITS = {
     "vision_layer": "vision.layers.1",
     "projector": "projector",
+    "vision_projector": "projector",
+    "audio_embed": "audio_embedding",
+    "audio_layer": "audio.layers.1",
+    "audio_projector": "audio_projector",
     "language_layer": "language.layers.1",
 }
 """Kinds of unit, and the module of one of each."""
@@ -62,17 +70,17 @@ CASES = (
     ("eva-clip-18b-internlm2-20b", 2, True, ()),
     ("internvl2.5-1b", 1, False, ()),
     ("qwen2.5-32b", 4, True, ()),
+    ("internvl3-8b-whisper", 1, False, ()),
+    ("internvl3-8b-whisper", 4, True, ()),
+    ("internvl3-8b-whisper", 2, True, ("vision", "audio")),
 )
 
 
 def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str, ...]) -> Plan:
     """A model of few layers in one stage."""
     model = load_model(name)
-    towers = ("vision", "language") if model.takes_images else ("language",)
-    model = model.with_layers(**dict.fromkeys(towers, LAYERS))
-    last = LAYERS - 1
-    vision = ("vision embed", f"vision 0..{last}", "projector") if model.takes_images else ()
-    stage = Stage.of(*vision, "language embed", f"language 0..{last}", "head")
+    model = model.with_layers(**dict.fromkeys(model.towers, LAYERS))
+    [stage] = stages_from_cuts(model, ())
     parallel = Parallel(pipeline=1, tensor=tensor, sequence_parallel=sequence_parallel)
     return Plan(
         model=model, precision="bf16", parallel=parallel, stages=(stage,), cluster=CLUSTER,
@@ -96,7 +104,9 @@ def on_device(pretence: Pretence, plan: Plan) -> OnDevice:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
         pretence.device.places.name(trainer.stage)
         tiles = TILES if plan.model.takes_images else 0
-        batch = random_batch(plan.model, tiles, SEGMENTS, LOSS_TOKENS, plan.stages[0])
+        clips = CLIPS if plan.model.takes_audio else 0
+        sizes = (tiles, SEGMENTS, LOSS_TOKENS)
+        batch = random_batch(plan.model, *sizes, plan.stages[0], clips=clips)
         fields = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
         batch = replace(batch, **{name: pretence.fake(each) for name, each in fields.items()})
         memory = pretence.device.memory
@@ -135,16 +145,16 @@ def check(pretence: Pretence, name: str, *layout: object) -> None:
     plan = one_stage(name, *layout)
     found = on_device(pretence, plan)
     sizes = {
-        "fixed": 1, "tiles": TILES, "tokens": sum(SEGMENTS), "loss_tokens": LOSS_TOKENS,
-        "squared_tokens": sum(tokens**2 for tokens in SEGMENTS),
+        "fixed": 1, "tiles": TILES, "clips": CLIPS, "tokens": sum(SEGMENTS),
+        "loss_tokens": LOSS_TOKENS, "squared_tokens": sum(tokens**2 for tokens in SEGMENTS),
     }  # fmt: skip
     features = np.array([sizes[feature] for feature in feature_names(plan.model)], np.float64)
     lines = kept_lines(plan.model, CLUSTER, plan.parallel, plan.precision, plan.frozen)
     for unit, prefix in UNITS.items():
-        if unit not in lines or (unit != "language_layer" and "vision" in plan.frozen):
-            continue  # not there, or without a backward
+        if unit not in lines or _is_still(plan, unit):
+            continue
         expected: dict[str, float] = defaultdict(float)
-        for line in lines[unit]:
+        for line in (line for line in lines[unit] if line.what != LAST_OUTPUT):
             expected[line.made_by] += float(features @ line.bytes)
         if unit == "language_layer" and copies_keys(plan):
             copy_for_every_head(plan, expected)
@@ -152,12 +162,21 @@ def check(pretence: Pretence, name: str, *layout: object) -> None:
         for (where, operation), size in found.kept.items():
             if size and (where == prefix or where.startswith(f"{prefix}.")):
                 allocated[maker(where[len(prefix) + 1 :], operation)] += size
+        if unit == "audio_embed":
+            del allocated[""]  # its output, which is the first layer's
         what = (name, *layout, unit)
         assert set(allocated) == set(expected), (what, dict(allocated), dict(expected))
         for made, size in allocated.items():
             assert abs(size - expected[made]) <= 4 * BLOCK_BYTES, (what, made, size, expected[made])
     if not copies_keys(plan):
         check_working(plan, features, found.most_backward)
+
+
+def _is_still(plan: Plan, unit: str) -> bool:
+    """Whether a unit has no backward: it and all of its tower before it are frozen."""
+    tower = "vision" if unit == "projector" else unit.split("_")[0]
+    parts = {tower, unit} if unit.endswith("projector") else {tower}
+    return tower != "language" and parts & set(model_parts(plan.model)) <= set(plan.frozen)
 
 
 def copies_keys(plan: Plan) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import (
@@ -24,6 +24,7 @@ from megatron.vlm.measure.profiler import (
 from megatron.vlm.measure.shares import context_sizes
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.profile import fitted_cost
 from omnibal.job import JobSpec
 from omnibal.levels import ContextExchange
@@ -101,6 +102,40 @@ def test_units_add_up_to_what_a_whole_stage_keeps():
     for by_unit, whole in run_ranks(Parallel(pipeline=1), units_and_stage, plan)[0]:
         assert set(by_unit) == set(unit_names(model))
         assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
+
+
+def test_units_of_two_encoders_add_up_and_are_measured():
+    """Prevents: an audio encoder that is measured as the first one, or that keeps what is not
+    counted; features of images that go missing before the language embed."""
+    model = toy_omni_model()
+    plan = toy_plan(model, stages_of(model))
+    [(by_unit, whole, profile)] = run_ranks(Parallel(pipeline=1), units_of_omni, plan)
+    assert set(by_unit) == set(unit_names(model))
+    assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
+    cost = fitted_cost(profile, model, plan.cluster, plan.parallel, "fp32")
+    counted = analytic_cost(model, plan.cluster, plan.parallel, "fp32")
+    clip, tile = (np.array([name == one for name in cost.features]) for one in ("clips", "tiles"))
+    for name, unit in cost.units.items():
+        assert unit.forward_ms.any() and unit.backward_ms.any()
+        assert not name.startswith("audio") or not unit.forward_ms @ tile
+        if name.endswith("_layer"):
+            assert unit.recompute_ms.any()
+        if name.startswith("audio"):
+            kept = unit.activation_bytes @ clip
+            assert kept == pytest.approx(counted.units[name].activation_bytes @ clip, rel=0.35)
+
+
+def units_of_omni(links, plan):
+    stage = build_stage(plan, 0)
+    batch = random_batch(plan.model, 3, (50, 10), 7, clips=4)
+    kept = KeptActivations(stage)
+    with kept.recording():
+        loss = stage(batch)
+    whole = kept.now_bytes
+    loss.backward()
+    options = replace(PROFILE, max_clips=5)
+    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    return kept_bytes_of_units(stage, batch), whole, profiler.result([profiler.round()])
 
 
 def profile_and_step(links, plan):

@@ -40,7 +40,7 @@ from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.measure.shares import context_sizes, shares_of_process
 from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
-from megatron.vlm.model.stage import ByTower, VLMStage
+from megatron.vlm.model.stage import ByTower, VLMStage, items_of
 from megatron.vlm.model.vision import IMAGE_CHANNELS
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
@@ -71,11 +71,10 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 from omnibal.rates import CollectiveTime, Rates
-from omnibal.units import HEAD, LANGUAGE_EMBED
+from omnibal.units import HEAD, LANGUAGE_EMBED, projector_name
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
-_VISION_LAYER, _LANGUAGE_LAYER = "vision_layer", "language_layer"
-_RECOMPUTED = (_VISION_LAYER, _LANGUAGE_LAYER)
+_LANGUAGE_LAYER = "language_layer"
 _SMALLEST_SHARE = 0.25
 _PACK_SHARES = (
     # tiles, tokens, loss, even, samples: no column follows from the others, so that every cost can
@@ -95,6 +94,8 @@ _PACK_SHARES = (
 )
 """Packs to measure: shares of both caps and of tokens with loss, whether samples are equal, and how
 many there are; None for as many as have the given mean length."""
+_CLIP_SHARES = (0.25, 1.0, 0.5, 0.25, 1.0, 0.75, 0.5, _SMALLEST_SHARE, 1.0, 0.25, 0.75)
+"""Shares of the cap of clips in these packs, for models that have it."""
 OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
@@ -116,13 +117,17 @@ class ProfileOptions:
     """Timed rounds, after one of warm-up; a round runs every micro-batch once."""
     provider: Provider = "local"
     """Provider of the layers' linears and attention."""
+    max_clips: int = 0
+    """Only of a model that takes recordings."""
     contexts: tuple[int, ...] = ()
     """Numbers of processes that share packs, of which language layers are measured too."""
 
     def caps(self, model: ModelConfig) -> Caps:
-        """Return the caps, of tiles only where the model takes images."""
-        tiles = {"tiles": self.max_tiles} if model.takes_images else {}
-        return Caps.of(**tiles, tokens=self.max_tokens)
+        """Return the caps, of tiles and clips only where the model takes them."""
+        items = {"tiles": self.max_tiles, "clips": self.max_clips}
+        return Caps.of(
+            **{name: items[name] for name in model.item_features}, tokens=self.max_tokens
+        )
 
 
 def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Console) -> Profile:
@@ -159,13 +164,14 @@ def _with_sends(rates: Rates, links: Sequence[LinkMeasurement]) -> Rates:
 
 
 def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
-    if not model.takes_images:
-        return
-    smallest = math.ceil(model.vision.tokens_per_item / _SMALLEST_SHARE)
+    towers = model.encoders.values()
+    one_of_each = sum(tower.tokens_per_item for tower in towers)
+    smallest = math.ceil(one_of_each / _SMALLEST_SHARE)
     if options.max_tokens < smallest:
+        items = " and ".join(f"one {tower.feature.removesuffix('s')}" for tower in towers)
         raise UserError(
             f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured too, "
-            f"and must hold one tile of {model.name} ({model.vision.tokens_per_item} tokens); "
+            f"and must hold {items} of {model.name} ({one_of_each} tokens); "
             f"give at least {smallest}"
         )
 
@@ -214,7 +220,7 @@ class Profiler:
                 samples_ms[index, unit, "forward"].append(forward_ms)
                 samples_ms[index, unit, "backward"].append(backward_ms)
             for unit, *both_ms in _times_ms(_unit_functions(stage, batch), recompute=True):
-                if unit in _RECOMPUTED:
+                if _is_layer(unit):
                     samples_ms[index, unit, "recomputing"].append(sum(both_ms))
         for index, share in enumerate(self._shares):
             layers, hidden = _layer_functions(stage, share.batch), _layer_input(stage, share.batch)
@@ -275,7 +281,8 @@ class Profiler:
 
 def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
     """Features of a pack that costs depend on, by name."""
-    return ({"tiles": batch.tiles} if model.takes_images else {}) | {
+    items = {"tiles": batch.tiles, "clips": batch.clips}
+    return {name: items[name] for name in model.item_features} | {
         "tokens": batch.tokens,
         "squared_tokens": sum(length**2 for length in batch.segment_tokens),
         "loss_tokens": len(cast(torch.Tensor, batch.loss_positions_L)),
@@ -284,7 +291,7 @@ def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
 
 def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: str) -> float | None:
     """Time that recomputing adds to forward and backward; None if never recomputed."""
-    if unit not in _RECOMPUTED:
+    if not _is_layer(unit):
         return None
     without_ms = mean_ms[batch, unit, "forward"] + mean_ms[batch, unit, "backward"]
     return max(mean_ms[batch, unit, "recomputing"] - without_ms, 0.0)
@@ -327,18 +334,25 @@ def _whole_stage_trainer(
 
 def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
     """Yield packs at shares of both caps: of samples with the given mean length, then of few."""
-    for tile_share, token_share, loss_share, even, given in _PACK_SHARES:
+    for shares, clip_share in zip(_PACK_SHARES, _CLIP_SHARES, strict=True):
+        tile_share, token_share, loss_share, even, given = shares
         tokens = max(round(options.max_tokens * token_share), 1)
-        tiles = 0
+        room, tiles, clips = tokens, 0, 0
+        if model.takes_audio:
+            most = max(round(options.max_clips * clip_share), 1)
+            room -= model.vision.tokens_per_item if model.takes_images else 0
+            clips = min(most, room // model.audio.tokens_per_item)
+            room = tokens - clips * model.audio.tokens_per_item
         if model.takes_images:
             most = max(round(options.max_tiles * tile_share), 1)
-            tiles = min(most, tokens // model.vision.tokens_per_item)
+            tiles = min(most, room // model.vision.tokens_per_item)
         samples = given or max(round(tokens / options.tokens_per_sample), 1)
         batch = random_batch(
             model,
             tiles,
             _segments(tokens, samples, even),
             max(round(tokens * loss_share), 1),
+            clips=clips,
         )
         yield batch.to(current_device())
 
@@ -356,6 +370,8 @@ def random_batch(
     segment_tokens: tuple[int, ...],
     loss_tokens: int,
     stage: Stage | None = None,
+    *,
+    clips: int = 0,
 ) -> MicroBatch:
     """Make a micro-batch of these sizes with random content, on the host.
 
@@ -363,26 +379,32 @@ def random_batch(
         stage: whose fields it has; None for those of all stages.
     """
     tokens = sum(segment_tokens)
-    generator = torch.Generator().manual_seed(tiles * 7919 + tokens)
+    generator = torch.Generator().manual_seed(clips * 104_729 + tiles * 7919 + tokens)
     fields: dict[str, torch.Tensor] = {}
     if model.takes_images and (stage is None or stage.holds("vision embed")):
         shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
         fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
+    if model.takes_audio and (stage is None or stage.holds("audio embed")):
+        frames = (clips, model.audio.mel_bins, model.audio.frames)
+        fields["frames_CBF"] = torch.randn(frames, generator=generator)
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if stage is None or stage.holds("language embed"):
         fields["token_ids_S"] = ids
+        first = 0
         if model.takes_images:
-            fields["image_positions_M"] = torch.arange(tiles * model.vision.tokens_per_item)
+            first = tiles * model.vision.tokens_per_item
+            fields["image_positions_M"] = torch.arange(first)
+        if model.takes_audio:
+            stop = first + clips * model.audio.tokens_per_item
+            fields["audio_positions_N"] = torch.arange(first, stop)
     if stage is None or stage.holds("head"):
         positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
         fields["loss_positions_L"] = positions
         fields["labels_L"] = ids[positions]
         fields["loss_weights_L"] = torch.ones(len(positions))
-    return MicroBatch(tiles=tiles, tokens=tokens, segment_tokens=segment_tokens, **fields)
-
-
-def _by_encoder(features_KE: torch.Tensor | None) -> ByTower:
-    return {} if features_KE is None else {"vision": features_KE}
+    return MicroBatch(
+        tiles=tiles, clips=clips, tokens=tokens, segment_tokens=segment_tokens, **fields
+    )
 
 
 UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
@@ -392,25 +414,49 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitF
     """The forward of a stage that holds every unit, cut into them."""
     stage: Any = whole  # where no unit of the model is None
 
-    def vision_layer(layer: Any) -> UnitFunction:
-        return lambda hidden: layer(hidden, None)[0]
+    encoded: dict[str, torch.Tensor] = {}
+
+    def embed_tokens(last_features_KE: torch.Tensor | None) -> torch.Tensor:
+        if last_features_KE is not None:  # which may be a copy, apart from its encoder's graph
+            encoded[list(encoded)[-1]] = last_features_KE
+        return stage.embed_tokens(batch, encoded)
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
-    images: list[tuple[str, UnitFunction]] = []
-    if stage.encoders:
-        images = [
-            ("vision_embed", lambda _: stage.vision_embedding(batch.pixels_TCPP)),
-            *((_VISION_LAYER, vision_layer(layer)) for layer in stage.vision.layers),
-            ("projector", stage.projector),
-        ]
     return [
-        *images,
-        (LANGUAGE_EMBED, lambda features: stage.embed_tokens(batch, _by_encoder(features))),
+        *_encoder_functions(stage, batch, encoded),
+        (LANGUAGE_EMBED, embed_tokens),
         *_layer_functions(stage, batch),
         (HEAD, head),
     ]
+
+
+def _encoder_functions(
+    stage: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, UnitFunction]]:
+    """The forward of all units of encoders; what they give is put into `encoded`, by encoder."""
+
+    def layer_function(layer: Any) -> UnitFunction:
+        return lambda hidden: layer(hidden, None)[0]
+
+    def units_of(name: str, units: Any) -> Iterator[tuple[str, UnitFunction]]:
+        def project(hidden_VBH: torch.Tensor | None) -> torch.Tensor:
+            encoded[name] = units.projector(hidden_VBH)
+            return encoded[name]
+
+        yield f"{name}_embed", lambda _: units.embedding(items_of(batch, name))
+        for layer in units.layers.layers:
+            yield f"{name}_layer", layer_function(layer)
+        yield projector_name(stage.model_config, name), project
+
+    for name, units in stage.encoders.items():
+        yield from units_of(name, units)
+
+
+def _is_layer(unit: str) -> bool:
+    """Whether a unit is a layer, which may be recomputed."""
+    return unit.endswith("_layer")
 
 
 def _layer_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
@@ -455,7 +501,7 @@ def _times_ms(
     hidden: Any = first_input
     forward, backward = [moment()], []
     for unit, function in functions:
-        if recompute and unit in _RECOMPUTED:
+        if recompute and _is_layer(unit):
             hidden = tensor_parallel.checkpoint(function, False, hidden)
         else:
             hidden = function(hidden)
@@ -698,6 +744,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="preset name or TOML file")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
     parser.add_argument("--max-tiles", type=int, default=0, help="tile cap of a pack")
+    parser.add_argument("--max-clips", type=int, default=0, help="clip cap of a pack")
     parser.add_argument("--max-tokens", type=int, required=True, help="token cap of a pack")
     parser.add_argument("--tokens-per-sample", type=int, required=True, help="a typical sample's")
     parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")
@@ -719,6 +766,7 @@ def main() -> None:
             launch,
             ProfileOptions(
                 max_tiles=arguments.max_tiles,
+                max_clips=arguments.max_clips,
                 max_tokens=arguments.max_tokens,
                 tokens_per_sample=arguments.tokens_per_sample,
                 layers=arguments.layers,

@@ -35,11 +35,10 @@ class AudioEmbedding(torch.nn.Module):
 
     def forward(self, frames_CBF: torch.Tensor) -> torch.Tensor:
         """Embed clips: [C, B, F] to [V, C, H]."""
-        hidden_CHF = F.gelu(self.conv1(frames_CBF.to(self.conv1.weight.dtype)))
-        hidden_CHV = F.gelu(self.conv2(hidden_CHF))
-        # Laid out anew, as layers take it, before the positions are added to it.
-        hidden_VCH = rearrange(hidden_CHV, "c h v -> v c h").contiguous()
-        return hidden_VCH + self.positions.unsqueeze(1)
+        # In one expression, so that no name holds what is needed no more.
+        hidden_CHV = F.gelu(self.conv2(F.gelu(self.conv1(frames_CBF.to(self.conv1.weight.dtype)))))
+        # Laid out as layers take it, before the positions are added.
+        return rearrange(hidden_CHV, "c h v -> v c h").contiguous() + self.positions.unsqueeze(1)
 
 
 class AudioProjector(MegatronModule):

@@ -207,10 +207,9 @@ class VLMStage(MegatronModule):
             By encoder, features [K, E] or hidden states [V, B, H], in model order.
         """
         hidden = dict(received or {})
-        items = {"vision": batch.pixels_TCPP, "audio": batch.frames_CBF}
         for name, units in self.encoders.items():
             if units.is_held and only in (None, name):
-                given = items[name] if units.embedding is not None else hidden[name]
+                given = hidden[name] if units.embedding is None else items_of(batch, name)
                 scales_L2B = self._branch_scales(batch) if name == "vision" else None
                 hidden[name] = units.run(given, branch_scales_L2B=scales_L2B, level=batch.level)
         return hidden
@@ -432,6 +431,11 @@ def _freeze(stage: VLMStage, parts: Collection[str]) -> None:
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as one that is no view of another, whose memory can go before its graph does."""
     return make_viewless_tensor(tensor, requires_grad=tensor.requires_grad, keep_graph=True)
+
+
+def items_of(batch: MicroBatch, encoder: str) -> torch.Tensor | None:
+    """What an encoder takes of a micro-batch; None where the stage does not embed it."""
+    return {"vision": batch.pixels_TCPP, "audio": batch.frames_CBF}[encoder]
 
 
 def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,292 @@
+"""Compose scanned digits and digits that eSpeak NG says into a small dataset of three modalities.
+
+Samples show scanned digits, say digits, or do both and ask whether they are the same; some are text
+alone. Held-out samples share neither scans nor voices with training. Written as
+tools/make_digits_dataset.py writes its own, with 16 kHz recordings beside the images:
+
+    OUTPUT/dataset.json  OUTPUT/tokenizer.model
+    OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png,audio/*.wav}
+
+eSpeak NG and its data come in the package `espeakng-loader`, so nothing is installed in the system.
+The same arguments give the same text and tokenizer, byte for byte, and on one machine the same
+sounds.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import espeakng_loader
+import numpy as np
+from scipy.signal import resample_poly
+
+from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
+from omnibal.files import atomic_directory
+from omnibal.program import one_line_errors
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.make_digits_dataset import (
+    SAMPLE_RATE,
+    SPECIAL_PIECES,
+    Composer,
+    Composition,
+    Scans,
+    Turn,
+    dataset_options,
+    describe,
+    made_with,
+    make_once,
+    sample_counts,
+    split_scans,
+    train_tokenizer,
+    training_lines,
+    write_split,
+)
+
+FORMAT = 1
+"""Raised whenever the same arguments give another dataset than before."""
+VOICES = tuple(
+    f"{accent}+{voice}"
+    for accent, voices in (
+        ("en", "m1 m2 m3 m4 m5 f1 f4 Alex Andrea Denis Lee steph"),
+        ("en-us", "m1 m3 m6 m7 f1 f4 Hugo Mario Reed adam anika belinda"),
+    )
+    for voice in voices.split()
+)
+HELDOUT_VOICES = ("en+m8", "en+Annie", "en+Michael", "en-us+linda", "en-us+Andy", "en-us+max")
+"""Some others, such as f2, sound different every time."""
+STYLES = 6
+"""Speeds and pitches that every voice says all digits in."""
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SHARES = {
+    "spoken_single": 0.36,
+    "shown_single": 0.30,
+    "shown_and_said": 0.18,
+    "spoken_line": 0.06,
+    "shown_line": 0.05,
+    "arithmetic": 0.05,
+}
+"""Share of the samples by source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """One digit by one voice."""
+
+    voice: str
+    words_per_minute: int
+    pitch: int
+    """From 0 to 99; 50 is the voice's own."""
+    digit: int
+
+
+def say_all(utterances: Sequence[Utterance]) -> list[np.ndarray]:
+    """Sounds at `SAMPLE_RATE`, float32 from -1 to 1.
+
+    What eSpeak NG says depends a little on what it said before, so it starts in a process of its
+    own: the same utterances then sound the same.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+        return process.submit(_say_all, utterances).result()
+
+
+def _say_all(utterances: Sequence[Utterance]) -> list[np.ndarray]:
+    speaker = _Speaker()
+    return [speaker.say(one) for one in utterances]
+
+
+class _Speaker:
+    """eSpeak NG through its C interface, `speak_lib.h`."""
+
+    _SYNCHRONOUS, _AT_CHARACTER, _UTF8 = 2, 1, 1
+    _RATE, _PITCH = 1, 3
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(espeakng_loader.get_library_path())
+        self._library.espeak_Synth.argtypes = [
+            ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_int, ctypes.c_uint,
+            ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p,
+        ]  # fmt: skip
+        data = espeakng_loader.get_data_path().encode()
+        self._rate = self._library.espeak_Initialize(self._SYNCHRONOUS, 0, data, 0)
+        if self._rate <= 0:
+            raise RuntimeError(f"eSpeak NG cannot start with its data in {data.decode()}")
+        # Its breath is noise of the C library, which it seeds with the process's number.
+        ctypes.CDLL(None).srand(1)
+        self._parts: list[np.ndarray] = []
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
+        )
+        self._callback = kind(self._take)  # kept, as C does not
+        self._library.espeak_SetSynthCallback(self._callback)
+
+    def _take(self, samples: "ctypes._Pointer[ctypes.c_short]", count: int, _: int | None) -> int:
+        if samples and count > 0:
+            self._parts.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        return 0
+
+    def say(self, utterance: Utterance) -> np.ndarray:
+        """One digit, at `SAMPLE_RATE`."""
+        self._parts.clear()
+        text = WORDS[utterance.digit].encode()
+        calls = (
+            self._library.espeak_SetVoiceByName(utterance.voice.encode()),
+            self._library.espeak_SetParameter(self._RATE, utterance.words_per_minute, 0),
+            self._library.espeak_SetParameter(self._PITCH, utterance.pitch, 0),
+            self._library.espeak_Synth(
+                text, len(text) + 1, 0, self._AT_CHARACTER, 0, self._UTF8, None, None
+            ),
+        )
+        if any(calls) or not self._parts:
+            raise RuntimeError(f"eSpeak NG cannot say {utterance}: {calls}")
+        sound = np.concatenate(self._parts) / 2**15
+        return resample_poly(sound, SAMPLE_RATE, self._rate).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Speech:
+    """Sounds of some voices in all of their styles."""
+
+    voices: Sequence[str]
+    sounds: dict[tuple[str, int], list[np.ndarray]]
+    """Of every voice and digit, one for each style."""
+
+    @classmethod
+    def of(cls, voices: Sequence[str], rng: np.random.Generator) -> "Speech":
+        """Every voice says every digit in `STYLES` speeds and pitches."""
+        utterances = [
+            Utterance(voice, int(speed), int(pitch), digit)
+            for voice in voices
+            for speed, pitch in zip(
+                rng.integers(110, 220, STYLES), rng.integers(35, 66, STYLES), strict=True
+            )
+            for digit in range(len(WORDS))
+        ]
+        sounds: dict[tuple[str, int], list[np.ndarray]] = {}
+        for utterance, sound in zip(utterances, say_all(utterances), strict=True):
+            sounds.setdefault((utterance.voice, utterance.digit), []).append(sound)
+        return cls(voices, sounds)
+
+
+class SpokenComposer(Composer):
+    """Draws random samples that show and say digits."""
+
+    def __init__(self, scans: Scans, speech: Speech, rng: np.random.Generator) -> None:
+        super().__init__(scans, rng)
+        self.speech = speech
+
+    def shown(self) -> Composition:
+        """One digit shown."""
+        chosen = self.choose(1)
+        asked = self.phrase("Which digit is this?", "Which digit is shown?")
+        turn = Turn(asked, str(self.scans.digits[chosen[0]]), "shown")
+        return Composition([self.draw(chosen, columns=1)], self._identities(chosen), [turn])
+
+    def shown_line(self) -> Composition:
+        """Two to six digits shown in a row."""
+        chosen = self.choose(int(self.rng.integers(2, 7)))
+        turn = Turn("Read the line.", _listed(self.scans.digits[chosen]), "shown line")
+        images = [self.draw(chosen, columns=len(chosen))]
+        return Composition(images, self._identities(chosen), [turn])
+
+    def said(self) -> Composition:
+        """One digit said."""
+        digit = int(self.rng.integers(10))
+        asked = self.phrase("Which digit do you hear?", "Which digit is said?")
+        return self._spoken([digit], [Turn(asked, str(digit), "said")])
+
+    def said_line(self) -> Composition:
+        """Two to eight digits said one after the other."""
+        digits = self.rng.integers(0, 10, size=int(self.rng.integers(2, 9)))
+        return self._spoken(digits, [Turn("Write what you hear.", _listed(digits), "said line")])
+
+    def shown_and_said(self) -> Composition:
+        """One digit shown and one said, the same in half of the samples."""
+        chosen = self.choose(1)
+        shown = int(self.scans.digits[chosen[0]])
+        said = shown if self.rng.random() < 0.5 else (shown + int(self.rng.integers(1, 10))) % 10
+        turns = [
+            Turn("Which digit is shown?", str(shown), "shown"),
+            Turn("Which digit is said?", str(said), "said"),
+            Turn(
+                "Is the digit that is said the one that is shown?",
+                "yes" if said == shown else "no",
+                "same",
+            ),
+        ]
+        order = self.rng.permutation(len(turns))
+        spoken = self._spoken([said], [turns[k] for k in order])
+        images = [self.draw(chosen, columns=1)]
+        return Composition(
+            images, self._identities(chosen), spoken.turns, spoken.recordings, spoken.voices
+        )
+
+    def _identities(self, chosen: np.ndarray) -> list[int]:
+        return self.scans.identities[chosen].tolist()
+
+    def _spoken(self, digits: Sequence[int] | np.ndarray, turns: list[Turn]) -> Composition:
+        voice = str(self.rng.choice(self.speech.voices))
+        return Composition([], [], turns, [self._say(voice, digits)], [voice])
+
+    def _say(self, voice: str, digits: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Digits by one voice in one style, with pauses, as loud as may be, with noise."""
+        style = int(self.rng.integers(STYLES))
+        parts = [self._pause()]
+        for digit in digits:
+            parts += [self.speech.sounds[voice, int(digit)][style], self._pause()]
+        sound = np.concatenate(parts) * self.rng.uniform(0.3, 1.0)
+        noise = self.rng.normal(0, 10 ** self.rng.uniform(-4, -2.3), len(sound))
+        return np.clip(sound + noise, -1, 1).astype(np.float32)
+
+    def _pause(self) -> np.ndarray:
+        return np.zeros(int(SAMPLE_RATE * self.rng.uniform(0.02, 0.12)), np.float32)
+
+
+def _listed(digits: np.ndarray) -> str:
+    return " ".join(map(str, digits))
+
+
+def sources(composer: SpokenComposer) -> dict[str, Callable[[], Composition]]:
+    """How a sample of every source is drawn."""
+    return {
+        "spoken_single": composer.said,
+        "shown_single": composer.shown,
+        "shown_and_said": composer.shown_and_said,
+        "spoken_line": composer.said_line,
+        "shown_line": composer.shown_line,
+        "arithmetic": composer.arithmetic,
+    }
+
+
+def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
+    """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
+    with atomic_directory(output) as part:
+        for name, scans, voices, count, stream in (
+            ("train", split_scans(seed)[0], VOICES, samples, 0),
+            ("heldout", split_scans(seed)[1], HELDOUT_VOICES, heldout_samples, 1),
+        ):
+            rng = np.random.default_rng([seed, stream])
+            composer = SpokenComposer(scans, Speech.of(voices, rng), rng)
+            write_split(part / name, sources(composer), sample_counts(count, SHARES))
+        (part / "tokenizer.model").write_bytes(spoken_tokenizer(training_lines(part / "train")))
+        describe(part, made_with(FORMAT, samples, heldout_samples, seed))
+
+
+def spoken_tokenizer(texts: Iterator[str]) -> bytes:
+    """The tokenizer of the scanned digits, with the pieces that stand for recordings."""
+    return train_tokenizer(texts, (*SPECIAL_PIECES, AUDIO_START, AUDIO_CONTEXT, AUDIO_END))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    with one_line_errors():
+        options = dataset_options(sys.argv[1:] if arguments is None else arguments, __doc__)
+        make_once(options, FORMAT, make_dataset)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
