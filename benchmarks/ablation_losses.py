@@ -32,7 +32,8 @@ from rich.table import Table
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.inputs.data import DataOptions, PackDataset, SampleReader, load_batches
+from megatron.vlm.inputs.data import DataOptions, PackDataset, load_batches
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.train import Trainer, build_trainer, train_step

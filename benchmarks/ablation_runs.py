@@ -25,7 +25,8 @@ from ablation_variants import Variant
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.inputs.data import PackDataset, SampleReader, load_batches
+from megatron.vlm.inputs.data import PackDataset, load_batches
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
     ProfileOptions,

@@ -18,7 +18,7 @@ from rich.progress import track
 from transformers import InternVLForConditionalGeneration
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.inputs.reader import SampleReader
 from omnibal.data.annotations import Annotations
 from omnibal.data.sample import Sample
 from omnibal.data.tokenizer import open_tokenizer

@@ -40,7 +40,8 @@ from tokenizers import Tokenizer as Tokens
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.data import PackDataset, SampleReader
+from megatron.vlm.inputs.data import PackDataset
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.measure.profiler import OPTIMIZATION, ProfileOptions, Profiler
 from megatron.vlm.measure.profiler import Round as ProfilerRound

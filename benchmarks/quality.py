@@ -32,7 +32,8 @@ from rich.table import Table
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatchShape, MicroBatchStream
-from megatron.vlm.inputs.data import PackDataset, SampleReader, load_batches
+from megatron.vlm.inputs.data import PackDataset, load_batches
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step

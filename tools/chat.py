@@ -14,14 +14,15 @@ import typer
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
-from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.config import Precision
 from omnibal.data.annotations import Annotations
+from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.image_files import ImageFile
-from omnibal.data.sample import IMAGE, Sample, Turn
+from omnibal.data.sample import AUDIO, IMAGE, Sample, Turn
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 from omnibal.frozen import MAX_COUNT
@@ -35,9 +36,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def chat(
     load: Annotated[Path, typer.Option(help="run directory; its newest checkpoint is taken")],
     prompt: Annotated[
-        str, typer.Option(help=f"the question; {IMAGE} in it places an image, else they come first")
+        str,
+        typer.Option(
+            help=f"the question; {IMAGE} in it places an image and {AUDIO} a recording, else they "
+            "come first"
+        ),
     ],
     image: Annotated[list[Path] | None, typer.Option(help="image file, as often as needed")] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option(help="WAV or FLAC file, as often as needed")
+    ] = None,
     tokenizer_model: Annotated[
         Path | None, typer.Option(help=f"tokenizer (default: the run's {TOKENIZER_FOLDER} folder)")
     ] = None,
@@ -48,10 +56,10 @@ def chat(
     checkpoint = open_newest(load)
     tokenizer = open_tokenizer(_tokenizer_path(load, tokenizer_model))
     check_tokenizer(checkpoint.model, tokenizer)
-    sample = _sample(prompt, image or [], system)
+    sample = _sample(prompt, image or [], audio or [], system)
     # Generation asks the reader about samples that it is given, never for its own.
     reader = SampleReader(cast(Annotations, [sample]), tokenizer, checkpoint.model)
-    # Which finds missing images and too long a text before the model is loaded.
+    # Which finds missing files and too long a text before the model is loaded.
     reader.prompt(sample, 0, max_new_tokens, chatting=True)
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
     try:
@@ -81,28 +89,38 @@ def _tokenizer_path(load: Path, given: Path | None) -> Path:
     return load / TOKENIZER_FOLDER
 
 
-def _sample(prompt: str, images: list[Path], system: str | None) -> Sample:
-    placed = prompt.count(IMAGE)
-    if placed not in (0, len(images)):
-        raise UserError(
-            f"--prompt has {placed} {IMAGE} for {len(images)} --image; write one for each image, "
-            "or none at all"
-        )
-    missing = [path for path in images if not path.is_file()]
-    if missing:
-        raise UserError(f"--image {missing[0]}: is not a file; give the path of an image")
-    if images and not placed:
-        # As InternVL is asked about one image and about several.
-        names = [f"Image-{k}: " for k in range(1, len(images) + 1)] if len(images) > 1 else [""]
-        prompt = "".join(f"{name}{IMAGE}\n" for name in names) + prompt
+def _sample(prompt: str, images: list[Path], audio: list[Path], system: str | None) -> Sample:
+    if audio:
+        prompt = _placed(prompt, AUDIO, "audio", audio)
+    prompt = _placed(prompt, IMAGE, "image", images)
     return Sample(
         identity="prompt",
         source="prompt",
         where="--prompt",
         images=tuple(ImageFile(path) for path in images),
         turns=(Turn(prompt, "", None),),
+        recordings=tuple(AudioFile(path) for path in audio),
         system=system,
     )
+
+
+def _placed(prompt: str, mark: str, option: str, files: list[Path]) -> str:
+    """The prompt with a mark for each file, first where it has none."""
+    placed = prompt.count(mark)
+    if placed not in (0, len(files)):
+        raise UserError(
+            f"--prompt has {placed} {mark} for {len(files)} --{option}; write one for each "
+            f"{option}, or none at all"
+        )
+    missing = [path for path in files if not path.is_file()]
+    if missing:
+        raise UserError(f"--{option} {missing[0]}: is not a file; give the path of one")
+    if placed or not files:
+        return prompt
+    # As InternVL is asked about one image and about several.
+    noun = option.capitalize()
+    names = [f"{noun}-{k}: " for k in range(1, len(files) + 1)] if len(files) > 1 else [""]
+    return "".join(f"{name}{mark}\n" for name in names) + prompt
 
 
 def main() -> None:

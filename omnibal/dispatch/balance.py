@@ -63,7 +63,7 @@ def balance(weight: np.ndarray, ranks: int) -> Assignment:
     weight = np.asarray(weight, np.float64)
     bound = load_bound(weight, ranks)
     is_few = len(weight) * ranks <= _FEW
-    found = [_longest_first(weight, ranks), differenced(weight, ranks, equal_counts=not is_few)]
+    found = [longest_first(weight, ranks), differenced(weight, ranks, equal_counts=not is_few)]
     return _best(weight, found, ranks, bound, Limits())
 
 
@@ -215,7 +215,7 @@ def _best(
     return best
 
 
-def _longest_first(weight: np.ndarray, ranks: int) -> np.ndarray:
+def longest_first(weight: np.ndarray, ranks: int) -> np.ndarray:
     """Every item to the rank with the least load, heaviest item first. int64 [items]"""
     order = np.argsort(-weight, kind="stable")
     heap = [(0.0, rank) for rank in range(ranks)]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 _PARTNERS = 16
-"""Least loaded ranks that the busiest one exchanges with, before all others are looked at."""
-_MAX_PAIRS = 1 << 19
-"""Pairs of items up to which all ranks are looked at."""
+"""Least loaded ranks that the busiest one exchanges with, before others are looked at."""
+_OTHERS_PAIRS = 1 << 17
+"""Pairs of items that are then looked at, of the ranks with the next least loads."""
 _MAX_WORK = 1 << 26
 """Pairs of items that are looked at in all."""
 _ROUNDING = 1e-12
@@ -48,17 +48,13 @@ def evened_out(
         if exchanges.load[busiest] <= enough * (1 + _ROUNDING):
             break
         some = exchanges.least_loaded(busiest)
-        pairs = exchanges.pairs(busiest, some)
-        done = exchanges.exchange(busiest, some)
-        if not done and len(some) < ranks - 1:
-            all_others = np.delete(np.arange(ranks), busiest)
-            more = exchanges.pairs(busiest, all_others)
-            if more <= _MAX_PAIRS:
-                pairs += more
-                done = exchanges.exchange(busiest, all_others)
-        if not done:
+        work += exchanges.pairs(busiest, some)
+        if exchanges.exchange(busiest, some):
+            continue
+        others = exchanges.next_least_loaded(busiest)
+        work += exchanges.pairs(busiest, others)
+        if not exchanges.exchange(busiest, others):
             break
-        work += pairs
     return rank
 
 
@@ -80,10 +76,17 @@ class _Exchanges:
         self._held = np.split(by_rank, ends)
 
     def least_loaded(self, busiest: int) -> np.ndarray:
-        """The ranks with the least load, [at most `_PARTNERS`]."""
+        """The other ranks with the least load, [at most `_PARTNERS`]."""
         count = min(_PARTNERS, len(self.load))
         found = np.argpartition(self.load, count - 1)[:count]
         return found[found != busiest]
+
+    def next_least_loaded(self, busiest: int) -> np.ndarray:
+        """The ranks with the next least load, as many as there is time for."""
+        found = np.argsort(self.load, kind="stable")[_PARTNERS:]
+        found = found[found != busiest]
+        each = len(self._held[busiest]) * (len(self._rank) / len(self.load) + 1)
+        return found[: int(_OTHERS_PAIRS / max(each, 1)) + 1]
 
     def pairs(self, busiest: int, others: np.ndarray) -> int:
         """Number of pairs of an item of the busiest rank and one of the others."""
@@ -95,6 +98,8 @@ class _Exchanges:
         offers = [self._held[rank] for rank in others]
         if not self.limits.equal_counts:
             offers = [np.append(offer, self._nothing) for offer in offers]
+        if not len(offers):
+            return False
         taken = np.concatenate(offers)
         partner = np.repeat(others, [len(offer) for offer in offers])
         if not len(given) or not len(taken):

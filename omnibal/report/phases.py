@@ -67,7 +67,7 @@ def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
         for each in phases
     ]
     return Table(
-        title="Phases: busiest rank over the mean of all, mean of steps",
+        title="Phases: busiest rank over the mean",
         columns=[
             Column(title=title)
             for title in ("phase", "own packs", "dealt to all ranks", "at least")

@@ -9,6 +9,7 @@ import pytest
 REPRODUCE = Path(__file__).parents[2] / "scripts" / "reproduce"
 sys.path.insert(0, str(REPRODUCE))
 import hbp_system as hbp  # noqa: E402
+import orch  # noqa: E402
 import paper  # noqa: E402
 from calibration import stage_ms  # noqa: E402
 from hbp import chosen_from_table_19, level_search  # noqa: E402
@@ -141,3 +142,46 @@ def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
     compared = level_search(some, seed=0)
     assert compared.searched.ms_per_sample < compared.hbp.ms_per_sample
     assert compared.least_ms_per_sample < compared.searched.ms_per_sample
+
+
+@pytest.fixture(scope="module")
+def three_modalities() -> orch.Job:
+    return orch.Job.drawn(orch.System(), ranks=640, samples_of_rank=16, seed=0)
+
+
+def test_orchmllms_job_in_four_ways(three_modalities: orch.Job):
+    """Prevents: balancing that gains what its exchange costs, or less than simpler rules do."""
+    job = three_modalities
+    assert job.system.parameters() == pytest.approx(84e9, rel=0.01)
+    steps = [job.simulated(way) for way in orch.WAYS.values()]
+    assert [step.ms for step in steps] == sorted((step.ms for step in steps), reverse=True)
+    ours, least_ms = steps[-1], job.least_ms()
+    for phase in orch.PHASES:
+        assert least_ms[phase] <= ours.busiest_ms[phase] * (1 + 1e-9)
+        assert ours.busiest_ms[phase] <= 1.01 * least_ms[phase]
+        assert ours.busiest_ms[phase] <= min(step.busiest_ms[phase] for step in steps)
+    assert ours.overhead < orch.PAPER_OVERHEAD
+    assert ours.most_tokens <= orch.ROOM_FOR_TOKENS
+    # One forward of four is recomputed, and products reach a share of the peak.
+    peak = 1e9 * job.system.cluster.tflops("bf16") * job.ranks
+    mfu = job.system.needed_flops(job.samples) / (peak * ours.ms)
+    assert 0.3 < mfu < 0.75 * job.system.cluster.matmul_efficiency
+
+
+def test_orchmllms_phases_beside_a_walk_over_ranks(three_modalities: orch.Job):
+    """Prevents: a padded batch that is priced without its padding, or an item that is lost."""
+    job = three_modalities
+    layout = orch.each_its_own(job)
+    assert len(layout.tiles) == job.samples.tiles.sum()
+    busiest_ms = 0.0
+    seconds = job.samples.seconds[job.heard]
+    for rank in range(job.ranks):
+        here = seconds[layout.recordings == rank]
+        if len(here):
+            longest = job.system.recordings(here.max(keepdims=True))
+            busiest_ms = max(busiest_ms, len(here) * float(longest.step_ms[0]))
+    found_ms = job.simulated(orch.each_its_own).busiest_ms["audio"]
+    # Forward and backward wait for a rank each.
+    assert busiest_ms <= found_ms * (1 + 1e-9) and found_ms < 1.01 * busiest_ms
+    most = np.bincount(layout.tiles, minlength=job.ranks).max()
+    assert most == -(-job.samples.tiles.sum() // job.ranks)

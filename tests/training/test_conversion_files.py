@@ -46,7 +46,7 @@ from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
 from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.inputs.reader import SampleReader
 from omnibal.config import load_model
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn

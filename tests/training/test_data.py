@@ -29,10 +29,10 @@ from megatron.vlm.inputs.data import (
     LossWeighting,
     OnBadSample,
     PackDataset,
-    SampleReader,
     load_batches,
 )
 from megatron.vlm.inputs.read_ahead import _begin_worker
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations

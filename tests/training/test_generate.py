@@ -13,7 +13,7 @@ from released import KINDS, PIECES, imported, save_released, transformers_model
 from test_conversion import edit_config
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from omnibal.data.chat import encode_prompt
 from omnibal.data.image_files import ImageFile

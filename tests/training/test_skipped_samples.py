@@ -5,7 +5,8 @@ import shutil
 import numpy as np
 from toy import stages_of
 
-from megatron.vlm.inputs.data import PackDataset, SampleReader
+from megatron.vlm.inputs.data import PackDataset
+from megatron.vlm.inputs.reader import SampleReader
 from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import read_lengths, write_lengths

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from megatron.vlm.conversion.tensor_map import Layout, head_name
-from megatron.vlm.inputs.data import PIXEL_MEAN, PIXEL_STD
+from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder, TilingConfig
 from omnibal.errors import UserError

@@ -1,40 +1,36 @@
 """Loading of the plan's packs as tensors; each stage loads only the fields its units need.
 
-Shapes: T tiles, C channels, P pixels per side, S packed tokens, L loss positions.
+Shapes: of pixels T tiles, C channels, P pixels per side; of frames C clips, B mel bins, F frames; S
+packed tokens, L loss positions.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
-from PIL import Image
 
 from megatron.vlm.inputs.augment import Purpose, degraded, jpeg_qualities, tile_keys
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.read_ahead import read_ahead
-from megatron.vlm.inputs.share import Share, Sharing, feature_route, samples_of_tiles
-from omnibal.config import ModelConfig
-from omnibal.data.annotations import Annotations
-from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
+from megatron.vlm.inputs.reader import (
+    SampleReader,
+    UnreadableFile,
+    check_count,
+    check_frames,
+    normalized,
+)
+from megatron.vlm.inputs.share import Share, Sharing, feature_route, samples_of_items
+from omnibal.data.chat import EncodedSample, encode_sample
 from omnibal.data.cut import Pieces, whole_samples
-from omnibal.data.image_files import ImageFile, why_unreadable
-from omnibal.data.lengths import Lengths, check_positions
+from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.sample import Sample
-from omnibal.data.tiling import tile_count, tile_grid
-from omnibal.data.tokenizer import Tokenizer
-from omnibal.encoders import TilingConfig
 from omnibal.errors import UserError
 from omnibal.pipeline.stage import Stage
-
-# ImageNet statistics, as InternVL normalizes with.
-PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class LossWeighting(StrEnum):
@@ -66,7 +62,7 @@ class LossWeighting(StrEnum):
 
 
 class OnBadSample(StrEnum):
-    """Treatment of a sample with an image that cannot be read."""
+    """Treatment of a sample with an image or a recording that cannot be read."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -91,181 +87,6 @@ _PLAIN = DataOptions()
 _ALONE = Sharing(dp_rank=0)
 
 
-class UnreadableImage(UserError):
-    """An image is missing or broken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prompt:
-    """A question with everything before it."""
-
-    token_ids: np.ndarray
-    """Token ids, int64 [tokens]."""
-    tiles: int
-    """Tiles of the images shown so far: the first `tiles` of the sample's."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleReader:
-    """Samples of one dataset as token ids and tiles of one model."""
-
-    annotations: Annotations
-    tokenizer: Tokenizer
-    model: ModelConfig
-
-    @property
-    def answer_end(self) -> int:
-        """The token that closes an answer."""
-        return answer_end(self.model, self.tokenizer)
-
-    def tiles_per_image(self, sample: Sample) -> list[int]:
-        """Tile counts of the images that the model is shown, from their headers."""
-        sample = sample.shown(self.model.tiling)
-        if sample.video or not sample.images:
-            return [1] * len(sample.images)
-        tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
-        return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
-
-    def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Places of image tokens in a pack, int64 [M]; None where the model takes no images."""
-        if not self.model.takes_images:
-            return None
-        return (token_ids_S == self.tokenizer.image_context).nonzero().squeeze(1)
-
-    def encode(self, sample: Sample, tiles: int) -> EncodedSample:
-        """Encode the whole conversation, whose images make `tiles` tiles, with its loss mask.
-
-        Raises:
-            UserError: it has an image, and the model takes none, or its text is refused.
-        """
-        sample.shown(self.model.tiling)
-        if sample.video:
-            # As many frames as planned, even where some are missing: reading them raises an error.
-            sample = sample.with_frames(sample.images[:1] * tiles)
-            per_image = [1] * tiles
-        else:
-            # Only where several images share the tiles must their files be looked at.
-            several = len(sample.images) > 1
-            per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
-        return encode_sample(sample, per_image, self.model, self.tokenizer)
-
-    def prompt(self, sample: Sample, turn: int, room: int, chatting: bool = False) -> Prompt:
-        """Encode everything before the answer of a turn; images are tiled as in the whole sample.
-
-        Args:
-            room: tokens that the answer may have.
-            chatting: as `encode_prompt` has it.
-
-        Raises:
-            UnreadableImage: the header of an image cannot be read.
-            UserError: it is longer, with its answer, than the model takes.
-        """
-        sample = sample.shown(self.model.tiling)
-        tiles = self.tiles_per_image(sample)
-        token_ids = encode_prompt(sample, turn, tiles, self.model, self.tokenizer, chatting)
-        check_positions(
-            len(token_ids) + room,
-            self.model,
-            f"{sample.where}: a question with {room:,} tokens for its answer",
-            "shorten the question, or allow its answer fewer tokens",
-        )
-        return Prompt(token_ids=token_ids, tiles=sum(tiles[: sample.images_until(turn)]))
-
-    def check_images(self, sample: Sample, tiles: int) -> None:
-        """Decode the images that the model is shown.
-
-        Raises:
-            UnreadableImage: one of them is missing or broken, or a video does not have the frames
-                that make `tiles` tiles.
-        """
-        sample = sample.shown(self.model.tiling)
-        _check_frames(sample, tiles)
-        for image in sample.images:
-            _read_image(image, sample)
-
-    def tiles(self, sample: Sample) -> list[np.ndarray]:
-        """All tiles of the images that the model is shown in order, uint8 [P, P, C].
-
-        Raises:
-            UnreadableImage: one of them is missing or broken.
-        """
-        sample = sample.shown(self.model.vision.tiling)
-        return [tile for image in sample.images for tile in self._tiles_of(image, sample)]
-
-    def some_tiles(self, sample: Sample, wanted: range) -> list[np.ndarray]:
-        """Some of the sample's tiles, as `tiles`; only the images that these are of are decoded."""
-        sample = sample.shown(self.model.vision.tiling)
-        found: list[np.ndarray] = []
-        ends = list(accumulate(self.tiles_per_image(sample)))
-        for image, start, end in zip(sample.images, (0, *ends[:-1]), ends, strict=True):
-            first, stop = max(wanted.start, start), min(wanted.stop, end)
-            if first < stop:
-                found += self._tiles_of(image, sample)[first - start : stop - start]
-        return found
-
-    def _tiles_of(self, image: ImageFile, sample: Sample) -> list[np.ndarray]:
-        tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
-        return _image_tiles(_read_image(image, sample), tiling, size)
-
-    def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """All tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
-        tiles = [tile for sample in samples for tile in self.tiles(sample)]
-        return torch.from_numpy(_normalized(tiles, self.model.vision.image_size))
-
-
-def _normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
-    """Tiles as the vision tower takes them, float32 [T, C, P, P]; None becomes zeros."""
-    mean, std = np.array(PIXEL_MEAN, np.float32), np.array(PIXEL_STD, np.float32)
-    pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
-    for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):
-        if tile is not None:
-            scaled = (tile.astype(np.float32) / 255 - mean) / std
-            pixels_CPP[:] = rearrange(scaled, "row column c -> c row column")
-    return pixels_TCPP
-
-
-def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
-    try:
-        with image.open() as file, Image.open(file) as header:
-            return header.size
-    except Exception as error:  # what Pillow raises for a broken file has no common type
-        raise _bad_image(image, sample, error) from error
-
-
-def _read_image(image: ImageFile, sample: Sample) -> Image.Image:
-    try:
-        with image.open() as file, Image.open(file) as pixels:
-            return pixels.convert("RGB")
-    except Exception as error:
-        raise _bad_image(image, sample, error) from error
-
-
-def _bad_image(image: ImageFile, sample: Sample, error: Exception) -> UnreadableImage:
-    return UnreadableImage(
-        f"{image}: cannot read this image ({why_unreadable(error)}); it is an image of "
-        f"{sample.where}; restore the file, or take the sample out and plan anew"
-    )
-
-
-def _check_frames(sample: Sample, planned: int) -> None:
-    if sample.video and len(sample.images) != planned:
-        raise UnreadableImage(
-            f"{sample.images[0].path}: {len(sample.images)} frame(s) where the plan counted "
-            f"{planned}; they are frames of {sample.where}; restore them, or take the sample out "
-            "and plan anew"
-        )
-
-
-def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np.ndarray]:
-    """InternVL's dynamic tiling: uint8 [P, P, C] tiles row by row, then the thumbnail."""
-    columns, rows = tile_grid(*image.size, tiling, size)
-    resized = np.asarray(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
-    tiles = list(rearrange(resized, "(row p1) (col p2) c -> (row col) p1 p2 c", p1=size, p2=size))
-    if tiling.use_thumbnail and len(tiles) > 1:
-        tiles.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
-    return tiles
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
     """A sample of a pack, as far as the rank and its stage read it."""
@@ -274,22 +95,34 @@ class _Draft:
     place: int
     """Index in the annotations."""
     tiles: int
-    """Planned number of tiles, as `tokens` of tokens."""
+    """Planned number of tiles, as `clips` of clips and `tokens` of tokens."""
+    clips: int
     tokens: int
-    own_tiles: range
-    """Tiles of the sample that this rank encodes."""
+    own: "_Items"
+    """Items of the sample that this rank encodes."""
     found: list[np.ndarray]
     """These tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
+    frames_CBF: np.ndarray | None
+    """Features of these clips, float32; where the audio embed is and recordings can be read."""
     unreadable: str | None
-    """Error of an image, where the stage reads them; None if there is none."""
+    """Error of an image or a recording, where the stage reads them; None if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Items:
+    """Items of a pack or of a sample that a rank encodes, by their numbers."""
+
+    tiles: range
+    clips: range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _OwnPart:
-    """What this rank has of a pack: some pieces of its samples and some of its tiles."""
+    """What this rank has of a pack: some pieces of its samples and some of its items."""
 
     pieces: Pieces
     tiles: range
+    clips: range = range(0)
     share: Share | None
     """Its share, where other ranks have the rest."""
 
@@ -332,32 +165,38 @@ class PackDataset(torch.utils.data.Dataset):
         except UserError as error:
             return error
 
-    def load_items(self, row: int, tiles: range) -> MicroBatch:
-        """Read some tiles of a pack, and none of its tokens.
+    def load_items(
+        self, row: int, *, tiles: range = range(0), clips: range = range(0)
+    ) -> MicroBatch:
+        """Read some tiles and clips of a pack, by their numbers in it, and none of its tokens.
 
         Raises:
-            UserError: an image cannot be read, or is not what the plan counted.
+            UserError: an image or a recording cannot be read, or is not what the plan counted.
         """
         nothing = whole_samples(np.zeros(0, np.int64))
-        return self._load(row, _OwnPart(pieces=nothing, tiles=tiles, share=None))
+        return self._load(row, _OwnPart(pieces=nothing, tiles=tiles, clips=clips, share=None))
 
     def _load(self, row: int, own: _OwnPart) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
         sample_tiles = self.lengths.column("tiles")[indices].astype(np.int64)
+        sample_clips = self.lengths.column("clips")[indices].astype(np.int64)
         fields: dict[str, Any] = {}
         if self.stage.layers("vision") and self.options.drop_path:
             keys_T = self._drop_path_keys(indices, epoch)
             fields["drop_path_keys_T"] = keys_T[own.tiles.start : own.tiles.stop]
         drafts = {
-            position: self._draft(int(indices[position]), tiles)
-            for position, tiles in self._read_samples(own, sample_tiles).items()
+            position: self._draft(int(indices[position]), items)
+            for position, items in self._read_samples(own, sample_tiles, sample_clips).items()
         }
         if self.stage.holds("vision embed"):
             fields["pixels_TCPP"] = self._pixels(list(drafts.values()), epoch)
+        if self.stage.holds("audio embed"):
+            fields["frames_CBF"] = self._frames(list(drafts.values()))
         if self.stage.holds("language embed") or self.stage.holds("head"):
             fields |= self._text_fields(drafts, own, sample_tiles)
         return MicroBatch(
             tiles=len(own.tiles),
+            clips=len(own.clips),
             tokens=int(own.pieces.tokens.sum()),
             segment_tokens=tuple(own.pieces.tokens.tolist()),
             level=int(self.scheduled.level[row]),
@@ -371,25 +210,35 @@ class PackDataset(torch.utils.data.Dataset):
         if share is not None:
             return _OwnPart(pieces=share.own_pieces, tiles=share.own_tiles, share=share)
         tokens = self.lengths.tokens[self.scheduled.packs[row]]
-        tiles = int(self.scheduled.column("tiles")[row])
-        return _OwnPart(pieces=whole_samples(tokens), tiles=range(tiles), share=None)
+        tiles = range(self.scheduled.column("tiles")[row])
+        clips = range(self.scheduled.column("clips")[row])
+        return _OwnPart(pieces=whole_samples(tokens), tiles=tiles, clips=clips, share=None)
 
-    def _read_samples(self, own: _OwnPart, sample_tiles: np.ndarray) -> dict[int, range]:
-        """Samples of the pack that are read, by their positions in it, and which of their tiles
+    def _read_samples(
+        self, own: _OwnPart, sample_tiles: np.ndarray, sample_clips: np.ndarray
+    ) -> dict[int, _Items]:
+        """Samples of the pack that are read, by their positions in it, and which of their items
         this rank encodes."""
         stage, wanted = self.stage, set[int]()
-        with_tiles = samples_of_tiles(own.tiles, sample_tiles)
-        if stage.holds("vision embed"):
+        with_tiles = samples_of_items(own.tiles, sample_tiles)
+        with_clips = samples_of_items(own.clips, sample_clips)
+        # Where samples are skipped, the first stage tells of all that cannot be read.
+        tells = self._skips and (stage.holds("vision embed") or stage.holds("audio embed"))
+        if tells or stage.holds("vision embed"):
             wanted |= set(with_tiles)
+        if tells or stage.holds("audio embed"):
+            wanted |= set(with_clips)
         if stage.holds("language embed"):
             # Where a tile's features go is told by the places of its sample's image tokens.
             wanted |= {*own.pieces.sample.tolist(), *with_tiles}
         if stage.holds("head"):
             by_pack = self.options.loss_weighting is LossWeighting.MICRO_BATCH
             wanted |= set(range(len(sample_tiles)) if by_pack else own.pieces.sample.tolist())
-        starts = np.cumsum(sample_tiles) - sample_tiles
         return {
-            position: _within(own.tiles, int(starts[position]), int(sample_tiles[position]))
+            position: _Items(
+                tiles=_within(own.tiles, sample_tiles, position),
+                clips=_within(own.clips, sample_clips, position),
+            )
             for position in sorted(wanted)
         }
 
@@ -405,16 +254,18 @@ class PackDataset(torch.utils.data.Dataset):
         ]
         return torch.from_numpy(np.concatenate(keys).view(np.int64))
 
-    def _draft(self, index: int, own_tiles: range) -> _Draft:
-        """Read one sample of the annotations; its images too, where pixels or a verdict are due."""
+    def _draft(self, index: int, own: _Items) -> _Draft:
+        """Read one sample of the annotations; its images and recordings too, where pixels, frames
+        or a verdict are due."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
-        tiles = int(self.lengths.column("tiles")[index])
+        tiles, clips = (int(self.lengths.column(name)[index]) for name in ("tiles", "clips"))
         found: list[np.ndarray] = []
-        unreadable = None
+        frames_CBF, unreadable = None, None
         try:
-            found = self._tiles(sample, tiles, own_tiles)
-        except UnreadableImage as error:
+            found = self._tiles(sample, tiles, own.tiles)
+            frames_CBF = self._clips(sample, clips, own.clips)
+        except UnreadableFile as error:
             if not self._skips:
                 raise UserError(f"{error}, or go on without it: --on-bad-sample skip") from error
             unreadable = str(error)
@@ -422,30 +273,50 @@ class PackDataset(torch.utils.data.Dataset):
             sample=sample,
             place=place,
             tiles=tiles,
+            clips=clips,
             tokens=int(self.lengths.tokens[index]),
-            own_tiles=own_tiles,
+            own=own,
             found=found,
+            frames_CBF=frames_CBF,
             unreadable=unreadable,
         )
 
     def _tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
-        """Read the sample's own tiles where the vision embed is; raise UnreadableImage if they, or
+        """Read the sample's own tiles where the vision embed is; raise UnreadableFile if they, or
         where samples are skipped any image, cannot be read."""
         embeds = self.stage.holds("vision embed")
         if embeds and len(own_tiles) == tiles:
             found = self.reader.tiles(sample)
-            _check_frames(sample.shown(self.reader.model.tiling), tiles)
-            _check_count(len(found), tiles, "tiles", sample)
+            check_frames(sample.shown(self.reader.model.tiling), tiles)
+            check_count(len(found), tiles, "tiles", sample)
             return found
-        if self._skips and (embeds or self.stage.holds("head")):
-            # The head leaves out the loss of the samples that the vision embed blanks, on whatever
-            # rank. Nothing tells it which: all come to one verdict by decoding the same files.
+        if self._skips and self._checks:
+            # The head leaves out the loss of the samples that an encoder's embed blanks, on
+            # whatever rank. Nothing tells it which: all come to one verdict by decoding the same
+            # files.
             self.reader.check_images(sample, tiles)
         if not (embeds and own_tiles):
             return []
-        _check_frames(sample.shown(self.reader.model.tiling), tiles)
-        _check_count(sum(self.reader.tiles_per_image(sample)), tiles, "tiles", sample)
+        check_frames(sample.shown(self.reader.model.tiling), tiles)
+        check_count(sum(self.reader.tiles_per_image(sample)), tiles, "tiles", sample)
         return self.reader.some_tiles(sample, own_tiles)
+
+    def _clips(self, sample: Sample, clips: int, own_clips: range) -> np.ndarray | None:
+        """Read the sample's own clips where the audio embed is; raise UnreadableFile if they, or
+        where samples are skipped any recording, cannot be read."""
+        if not sample.recordings:
+            return None
+        embeds = self.stage.holds("audio embed")
+        if embeds or (self._skips and self._checks):
+            check_count(sum(self.reader.clips_per_recording(sample)), clips, "clips", sample)
+        if self._skips and self._checks and not (embeds and len(own_clips) == clips):
+            self.reader.check_recordings(sample)
+        return self.reader.some_clips(sample, own_clips) if embeds else None
+
+    @property
+    def _checks(self) -> bool:
+        """Whether the stage comes to a verdict about what cannot be read."""
+        return any(self.stage.holds(name) for name in ("vision embed", "audio embed", "head"))
 
     @property
     def _skips(self) -> bool:
@@ -455,17 +326,29 @@ class PackDataset(torch.utils.data.Dataset):
         tiles: list[np.ndarray | None] = []
         for draft in drafts:
             if draft.unreadable is not None:
-                tiles += [None] * len(draft.own_tiles)
+                tiles += [None] * len(draft.own.tiles)
             else:
                 tiles += self._augmented(draft, epoch)
-        return torch.from_numpy(_normalized(tiles, self.reader.model.vision.image_size))
+        return torch.from_numpy(normalized(tiles, self.reader.model.vision.image_size))
+
+    def _frames(self, drafts: Sequence[_Draft]) -> torch.Tensor:
+        """Frames of all clips, those of unreadable samples 0; float32 [C, B, F]"""
+        audio = self.reader.model.audio
+        frames = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
+        for draft in drafts:
+            if draft.unreadable is not None:
+                blank = (len(draft.own.clips), audio.mel_bins, audio.frames)
+                frames.append(np.zeros(blank, np.float32))
+            elif draft.frames_CBF is not None:
+                frames.append(draft.frames_CBF)
+        return torch.from_numpy(np.concatenate(frames))
 
     def _augmented(self, draft: _Draft, epoch: int) -> list[np.ndarray]:
         if not (draft.sample.augment and self.options.augment):
             return draft.found
         seed = self.options.seed
         keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, draft.tiles)
-        own_keys = keys[draft.own_tiles.start : draft.own_tiles.stop]
+        own_keys = keys[draft.own.tiles.start : draft.own.tiles.stop]
         return list(map(degraded, draft.found, jpeg_qualities(own_keys)))
 
     def _text_fields(
@@ -474,7 +357,7 @@ class PackDataset(torch.utils.data.Dataset):
         texts = {}
         for position, draft in drafts.items():
             encoded = self._encode(draft)
-            _check_count(len(encoded.token_ids), draft.tokens, "tokens", draft.sample)
+            check_count(len(encoded.token_ids), draft.tokens, "tokens", draft.sample)
             is_learned = draft.unreadable is None
             mask = encoded.loss_mask if is_learned else np.zeros_like(encoded.loss_mask)
             texts[position] = replace(encoded, loss_mask=mask)
@@ -491,7 +374,11 @@ class PackDataset(torch.utils.data.Dataset):
         runs = [texts[sample].token_ids[first:stop] for sample, first, stop in _runs(own.pieces)]
         token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *runs]))
         positions_M = self.reader.image_positions(token_ids_S)
-        fields = {"token_ids_S": token_ids_S, "image_positions_M": positions_M}
+        fields = {
+            "token_ids_S": token_ids_S,
+            "image_positions_M": positions_M,
+            "audio_positions_N": self.reader.audio_positions(token_ids_S),
+        }
         if own.share is None or not sample_tiles.any():
             return fields
         positions = {
@@ -506,29 +393,41 @@ class PackDataset(torch.utils.data.Dataset):
 
     def _encode(self, draft: _Draft) -> EncodedSample:
         try:
-            return self.reader.encode(draft.sample, draft.tiles)
-        except UnreadableImage:
+            return self.reader.encode(draft.sample, draft.tiles, draft.clips)
+        except UnreadableFile:
             if not self._skips:
                 raise
-        # The pixels are blank wherever they go, so the first image may have the tiles of all.
+        # What is encoded is blank wherever it goes, so the first image may have the tiles of all,
+        # and the first recording the clips.
         return encode_sample(
             draft.sample,
-            [draft.tiles] + [0] * (len(draft.sample.images) - 1),
+            _all_of_first(draft.tiles, len(draft.sample.images)),
             self.reader.model,
             self.reader.tokenizer,
+            _all_of_first(draft.clips, len(draft.sample.recordings)),
         )
 
 
-def _within(tiles: range, start: int, count: int) -> range:
-    """Tiles of a pack as numbers of a sample's own, of which there are `count` from `start` on."""
-    first = min(max(tiles.start - start, 0), count)
-    return range(first, max(min(tiles.stop - start, count), first))
+def _all_of_first(items: int, files: int) -> list[int]:
+    return [items, *[0] * (files - 1)] if files else []
+
+
+def _within(own: range, sample_items: np.ndarray, position: int) -> range:
+    """Items of a pack as numbers of one of its samples' own.
+
+    Args:
+        sample_items: of every sample of the pack. int64 [samples]
+    """
+    start, count = int(sample_items[:position].sum()), int(sample_items[position])
+    first = min(max(own.start - start, 0), count)
+    return range(first, max(min(own.stop - start, count), first))
 
 
 def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
-    """Errors of samples; of one that several ranks read, on the one that has its first tile."""
+    """Errors of samples; of one that several ranks read, on the one that has its first item."""
     for draft in drafts:
-        if draft.unreadable is not None and draft.own_tiles.start == 0 and draft.own_tiles:
+        items = draft.own.tiles if draft.tiles else draft.own.clips
+        if draft.unreadable is not None and items and items.start == 0:
             yield draft.unreadable
 
 
@@ -565,14 +464,6 @@ def _loss_fields(
         "labels_L": torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *labels])),
         "loss_weights_L": torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *weights])),
     }
-
-
-def _check_count(found: int, planned: int, what: str, sample: Sample) -> None:
-    if found != planned:
-        raise UserError(
-            f"{sample.where}: {found} {what} where the plan counted {planned}; the data "
-            "changed after it was planned: run `omnibal lengths` and `omnibal plan` again"
-        )
 
 
 def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:

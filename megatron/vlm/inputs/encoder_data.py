@@ -56,7 +56,10 @@ class EncodingDataset(torch.utils.data.Dataset):
     def _load_pass(self, planned: EncoderPass) -> MicroBatch | UserError:
         try:
             return joined_items(
-                [self._items.load_items(run.row, run.items) for run in planned.runs]
+                [
+                    self._items.load_items(run.row, **{planned.feature: run.items})
+                    for run in planned.runs
+                ]
             )
         except UserError as error:
             return error

@@ -166,7 +166,7 @@ def feature_route(
     own_tiles, own = share.own_tiles, share.own_pieces
     by_place = share.pieces.take(np.lexsort((share.pieces.first, share.pieces.sample)))
     targets = [np.zeros(0, np.int64)]
-    for sample in samples_of_tiles(own_tiles, sample_tiles):
+    for sample in samples_of_items(own_tiles, sample_tiles):
         first = max(own_tiles.start - tile_start[sample], 0) * features_per_tile
         stop = min(own_tiles.stop - tile_start[sample], sample_tiles[sample]) * features_per_tile
         low, high = np.searchsorted(by_place.sample, [sample, sample + 1])
@@ -187,8 +187,8 @@ def feature_route(
     )
 
 
-def samples_of_tiles(tiles: range, sample_tiles: np.ndarray) -> list[int]:
-    """Samples of a pack, by their positions in it, that have any of these tiles."""
-    ends = np.cumsum(sample_tiles)
-    has_some = (ends > tiles.start) & (ends - sample_tiles < tiles.stop) & (sample_tiles > 0)
-    return np.flatnonzero(has_some).tolist() if tiles else []
+def samples_of_items(items: range, sample_items: np.ndarray) -> list[int]:
+    """Samples of a pack, by their positions in it, that have any of these tiles or clips."""
+    ends = np.cumsum(sample_items)
+    has_some = (ends > items.start) & (ends - sample_items < items.stop) & (sample_items > 0)
+    return np.flatnonzero(has_some).tolist() if items else []

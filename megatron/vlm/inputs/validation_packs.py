@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.vlm.inputs.batch import MicroBatchShape
-from megatron.vlm.inputs.data import DataOptions, PackDataset, SampleReader
+from megatron.vlm.inputs.data import DataOptions, PackDataset
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.share import Sharing
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths

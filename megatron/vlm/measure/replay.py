@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.data import PackDataset, SampleReader
+from megatron.vlm.inputs.data import PackDataset
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
     RepeatedUpdate,

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import has_cuda
-from megatron.vlm.inputs.data import SampleReader, check_same_data
+from megatron.vlm.inputs.data import check_same_data
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import device_name
 from megatron.vlm.measure.replay import (
     LoadRows,

@@ -289,7 +289,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         type=OnBadSample,
         choices=list(OnBadSample),
         default=OnBadSample.STOP,
-        help="whether an unreadable image stops the run or its sample is passed over",
+        help="whether an unreadable image or recording stops the run or its sample is passed over",
     )
 
 

@@ -4,6 +4,7 @@ Shapes: S tokens so far.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint.identity import CheckpointIdentity
 from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.model.stage import VLMStage, build_stage
 from omnibal.config import ModelConfig, Precision, load_cluster
 from omnibal.data.sample import Sample
@@ -57,22 +58,32 @@ def generate(
 
     It is asked as InternVL's `chat` does: as it is written, with the model's message for that.
 
-    The images, if any, are encoded once; the text is read anew for every token.
+    Images and recordings, if any, are encoded once; the text is read anew for every token.
 
     Raises:
-        UserError: an image cannot be read, or the model takes no text as long.
+        UserError: an image or a recording cannot be read, or the model takes no text as long.
     """
     device = current_device()
     prompt = reader.prompt(sample, len(sample.turns) - 1, max_new_tokens, chatting=True)
-    ids_S = torch.from_numpy(prompt.token_ids).to(device)
-    pixels_TCPP = None
-    if stage.model_config.takes_images:
-        pixels_TCPP = reader.pixels([sample])[: prompt.tiles].to(device)
-    # Found in the prompt alone: an answer may hold the word that stands for an image's tokens.
-    positions_M = reader.image_positions(ids_S)
-    features = stage.encode(_batch(ids_S, positions_M, pixels_TCPP))
+    ids_S = torch.from_numpy(prompt.token_ids)
+    takes_images, takes_audio = stage.model_config.takes_images, stage.model_config.takes_audio
+    # Places are found in the prompt alone: an answer may hold the word that stands for an image's
+    # tokens.
+    asked = MicroBatch(
+        tiles=prompt.tiles,
+        clips=prompt.clips,
+        tokens=len(ids_S),
+        segment_tokens=(len(ids_S),),
+        pixels_TCPP=reader.pixels([sample])[: prompt.tiles] if takes_images else None,
+        frames_CBF=reader.frames([sample])[: prompt.clips] if takes_audio else None,
+        token_ids_S=ids_S,
+        image_positions_M=reader.image_positions(ids_S),
+        audio_positions_N=reader.audio_positions(ids_S),
+    ).to(device)
+    features = stage.encode(asked)
+    ids_S = ids_S.to(device)
     for _ in range(max_new_tokens):
-        batch = _batch(ids_S, positions_M, pixels_TCPP)
+        batch = _with_text(asked, ids_S)
         next_id = stage.head_output(batch, stage.read_text(batch, features))
         token = int(next_id.item())
         if token == reader.answer_end:
@@ -81,15 +92,11 @@ def generate(
         ids_S = torch.cat([ids_S, next_id])
 
 
-def _batch(
-    ids_S: torch.Tensor, positions_M: torch.Tensor | None, pixels_TCPP: torch.Tensor | None
-) -> MicroBatch:
-    return MicroBatch(
-        tiles=0 if pixels_TCPP is None else len(pixels_TCPP),
+def _with_text(asked: MicroBatch, ids_S: torch.Tensor) -> MicroBatch:
+    return replace(
+        asked,
         tokens=len(ids_S),
         segment_tokens=(len(ids_S),),
-        pixels_TCPP=pixels_TCPP,
         token_ids_S=ids_S,
-        image_positions_M=positions_M,
         answer_positions_A=torch.tensor([len(ids_S) - 1], device=ids_S.device),
     )

@@ -18,9 +18,10 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.inputs.data import PackDataset, SampleReader, check_same_data, load_batches
+from megatron.vlm.inputs.data import PackDataset, check_same_data, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.run.arguments import RunArguments

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.inputs.data import SampleReader
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer
 from omnibal.data.chat import as_written
@@ -35,6 +35,8 @@ class _Question:
     turn: int
     tiles: int
     """Tiles of the images shown up to the turn: the first `tiles` of the sample's."""
+    clips: int
+    """Clips of the recordings heard up to the turn, likewise."""
     prompt_ids: np.ndarray
     answer_ids: list[int] = field(default_factory=list)
     """Token ids of the answer, appended one by one."""
@@ -91,7 +93,11 @@ def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Qu
         for turn in range(len(sample.turns)):
             prompt = reader.prompt(sample, turn, options.max_new_tokens)
             yield _Question(
-                sample=sample, turn=turn, tiles=prompt.tiles, prompt_ids=prompt.token_ids
+                sample=sample,
+                turn=turn,
+                tiles=prompt.tiles,
+                clips=prompt.clips,
+                prompt_ids=prompt.token_ids,
             )
 
 
@@ -105,7 +111,8 @@ def _waves(
     groups: list[list[_Question]] = []
     filled: Counter[str] = Counter()
     for question in questions:
-        needed = Counter(tiles=question.tiles, tokens=question.tokens + room)
+        tokens = question.tokens + room
+        needed = Counter(tiles=question.tiles, clips=question.clips, tokens=tokens)
         if not groups or any(filled[name] + needed[name] > caps[name] for name in caps.names):
             groups.append([])
             filled.clear()
@@ -124,13 +131,16 @@ def _answer(
 ) -> None:
     """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
     pixels: dict[Sample, torch.Tensor] = {}
+    frames: dict[Sample, torch.Tensor] = {}
+    samples = {question.sample for group in wave for question in group}
     if trainer.forward_stage.holds("vision embed"):
-        samples = {question.sample for group in wave for question in group}
         pixels = {sample: reader.pixels([sample]) for sample in samples}
+    if trainer.forward_stage.holds("audio embed"):
+        frames = {sample: reader.frames([sample]) for sample in samples}
     active = wave
     for _ in range(max_new_tokens):
         batches = MicroBatchStream(
-            batches=(_micro_batch(group, pixels, reader) for group in active),
+            batches=(_micro_batch(group, pixels, frames, reader) for group in active),
             shapes=[_shape(group) for group in active],
         )
         outputs = trainer.run_forward(batches)
@@ -148,25 +158,33 @@ def _answer(
 def _shape(group: list[_Question]) -> MicroBatchShape:
     return MicroBatchShape(
         tiles=sum(question.tiles for question in group),
+        clips=sum(question.clips for question in group),
         tokens=sum(question.tokens for question in group),
     )
 
 
 def _micro_batch(
-    group: list[_Question], pixels: dict[Sample, torch.Tensor], reader: SampleReader
+    group: list[_Question],
+    pixels: dict[Sample, torch.Tensor],
+    frames: dict[Sample, torch.Tensor],
+    reader: SampleReader,
 ) -> MicroBatch:
     ids = [np.concatenate([q.prompt_ids, np.array(q.answer_ids, np.int64)]) for q in group]
     token_ids = np.concatenate(ids)
     segment_tokens = tuple(len(one) for one in ids)
     # A model may answer with the word that stands for an image's tokens, and means none.
     prompts = [np.concatenate([q.prompt_ids, np.full(len(q.answer_ids), -1)]) for q in group]
+    asked_S = torch.from_numpy(np.concatenate(prompts))
     return MicroBatch(
         tiles=sum(question.tiles for question in group),
+        clips=sum(question.clips for question in group),
         tokens=len(token_ids),
         segment_tokens=segment_tokens,
         pixels_TCPP=torch.cat([pixels[q.sample][: q.tiles] for q in group]) if pixels else None,
         token_ids_S=torch.from_numpy(token_ids),
-        image_positions_M=reader.image_positions(torch.from_numpy(np.concatenate(prompts))),
+        frames_CBF=torch.cat([frames[q.sample][: q.clips] for q in group]) if frames else None,
+        image_positions_M=reader.image_positions(asked_S),
+        audio_positions_N=reader.audio_positions(asked_S),
         answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
     ).to(current_device())
 

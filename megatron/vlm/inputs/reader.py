@@ -1,0 +1,315 @@
+"""Samples of a dataset read for a model: token ids, tiles of images and frames of recordings.
+
+Shapes: of pixels T tiles, C channels, P pixels per side; of frames C clips, B mel bins, F frames;
+S packed tokens, M image tokens, N audio tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image
+
+from omnibal.config import ModelConfig
+from omnibal.data.annotations import Annotations
+from omnibal.data.audio_files import AudioFile
+from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
+from omnibal.data.image_files import ImageFile, why_unreadable
+from omnibal.data.lengths import check_positions
+from omnibal.data.log_mel import log_mel
+from omnibal.data.recordings import BadRecording, read_clips, read_duration
+from omnibal.data.sample import Sample
+from omnibal.data.tiling import tile_count, tile_grid
+from omnibal.data.tokenizer import Tokenizer
+from omnibal.encoders import TilingConfig
+from omnibal.errors import UserError
+
+# ImageNet statistics, as InternVL normalizes with.
+PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class UnreadableFile(UserError):
+    """An image or a recording is missing or broken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """A question with everything before it."""
+
+    token_ids: np.ndarray
+    """Token ids, int64 [tokens]."""
+    tiles: int
+    """Tiles of the images shown so far: the first `tiles` of the sample's."""
+    clips: int
+    """Clips of the recordings heard so far: the first `clips` of the sample's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReader:
+    """Samples of one dataset as token ids, tiles and clips of one model.
+
+    Items are counted by `tiles_per_image` and `clips_per_recording`; all of a sample's are read by
+    `tiles` and `clips`, and some of them, with no more decoded than they need, by `some_tiles` and
+    `some_clips`.
+    """
+
+    annotations: Annotations
+    tokenizer: Tokenizer
+    model: ModelConfig
+
+    @property
+    def answer_end(self) -> int:
+        """The token that closes an answer."""
+        return answer_end(self.model, self.tokenizer)
+
+    def tiles_per_image(self, sample: Sample) -> list[int]:
+        """Tile counts of the images that the model is shown, from their headers."""
+        sample = sample.shown(self.model.tiling)
+        if sample.video or not sample.images:
+            return [1] * len(sample.images)
+        tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
+        return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
+
+    def clips_per_recording(self, sample: Sample) -> list[int]:
+        """Clip counts of the recordings, from their headers; 0 where the model takes none.
+
+        Raises:
+            UnreadableFile: one of them is missing or broken.
+        """
+        if not self.model.takes_audio:
+            return [0] * len(sample.recordings)
+        return [_clip_count(one, sample, self.model.audio.frames) for one in sample.recordings]
+
+    def audio_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
+        """Places of audio tokens in a pack, int64 [N]; None where the model takes no recordings."""
+        if not self.model.takes_audio:
+            return None
+        return (token_ids_S == self.tokenizer.audio_context).nonzero().squeeze(1)
+
+    def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
+        """Places of image tokens in a pack, int64 [M]; None where the model takes no images."""
+        if not self.model.takes_images:
+            return None
+        return (token_ids_S == self.tokenizer.image_context).nonzero().squeeze(1)
+
+    def encode(self, sample: Sample, tiles: int, clips: int = 0) -> EncodedSample:
+        """Encode the whole conversation with its loss mask.
+
+        Args:
+            tiles: that its images make.
+            clips: that its recordings make.
+
+        Raises:
+            UserError: it has an image or a recording, and the model takes none, or its text is
+                refused.
+        """
+        sample.shown(self.model.tiling)
+        if sample.video:
+            # As many frames as planned, even where some are missing: reading them raises an error.
+            sample = sample.with_frames(sample.images[:1] * tiles)
+            per_image = [1] * tiles
+        else:
+            # Only where several images share the tiles must their files be looked at.
+            several = len(sample.images) > 1
+            per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
+        heard = [clips] if len(sample.recordings) == 1 else self.clips_per_recording(sample)
+        return encode_sample(sample, per_image, self.model, self.tokenizer, heard)
+
+    def prompt(self, sample: Sample, turn: int, room: int, chatting: bool = False) -> Prompt:
+        """Encode everything before the answer of a turn, with the sample's own tiles and clips.
+
+        Args:
+            room: tokens that the answer may have.
+            chatting: as `encode_prompt` has it.
+
+        Raises:
+            UnreadableFile: the header of an image or a recording cannot be read.
+            UserError: it is longer, with its answer, than the model takes.
+        """
+        sample = sample.shown(self.model.tiling)
+        tiles, clips = self.tiles_per_image(sample), self.clips_per_recording(sample)
+        token_ids = encode_prompt(sample, turn, tiles, self.model, self.tokenizer, chatting, clips)
+        check_positions(
+            len(token_ids) + room,
+            self.model,
+            f"{sample.where}: a question with {room:,} tokens for its answer",
+            "shorten the question, or allow its answer fewer tokens",
+        )
+        return Prompt(
+            token_ids=token_ids,
+            tiles=sum(tiles[: sample.images_until(turn)]),
+            clips=sum(clips[: sample.recordings_until(turn)]),
+        )
+
+    def check_images(self, sample: Sample, tiles: int) -> None:
+        """Decode the images that the model is shown.
+
+        Raises:
+            UnreadableFile: one of them is missing or broken, or a video does not have the frames
+                that make `tiles` tiles.
+        """
+        sample = sample.shown(self.model.tiling)
+        check_frames(sample, tiles)
+        for image in sample.images:
+            _read_image(image, sample)
+
+    def check_recordings(self, sample: Sample) -> None:
+        """Decode the recordings.
+
+        Raises:
+            UnreadableFile: one of them is missing or broken.
+        """
+        frames = self.model.audio.frames
+        for recording, count in zip(
+            sample.recordings, self.clips_per_recording(sample), strict=True
+        ):
+            for clip in range(count):
+                _read_clips(recording, sample, range(clip, clip + 1), frames)
+
+    def clips(self, sample: Sample) -> np.ndarray:
+        """Log-mel frames of all clips of the recordings in order, float32 [C, B, F].
+
+        Raises:
+            UnreadableFile: one of them is missing or broken.
+        """
+        return self.some_clips(sample, range(sum(self.clips_per_recording(sample))))
+
+    def some_clips(self, sample: Sample, wanted: range) -> np.ndarray:
+        """Some of the sample's clips, as `clips`; only what they need is decoded, so that each is
+        the same whichever others are read."""
+        audio = self.model.audio
+        found = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
+        counts = self.clips_per_recording(sample)
+        starts = accumulate(counts, initial=0)
+        for recording, start, count in zip(sample.recordings, starts, counts, strict=False):
+            for clip in range(max(wanted.start - start, 0), min(wanted.stop - start, count)):
+                one = range(clip, clip + 1)
+                [wave_S] = _read_clips(recording, sample, one, audio.frames)
+                found.append(log_mel(wave_S, audio.mel_bins)[None])
+        return np.concatenate(found)
+
+    def frames(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """All clips of the samples in order, float32 [C, B, F]; C may be 0."""
+        audio = self.model.audio
+        none = np.zeros((0, audio.mel_bins, audio.frames), np.float32)
+        return torch.from_numpy(np.concatenate([none, *map(self.clips, samples)]))
+
+    def tiles(self, sample: Sample) -> list[np.ndarray]:
+        """All tiles of the images that the model is shown in order, uint8 [P, P, C].
+
+        Raises:
+            UnreadableFile: one of them is missing or broken.
+        """
+        sample = sample.shown(self.model.vision.tiling)
+        return [tile for image in sample.images for tile in self._tiles_of(image, sample)]
+
+    def some_tiles(self, sample: Sample, wanted: range) -> list[np.ndarray]:
+        """Some of the sample's tiles, as `tiles`; only the images that these are of are decoded."""
+        sample = sample.shown(self.model.vision.tiling)
+        found: list[np.ndarray] = []
+        ends = list(accumulate(self.tiles_per_image(sample)))
+        for image, start, end in zip(sample.images, (0, *ends[:-1]), ends, strict=True):
+            first, stop = max(wanted.start, start), min(wanted.stop, end)
+            if first < stop:
+                found += self._tiles_of(image, sample)[first - start : stop - start]
+        return found
+
+    def _tiles_of(self, image: ImageFile, sample: Sample) -> list[np.ndarray]:
+        tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
+        return _image_tiles(_read_image(image, sample), tiling, size)
+
+    def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """All tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
+        tiles = [tile for sample in samples for tile in self.tiles(sample)]
+        return torch.from_numpy(normalized(tiles, self.model.vision.image_size))
+
+
+def normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
+    """Tiles as the vision tower takes them, float32 [T, C, P, P]; None becomes zeros."""
+    mean, std = np.array(PIXEL_MEAN, np.float32), np.array(PIXEL_STD, np.float32)
+    pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
+    for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):
+        if tile is not None:
+            scaled = (tile.astype(np.float32) / 255 - mean) / std
+            pixels_CPP[:] = rearrange(scaled, "row column c -> c row column")
+    return pixels_TCPP
+
+
+def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
+    try:
+        with image.open() as file, Image.open(file) as header:
+            return header.size
+    except Exception as error:  # what Pillow raises for a broken file has no common type
+        raise _bad_image(image, sample, error) from error
+
+
+def _read_image(image: ImageFile, sample: Sample) -> Image.Image:
+    try:
+        with image.open() as file, Image.open(file) as pixels:
+            return pixels.convert("RGB")
+    except Exception as error:
+        raise _bad_image(image, sample, error) from error
+
+
+def _bad_image(image: ImageFile, sample: Sample, error: Exception) -> UnreadableFile:
+    return UnreadableFile(
+        f"{image}: cannot read this image ({why_unreadable(error)}); it is an image of "
+        f"{sample.where}; restore the file, or take the sample out and plan anew"
+    )
+
+
+def _clip_count(recording: AudioFile, sample: Sample, frames: int) -> int:
+    try:
+        return read_duration(recording).clips(frames)
+    except BadRecording as error:
+        raise _bad_recording(recording, sample, error) from error
+
+
+def _read_clips(recording: AudioFile, sample: Sample, wanted: range, frames: int) -> np.ndarray:
+    try:
+        return read_clips(recording, wanted, frames)
+    except BadRecording as error:
+        raise _bad_recording(recording, sample, error) from error
+
+
+def _bad_recording(recording: AudioFile, sample: Sample, error: BadRecording) -> UnreadableFile:
+    return UnreadableFile(
+        f"{recording}: this recording {error.wrong}; it is one of {sample.where}; restore the "
+        "file, or take the sample out and plan anew"
+    )
+
+
+def check_frames(sample: Sample, planned: int) -> None:
+    """Refuse a video that has not as many frames as planned; raises UnreadableFile."""
+    if sample.video and len(sample.images) != planned:
+        raise UnreadableFile(
+            f"{sample.images[0].path}: {len(sample.images)} frame(s) where the plan counted "
+            f"{planned}; they are frames of {sample.where}; restore them, or take the sample out "
+            "and plan anew"
+        )
+
+
+def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np.ndarray]:
+    """InternVL's dynamic tiling: uint8 [P, P, C] tiles row by row, then the thumbnail."""
+    columns, rows = tile_grid(*image.size, tiling, size)
+    resized = np.asarray(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
+    tiles = list(rearrange(resized, "(row p1) (col p2) c -> (row col) p1 p2 c", p1=size, p2=size))
+    if tiling.use_thumbnail and len(tiles) > 1:
+        tiles.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
+    return tiles
+
+
+def check_count(found: int, planned: int, what: str, sample: Sample) -> None:
+    """Refuse a sample that is not what the plan counted.
+
+    Args:
+        found, planned: numbers of `what`, such as tokens.
+    """
+    if found != planned:
+        raise UserError(
+            f"{sample.where}: {found} {what} where the plan counted {planned}; the data "
+            "changed after it was planned: run `omnibal lengths` and `omnibal plan` again"
+        )

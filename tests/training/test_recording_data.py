@@ -1,0 +1,232 @@
+"""Recordings from packs to tensors and to answers."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from ranks import run_ranks
+from scipy.signal import resample_poly
+from speech_cases import AUDIO, OMNI, hearing_tokenizer, make_speech, write_sound
+from toy import OPTIONS, stages_of, toy_plan
+from transformers import WhisperFeatureExtractor
+
+from megatron.vlm.inputs.batch import MicroBatchShape
+from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
+from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.run.generate import generate
+from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.train import build_trainer
+from omnibal.data.annotations import Annotations
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums
+from omnibal.data.sample import Sample
+from omnibal.data.scan import scan_lengths
+from omnibal.errors import UserError
+from omnibal.limits import Caps
+from omnibal.pipeline.stage import Stage
+
+[WHOLE] = stages_of(OMNI)
+_VISION, _ENCODERS = OMNI.vision.layers + 2, OMNI.vision.layers + AUDIO.layers + 4
+SEES, HEARS, EMBEDS, HEAD = stages_of(OMNI, _VISION, _ENCODERS, _ENCODERS + 3)
+SKIP = DataOptions(on_bad_sample=OnBadSample.SKIP)
+PACK = [3, 1, 11, 0, 6, 4]
+"""Samples of 3, 1, 3, 0, 2 and 0 recordings."""
+
+
+class Data:
+    """The samples that show and say something, their lengths, and packs of them."""
+
+    def __init__(self, meta: Path, tokenizer) -> None:
+        self.reader = SampleReader(Annotations.open(meta), tokenizer, OMNI)
+        self.lengths = scan_lengths(
+            self.reader.annotations, OMNI, tokenizer, lambda done: None
+        ).lengths
+
+    def scheduled(self, lists: list[list[int]]) -> ScheduledPacks:
+        packs = Packs.from_lists(lists)
+        rows = np.arange(len(packs))
+        zeros = np.zeros(len(rows), np.int32)
+        return ScheduledPacks(
+            packs=packs, step=rows, dp_rank=zeros, slot=zeros, epoch=zeros, level=zeros,
+            items=item_sums(packs, self.lengths),
+            tokens=packs.sums(self.lengths.tokens).astype(np.int32),
+        )  # fmt: skip
+
+    def dataset(self, stage: Stage, options: DataOptions, *lists: list[int]) -> PackDataset:
+        packs = self.scheduled(list(lists))
+        return PackDataset(self.reader, packs, self.lengths, np.arange(len(packs)), stage, options)
+
+    def load(self, stage: Stage, options=DataOptions(), pack: list[int] = PACK):  # noqa: B008
+        """One pack as a stage has it."""
+        [batch] = [self.dataset(stage, options, pack)[0]]
+        if isinstance(batch, UserError):
+            raise batch
+        return batch
+
+    def path(self, sample: int, recording: int = 0) -> Path:
+        return self.reader.annotations[sample].recordings[recording].path
+
+
+@pytest.fixture
+def data(digits, tmp_path) -> Data:
+    return Data(make_speech(tmp_path), hearing_tokenizer(digits, tmp_path / "tokenizer"))
+
+
+def features_by_whisper(sample: Sample) -> list[np.ndarray]:
+    """Features of each clip, from whole files resampled at once and Transformers' own code."""
+    whisper = WhisperFeatureExtractor(feature_size=AUDIO.mel_bins)
+    samples = AUDIO.frames * 160
+    found = []
+    for recording in sample.recordings:
+        wave, rate_hz = soundfile.read(recording.path, dtype="float32", always_2d=True)
+        common = math.gcd(rate_hz, 16_000)
+        mono = resample_poly(wave.mean(axis=1), 16_000 // common, rate_hz // common)
+        for start in range(0, len(mono), samples):
+            clip = np.zeros((1, samples), np.float32)
+            clip[0, : len(mono[start : start + samples])] = mono[start : start + samples]
+            found.append(whisper._np_extract_fbank_features(clip, "cpu")[0])
+    return found
+
+
+def test_a_pack_has_the_features_of_its_clips(data):
+    """Prevents: clips out of order, of another sample, or in places of other tokens."""
+    batch = data.load(WHOLE)
+    expected = [
+        clip for index in PACK for clip in features_by_whisper(data.reader.annotations[index])
+    ]
+    assert batch.frames_CBF.shape == (len(expected), AUDIO.mel_bins, AUDIO.frames)
+    assert batch.frames_CBF.dtype == torch.float32
+    np.testing.assert_allclose(batch.frames_CBF, np.stack(expected), rtol=0, atol=1e-4)
+    packs = data.scheduled([PACK])
+    assert MicroBatchShape.of_rows(packs, np.array([0])) == [batch.shape]
+    assert str(batch.shape).startswith(f"{batch.tiles} tiles, {len(expected)} clips and")
+    # Each sample's audio tokens are within it, as many as its clips make.
+    is_audio = batch.token_ids_S == data.reader.tokenizer.audio_context
+    assert torch.equal(batch.audio_positions_N, is_audio.nonzero().squeeze(1))
+    by_sample = [int(part.sum()) for part in is_audio.split(list(batch.segment_tokens))]
+    clips = data.lengths.column("clips")[PACK] * AUDIO.tokens_per_item
+    assert by_sample == clips.tolist()
+
+
+def test_each_stage_reads_what_it_holds(data):
+    """Prevents: recordings that are decoded where nobody hears them, or stages that disagree."""
+    whole = data.load(WHOLE)
+    sees, hears, embeds, head = map(data.load, (SEES, HEARS, EMBEDS, HEAD))
+    assert torch.equal(sees.pixels_TCPP, whole.pixels_TCPP) and sees.frames_CBF is None
+    assert torch.equal(hears.frames_CBF, whole.frames_CBF) and hears.pixels_TCPP is None
+    assert torch.equal(embeds.audio_positions_N, whole.audio_positions_N)
+    assert embeds.frames_CBF is None and head.audio_positions_N is None
+    assert {one.shape for one in (sees, hears, embeds, head)} == {whole.shape}
+    for name in ("pixels_TCPP", "frames_CBF"):
+        assert len(vars(data.load(WHOLE, pack=[0]))[name]) == 0
+
+
+def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
+    """Prevents: a share of a pack's items that differs from the pack, or decodes other files."""
+    dataset = data.dataset(HEARS, DataOptions(), PACK)
+    whole = data.load(HEARS)
+    for start in range(whole.clips):
+        for stop in {start, start + 1, min(start + 4, whole.clips)}:
+            part = dataset.load_items(0, clips=range(start, stop))
+            assert torch.equal(part.frames_CBF, whole.frames_CBF[start:stop])
+            assert (part.clips, part.tiles, part.tokens) == (stop - start, 0, 0)
+    both = data.dataset(WHOLE, DataOptions(), PACK).load_items(
+        0, tiles=range(1, 3), clips=range(2, 4)
+    )
+    seen = data.load(SEES).pixels_TCPP
+    assert torch.equal(both.pixels_TCPP, seen[1:3])
+    assert torch.equal(both.frames_CBF, whole.frames_CBF[2:4])
+    reader, sample = data.reader, data.reader.annotations[3]
+    counts = reader.clips_per_recording(sample)
+    assert len(counts) == 3 and sum(counts) == len(reader.clips(sample))
+    decoded = []  # seconds
+    read = soundfile.SoundFile.read
+    monkeypatch.setattr(
+        soundfile.SoundFile,
+        "read",
+        lambda sound, frames, **how: (
+            decoded.append(frames / sound.samplerate) or read(sound, frames, **how)
+        ),
+    )
+    reader.some_clips(sample, range(1, 2))
+    assert sum(decoded) < 1.2 * AUDIO.frames / 100
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_unreadable_recordings(data, damage):
+    """Prevents: stages that disagree on what is learned, and a bad sample that nobody tells of."""
+    before = data.load(WHOLE)
+    path = data.path(1)  # a sample that shows one image, and says this alone
+    users = {k for k in PACK if path in [r.path for r in data.reader.annotations[k].recordings]}
+    assert 1 in users and users != set(PACK)
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    wrong = {"missing": "does not exist", "truncated": "is truncated"}[damage]
+    with pytest.raises(UserError, match=f"this recording {wrong}.*--on-bad-sample skip"):
+        data.load(HEARS)
+    assert torch.equal(data.load(SEES).pixels_TCPP, before.pixels_TCPP)
+
+    whole, sees, hears, head = (data.load(each, SKIP) for each in (WHOLE, SEES, HEARS, HEAD))
+    assert {one.shape for one in (whole, sees, hears, head)} == {before.shape}
+    assert whole.unreadable == sees.unreadable
+    assert len(sees.unreadable) == len(users) and wrong in sees.unreadable[0]
+    for items, name in (("tiles", "pixels_TCPP"), ("clips", "frames_CBF")):
+        counts = data.lengths.column(items)[PACK].tolist()
+        parts = zip(vars(whole)[name].split(counts), vars(before)[name].split(counts), strict=True)
+        for index, (now, good) in zip(PACK, parts, strict=True):
+            assert torch.equal(now, torch.zeros_like(good) if index in users else good)
+    assert torch.equal(whole.frames_CBF, hears.frames_CBF)
+    owner = torch.tensor(PACK).repeat_interleave(torch.tensor(before.segment_tokens))
+    kept = torch.tensor([int(k) not in users for k in owner[before.loss_positions_L]])
+    for batch in (whole, head):
+        assert torch.equal(batch.labels_L, before.labels_L[kept])
+
+
+def test_a_sample_that_only_speaks_is_told_of_by_the_first_stage(data):
+    """Prevents: a bad recording that no rank counts, as only the first stage's word is taken."""
+    samples = enumerate(data.reader.annotations)
+    speaks = next(k for k, sample in samples if sample.recordings and not sample.images)
+    data.path(speaks).unlink()
+    assert len(data.load(SEES, SKIP, [speaks]).unreadable) == 1
+    assert data.load(SEES, DataOptions(), [speaks]).unreadable == ()
+
+
+def test_recordings_that_changed_after_the_plan(data):
+    """Prevents: tensors of other shapes than neighbouring stages wait for."""
+    write_sound(data.path(1), 5.0, 16_000, 1)
+    with pytest.raises(UserError, match="clips where the plan counted"):
+        data.load(HEARS)
+
+
+def evaluated(links, plan, reader):
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
+    options = EvaluationOptions(samples=8, max_new_tokens=4)
+    caps = Caps.of(tiles=20, clips=20, tokens=900)
+    return evaluate(trainer, caps, reader, 0, options, lambda *done: None)
+
+
+def generated(links, plan, reader, samples):
+    stage = build_trainer(plan, links, OPTIONS, steps=1, seed=1).stage.eval()
+    return [reader.tokenizer.decode(list(generate(stage, reader, one, 4))) for one in samples]
+
+
+def test_answers_to_what_is_said(data):
+    """Prevents: questions answered with recordings of others, of later turns, or with none."""
+    plan = toy_plan(OMNI, stages_of(OMNI, _VISION + 2))
+    evaluation, _ = run_ranks(plan.parallel, evaluated, plan, data.reader)
+    whole = toy_plan(OMNI, stages_of(OMNI))
+    shown = np.linspace(0, 11, 8).round().astype(int)
+    # Each question alone, with the conversation before it.
+    asked = [
+        replace(sample, turns=sample.turns[: turn + 1])
+        for sample in (data.reader.annotations[int(index)] for index in shown)
+        for turn in range(len(sample.turns))
+    ]
+    [expected] = run_ranks(whole.parallel, generated, whole, data.reader, asked)
+    assert [answer.answered for answer in evaluation.examples] == expected
+    assert len(set(expected)) > 1
