@@ -13,7 +13,10 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-SUBJECTS = ("models", "data", "planning", "training", "conversion", "replay", "results", "faults")
+SUBJECTS = (
+    *("models", "data", "planning", "encoders", "training", "conversion", "replay", "results"),
+    "faults",
+)
 GUIDES = (README, *(ROOT / "docs" / f"{subject}.md" for subject in SUBJECTS))
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 MOST_LINES = 150

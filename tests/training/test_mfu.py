@@ -1,17 +1,23 @@
 """The simulated MFU of benchmarks/mfu.py, beside one that is written out."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import mfu
 
+from megatron.vlm.run.pretrain import pack_flops
+from omnibal.beside import EncoderPlacement
 from omnibal.check import open_plan
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -63,3 +69,26 @@ def test_utilization_of_one_stage_is_needed_operations_over_its_time(tmp_path: P
     flops = (features @ model_flops(files.plan.model, files.plan.cluster, ())).sum()
     assert found.mfu == pytest.approx(flops / (1e-3 * expected_ms * 989e12))
     assert found.element_wise == pytest.approx(0.5)
+
+
+def test_packs_need_as_much_wherever_encoders_run():
+    """Prevents: a run with encoders beside its pipeline that ends before its first step, or whose
+    utilization leaves their operations out."""
+    lengths = Lengths(
+        items={"tiles": np.array([0, 3, 1], np.int32)},
+        tokens=np.array([20, 90, 40], np.int32),
+        loss_tokens=np.array([5, 9, 4], np.int32),
+        source=np.zeros(3, np.int32),
+        source_names=("made up",),
+        origin=None,
+    )
+    packs = Packs.from_lists([[0, 1], [2]])
+    job = JobSpec(
+        model=load_model("internvl-digits"), cluster=load_cluster("laptop-cpu"),
+        parallel=Parallel(pipeline=2, data=2), precision="fp32",
+    )  # fmt: skip
+    beside = replace(job, placement=EncoderPlacement.BESIDE)
+    np.testing.assert_array_equal(
+        pack_flops(beside, packs, lengths), pack_flops(job, packs, lengths)
+    )
+    assert pack_flops(beside, packs, lengths)[0] > pack_flops(beside, packs, lengths)[1] > 0

@@ -44,7 +44,7 @@ from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
+from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
@@ -61,6 +61,7 @@ from omnibal.runlog import (
     write_evaluation,
     write_run_info,
 )
+from omnibal.units import feature_names
 
 _log = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
                 sharing=sharing,
                 encoder_shares=shares,
                 batches=batches,
-                pack_flops=_pack_flops(run),
+                pack_flops=pack_flops(run.planned.job, run.packs.packs, run.lengths),
                 peak_flops_per_s=_peak_flops_per_s(run.planned.job),
                 validation=validation,
             ),
@@ -358,10 +359,10 @@ def _make_directory(path: Path) -> None:
         ) from error
 
 
-def _pack_flops(run: Run) -> np.ndarray:
-    job = run.planned.job
+def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
+    """Operations that training needs for every pack, wherever encoders run. [packs]"""
     flops = model_flops(job.model, job.cluster, job.frozen)
-    return pack_features(run.packs.packs, run.lengths, job.cost.features) @ flops
+    return pack_features(packs, lengths, feature_names(job.model)) @ flops
 
 
 def _peak_flops_per_s(job: JobSpec) -> float:
