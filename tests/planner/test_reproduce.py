@@ -1,5 +1,6 @@
 """The paper's tables as predicted here: how near they must stay."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -10,12 +11,15 @@ REPRODUCE = Path(__file__).parents[2] / "scripts" / "reproduce"
 sys.path.insert(0, str(REPRODUCE))
 import hbp_system as hbp  # noqa: E402
 import orch  # noqa: E402
+import orch_plan  # noqa: E402
 import paper  # noqa: E402
 from calibration import stage_ms  # noqa: E402
 from hbp import chosen_from_table_19, level_search  # noqa: E402
 
+from omnibal.beside import EncoderPlacement  # noqa: E402
 from omnibal.config import load_cluster  # noqa: E402
 from omnibal.cost.analytic import analytic_cost  # noqa: E402
+from omnibal.errors import DoesNotFit  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
 from omnibal.pipeline.stage_memory import stage_memories  # noqa: E402
 
@@ -185,3 +189,14 @@ def test_orchmllms_phases_beside_a_walk_over_ranks(three_modalities: orch.Job):
     assert busiest_ms <= found_ms * (1 + 1e-9) and found_ms < 1.01 * busiest_ms
     most = np.bincount(layout.tiles, minlength=job.ranks).max()
     assert most == -(-job.samples.tiles.sum() // job.ranks)
+
+
+def test_orchmllms_encoders_are_too_large_to_stand_beside():
+    """Prevents: a plan of whole copies of 11B of encoders on devices of 80 GB."""
+    samples = orch_plan.mixture(2_000, seed=0)
+    lengths = orch_plan.lengths_of(samples)
+    clips = [math.ceil(seconds / 10) for seconds in samples.seconds]
+    expected = samples.text + 256 * samples.tiles + 250 * np.array(clips)
+    np.testing.assert_array_equal(lengths.tokens, expected)
+    with pytest.raises(DoesNotFit, match=r"needs 9\d\.\d+ GiB"):
+        orch_plan.planned(lengths, "h100-80g", EncoderPlacement.BESIDE)

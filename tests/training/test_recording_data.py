@@ -14,7 +14,7 @@ from speech_cases import AUDIO, OMNI, hearing_tokenizer, make_speech, write_soun
 from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperFeatureExtractor
 
-from megatron.vlm.inputs.batch import MicroBatchShape
+from megatron.vlm.inputs.batch import MicroBatchShape, joined_items
 from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate
@@ -139,6 +139,11 @@ def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
     seen = data.load(SEES).pixels_TCPP
     assert torch.equal(both.pixels_TCPP, seen[1:3])
     assert torch.equal(both.frames_CBF, whole.frames_CBF[2:4])
+    # As a pass of encoders beside the pipeline joins them.
+    runs = [dataset.load_items(0, clips=items) for items in (range(5, 6), range(2))]
+    joined = joined_items(runs)
+    assert torch.equal(joined.frames_CBF, whole.frames_CBF[[5, 0, 1]])
+    assert joined.shape == MicroBatchShape(tiles=0, clips=3, tokens=0)
     reader, sample = data.reader, data.reader.annotations[3]
     counts = reader.clips_per_recording(sample)
     assert len(counts) == 3 and sum(counts) == len(reader.clips(sample))
