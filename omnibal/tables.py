@@ -187,15 +187,18 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
 
 def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
     """Both placements of encoders, and how they run beside the pipeline where they do."""
-    step_ms = {name: choice.step_ms(placement) for name, placement in _PLACEMENTS.items()}
-    prediction = plan.prediction
+    prediction, planned = plan.prediction, choice.predicted
     beside = None if prediction is None else prediction.beside
-    if beside is None and len([ms for ms in step_ms.values() if ms is not None]) < 2:
+    if beside is None and len(planned) < 2:
         return []
     entries = [("placement", choice.chosen.value)]
-    entries += [
-        (f"step, {name}", f"{ms:,.1f} ms") for name, ms in step_ms.items() if ms is not None
-    ]
+    for name, placement in _PLACEMENTS.items():
+        if placement in planned:
+            step = f"{planned[placement].step_ms:,.1f} ms"
+            per_second = planned[placement].samples_per_second_per_gpu
+            if per_second is not None:
+                step += f", {per_second * plan.parallel.world_size:,.2f} samples/s"
+            entries.append((f"step, {name}", step))
     entries.append(("why", choice.reason))
     if plan.beside is not None and beside is not None:
         entries.append(("ranks that encode together", f"{_encoding_ranks(plan):,}"))

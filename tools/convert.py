@@ -1,6 +1,7 @@
 """Convert released checkpoints (InternVL, Llama, Qwen2) to this project's and back.
 
     python tools/convert.py import InternVL2-2B -o imported
+    python tools/convert.py import InternVL3-8B --audio whisper-large-v3 -o imported
     python tools/convert.py export run --like InternVL2-2B -o mine
     python tools/convert.py export run --layout transformers --tokenizer-model tokenizer -o mine
 
@@ -21,7 +22,8 @@ import typer
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
+from megatron.vlm.conversion.added_audio import add_audio
 from megatron.vlm.conversion.exporting import (
     Export,
     plan_export_as,
@@ -30,11 +32,18 @@ from megatron.vlm.conversion.exporting import (
 )
 from megatron.vlm.conversion.importing import (
     TOKENIZER_FOLDER,
+    ImportSource,
     import_checkpoint,
     open_released,
 )
 from megatron.vlm.conversion.released_files import dtype_name
 from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.whisper import (
+    check_same_encoder,
+    export_audio,
+    is_whisper,
+    open_audio,
+)
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 from omnibal.files import check_new_folder
@@ -66,6 +75,14 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def import_(
     source: Annotated[Path, typer.Argument(help="folder of a released checkpoint")],
     output: Annotated[Path, typer.Option("--output", "-o", help="run directory to make")],
+    audio: Annotated[
+        Path | None,
+        typer.Option(help="folder of a released Whisper, whose encoder the model gets"),
+    ] = None,
+    positions_per_token: Annotated[
+        int, typer.Option(min=1, max=4096, help="with --audio: of 20 ms each, that become a token")
+    ] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="with --audio: of what has no weights yet")] = 0,
 ) -> None:
     """Make a run directory of a released checkpoint: weights, model.toml and tokenizer.
 
@@ -73,13 +90,20 @@ def import_(
     of Transformers (InternVLForConditionalGeneration), and text-only ones (LlamaForCausalLM,
     Qwen2ForCausalLM). Train from it with
     `pretrain_vlm.py --load RUN --finetune`, under any plan for model.toml.
+
+    With --audio the model gets Whisper's encoder, a projector of its own with first weights, and
+    words for recordings, which the tokenizer gets too.
     """
-    check_folder("-o", output, [source])
+    check_folder("-o", output, [path for path in (source, audio) if path is not None])
     check_new_folder(output)
     released = open_released(source)
     print(f"{source}: {released.model.name}, layout {released.layout}, {released.bytes:,} bytes")
-    with _progress("importing", released.bytes) as advance:
-        lines = import_checkpoint(released, output, advance)
+    wanted: ImportSource = released
+    if audio is not None:
+        wanted = add_audio(released, audio, positions_per_token, seed)
+        print(f"{audio}: {wanted.model.name}, {wanted.bytes:,} bytes with the encoder")
+    with _progress("importing", wanted.bytes) as advance:
+        lines = import_checkpoint(wanted, output, advance)
     print("\n".join(lines))
 
 
@@ -109,6 +133,7 @@ def export(
     """Write the weights of a run as a checkpoint that other tools load.
 
     With --like, everything but the weights is copied from there: configuration, code, tokenizer.
+    Where that is a Whisper, the audio encoder alone is written, and its decoder copied too.
     Without it config.json is made from the model; --layout transformers is what
     InternVLForConditionalGeneration loads, and llama or qwen2 what those classes do.
     """
@@ -119,6 +144,9 @@ def export(
     check_folder("-o", output, [path for path in (run, like, tokenizer_model) if path is not None])
     check_new_folder(output)
     stored = open_newest(run)
+    if like is not None and is_whisper(like):
+        _export_audio(stored, like, output, dtype)
+        return
     wanted_dtype = None if dtype is None else getattr(torch, dtype)
     note = ""
     if like is not None:
@@ -132,6 +160,20 @@ def export(
     with _progress("exporting", planned.bytes) as advance:
         write_export(planned, output, advance)
     print(_summary(planned, output) + note)
+
+
+def _export_audio(stored: CheckpointIdentity, like: Path, output: Path, dtype: str | None) -> None:
+    if dtype is not None:
+        raise UserError("--dtype does not go with --like of a Whisper; its types are kept")
+    audio = open_audio(like, stored.model, stored.model.audio.positions_per_token)
+    check_same_encoder(stored, audio)
+    total = sum(path.stat().st_size for path in like.glob("*.safetensors"))
+    with _progress("exporting", total) as advance:
+        export_audio(stored, audio, output, advance)
+    print(
+        f"wrote {output}: the audio encoder of step {stored.step} of {stored.path.parent}, and all "
+        f"else of {like}"
+    )
 
 
 def _tokenizer(run: Path, given: Path | None) -> Tokenizer | None:

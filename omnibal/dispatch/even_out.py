@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_PARTNERS = 16
+_PARTNERS = 4
 """Least loaded ranks that the busiest one exchanges with, before others are looked at."""
 _OTHERS_PAIRS = 1 << 17
 """Pairs of items that are then looked at, of the ranks with the next least loads."""
-_MAX_WORK = 1 << 26
+_MAX_WORK = 1 << 24
 """Pairs of items that are looked at in all."""
 _ROUNDING = 1e-12
 

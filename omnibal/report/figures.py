@@ -34,7 +34,7 @@ from omnibal.units import LANGUAGE
 
 WIDE = 1080
 _LEAST_SHOWN_SHARE = 0.001
-TIME_PARTS = ("forward", "backward", "wait", "data", "update")
+TIME_PARTS = ("forward", "backward", "wait", "data", "update", "encoder", "exchange")
 """Classes of the parts of `StageTime`, in its order."""
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "working")
 """Classes of the parts of `StageMemory`, in its order."""
@@ -223,14 +223,17 @@ def time_figure(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
                 parts.append(text(144, y + 13, name, "label end"))
             parts.append(stacked_row(x, y, 16, _time_stack(times[stage])))
     label = f"time per stage and activity, {' and '.join(series)}"
+    has_encoders = any(time.encoder_ms for times in series.values() for time in times)
     means = ["Replayed: mean over the replayed steps."] * bool(replay)
     means += ["Measured: median over the run's steps."] * bool(run)
     return Figure(
         title="Where a step's time goes",
         svg=drawing(520, bottom + 44, label, parts),
         caption="Backward includes recomputation. Update: gradient reduction, clipping, weight "
-        "update. " + (" ".join(means) or "Predicted."),
-        legend=[(css, css) for css in TIME_PARTS],
+        "update. "
+        + "Encoder, exchange: of encoders beside the pipeline, on all ranks. " * has_encoders
+        + (" ".join(means) or "Predicted."),
+        legend=[(css, css) for css in TIME_PARTS[: 7 if has_encoders else 5]],
     )
 
 
@@ -238,6 +241,7 @@ def _time_stack(time: StageTime) -> list[tuple[float, str, str]]:
     return [
         (value, css, f"{css}: {milliseconds(value)}")
         for value, css in zip(time, TIME_PARTS, strict=True)
+        if value or css in TIME_PARTS[:5]
     ]
 
 

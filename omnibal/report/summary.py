@@ -18,7 +18,7 @@ from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 
 
 class StageTime(NamedTuple):
-    """Breakdown of one stage's time in a step; the five parts in the order they are drawn."""
+    """Breakdown of one stage's time in a step; the parts in the order they are drawn."""
 
     forward_ms: float
     backward_ms: float
@@ -26,6 +26,10 @@ class StageTime(NamedTuple):
     wait_ms: float
     data_ms: float
     optimizer_ms: float
+    encoder_ms: float
+    """Forward and backward of encoders beside the pipeline, which every rank runs."""
+    exchange_ms: float
+    """Exchange of their features and gradients; measured, with the wait for other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +100,7 @@ def summarise_run(
 
 def _median_time(records: Sequence[StepRecord], stage: int) -> StageTime:
     times = [
-        (s.forward_ms, s.backward_ms, s.wait_ms, s.data_ms, s.optimizer_ms)
-        for s in (record.stages[stage] for record in records)
+        tuple(vars(record.stages[stage])[name] for name in StageTime._fields) for record in records
     ]
     return StageTime(*map(float, np.median(times, axis=0)))
 
@@ -115,14 +118,14 @@ def predicted_stage_times(plan: Plan) -> tuple[StageTime, ...]:
     if plan.prediction is None or count is None:
         return ()
     beside = plan.prediction.beside
-    # Every rank encodes, whatever its stage.
-    forward_ms, backward_ms = (beside.forward_ms, beside.backward_ms) if beside else (0.0, 0.0)
     return tuple(
         _simulated_time(
             plan.prediction.step_ms,
-            stage.forward_ms * count + forward_ms,
-            stage.backward_ms * count + backward_ms,
+            stage.forward_ms * count,
+            stage.backward_ms * count,
             stage.wait_fraction,
+            encoder_ms=beside.forward_ms + beside.backward_ms if beside else 0.0,
+            exchange_ms=beside.exchange_ms if beside else 0.0,
         )
         for stage in plan.prediction.stages
     )
@@ -135,16 +138,24 @@ def replayed_stage_times(replay: ReplaySummary) -> tuple[StageTime, ...]:
 
 
 def _simulated_time(
-    step_ms: float, forward_ms: float, backward_ms: float, wait_fraction: float
+    step_ms: float,
+    forward_ms: float,
+    backward_ms: float,
+    wait_fraction: float,
+    *,
+    encoder_ms: float = 0.0,
+    exchange_ms: float = 0.0,
 ) -> StageTime:
     wait_ms = wait_fraction * step_ms
-    rest_ms = step_ms - forward_ms - backward_ms - wait_ms
+    rest_ms = step_ms - forward_ms - backward_ms - wait_ms - encoder_ms - exchange_ms
     return StageTime(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         wait_ms=wait_ms,
         data_ms=0.0,
         optimizer_ms=max(0.0, rest_ms),
+        encoder_ms=encoder_ms,
+        exchange_ms=exchange_ms,
     )
 
 

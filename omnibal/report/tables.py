@@ -1,6 +1,6 @@
 """Tables of the page, and those that commands print too: exact numbers under the figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -17,6 +17,7 @@ from omnibal.report.figures import MEMORY_PARTS, memory_parts, meter
 from omnibal.report.pretended import difference_cells
 from omnibal.report.summary import (
     RunSummary,
+    StageTime,
     accuracy_interval,
     is_right,
     micro_batches_per_step,
@@ -75,12 +76,24 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
         *(_column(name, of, group="layers") for name, of in counts.items()),
         *_beside("forward, ms", {k: [time.forward_ms for time in v] for k, v in times.items()}),
         *_beside("backward, ms", {k: [time.backward_ms for time in v] for k, v in times.items()}),
+        *_encoder_columns(times),
         *_beside("waiting, %", {k: [100 * share for share in v] for k, v in waits.items()}),
     ]
     count = micro_batches_per_step(plan)
     per = f"Times of a step of {count:.4g} micro-batches; " if count else ""
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
     return Table.of_columns("Stages", columns, f"{per}backward includes recomputation.{mean}")
+
+
+def _encoder_columns(
+    times: Mapping[str, Sequence[StageTime]],
+) -> Iterator[tuple[Column, Sequence[Cell]]]:
+    """Times of encoders beside the pipeline, where there are any."""
+    encoder = {source: [time.encoder_ms for time in stages] for source, stages in times.items()}
+    exchange = {source: [time.exchange_ms for time in stages] for source, stages in times.items()}
+    if any(map(any, encoder.values())):
+        yield from _beside("encoders, ms", encoder)
+        yield from _beside("exchange, ms", exchange)
 
 
 _BESIDE = "encoders"

@@ -59,6 +59,8 @@ def _compared(placement: EncoderPlacement, own: Prediction, other: Prediction) -
     parts = [f"{name} is {-ms:,.1f} ms less" for ms, name in falls[:_NAMED_CAUSES]]
     parts += [f"{name} {-ms:,.1f} ms more" for ms, name in rises[:_NAMED_CAUSES]]
     verdict = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
+    if own.samples_per_second_per_gpu is not None:
+        verdict += " per sample"  # as steps may differ, where caps are searched for
     return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from omnibal.errors import UserError
+from omnibal.report.summary import summarise_run
 from omnibal.runlog import (
     EVALUATION_FILE,
     RUN_FILE,
@@ -50,6 +51,17 @@ def record(step: int, **changed) -> StepRecord:
 def write_lines(path: Path, *records: StepRecord, tail: str = "") -> Path:
     path.write_text("".join(entry.model_dump_json() + "\n" for entry in records) + tail)
     return path
+
+
+def test_times_of_encoders_beside_are_written_where_there_are_any(tmp_path):
+    """Prevents: a log of other runs that is another than before, and one whose times are lost."""
+    beside = STAGE.model_copy(update={"encoder_ms": 4.0, "exchange_ms": 0.5})
+    path = write_lines(tmp_path / "run.jsonl", record(0), record(1, stages=(beside,)))
+    names = [set(json.loads(line)["stages"][0]) for line in path.read_text().splitlines()]
+    assert names[1] - names[0] == {"encoder_ms", "exchange_ms"}
+    assert [entry.stages[0] for entry in read_run(path)] == [STAGE, beside]
+    summary = summarise_run([record(0, stages=(beside,))], 1, None)
+    assert (summary.stages[0].encoder_ms, summary.stages[0].exchange_ms) == (4.0, 0.5)
 
 
 def test_memory_of_an_older_log_is_read(tmp_path):

@@ -55,7 +55,10 @@ def dealt(packs: Sequence[MicroBatch], ranks: int) -> ScheduledPacks:
         dp_rank=(number[order] % ranks).astype(np.int32),
         slot=(number[order] // ranks).astype(np.int32),
         epoch=np.zeros(len(packs), np.int32),
-        items={"tiles": np.array([pack.tiles for pack in each], np.int32)},
+        items={
+            "tiles": np.array([pack.tiles for pack in each], np.int32),
+            "clips": np.array([pack.clips for pack in each], np.int32),
+        },
         tokens=np.array([pack.tokens for pack in each], np.int32),
         level=np.zeros(len(packs), np.int32),
     )
@@ -75,7 +78,7 @@ def own_stream(plan: Plan, packs: Sequence[MicroBatch]) -> MicroBatchStream:
     shares = shares_of(plan, scheduled, dist.get_rank()).step(0)
     in_order = sorted(range(len(packs)), key=lambda i: (i % plan.parallel.data, i))
     passes = [_pass(one, [packs[i] for i in in_order]) for one in shares.passes]
-    fields = [name for names in ITEM_FIELDS.values() for name in names if hasattr(packs[0], name)]
+    fields = [name for names in ITEM_FIELDS.values() for name in names]
     texts = [replace(batch, **dict.fromkeys(fields)) for batch in own]
     return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)
 

@@ -2,7 +2,8 @@
 pipeline: same loss, every gradient, same weights after."""
 
 import functools
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import asdict, dataclass, field, replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from beside import beside_plan, own_stream
 from megatron.core import parallel_state
 from ranks import run_ranks
 from test_tensor_parallel import OPTIONS, assert_equal_whole, by_name, model_of
-from toy import stages_of, toy_batch, toy_plan
+from toy import stages_of, toy_audio_encoder, toy_batch, toy_plan
 
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.step.train import build_trainer, train_step
 
 # Packs of (tiles, text tokens) of each step, dealt to data-parallel ranks in turn: fewer packs than
@@ -23,6 +25,7 @@ STEPS = [
     [[(0, 7)], [(0, 12), (0, 4)], [(0, 5)]],
     [[(2, 6)]],
 ]
+ALL = range(len(STEPS))
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Case:
     recompute: dict = field(default_factory=dict)
     drop_path: float = 0.0
     tied: bool = False
+    audio: bool = False
 
 
 # Units of the language model: 0 embed, 1-2 layers, 3 head.
@@ -54,13 +58,23 @@ CASES = {
     "dp4": Case({"data": 4}, pipelines=2, kept=1, frozen=("projector",)),
     "dp4-frozen": Case({"data": 4}, pipelines=4, frozen=("vision", "projector")),
     "pp4": Case({}, cuts=(1, 2, 3), per_pass=1, kept=1, drop_path=0.3),
+    "pp2-dp2-audio": Case({"data": 2}, pipelines=2, cuts=(2,), audio=True),
+    "tp2-sp-dp2-audio": Case(
+        {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
+        frozen=("audio", "audio_projector"),
+    ),
+    "dp4-audio": Case(
+        {"data": 4}, pipelines=4, kept=3, audio=True, frozen=("language", "vision"),
+    ),
 }  # fmt: skip
 
 
 def model_of_case(case):
     model = model_of(vocabulary=49, kv_heads=2)
     language = model.language.model_copy(update={"tied_head": case.tied})
-    return model.model_copy(update={"language": language})
+    audio = {"audio": toy_audio_encoder(layers=2)} if case.audio else {}
+    encoders = model.encoders | audio
+    return model.model_copy(update={"language": language, "encoders": encoders})
 
 
 def plan_of(case):
@@ -73,18 +87,23 @@ def plan_of(case):
 def packs_of(model, number, drop_path):
     """The packs of a step, with weights that differ between positions."""
     for index, samples in enumerate(STEPS[number]):
+        if model.takes_audio:  # in some packs without images, and not in all that have any
+            samples = [(tiles, text, text % 3) for tiles, text in samples]
         batch = toy_batch(model, samples, seed=100 * number + index)
         weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
         keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + index if drop_path else None
         yield replace(batch, loss_weights_L=weights, drop_path_keys_T=keys)
 
 
-def train_steps(links, plan, drop_path=0.0):
+def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
     """Results of each step, its gradients and the final weights: of the stage, and of encoders."""
     options = replace(OPTIONS, drop_path_rate=drop_path)
     trainer = build_trainer(plan, links, options, steps=10, seed=3)
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(options))
+    if load is not None:
+        assert load_checkpoint(load, *parts).step == steps.start
     results, gradients = [], []
-    for number in range(len(STEPS)):
+    for number in steps:
         packs = list(packs_of(plan.model, number, drop_path))
         result = train_step(trainer, own_stream(plan, packs))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
@@ -93,6 +112,11 @@ def train_steps(links, plan, drop_path=0.0):
             gather_gradients(trainer.encoders.model, dist.group.WORLD)
         gradients.append([by_name(stage, lambda p: p.main_grad) for stage in trainer.stages])
     trainer.wait_for_weights()
+    if save is not None:
+        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
+        writer.save(steps.stop, {})
+        writer.finish()
+        assert not writer.failures
     return results, gradients, [by_name(stage, lambda p: p) for stage in trainer.stages]
 
 
@@ -105,19 +129,36 @@ def gather_gradients(model, group):
 
 
 @functools.cache
-def single_process(frozen, tied, drop_path):
-    model = model_of_case(Case({}, tied=tied))
+def single_process(frozen, tied, drop_path, audio):
+    model = model_of_case(Case({}, tied=tied, audio=audio))
     plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
     return run_ranks(plan.parallel, train_steps, plan, drop_path)[0]
 
 
 def assert_equal(ranks, tensor, expected):
     """Tensors of every rank's stage, and of its whole copy of the encoders."""
+    if len(ranks[0]) == 1:  # which are units of the stages
+        merged = [name for rank in ranks for name in rank[0]]
+        assert set(merged) == expected.keys()
+        for first in range(0, len(ranks), tensor):
+            own = [parts[0] for parts in ranks[first : first + tensor]]
+            assert_equal_whole(own, tensor, {name: expected[name] for name in own[0]})
+        return
     language = {n: value for n, value in expected.items() if is_language(n)}
     rest = {n: value for n, value in expected.items() if not is_language(n)}
     assert_equal_whole([parts[0] for parts in ranks], tensor, language)
     for parts in ranks:
         assert_equal_whole([parts[1]], 1, rest)
+
+
+def assert_same_training(ranks, tensor, reference):
+    results, gradients, weights = reference
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+    for step, [expected] in enumerate(gradients):
+        assert_equal([rank[1][step] for rank in ranks], tensor, expected)
+    assert_equal([rank[2] for rank in ranks], tensor, weights[0])
 
 
 def is_language(name):
@@ -130,13 +171,121 @@ def test_encoders_beside_the_pipeline_train_as_one_process(name):
     token, and ranks that wait for ever for one that has nothing to encode."""
     case = CASES[name]
     plan = plan_of(case)
-    [reference, *_] = [single_process(case.frozen, case.tied, case.drop_path)]
-    results, gradients, weights = reference
+    alone = single_process(case.frozen, case.tied, case.drop_path, case.audio)
     ranks = run_ranks(plan.parallel, train_steps, plan, case.drop_path)
-    for rank in ranks:
-        for got, expected in zip(rank[0], results, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
-    tensor = plan.parallel.tensor
-    for step, [expected] in enumerate(gradients):
-        assert_equal([rank[1][step] for rank in ranks], tensor, expected)
-    assert_equal([rank[2] for rank in ranks], tensor, weights[0])
+    assert_same_training(ranks, plan.parallel.tensor, alone)
+
+
+def in_pipeline(*cuts, frozen=(), **sizes):
+    model = model_of_case(Case({}))
+    return toy_plan(model, stages_of(model, *cuts), **sizes).model_copy(update={"frozen": frozen})
+
+
+RESUMES = {
+    "beside-to-pipeline": (
+        plan_of(Case({"tensor": 2, "data": 2}, pipelines=2)), in_pipeline(2, data=2),
+    ),
+    "pipeline-to-beside": (
+        in_pipeline(2, tensor=2, sequence_parallel=True), plan_of(Case({"data": 2}, cuts=(1,))),
+    ),
+    "other-sizes": (
+        plan_of(Case({"data": 4}, pipelines=4)),
+        plan_of(Case({"tensor": 2, "sequence_parallel": True}, cuts=(2,))),
+    ),
+    "frozen-language": (
+        plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
+        in_pipeline(tensor=2, frozen=("language",)),
+    ),
+    "frozen-encoders": (
+        in_pipeline(5, frozen=("vision", "projector")),
+        plan_of(Case({"data": 2}, frozen=("vision", "projector"))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_resumes_with_encoders_elsewhere(tmp_path, name):
+    """Prevents: a checkpoint that fits one placement of the encoders alone, or moments of another
+    parameter."""
+    before, after = RESUMES[name]
+    results, gradients, weights = single_process(before.frozen, False, 0.0, False)
+    run_ranks(before.parallel, train_steps, before, 0.0, range(2), None, tmp_path)
+    ranks = run_ranks(after.parallel, train_steps, after, 0.0, range(2, 4), tmp_path)
+    rest = (results[2:], gradients[2:], weights)
+    assert_same_training(ranks, after.parallel.tensor, rest)
+
+
+def test_bf16_trains_as_fp32():
+    """Prevents: an exchange that mixes types, or gradients lost to rounding."""
+    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2, audio=True))
+    fp32 = run_ranks(plan.parallel, train_steps, plan)[0][0]
+    plan = plan.model_copy(update={"precision": "bf16"})
+    for results, _, weights in run_ranks(plan.parallel, train_steps, plan):
+        for got, expected in zip(results, fp32, strict=True):
+            assert got[:2] == pytest.approx(expected[:2], rel=5e-2)
+        assert all(weight.dtype == torch.bfloat16 for part in weights for weight in part.values())
+
+
+def passes_of_each_kind(links, plan):
+    """Passes of this rank; and items of every forward of a layer of the encoders, in one step."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    seen = []
+    layer = trainer.encoders.stage.encoders["vision"].layers.layers[0]
+    layer.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
+    stream = own_stream(plan, list(packs_of(plan.model, 0, 0.0)))
+    train_step(trainer, stream)
+    return [(one.items, one.is_kept) for one in stream.encoding.passes], seen
+
+
+def test_only_what_is_not_kept_runs_again():
+    """Prevents: a forward more than planned, or memory for more items than planned."""
+    plan = plan_of(Case({"data": 2}, pipelines=2, per_pass=2, kept=3))
+    for passes, seen in run_ranks(plan.parallel, passes_of_each_kind, plan):
+        assert [items for items, _ in passes] == [2, 1, 2]
+        assert [is_kept for _, is_kept in passes] == [True, True, False]
+        assert seen == [2, 1, 2, 2]
+
+
+def poisoned_step(links, plan):
+    """Whether a step of poison is skipped and changes nothing, and the next one's loss."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    parameters = [weight for stage in trainer.stages for weight in stage.parameters()]
+    before = [weight.detach().clone() for weight in parameters]
+    packs = list(packs_of(plan.model, 3, 0.0))
+    poison = [replace(one, pixels_TCPP=one.pixels_TCPP * float("nan")) for one in packs]
+    skipped = train_step(trainer, own_stream(plan, poison)).skipped
+    same = all(map(torch.equal, before, parameters))
+    return skipped, same, train_step(trainer, own_stream(plan, packs)).loss
+
+
+def test_step_that_is_not_finite_changes_no_copy():
+    """Prevents: encoders spoilt on some ranks, and different copies from then on."""
+    plan = plan_of(Case({"data": 2}, cuts=(2,), pipelines=2))
+    results = run_ranks(plan.parallel, poisoned_step, plan)
+    assert all(skipped and same for skipped, same, _ in results)
+    assert len({loss for _, _, loss in results}) == 1
+    assert math.isfinite(results[0][2])
+
+
+def gradients_in_norm(links, plan):
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
+    train_step(trainer, own_stream(plan, list(packs_of(plan.model, 0, 0.0))))
+    optimizers = trainer.optimizer.chained_optimizers
+    taken = [grad for each in optimizers for grad in each.get_main_grads_for_grad_norm()]
+    return sum(map(torch.numel, taken))
+
+
+def test_every_gradient_counts_once_in_the_norm():
+    """Prevents: copies of the encoders counted on every tensor-parallel rank, or on one alone."""
+    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2))
+    model = model_of_case(Case({}))
+    alone = toy_plan(model, stages_of(model))
+    taken = sum(run_ranks(plan.parallel, gradients_in_norm, plan))
+    assert taken - padded_words(plan) == sum(run_ranks(alone.parallel, gradients_in_norm, alone))
+
+
+def padded_words(plan):
+    """Weights of words that only two tensor-parallel ranks have, in the embedding and the head."""
+    language = plan.model.language
+    words = 2 * language.words_of_rank(2) - language.words_of_rank(1)
+    return 2 * words * language.hidden_size

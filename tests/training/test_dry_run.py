@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from beside import beside_plan
 from megatron.core import parallel_state
 from ranks import run_ranks
 from rich.console import Console
@@ -49,6 +50,17 @@ def test_stages_name_their_units_and_every_rank_is_listed():
     assert "vision 2..3, projector, language embed, language 0 " in printed
     assert "language 1..2, head " in printed
     assert " vision 1 " in printed and " language 2 " in printed
+
+
+def test_encoders_beside_are_listed():
+    """Prevents: a dry run that leaves out the encoders where no stage holds them."""
+    plan = beside_plan(toy_model(), (2,), data=4, pipelines=2, per_pass=3, kept=7)
+    text = io.StringIO()
+    print_dry_run(plan, Console(file=text, width=140))
+    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    assert "Beside them, whole on every rank: vision embed, vision 0..3, projector" in lines
+    assert "vision 3 7 4" in lines
+    assert any(line.startswith("0 language embed, language 0 ") for line in lines)
 
 
 def test_levels_name_their_ranks_and_recomputed_layers():

@@ -209,8 +209,10 @@ class CheckpointWriter:
             _fill_empty_optimizer_state(one)
             described = one.sharded_state_dict(state[name], metadata=_METADATA)
             # Settings are the same for all; every parameter's state has its name in the files.
-            own = {f"optimizer of {name}": described.pop("param_state")}
-            state = {"optimizer": described} | state | own
+            gathered = described.pop("param_state")
+            state = {"optimizer": described} | state
+            if gathered is not None:  # as it is on one rank of those that divide it
+                state[f"optimizer of {name}"] = gathered
         return state | {
             "scheduler": self._scheduler.state_dict(),
             "step": step,

@@ -107,7 +107,7 @@ def plan_export_like(
         UserError: the models differ.
     """
     place = f"in {like.directory / CONFIG_FILE}"
-    different = architecture_differences(stored.model, like.model, place)
+    different = architecture_differences(_as_seen(stored.model, like.model), like.model, place)
     if different:
         raise UserError(
             f"{stored.path}: is of another model than {like.directory}: {'; '.join(different)}; "
@@ -150,6 +150,15 @@ def plan_export_like(
         copied=tuple(copied),
         made=made,
     )
+
+
+def _as_seen(model: ModelConfig, like: ModelConfig) -> ModelConfig:
+    """The model without an audio encoder and its words, where a released one has none."""
+    if not model.takes_audio or like.takes_audio:
+        return model
+    seeing = {name: tower for name, tower in model.encoders.items() if name != "audio"}
+    words = min(model.language.vocab_size, like.language.vocab_size)
+    return model.model_copy(update={"encoders": seeing}).with_tower("language", vocab_size=words)
 
 
 def _changed_texts(

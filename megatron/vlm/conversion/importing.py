@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from megatron.vlm.conversion.added_pieces import add_pieces
 from megatron.vlm.conversion.own_weights import write_weights
 from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.released_files import (
@@ -36,7 +38,7 @@ from megatron.vlm.conversion.tensor_map import (
 )
 from omnibal.config import ModelConfig, model_toml
 from omnibal.data.chat import check_tokenizer
-from omnibal.data.tokenizer import FAST_FILE, open_tokenizer
+from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
 from omnibal.errors import UserError
 from omnibal.files import atomic_directory
 
@@ -55,6 +57,34 @@ _TOKENIZER_FILES = (
     "preprocessor_config.json",
     "tokenization_*.py",
 )
+
+
+class ImportSource(Protocol):
+    """What a run's directory is made of: a released checkpoint, or one with more beside it."""
+
+    @property
+    def directory(self) -> Path:
+        """Folder of the released checkpoint."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters."""
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Type in which the parameter is written."""
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """Values of the parameter."""
+
+    def file_order(self) -> list[Parameter]:
+        """All parameters, in the order in which they are best read."""
+
+    def found_tokenizer(self) -> "FoundTokenizer | None":
+        """The tokenizer that goes along, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +113,10 @@ class ReleasedCheckpoint:
         made_of = self._released(parameter)
         pieces = [self.files.read(name) for name in made_of.names]
         return made_of.arrangement.join(pieces, parameter.shape)
+
+    def found_tokenizer(self) -> "FoundTokenizer | None":
+        """The tokenizer in the folder, if there is one to be used."""
+        return found_tokenizer(self)
 
     def file_order(self) -> list[Parameter]:
         """Parameters in the order of the files, so that each file is read once."""
@@ -173,7 +207,7 @@ def check_tensors(
 
 
 def import_checkpoint(
-    source: ReleasedCheckpoint, run: Path, on_written: Callable[[int], None]
+    source: ImportSource, run: Path, on_written: Callable[[int], None]
 ) -> list[str]:
     """Write the run's directory; returns what the user should know, a line each.
 
@@ -184,7 +218,7 @@ def import_checkpoint(
         UserError: the directory exists, the source's tokenizer does not go with the model, there
             is no room, or a file cannot be read or written.
     """
-    tokenizer = _found_tokenizer(source)
+    tokenizer = source.found_tokenizer()
     check_room(run, source.bytes)
 
     def read(parameter: Parameter) -> torch.Tensor:
@@ -214,12 +248,14 @@ def import_checkpoint(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _FoundTokenizer:
+class FoundTokenizer:
     """Files for the run's tokenizer folder."""
 
     files: tuple[Path, ...]
     made: str | None
     """The text of a tokenizer.json that the source lacks."""
+    added: tuple[str, ...] = ()
+    """Pieces that the source lacks and the run's tokenizer gets."""
 
     @property
     def names(self) -> list[str]:
@@ -232,24 +268,30 @@ class _FoundTokenizer:
             shutil.copyfile(path, target / path.name)
         if self.made is not None:
             (target / FAST_FILE).write_text(self.made, encoding="utf-8")
+        if self.added:
+            add_pieces(target, self.added)
+
+    def opened(self) -> Tokenizer:
+        """Open the tokenizer, as it will be in the run's folder."""
+        with tempfile.TemporaryDirectory() as temporary:
+            self.write(Path(temporary) / TOKENIZER_FOLDER)
+            return open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
 
 
-def _found_tokenizer(source: ReleasedCheckpoint) -> _FoundTokenizer | None:
+def found_tokenizer(source: ReleasedCheckpoint) -> FoundTokenizer | None:
     """The source's tokenizer, found to go with its model; None where there is none to be used."""
     folder = source.directory
     files = tuple(tokenizer_files(folder))
     if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
         check_tokenizer(source.model, open_tokenizer(folder))
-        return _FoundTokenizer(files=files, made=None)
+        return FoundTokenizer(files=files, made=None)
     made = fast_tokenizer(folder) if is_slow(folder) else None
     if made is None:
         return None
-    found = _FoundTokenizer(files=files, made=made)
-    with tempfile.TemporaryDirectory() as temporary:
-        found.write(Path(temporary) / TOKENIZER_FOLDER)
-        tokenizer = open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
-        tokenizer.path = folder / FAST_FILE  # where a complaint is to look for it
-        check_tokenizer(source.model, tokenizer)
+    found = FoundTokenizer(files=files, made=made)
+    tokenizer = found.opened()
+    tokenizer.path = folder / FAST_FILE  # where a complaint is to look for it
+    check_tokenizer(source.model, tokenizer)
     return found
 
 

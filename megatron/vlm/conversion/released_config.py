@@ -733,13 +733,14 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
     obstacles = [
         (layout.is_text_only and bool(model.encoders), "an encoder"),
         (not (layout.is_text_only or model.encoders), "no encoder"),
+        (model.takes_audio, "an audio encoder"),
         (
             (layout.is_original or layout.is_text_only)
             and qkv_bias != (layout in (Layout.INTERNVL_QWEN2, Layout.QWEN2)),
             f"qkv_bias {str(qkv_bias).lower()}",
         ),
     ]
-    for vision in model.encoders.values():
+    for vision in (model.vision,) if model.takes_images else ():
         eps_differs = vision.norm_eps != _TRANSFORMERS_QK_NORM_EPS
         obstacles += [
             (vision.layer_scale_init is None, "no layer scale"),

@@ -5,8 +5,9 @@
 
 Both layouts of InternVL are known: the original one, whose language model is InternLM2's, Llama's
 or Qwen2's, and the one of Transformers' own InternVLForConditionalGeneration; of models without an
-encoder, those of LlamaForCausalLM and Qwen2ForCausalLM, which name their tensors alike. What is
-rearranged is rows of matrices, never values, so that a round trip gives the same bits.
+encoder, those of LlamaForCausalLM and Qwen2ForCausalLM, which name their tensors alike. An audio
+tower is Whisper's, from a checkpoint of its own (`whisper_tensors`). What is rearranged is rows of
+matrices, never values, so that a round trip gives the same bits.
 
 Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G heads of a group,
 D head size.
@@ -21,9 +22,12 @@ import torch
 
 from megatron.vlm.model.vision import IMAGE_CHANNELS
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import TilesEncoder
+from omnibal.encoders import ClipsEncoder, EncoderLayers
 
 Shape = tuple[int, ...]
+
+_TAPS = 3
+"""Width of the audio encoder's convolutions."""
 
 
 class Layout(StrEnum):
@@ -142,7 +146,28 @@ class QueryKeyValue:
         return [self.heads * head_size, self.kv_heads * head_size, self.kv_heads * head_size]
 
 
-Arrangement = Whole | Stacked | QueryKeyValue
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryValueBias:
+    """Biases of queries and of values; here with zeros between them: Whisper's keys have none."""
+
+    heads: int
+
+    def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        """Shapes of the released tensors that make a parameter of shape `own`."""
+        return ((own[0] // 3,),) * 2
+
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        """Make a parameter of shape `own` of its released tensors."""
+        queries, values = (piece.unflatten(0, (self.heads, -1)) for piece in pieces)
+        return torch.cat([queries, torch.zeros_like(queries), values], dim=1).flatten()
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Make the released tensors of a parameter; the inverse of `join`."""
+        queries, _, values = tensor.unflatten(0, (self.heads, -1)).chunk(3, dim=1)
+        return queries.flatten(), values.flatten()
+
+
+Arrangement = Whole | Stacked | QueryKeyValue | QueryValueBias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +205,19 @@ _TRANSFORMERS_VISION: _Names = {
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.linear_fc2": "mlp.fc2",
     "mlp_bda.scale": "lambda_2",
+}
+_WHISPER: _Names = {
+    "input_layernorm": "self_attn_layer_norm",
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": "self_attn.out_proj",
+    "pre_mlp_layernorm": "final_layer_norm",
+    "mlp.linear_fc1": "fc1",
+    "mlp.linear_fc2": "fc2",
+}
+_WHISPER_REST: _Names = {
+    "audio_embedding.conv1": "conv1",
+    "audio_embedding.conv2": "conv2",
+    "audio_projector.norm": "layer_norm",
 }
 _INTERNLM2: _Names = {
     "input_layernorm": "attention_norm",
@@ -229,6 +267,8 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield every parameter once, in the order of the forward pass."""
     if model.takes_images:
         yield from _image_parameters(model)
+    if model.takes_audio:
+        yield from audio_parameters(model)
     language, width = model.language, model.language.hidden_size
     yield Parameter(key="embedding.word_embeddings.weight", shape=(language.vocab_size, width))
     yield from _stacked("language", language.layers, dict(_language_layer(language)))
@@ -249,7 +289,7 @@ def _image_parameters(model: ModelConfig) -> Iterator[Parameter]:
         ("vision_embedding.positions", (vision.positions_per_item, vision.hidden_size)),
     ]
     yield from (Parameter(key=key, shape=shape) for key, shape in rest)
-    yield from _stacked("vision", vision.layers, dict(_vision_layer(vision)))
+    yield from _stacked("vision", vision.layers, dict(_encoder_layer(vision)))
     rest = [
         ("projector.norm.weight", (wide,)),
         ("projector.norm.bias", (wide,)),
@@ -261,21 +301,44 @@ def _image_parameters(model: ModelConfig) -> Iterator[Parameter]:
     yield from (Parameter(key=key, shape=shape) for key, shape in rest)
 
 
+def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Yield the parameters of the audio encoder and its projector."""
+    audio, width = model.audio, model.language.hidden_size
+    own, wide = audio.hidden_size, audio.projector_input_size
+    norm_parts = ("weight", "bias") if audio.normalization == "LayerNorm" else ("weight",)
+    rest: list[tuple[str, Shape]] = [
+        ("audio_embedding.conv1.weight", (own, audio.mel_bins, _TAPS)),
+        ("audio_embedding.conv1.bias", (own,)),
+        ("audio_embedding.conv2.weight", (own, own, _TAPS)),
+        ("audio_embedding.conv2.bias", (own,)),
+    ]
+    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+    yield from _stacked("audio", audio.layers, dict(_encoder_layer(audio)))
+    rest = [
+        *((f"audio_projector.norm.{part}", (own,)) for part in norm_parts),
+        ("audio_projector.linear_fc1.weight", (width, wide)),
+        ("audio_projector.linear_fc1.bias", (width,)),
+        ("audio_projector.linear_fc2.weight", (width, width)),
+        ("audio_projector.linear_fc2.bias", (width,)),
+    ]
+    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+
+
 def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Parameter]:
     for layer in range(layers):
         for name, shape in shapes.items():
             yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
 
 
-def _vision_layer(vision: TilesEncoder) -> Iterator[tuple[str, Shape]]:
-    width, inner = vision.hidden_size, vision.ffn_hidden_size
-    norm_parts = ("weight", "bias") if vision.normalization == "LayerNorm" else ("weight",)
+def _encoder_layer(tower: EncoderLayers) -> Iterator[tuple[str, Shape]]:
+    width, inner = tower.hidden_size, tower.ffn_hidden_size
+    norm_parts = ("weight", "bias") if tower.normalization == "LayerNorm" else ("weight",)
     for norm in ("input_layernorm", "pre_mlp_layernorm"):
         yield from ((f"{norm}.{part}", (width,)) for part in norm_parts)
     yield "self_attention.linear_qkv.weight", (3 * width, width)
-    if vision.qkv_bias:
+    if tower.qkv_bias:
         yield "self_attention.linear_qkv.bias", (3 * width,)
-    if vision.qk_norm:
+    if tower.qk_norm:
         yield "self_attention.q_layernorm.weight", (width,)
         yield "self_attention.k_layernorm.weight", (width,)
     yield "self_attention.linear_proj.weight", (width, width)
@@ -284,7 +347,7 @@ def _vision_layer(vision: TilesEncoder) -> Iterator[tuple[str, Shape]]:
     yield "mlp.linear_fc1.bias", (inner,)
     yield "mlp.linear_fc2.weight", (width, inner)
     yield "mlp.linear_fc2.bias", (width,)
-    if vision.layer_scale_init is not None:
+    if tower.layer_scale_init is not None:
         yield "self_attn_bda.scale", (width,)
         yield "mlp_bda.scale", (width,)
 
@@ -307,6 +370,35 @@ def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Releas
     arrangement = _arrangement(parameter, model, layout)
     return Released(
         names=_released_names(parameter, layout),
+        shapes=arrangement.shapes(parameter.shape),
+        arrangement=arrangement,
+    )
+
+
+def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Released | None:
+    """The tensors of Whisper's encoder that a parameter of the audio tower is made of.
+
+    Args:
+        prefix: of the encoder's tensors.
+
+    Returns:
+        None for those that Whisper has not: all of the projector but its norm.
+    """
+    _, _, rest = parameter.key.partition(".layers.")
+    own = rest or parameter.key
+    module, _, part = own.rpartition(".")
+    there = (_WHISPER if rest else _WHISPER_REST).get(module)
+    if there is None:
+        return None
+    modules = (there,) if isinstance(there, str) else there
+    arrangement: Arrangement = Whole(shape=parameter.shape)
+    if own == "self_attention.linear_qkv.bias":
+        modules, arrangement = (modules[0], modules[2]), QueryValueBias(heads=audio.heads)
+    elif len(modules) > 1:
+        arrangement = QueryKeyValue(heads=audio.heads, kv_heads=audio.heads, is_fused=False)
+    layer = f"layers.{parameter.layer}." if rest else ""
+    return Released(
+        names=tuple(f"{prefix}{layer}{name}.{part}" for name in modules),
         shapes=arrangement.shapes(parameter.shape),
         arrangement=arrangement,
     )

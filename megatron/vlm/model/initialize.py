@@ -6,11 +6,13 @@ So every split, recompute choice, tensor-parallel and data-parallel size starts 
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 
 from megatron.vlm.model.stage import TIED_NAME, VLMStage
 from megatron.vlm.model.tensor_parallel import own_shard, unpadded_size, whole_shape
+from omnibal.config import ModelConfig
 from omnibal.units import LANGUAGE
 
 _LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
@@ -46,22 +48,28 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
                 parameter.zero_()
             continue
         full_name = global_parameter_name(stage, name)
-        digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         unpadded = unpadded_size(stage.model_config, full_name)
         shape = whole_shape(parameter, unpadded, stage.groups.tp)
-        values = torch.randn(shape, generator=generator)
-        values *= _standard_deviation(stage, full_name, inputs=math.prod(shape[1:]))
+        values = initial_values(stage.model_config, full_name, shape, seed)
         parameter.copy_(own_shard(values, parameter, stage.groups.tp))
 
 
-def _standard_deviation(stage: VLMStage, name: str, inputs: int) -> float:
+def initial_values(model: ModelConfig, name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Draw a whole parameter by its name in the whole model, float32; a vector is zeros."""
+    if len(shape) < 2:
+        return torch.zeros(*shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.randn(shape, generator=generator)
+    return values * _standard_deviation(model, name, inputs=math.prod(shape[1:]))
+
+
+def _standard_deviation(config: ModelConfig, name: str, inputs: int) -> float:
     if name.startswith(("embedding.", "head.", "vision_embedding.positions")):
         return 0.02
     deviation = 1 / math.sqrt(inputs)
     match = _LAYER_NAME.match(name)
     if match is not None and name.endswith(_RESIDUAL_OUTPUTS):
-        config = stage.model_config
         tower = config.language if match[1] == LANGUAGE else config.encoders[match[1]]
         return deviation / math.sqrt(2 * tower.layers)
     return deviation

@@ -6,7 +6,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from omnibal.beside import EncodersBeside
 from omnibal.pipeline.stage import Span, Stage
+from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import Plan
 
 
@@ -15,6 +17,11 @@ def print_dry_run(plan: Plan, console: Console) -> None:
     sizes, per_node = plan.parallel, plan.cluster.gpus_per_node
     console.print(f"Stages of {plan.model.name}")
     console.print(_stages_table(plan))
+    if plan.beside is not None:
+        console.print(
+            f"Beside them, whole on every rank: {_words(encoders_stage(plan.model).units)}"
+        )
+        console.print(_beside_table(plan, plan.beside))
     if plan.levels:
         console.print("Levels of packs")
         console.print(_levels_table(plan))
@@ -33,6 +40,15 @@ def _stages_table(plan: Plan) -> Table:
         if plan.prediction is not None:
             cells.append(f"{plan.prediction.stages[number].memory.peak_gib:.2f}")
         table.add_row(*cells)
+    return table
+
+
+def _beside_table(plan: Plan, beside: EncodersBeside) -> Table:
+    ranks = beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor
+    table = Table("encoder", "items a pass", "items kept", "ranks that share", box=box.SIMPLE_HEAD)
+    for name in plan.model.encoders:
+        sizes = beside.items_per_pass[name], beside.kept_items[name], ranks
+        table.add_row(name, *map(str, sizes))
     return table
 
 

@@ -1,0 +1,81 @@
+"""How long assignments of items to ranks take, and how near they come to their lower bounds.
+
+    python benchmarks/dispatch.py
+
+Weights are log-normal for 100,000 items on 2,560 ranks, and uniform between 0.1 and 1 for fewer.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from omnibal.dispatch.balance import (
+    Assignment,
+    balance,
+    balance_equal_counts,
+    balance_padded,
+    balance_sums,
+    balance_under_cap,
+    longest_first,
+)
+from omnibal.dispatch.bounds import load_bound
+from omnibal.dispatch.items import share_items
+from omnibal.dispatch.placement import place_on_ranks
+
+ITEMS, RANKS, RANKS_OF_NODE = 100_000, 2_560, 8
+_DRAWS = 10
+Found = TypeVar("Found")
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    print(f"{ITEMS:,} items on {RANKS:,} ranks: seconds of one core, and above the bound")
+    weight, second = rng.lognormal(0, 0.8, ITEMS), rng.integers(1, 4_000, ITEMS)
+    cap = int(1.05 * second.sum() / RANKS)
+    rules: dict[str, Callable[[], Assignment]] = {
+        "sum": lambda: balance(weight, RANKS),
+        "sum under a cap": lambda: balance_under_cap(weight, RANKS, second, cap),
+        "padded": lambda: balance_padded(weight, RANKS),
+        "function of a sum": lambda: balance_sums(weight, RANKS, np.square),
+        "equal numbers": lambda: balance_equal_counts(weight, RANKS),
+    }
+    for name, rule in rules.items():
+        seconds, found = _timed(rule)
+        print(f"  {name:18} {seconds:6.3f} s  {found.above_bound:7.3%}")
+    packs = ITEMS // 5
+    pipelines = RANKS // 32
+    seconds, _ = _timed(
+        lambda: share_items(
+            {"vision": np.full(packs, 3), "audio": np.full(packs, 2)},
+            np.arange(packs) * pipelines // packs,
+            pipelines=pipelines,
+            ranks_of_pipeline=32,
+            item_ms={"vision": 5.0, "audio": 8.0},
+        )
+    )
+    print(f"  {'two encoders':18} {seconds:6.3f} s")
+    held = rng.integers(0, 9, (RANKS, RANKS)) * (rng.random((RANKS, RANKS)) < 0.02)
+    seconds, _ = _timed(lambda: place_on_ranks(held, RANKS_OF_NODE))
+    print(f"  {'placement':18} {seconds:6.3f} s")
+    print(f"above the bound, mean of {_DRAWS}: longest first alone, and with all that follows it")
+    for items, ranks in ((192, 64), (200, 8), (640, 64), (3_000, 500)):
+        alone, best = [], []
+        for _ in range(_DRAWS):
+            few = rng.uniform(0.1, 1, items)
+            busiest = np.bincount(longest_first(few, ranks), few, ranks).max()
+            alone.append(busiest / load_bound(few, ranks) - 1)
+            best.append(balance(few, ranks).above_bound)
+        print(f"  {items:5,} on {ranks:3}       {np.mean(alone):7.2%} {np.mean(best):7.2%}")
+
+
+def _timed(run: Callable[[], Found]) -> tuple[float, Found]:
+    """Seconds of one core, and what is found."""
+    start = time.process_time()
+    found = run()
+    return time.process_time() - start, found
+
+
+if __name__ == "__main__":
+    main()

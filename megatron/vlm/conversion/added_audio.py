@@ -1,0 +1,123 @@
+"""A released checkpoint and a released Whisper, imported as one model that also hears.
+
+What neither has is drawn as the trainer draws first weights: the two products of the audio
+projector, and the embeddings of the words that recordings need and the tokenizer lacks.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron.vlm.conversion.importing import FoundTokenizer, ReleasedCheckpoint, found_tokenizer
+from megatron.vlm.conversion.tensor_map import Parameter, audio_parameters, elements, parameters
+from megatron.vlm.conversion.whisper import ReleasedAudio, open_audio, with_audio
+from megatron.vlm.model.initialize import initial_values
+from omnibal.config import ModelConfig
+from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
+from omnibal.errors import UserError
+
+_OF_WORDS = ("embedding.word_embeddings.weight", "head.weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointWithAudio:
+    """A released checkpoint with Whisper's encoder as one more of its model."""
+
+    released: ReleasedCheckpoint
+    audio: ReleasedAudio
+    model: ModelConfig
+    tokenizer: FoundTokenizer
+    seed: int
+
+    @property
+    def directory(self) -> Path:
+        """Folder of the released checkpoint."""
+        return self.released.directory
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(elements(one) * self.dtype(one).itemsize for one in parameters(self.model))
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Type in which the parameter is written: that of its tensors, or of the embedding."""
+        if not self._is_audio(parameter):
+            return self.released.dtype(parameter)
+        embedding = next(one for one in parameters(self.model) if one.key == _OF_WORDS[0])
+        return self.audio.dtype(parameter) or self.released.dtype(embedding)
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """Read or draw the parameter's values."""
+        if not self._is_audio(parameter):
+            return self._with_new_words(parameter)
+        if self.audio.tensors_of(parameter) is not None:
+            return self.audio.read(parameter)
+        return self._drawn(parameter, parameter.shape)
+
+    def file_order(self) -> list[Parameter]:
+        """Parameters in the order of both folders' files, so that each file is read once."""
+        heard = sorted(audio_parameters(self.model), key=self.audio.file_of)
+        return [*heard, *(self._in_model(one) for one in self.released.file_order())]
+
+    def found_tokenizer(self) -> FoundTokenizer:
+        """The released tokenizer with the words of recordings."""
+        return self.tokenizer
+
+    def _is_audio(self, parameter: Parameter) -> bool:
+        return parameter.key.startswith("audio")
+
+    def _in_model(self, parameter: Parameter) -> Parameter:
+        """The parameter with as many words as the model has."""
+        if parameter.key not in _OF_WORDS:
+            return parameter
+        return Parameter(
+            key=parameter.key, shape=(self.model.language.vocab_size, parameter.shape[1])
+        )
+
+    def _with_new_words(self, parameter: Parameter) -> torch.Tensor:
+        known = self.released.model.language.vocab_size
+        new = self.model.language.vocab_size - known
+        if parameter.key not in _OF_WORDS or not new:
+            return self.released.read(parameter)
+        width = parameter.shape[1]
+        old_WE = self.released.read(Parameter(key=parameter.key, shape=(known, width)))
+        return torch.cat([old_WE, self._drawn(parameter, (new, width))])
+
+    def _drawn(self, parameter: Parameter, shape: tuple[int, ...]) -> torch.Tensor:
+        values = initial_values(self.model, parameter.name, shape, self.seed)
+        return values.to(self.dtype(parameter))
+
+
+def add_audio(
+    released: ReleasedCheckpoint, directory: Path, positions_per_token: int, seed: int
+) -> CheckpointWithAudio:
+    """Open a released Whisper as one more encoder of a released checkpoint.
+
+    Args:
+        positions_per_token: neighbouring positions of 20 ms that become a token.
+        seed: of what is drawn.
+
+    Raises:
+        UserError: as `open_audio`; or the checkpoint has no tokenizer, to which words are added.
+    """
+    audio = open_audio(directory, released.model, positions_per_token)
+    found = found_tokenizer(released)
+    if found is None:
+        raise UserError(
+            f"{released.directory} has no tokenizer, to which the words for recordings would be "
+            "added; put the model's own there"
+        )
+    model = with_audio(released.model, audio.encoder)
+    known = found.opened()
+    needed = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END)
+    added = tuple(piece for piece in needed if known.id_of(piece) is None)
+    words = max(model.language.vocab_size, known.vocab_size + len(added))
+    model = model.with_tower("language", vocab_size=words)
+    return CheckpointWithAudio(
+        released=released,
+        audio=audio,
+        model=model.model_copy(update={"name": f"{model.name}-whisper"}),
+        tokenizer=replace(found, added=added),
+        seed=seed,
+    )

@@ -1,0 +1,56 @@
+"""Pieces added to the files of a tokenizer, each as one token after all that there are."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastModel
+
+from omnibal.data.tokenizer import ADDED_FILE, CONFIG_FILE, FAST_FILE, open_tokenizer
+from omnibal.files import read_json_model
+
+_DECODER = "added_tokens_decoder"
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
+
+
+def add_pieces(folder: Path, pieces: Sequence[str]) -> None:
+    """Add special pieces, which the tokenizer in a folder must not have yet, with the next ids.
+
+    Its tokenizer.json gets them, if there is one, and what stands beside the model: the list of
+    added tokens in tokenizer_config.json, or else added_tokens.json.
+
+    Raises:
+        UserError: a file is broken.
+    """
+    first = open_tokenizer(folder).vocab_size
+    ids = {piece: first + place for place, piece in enumerate(pieces)}
+    config, fast = folder / CONFIG_FILE, folder / FAST_FILE
+    settings = _read(config) if config.is_file() else {}
+    if _DECODER in settings or not fast.is_file():
+        _add_beside(folder, settings, ids)
+    if fast.is_file():
+        model = FastModel.from_file(str(fast))
+        model.add_special_tokens(list(pieces))
+        model.save(str(fast), pretty=True)
+
+
+def _add_beside(folder: Path, settings: dict[str, Any], ids: dict[str, int]) -> None:
+    if _DECODER in settings:
+        flags = dict.fromkeys(_FLAGS, False) | {"special": True}
+        settings[_DECODER] |= {
+            str(number): {"content": piece} | flags for piece, number in ids.items()
+        }
+        _write(folder / CONFIG_FILE, settings)
+        return
+    added = folder / ADDED_FILE
+    known = _read(added) if added.is_file() else {}
+    _write(added, known | ids)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_model(dict[str, Any], path, f"restore the checkpoint's own {path.name}")
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,265 @@
+"""Whisper's encoder, from a checkpoint of Transformers and back into a copy of it.
+
+Its last norm is the first module of the audio projector here; the rest of the projector is of no
+released checkpoint. Its positions are sinusoids, which are computed and not stored.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, PositiveInt, ValidationError
+
+from megatron.vlm.checkpoint.identity import CheckpointIdentity
+from megatron.vlm.conversion.own_weights import StoredWeights
+from megatron.vlm.conversion.released_config import CONFIG_FILE
+from megatron.vlm.conversion.released_files import (
+    ReleasedFiles,
+    TensorInfo,
+    check_room,
+    dtype_name,
+    shortened,
+    write_file,
+    writing,
+)
+from megatron.vlm.conversion.tensor_map import (
+    Parameter,
+    Released,
+    audio_parameters,
+    whisper_tensors,
+)
+from megatron.vlm.model.audio import sinusoids
+from omnibal.config import ModelConfig
+from omnibal.encoders import ClipsEncoder
+from omnibal.errors import UserError
+from omnibal.files import atomic_directory, complaint, read_json_model
+
+_MODEL_TYPE = "whisper"
+_POSITIONS = "embed_positions.weight"
+_PREFIXES = ("model.encoder.", "encoder.", "")
+"""What the encoder's tensors begin with: of WhisperForConditionalGeneration, WhisperModel, and
+WhisperEncoder alone."""
+_NORM_EPS = 1e-5
+_WEIGHT_SUFFIX = ".safetensors"
+
+
+class _Config(BaseModel):
+    """Entries of Whisper's config.json that its encoder depends on."""
+
+    model_type: str = ""
+    d_model: PositiveInt
+    encoder_layers: PositiveInt
+    encoder_attention_heads: PositiveInt
+    encoder_ffn_dim: PositiveInt
+    num_mel_bins: PositiveInt
+    max_source_positions: PositiveInt
+    activation_function: str = "gelu"
+
+
+class _ModelType(BaseModel):
+    model_type: str = ""
+
+
+def is_whisper(directory: Path) -> bool:
+    """Whether a folder's config.json is Whisper's.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        return False
+    return read_json_model(_ModelType, path, "fetch it again").model_type == _MODEL_TYPE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReleasedAudio:
+    """A released Whisper whose encoder has been checked as complete and supported."""
+
+    directory: Path
+    files: ReleasedFiles
+    prefix: str
+    encoder: ClipsEncoder
+
+    def tensors_of(self, parameter: Parameter) -> Released | None:
+        """The tensors that a parameter is made of; None where the checkpoint has none."""
+        return whisper_tensors(parameter, self.encoder, self.prefix)
+
+    def dtype(self, parameter: Parameter) -> torch.dtype | None:
+        """Type of these tensors."""
+        made_of = self.tensors_of(parameter)
+        return None if made_of is None else self.files.tensors[made_of.names[0]].dtype
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """Read the parameter's values, of which there must be some here."""
+        made_of = self.tensors_of(parameter)
+        assert made_of is not None
+        pieces = [self.files.read(name) for name in made_of.names]
+        return made_of.arrangement.join(pieces, parameter.shape)
+
+    def file_of(self, parameter: Parameter) -> str:
+        """Name of the file of the first of these tensors; empty where there are none."""
+        made_of = self.tensors_of(parameter)
+        return "" if made_of is None else self.files.tensors[made_of.names[0]].file
+
+
+def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) -> ReleasedAudio:
+    """Open a released Whisper, and check the encoder that is to be `model`'s.
+
+    Args:
+        positions_per_token: neighbouring positions of 20 ms that become a token of the model.
+
+    Raises:
+        UserError: a file is missing or broken, it is no Whisper, of a variant that is not
+            supported, or tensors of its encoder are missing, unknown or of other sizes.
+    """
+    files = ReleasedFiles(directory)
+    encoder = _encoder(directory / CONFIG_FILE, positions_per_token)
+    names = files.tensors.keys()
+    prefix = next((each for each in _PREFIXES if f"{each}conv1.weight" in names), _PREFIXES[0])
+    audio = ReleasedAudio(directory=directory, files=files, prefix=prefix, encoder=encoder)
+    _check_tensors(audio, model)
+    _check_positions(audio)
+    return audio
+
+
+def _encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
+    config = read_json_model(_Config, path, "it must be the config.json of a Whisper checkpoint")
+    if config.model_type != _MODEL_TYPE or config.activation_function != "gelu":
+        raise UserError(
+            f"{path}: has model_type {config.model_type!r} and activation_function "
+            f"{config.activation_function!r}; both must be Whisper's, {_MODEL_TYPE!r} and 'gelu'"
+        )
+    try:
+        return ClipsEncoder(
+            layers=config.encoder_layers,
+            hidden_size=config.d_model,
+            heads=config.encoder_attention_heads,
+            ffn_hidden_size=config.encoder_ffn_dim,
+            normalization="LayerNorm",
+            norm_eps=_NORM_EPS,
+            qkv_bias=True,
+            qk_norm=False,
+            frames=2 * config.max_source_positions,
+            mel_bins=config.num_mel_bins,
+            positions_per_token=positions_per_token,
+        )
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        raise UserError(
+            f"{path}: {complaint(first)}; give other --positions-per-token, or another Whisper"
+        ) from error
+
+
+def _check_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
+    """Raise UserError unless the encoder's tensors are just those that it is made of."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for parameter in audio_parameters(with_audio(model, audio.encoder)):
+        made_of = audio.tensors_of(parameter)
+        if made_of is not None:
+            expected |= dict(zip(made_of.names, made_of.shapes, strict=True))
+    tensors = audio.files.tensors
+    found = {name for name in tensors if name.startswith(audio.prefix)} if audio.prefix else tensors
+    missing = sorted(expected.keys() - tensors.keys())
+    unknown = sorted(found - expected.keys() - {f"{audio.prefix}{_POSITIONS}"})
+    wrong = sorted(
+        name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape
+    )
+    for names, what in ((missing, "lacks"), (unknown, "has, besides,"), (wrong, "has other sizes")):
+        if names:
+            raise UserError(
+                f"{audio.directory}: {what} {shortened(names)}; the encoder's tensors must be "
+                f"those of {CONFIG_FILE}: fetch both again"
+            )
+    types = {tensors[name].dtype for name in expected}
+    if len(types) > 1:
+        raise UserError(
+            f"{audio.directory}: the encoder's tensors are of several types, "
+            f"{', '.join(sorted(map(dtype_name, types)))}; save the checkpoint in one"
+        )
+
+
+def _check_positions(audio: ReleasedAudio) -> None:
+    """Raise UserError if the positions are stored, and are not the sinusoids they should be."""
+    name = f"{audio.prefix}{_POSITIONS}"
+    stored: TensorInfo | None = audio.files.tensors.get(name)
+    if stored is None:
+        return
+    tower = audio.encoder
+    expected = sinusoids(tower.positions_per_item, tower.hidden_size)
+    tolerance = max(1e-3, torch.finfo(stored.dtype).eps)
+    if stored.shape != expected.shape or not torch.allclose(
+        audio.files.read(name).float(), expected, rtol=0, atol=tolerance
+    ):
+        raise UserError(
+            f"{audio.directory}: {name} are not Whisper's sinusoids, which are computed here; a "
+            "model with trained positions is not supported"
+        )
+
+
+def with_audio(model: ModelConfig, encoder: ClipsEncoder) -> ModelConfig:
+    """Return the model with an audio encoder after its others."""
+    return model.model_copy(update={"encoders": model.encoders | {"audio": encoder}})
+
+
+def export_audio(
+    stored: CheckpointIdentity,
+    like: ReleasedAudio,
+    target: Path,
+    on_written: Callable[[int], None],
+) -> None:
+    """Write a copy of a released Whisper with the stored weights as those of its encoder.
+
+    All else, the decoder too, is as it is there.
+
+    Args:
+        on_written: called after each file with the bytes of its tensors.
+
+    Raises:
+        UserError: the model has another audio encoder, the target exists, there is no room, or a
+            file cannot be read or written.
+    """
+    weights, tensors = StoredWeights(stored.path), like.files.tensors
+    makers: dict[str, tuple[Parameter, int]] = {}
+    for parameter in audio_parameters(stored.model):
+        made_of = like.tensors_of(parameter)
+        for place, name in enumerate(() if made_of is None else made_of.names):
+            makers[name] = (parameter, place)
+
+    def value_of(name: str) -> torch.Tensor:
+        if name not in makers:
+            return like.files.read(name)
+        parameter, place = makers[name]
+        made_of = like.tensors_of(parameter)
+        assert made_of is not None
+        [values] = weights.read([parameter])
+        return made_of.arrangement.split(values)[place].to(tensors[name].dtype)
+
+    others = [path for path in sorted(like.directory.iterdir()) if path.is_file()]
+    check_room(target, sum(path.stat().st_size for path in others))
+    with atomic_directory(target) as folder, writing(target):
+        for path in others:
+            if path.suffix != _WEIGHT_SUFFIX:
+                shutil.copyfile(path, folder / path.name)
+        for file in sorted({one.file for one in tensors.values()}):
+            held = {name: value_of(name) for name, one in tensors.items() if one.file == file}
+            write_file(folder / file, held, like.files.header_metadata(file))
+            on_written(sum(tensor.nbytes for tensor in held.values()))
+
+
+def check_same_encoder(stored: CheckpointIdentity, like: ReleasedAudio) -> None:
+    """Raise UserError unless the stored model's audio encoder is of the released one's sizes."""
+    own = stored.model.audio.model_dump(exclude={"positions_per_token", "layer_scale_init"})
+    there = like.encoder.model_dump(exclude={"positions_per_token", "layer_scale_init"})
+    different = [
+        f"{name} is {own[name]} there and {there[name]} in {like.directory / CONFIG_FILE}"
+        for name in own
+        if own[name] != there[name]
+    ]
+    if different:
+        raise UserError(
+            f"{stored.path}: has another audio encoder than {like.directory}: "
+            f"{'; '.join(different)}; name the Whisper that it was made from"
+        )

@@ -1,0 +1,205 @@
+"""Whisper's encoder imported beside InternVL, trained, and exported: against Transformers' own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import launcher
+from ranks import run_ranks
+from released import KINDS, PIECES, save_released, transformers_model, write_tokenizer
+from test_tensor_parallel import by_name, whole
+from toy import OPTIONS, stages_of, toy_plan
+from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from megatron.vlm.checkpoint.save_load import load_weights
+from megatron.vlm.conversion.tensor_map import audio_parameters, whisper_tensors
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.step.train import build_trainer
+from omnibal.config import load_model
+from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START, open_tokenizer
+from omnibal.parallel import Parallel
+
+CLIPS = 3
+WORDS = [*PIECES, *(f"w{number}" for number in range(41))]
+"""As many as the language model embeds, so that those of recordings are new ones."""
+SIZES = {
+    "vocab_size": 60, "d_model": 24, "encoder_layers": 3, "encoder_attention_heads": 3,
+    "encoder_ffn_dim": 40, "decoder_layers": 1, "decoder_attention_heads": 3,
+    "decoder_ffn_dim": 40, "num_mel_bins": 8, "max_source_positions": 12,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3,
+    "suppress_tokens": [], "begin_suppress_tokens": [],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A random InternVL and a random Whisper, released, and the run imported of both."""
+    there = tmp_path_factory.mktemp("released")
+    seeing = save_released(
+        transformers_model(KINDS["300m-qwen2"]), there / "internvl", "transformers"
+    )
+    write_tokenizer(seeing, WORDS)
+    torch.manual_seed(1)
+    whisper = WhisperForConditionalGeneration(WhisperConfig(**SIZES))
+    with torch.no_grad():
+        for name, value in whisper.named_parameters():
+            if "embed_positions" not in name:  # so that a bias or norm in the wrong place shows
+                value += 0.2 * torch.randn_like(value)
+    whisper.save_pretrained(there / "whisper")
+    run = there / "run"
+    said = converted("import", seeing, "--audio", there / "whisper", "-o", run)
+    assert "with the encoder" in said
+    return seeing, there / "whisper", run
+
+
+def converted(*arguments: object) -> str:
+    ended = launcher().run("tools/convert.py", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def frames():
+    torch.manual_seed(2)
+    return torch.randn(CLIPS, SIZES["num_mel_bins"], 2 * SIZES["max_source_positions"])
+
+
+def wanted():
+    """Gradient of the encoder's output. [V, C, H]"""
+    torch.manual_seed(3)
+    return torch.randn(SIZES["max_source_positions"], CLIPS, SIZES["d_model"])
+
+
+def heard(links, plan, run):
+    """Output and gradients of this rank's part of the tower, in the pipeline's order."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
+    load_weights(run, plan, [trainer.stage])
+    units = trainer.stage.encoders["audio"]
+    normed = []
+    units.projector.norm.register_forward_hook(lambda _, __, output: normed.append(output))
+    batch = MicroBatch(tiles=0, clips=CLIPS, tokens=1, segment_tokens=(1,), frames_CBF=frames())
+    trainer.stage.encode(batch, only="audio")
+    trainer.model.zero_grad_buffer()
+    normed[0].backward(wanted())
+    return normed[0].detach(), by_name(trainer.stage, lambda parameter: parameter.main_grad)
+
+
+def heard_by_transformers(links, whisper):
+    encoder = WhisperForConditionalGeneration.from_pretrained(whisper).model.encoder.eval()
+    output = encoder(frames()).last_hidden_state.transpose(0, 1)
+    output.backward(wanted())
+    return output.detach(), {name: value.grad for name, value in encoder.named_parameters()}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_outputs_and_all_gradients_are_those_of_transformers(folders, tensor):
+    """Prevents: a tensor in another's place, a bias of keys, positions or norms that differ."""
+    _, whisper, run = folders
+    [(output, gradients)] = run_ranks(Parallel(pipeline=1), heard_by_transformers, whisper)
+    model = load_model(str(run / "model.toml"))
+    plan = toy_plan(model, stages_of(model), tensor=tensor)
+    ranks = run_ranks(plan.parallel, heard, plan, run)
+    for found, _ in ranks:
+        torch.testing.assert_close(found, output, rtol=1e-4, atol=1e-4)
+    compared = set()
+    for parameter in audio_parameters(model):
+        made_of = whisper_tensors(parameter, model.audio, "")
+        if made_of is None:
+            continue
+        value = whole(parameter.name, [own[parameter.name] for _, own in ranks])
+        value = value[tuple(slice(size) for size in parameter.shape)]
+        for name, piece in zip(made_of.names, made_of.arrangement.split(value), strict=True):
+            scale = gradients[name].abs().max().item()
+            torch.testing.assert_close(
+                piece.reshape(gradients[name].shape), gradients[name], rtol=1e-4,
+                atol=1e-4 * scale, msg=name,
+            )  # fmt: skip
+            compared.add(name)
+    assert compared == gradients.keys() - {"embed_positions.weight"}
+
+
+def test_export_gives_both_folders_back(folders, tmp_path):
+    """Prevents: a round trip that changes a value, a decoder that is lost, and an InternVL that
+    cannot be had back without the audio encoder and its words."""
+    for released, name in zip(folders[:2], ("internvl", "whisper"), strict=True):
+        converted("export", folders[2], "--like", released, "-o", tmp_path / name)
+        assert content(tmp_path / name) == content(released)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def drawn_and_words(links, plan, run):
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
+    stage = trainer.stage
+    initialize_parameters(stage, seed=0)
+    first = {n: p.detach().clone() for n, p in stage.named_parameters()}
+    load_weights(run, plan, [stage])
+    trainer.wait_for_weights()
+    return first, {n: p.detach().clone() for n, p in stage.named_parameters()}
+
+
+def test_what_no_checkpoint_has_is_drawn_and_the_tokenizer_gets_its_words(folders):
+    """Prevents: a projector or words without weights, or whose ids are of other words."""
+    seeing, _, run = folders
+    model = load_model(str(run / "model.toml"))
+    tokenizer, before = open_tokenizer(run / "tokenizer"), open_tokenizer(seeing)
+    ids = [tokenizer.id_of(piece) for piece in (AUDIO_START, AUDIO_CONTEXT, AUDIO_END)]
+    assert ids == list(range(before.vocab_size, before.vocab_size + 3))
+    assert [tokenizer.id_of(piece) for piece in WORDS] == list(range(len(WORDS)))
+    assert tokenizer.encode(f"{AUDIO_START}{AUDIO_CONTEXT}{AUDIO_END}") == ids
+    assert model.language.vocab_size == tokenizer.vocab_size == len(WORDS) + 3
+    plan = toy_plan(model, stages_of(model))
+    [(first, loaded)] = run_ranks(Parallel(pipeline=1), drawn_and_words, plan, run)
+    for name in first:
+        is_drawn = name.startswith("audio_projector.linear")
+        assert torch.equal(first[name], loaded[name]) == is_drawn, name
+    assert loaded["embedding.word_embeddings.weight"][: model.language.vocab_size].any(1).all()
+
+
+def damaged(folder: Path, change) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "wav2vec2"}, "must be Whisper's"),
+        ({"encoder_layers": 4}, "lacks model.encoder.layers.3"),
+        ({"encoder_layers": 2}, "has, besides, model.encoder.layers.2"),
+        ({"encoder_ffn_dim": 44}, "has other sizes model.encoder.layers.0.fc1"),
+        ({"max_source_positions": 10}, "are not Whisper's sinusoids"),
+    ],
+)
+def test_other_encoders_are_refused(folders, tmp_path, change, message):
+    """Prevents: a run that is made of a checkpoint which it does not follow."""
+    seeing, whisper, _ = folders
+    shutil.copytree(whisper, tmp_path / "whisper")
+    other = damaged(tmp_path / "whisper", change)
+    run = tmp_path / "run"
+    ended = launcher().run("tools/convert.py", "import", seeing, "--audio", other, "-o", run)
+    assert ended.returncode == 2 and message in " ".join(ended.stderr.split()), ended.stderr
+    assert not run.exists()
+
+
+def test_whisper_large_has_its_tensors():
+    """Prevents: names that fit the small model alone."""
+    model = load_model("internvl3-8b-whisper")
+    audio = model.audio
+    config = WhisperConfig(
+        d_model=audio.hidden_size, encoder_layers=audio.layers, num_mel_bins=audio.mel_bins,
+        encoder_attention_heads=audio.heads, encoder_ffn_dim=audio.ffn_hidden_size,
+        max_source_positions=audio.positions_per_item,
+    )  # fmt: skip
+    with torch.device("meta"):
+        expected = {n: tuple(p.shape) for n, p in WhisperEncoder(config).named_parameters()}
+    made_of = [whisper_tensors(each, audio, "") for each in audio_parameters(model)]
+    found = {n: s for one in made_of if one for n, s in zip(one.names, one.shapes, strict=True)}
+    del expected["embed_positions.weight"]
+    assert found == expected
