@@ -294,7 +294,7 @@ def _padded_batches(ordered: np.ndarray, limit: float, ranks: int) -> np.ndarray
     end = 0
     while end < len(ordered):
         left = len(ordered) - end
-        count = int(min(_multiples(limit, ordered[end]), left)) if ordered[end] else left
+        count = int(np.minimum(_multiples(limit, ordered[end]), left)) if ordered[end] else left
         if not count or len(ends) == ranks:
             return None
         end += count

@@ -55,7 +55,7 @@ FLAGS = {
     "caps": "--model --cluster --tp --pp --dp --sequence-parallel --freeze --limit "
     "--network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
-    "profile": "--model --max-tiles --max-tokens --limit --tokens-per-sample --lengths --output -o "
+    "profile": "--model --max-tiles --limit --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --provider --cluster --cluster-output --json",
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
