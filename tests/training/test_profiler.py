@@ -138,13 +138,13 @@ def units_of_omni(links, plan):
     return kept_bytes_of_units(stage, batch), whole, profiler.result([profiler.round()])
 
 
-def profile_and_step(links, plan):
-    batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(PACKS)]
+def profile_and_step(links, plan, packs=PACKS, options=PROFILE):
+    batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     peak_bytes = peak_activation_bytes(
         trainer, lambda: train_step(trainer, MicroBatchStream.of(batches))
     )
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, PROFILE)
+    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
     return peak_bytes, profiler.result([profiler.round()])
 
 
@@ -175,6 +175,31 @@ def test_predicted_peak_activations_are_those_of_a_step(cuts, recompute):
     memories = stage_memories(cost, [stages], workload)
     predicted = [memory.activations_gib * GIB for memory in memories]
     assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.03)
+
+
+def test_predicted_peak_activations_of_two_encoders_are_those_of_a_step():
+    """Prevents features of images that a stage of audio layers is thought to keep, or not to hold
+    while they pass it."""
+    model = toy_omni_model()
+    stages = stages_of(model, 8, vision=(0, 2), audio=(0,))
+    plan = toy_plan(model, stages)
+    packs = [[*one, (0, 6, 1 + place)] for place, one in enumerate(PACKS)]
+    options = replace(PROFILE, max_clips=5)
+    ranks = run_ranks(plan.parallel, profile_and_step, plan, packs, options)
+    cost = fitted_cost(ranks[0][1], model, plan.cluster, plan.parallel, "fp32")
+    batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(packs)]
+    fixed, tiles, *others = features_of(batches).T
+    clips = [len(batch.frames_CBF) for batch in batches]
+    items = {"fixed": fixed, "tiles": tiles, "clips": np.array(clips, np.float64)}
+    columns = items | dict(zip(("tokens", "squared_tokens", "loss_tokens"), others, strict=True))
+    slot = np.arange(len(packs))
+    workload = Workload(
+        features=np.stack([columns[name] for name in cost.features], 1),
+        step=0 * slot, dp_rank=0 * slot, slot=slot, data_parallel_size=1,
+    )  # fmt: skip
+    memories = stage_memories(cost, [stages], workload)
+    predicted = [memory.activations_gib * GIB for memory in memories]
+    assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.01)
 
 
 def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
