@@ -26,8 +26,11 @@ SAMPLES_PER_FRAME = 160
 
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64
-_UNKNOWN_SIZE = 2**32 - 1
-"""Size of the data in the header of a WAV that was written to a pipe, or is over 4 GiB."""
+_UNKNOWN_SIZES = (2**32 - 1, 2**31 - 1, 2**31 - 4096)
+"""Sizes of the data in headers of WAVs that were written to a pipe, by program, or are over 4 GiB;
+the data is then the rest of the file."""
+_UNKNOWN_SAMPLES = 2**63 - 1
+"""Samples that libsndfile has of a FLAC whose header does not state them."""
 _FILTER_REACH = 10
 """Input samples, or output samples where these are further apart, that scipy's filter reaches to
 each side."""
@@ -65,15 +68,17 @@ def read_duration(recording: AudioFile) -> Duration:
     """Length of a whole recording, from its header; nothing is decoded but the last of a FLAC.
 
     Raises:
-        BadRecording: it is missing, broken, truncated, empty or of another format.
+        BadRecording: it is missing, broken, truncated, empty, of another format, or a FLAC that
+            does not state its length.
     """
     with _opened(recording) as sound:
         _check_header(sound)
         duration = Duration(sound.frames, sound.samplerate)
         _check_end(sound)
     with recording.open() as file:
-        if _is_cut_wav(file):
-            raise _truncated()
+        data = _wav_data(file)
+    if data is not None and data.is_cut:
+        raise _truncated()
     return duration
 
 
@@ -124,7 +129,7 @@ def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
 @contextmanager
 def _opened(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     try:
-        with recording.open() as file, soundfile.SoundFile(file) as sound:
+        with recording.open() as file, soundfile.SoundFile(_with_size(file)) as sound:
             yield sound
     except FileNotFoundError as error:
         raise BadRecording("does not exist", "correct the path, or root in the meta") from error
@@ -142,6 +147,10 @@ def _check_header(sound: soundfile.SoundFile) -> None:
         raise BadRecording(
             f"is {sound.format}, and must be WAV or FLAC",
             "convert it, as with `ffmpeg -i IN a.flac`",
+        )
+    if sound.frames == _UNKNOWN_SAMPLES:
+        raise BadRecording(
+            "does not state its length", "encode it again, as with `ffmpeg -i IN a.flac`"
         )
     if sound.frames < 1:
         raise BadRecording("has no samples")
@@ -163,18 +172,67 @@ def _check_end(sound: soundfile.SoundFile) -> None:
         raise _truncated()
 
 
-def _is_cut_wav(file: BinaryIO) -> bool:
-    """Whether a WAV ends before the data that its header states; libsndfile reads what is there."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WavData:
+    """Sizes in bytes around the data of a WAV."""
+
+    start: int
+    stated: int
+    stated_of_file: int
+    file: int
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the file ends before its data; libsndfile reads what is there."""
+        return self.stated not in _UNKNOWN_SIZES and self.start + self.stated > self.file
+
+    @property
+    def was_never_stated(self) -> bool:
+        """Whether it has none by its header, which was not completed, and more follows."""
+        return not self.stated and self.start < self.file and self.stated_of_file < self.file
+
+
+def _wav_data(file: BinaryIO) -> _WavData | None:
+    """Find the data of a WAV; None in what is none or has none."""
     size = file.seek(0, 2)
     file.seek(0)
-    form = {b"RIFF": "<4sI", b"RIFX": ">4sI"}.get(file.read(4))
+    head = file.read(8)
+    form = {b"RIFF": "<4sI", b"RIFX": ">4sI"}.get(head[:4])
+    if form is None or len(head) < 8:
+        return None
+    stated_of_file = 8 + struct.unpack(form, head)[1]
     file.seek(12)
-    while form is not None and len(head := file.read(8)) == 8:
+    while len(head := file.read(8)) == 8:
         name, length = struct.unpack(form, head)
         if name == b"data":
-            return length != _UNKNOWN_SIZE and file.tell() + length > size
+            return _WavData(
+                start=file.tell(), stated=length, stated_of_file=stated_of_file, file=size
+            )
         file.seek(length + length % 2, 1)  # chunks begin at even places
-    return False
+    return None
+
+
+class _SizeUnknown:
+    """A WAV read as if its header had the data's size as unknown, and not as 0."""
+
+    def __init__(self, file: BinaryIO, place: int) -> None:
+        self._file, self._place = file, place
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, count: int) -> bytes:
+        """Read bytes; those of the size are all ones."""
+        start = self._file.tell()
+        found = bytearray(self._file.read(count))
+        for place in range(max(self._place - start, 0), min(self._place + 4 - start, len(found))):
+            found[place] = 0xFF
+        return bytes(found)
+
+
+def _with_size(file: BinaryIO) -> BinaryIO | _SizeUnknown:
+    """A file as libsndfile finds all of its data."""
+    data = _wav_data(file)
+    file.seek(0)
+    return _SizeUnknown(file, data.start - 4) if data and data.was_never_stated else file
 
 
 def _truncated() -> BadRecording:

@@ -112,7 +112,7 @@ def balance_padded(weight: np.ndarray, ranks: int) -> Assignment:
     found by bisection over the values that a load can have, which are multiples of weights.
 
     Args:
-        weight: of every item, more than 0, [items].
+        weight: of every item, at least 0, [items]; items of none are padded too.
         ranks: at least 1.
     """
     weight = np.asarray(weight, np.float64)
@@ -120,7 +120,7 @@ def balance_padded(weight: np.ndarray, ranks: int) -> Assignment:
     ordered = weight[heaviest_first]
     if not len(weight):
         return Assignment(rank=np.zeros(0, np.int64), busiest=0.0, bound=0.0)
-    distinct = np.unique(weight)
+    distinct = np.unique(weight[weight > 0])
     low = load_bound(weight, ranks)
     high = float(ordered[0] * -(-len(weight) // ranks))
     ends = _padded_batches(ordered, high, ranks)
@@ -132,7 +132,10 @@ def balance_padded(weight: np.ndarray, ranks: int) -> Assignment:
             low = float((distinct * (_multiples(middle, distinct) + 1)).min())
         else:
             starts = np.concatenate([[0], tried[:-1]])
-            ends, high = tried, float((ordered[starts] * np.diff(tried, prepend=0)).max())
+            reached = float((ordered[starts] * np.diff(tried, prepend=0)).max())
+            if reached >= high:
+                break  # `middle` counts as `high`: nothing is between the two but rounding
+            ends, high = tried, reached
     rank = np.empty(len(weight), np.int64)
     rank[heaviest_first] = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
     return Assignment(rank=rank, busiest=high, bound=high)
@@ -290,10 +293,11 @@ def _padded_batches(ordered: np.ndarray, limit: float, ranks: int) -> np.ndarray
     ends: list[int] = []
     end = 0
     while end < len(ordered):
-        count = int(_multiples(limit, ordered[end]))
+        left = len(ordered) - end
+        count = int(np.minimum(_multiples(limit, ordered[end]), left)) if ordered[end] else left
         if not count or len(ends) == ranks:
             return None
-        end = min(end + count, len(ordered))
+        end += count
         ends.append(end)
     return np.array(ends, np.int64)
 

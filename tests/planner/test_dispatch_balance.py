@@ -90,9 +90,22 @@ def test_sums_under_a_cap_against_all_assignments() -> None:
     assert np.mean(ratios) < 1.015
 
 
+def rounded_cases(seed: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Weights of two decimals, whose multiples meet but for rounding, or nothing at all."""
+    rng = np.random.default_rng(seed)
+    yield np.array([0.12, 0.04, 0.2, 0.49, 0.6]), 3
+    yield np.zeros(4), 3
+    for number in range(CASES):
+        items, ranks = int(rng.integers(1, 8)), int(rng.integers(1, 4))
+        weight = np.round(rng.random(items), 2)
+        yield weight * (rng.random(items) < (0.6 if number % 2 else 1.0)), ranks
+
+
 def test_padded_batches_against_all_assignments() -> None:
-    """Prevents: a padded batch that is longer than it need be; this way is exact."""
-    for weight, ranks, _ in random_cases(2):
+    """Prevents: a padded batch that is longer than it need be, as this way is exact; a search that
+    never ends."""
+    cases = [(weight, ranks) for weight, ranks, _ in random_cases(2)]
+    for weight, ranks in (*cases, *rounded_cases(5)):
         every = assignments(len(weight), ranks)
         loads = every.sum(axis=2) * (every * weight).max(axis=2, initial=0.0)
         best = loads.max(axis=1).min()

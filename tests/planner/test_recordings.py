@@ -161,14 +161,48 @@ def test_bad_recordings_are_told_apart(tmp_path):
         read_clips(AudioFile(tmp_path / "nan.wav"), range(1), 2)
 
 
-def test_a_wav_that_was_piped_is_whole(tmp_path):
-    """Prevents recordings that a program wrote to a pipe from being refused."""
-    write_sound(tmp_path / "a.wav", 0.5, 16_000, 1)
-    content = bytearray((tmp_path / "a.wav").read_bytes())
-    for place in (4, content.index(b"data") + 4):
-        content[place : place + 4] = struct.pack("<I", 2**32 - 1)
-    (tmp_path / "a.wav").write_bytes(content)
-    assert read_duration(AudioFile(tmp_path / "a.wav")).samples == 8_000
+@pytest.mark.parametrize(
+    ("of_file", "of_data"),
+    [
+        (2**32 - 1, 2**32 - 1),
+        (0, 2**32 - 1),
+        (0x7FFFF024, 0x7FFFF000),
+        (0x7FFFFFFF, 0x7FFFFFFF),
+        (0, 0),
+        (36, 0),
+    ],
+)
+def test_a_wav_that_was_piped_is_whole(tmp_path, of_file, of_data):
+    """Prevents recordings that a program wrote to a pipe from being refused, or read in part."""
+    whole, piped = AudioFile(tmp_path / "a.wav"), AudioFile(tmp_path / "b.wav")
+    write_sound(whole.path, 0.5, 16_000, 1)
+    content = bytearray(whole.path.read_bytes())
+    for place, size in ((4, of_file), (content.index(b"data") + 4, of_data)):
+        content[place : place + 4] = struct.pack("<I", size)
+    piped.path.write_bytes(content)
+    assert read_duration(piped) == read_duration(whole) == Duration(8_000, 16_000)
+    assert np.array_equal(read_clips(piped, range(2), 30), read_clips(whole, range(2), 30))
+    tagged = b"LIST" + struct.pack("<I", 4) + b"INFO"
+    head = bytearray(content[: content.index(b"data") + 8])
+    head[4:8], head[-4:] = struct.pack("<I", len(head) + len(tagged) - 8), bytes(4)
+    piped.path.write_bytes(head + tagged)
+    with pytest.raises(BadRecording, match="has no samples"):
+        read_duration(piped)
+
+
+def test_a_flac_without_its_length_is_not_called_truncated(tmp_path):
+    """Prevents a user from fetching again what is whole; 0 stands for an unknown number of samples
+    (RFC 9639, section 8.2)."""
+    path = tmp_path / "a.flac"
+    write_sound(path, 0.5, 16_000, 1)
+    content = bytearray(path.read_bytes())
+    stated = int.from_bytes(content[18:26], "big")  # the last 36 bits
+    assert stated % 2**36 == 8_000
+    content[18:26] = (stated - 8_000).to_bytes(8, "big")
+    path.write_bytes(content)
+    with pytest.raises(BadRecording, match="does not state its length") as caught:
+        read_duration(AudioFile(path))
+    assert "encode it again" in caught.value.remedy
 
 
 @pytest.mark.parametrize("form", ["conversations", "messages"])
