@@ -23,8 +23,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from levels import mean_rates
+from own_cores import own_cores
 from rich.console import Console
 
 from megatron.vlm.backend import prepare_megatron_core
@@ -65,11 +65,9 @@ ROUNDS_PER_PROFILE = 3
 """Steps of each way between two rounds of the profiler."""
 BAR = 0.1
 """Largest error of a prediction."""
-PERIOD_US = 4_000
 _SIZES = MeasuredSizes(
     rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 14, 1 << 18, 1 << 21)
 )
-_GROUPS = Path("/sys/fs/cgroup/cpu")
 
 _LAYERS = {"hidden_size": 128, "heads": 4, "ffn_hidden_size": 512, "qkv_bias": True}
 MODEL = ModelConfig(
@@ -248,31 +246,11 @@ def _items(pack: MicroBatch, run: ItemRun, feature: str) -> MicroBatch:
     )
 
 
-@contextmanager
-def own_cores(rank: int) -> Iterator[bool]:
-    """Give this process an equal part of the cores; yields whether the system lets it."""
-    group = _GROUPS / f"encoders_beside_{os.getppid()}_{rank}"
-    quota_us = PERIOD_US * len(os.sched_getaffinity(0)) // RANKS
-    try:
-        group.mkdir()
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        (_GROUPS / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
-
-
 def run_rank(rank: int, rounds: int, folder: Path) -> None:
     """Take turns of both ways on one rank; its outcome goes into the folder."""
     launch = Launch(rank=rank, world_size=RANKS, local_rank=rank)
     plans = {"own": plan_of(beside=False), "beside": plan_of(beside=True)}
-    with own_cores(rank) as is_device:
+    with own_cores(rank, RANKS) as is_device:
         links = initialize_distributed(
             launch, plans["own"].parallel, seed=1, init_method=f"file://{folder / 'store'}"
         )
