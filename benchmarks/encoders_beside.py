@@ -1,12 +1,15 @@
 """Encoders beside the pipeline against every rank encoding its own, on an incoherent mixture.
 
-    python benchmarks/encoders_beside.py [--rounds 12]
+    python benchmarks/encoders_beside.py [--rounds 24]
 
 Four data-parallel processes train a small model with a vision and an audio encoder on packs of
-equally many tokens, each of text alone, of many tiles or of long recordings, dealt at random. In
-one way the encoders are units of each process's one stage; in the other they stand beside it, and
-the four share all items of a step. Both start from the same weights and take turns, step by step;
-the first rounds do not count.
+equally many tokens, half of them of text alone, the others of many tiles or of long recordings,
+dealt at random. In one way the encoders are units of each process's one stage; in the other they
+stand beside it, and the four share all items of a step. Both start from the same weights and take
+turns, step by step; the first rounds do not count.
+
+The prediction is the product's: costs fitted to a profile that is measured in between by as many
+processes at once, exchanges at measured rates, and the very steps that were run, simulated.
 
 Four processes on fewer cores do not wait as devices do: who waits leaves its core to the others.
 Where Linux control groups (version 1) can be made, each process has one with an equal part of the
@@ -28,26 +31,44 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from levels import mean_rates
+from rich.console import Console
 
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream, joined_items
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks, ItemRun
+from megatron.vlm.measure.profiler import ProfileOptions, Profiler
+from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step
 from omnibal.beside import EncodersBeside
-from omnibal.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
+from omnibal.cost.measured_sizes import MeasuredSizes
+from omnibal.cost.profile import Profile
+from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.encoders import ClipsEncoder, TilesEncoder
+from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
+from omnibal.planner import prediction_of
 
 RANKS, SLOTS, SAMPLES_OF_PACK = 4, 2, 4
 TOKENS = 512
 ITEMS = {"text": (0, 0), "tiles": (24, 0), "clips": (0, 16)}
 """Tiles and clips of a pack of each kind."""
+SHARES = {"text": 0.5, "tiles": 0.25, "clips": 0.25}
+"""How often a pack is of each kind."""
 WARM_ROUNDS = 2
+ROUNDS_PER_PROFILE = 3
+"""Steps of each way between two rounds of the profiler."""
+BAR = 0.1
+"""Largest error of a prediction."""
 PERIOD_US = 4_000
+_SIZES = MeasuredSizes(
+    rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 14, 1 << 18, 1 << 21)
+)
 _GROUPS = Path("/sys/fs/cgroup/cpu")
 
 _LAYERS = {"hidden_size": 128, "heads": 4, "ffn_hidden_size": 512, "qkv_bias": True}
@@ -83,6 +104,13 @@ class Outcome:
     losses: dict[str, list[float]]
     is_device: bool
     """Whether the process had a part of the cores to itself."""
+    profile: Profile
+    """Costs as all ranks together measured them in between."""
+
+
+def one_node() -> ClusterConfig:
+    """This machine as one node of all processes, as exchanges are measured within it."""
+    return load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": RANKS})
 
 
 def plan_of(*, beside: bool) -> Plan:
@@ -99,7 +127,7 @@ def plan_of(*, beside: bool) -> Plan:
         parallel=Parallel(pipeline=1, data=RANKS),
         stages=stages_from_cuts(MODEL.without_encoders() if beside else MODEL, ()),
         beside=groups if beside else None,
-        cluster=load_cluster("laptop-cpu"),
+        cluster=one_node(),
         data=None,
     )
 
@@ -133,18 +161,23 @@ def random_pack(kind: str, random: np.random.Generator) -> MicroBatch:
 def random_step(seed: int) -> list[MicroBatch]:
     """Packs of all ranks and slots, rank by rank."""
     random = np.random.default_rng(seed)
-    kinds = random.choice(list(ITEMS), RANKS * SLOTS)
+    kinds = random.choice(list(SHARES), RANKS * SLOTS, p=list(SHARES.values()))
     return [random_pack(str(kind), random) for kind in kinds]
 
 
-def scheduled(packs: Sequence[MicroBatch]) -> ScheduledPacks:
-    """The packs as one step of a plan."""
+def scheduled(steps: Sequence[Sequence[MicroBatch]]) -> ScheduledPacks:
+    """Packs of steps as a plan has them."""
+    packs = [pack for step in steps for pack in step]
     number = np.arange(len(packs))
+    place = number % (RANKS * SLOTS)
     return ScheduledPacks(
-        packs=Packs(samples=number, offsets=np.arange(len(packs) + 1)),
-        step=np.zeros(len(packs), np.int64),
-        dp_rank=(number // SLOTS).astype(np.int32),
-        slot=(number % SLOTS).astype(np.int32),
+        packs=Packs(
+            samples=np.arange(len(packs) * SAMPLES_OF_PACK),
+            offsets=np.arange(len(packs) + 1) * SAMPLES_OF_PACK,
+        ),
+        step=number // (RANKS * SLOTS),
+        dp_rank=(place // SLOTS).astype(np.int32),
+        slot=(place % SLOTS).astype(np.int32),
         epoch=np.zeros(len(packs), np.int32),
         items={name: np.array([vars(pack)[name] for pack in packs], np.int32)
                for name in ("tiles", "clips")},
@@ -153,13 +186,45 @@ def scheduled(packs: Sequence[MicroBatch]) -> ScheduledPacks:
     )  # fmt: skip
 
 
+def lengths_of(packs: ScheduledPacks, loss_tokens: np.ndarray) -> Lengths:
+    """Lengths of all samples, each of which has an equal part of its pack.
+
+    Args:
+        loss_tokens: of every pack, [packs].
+    """
+
+    def each(counts: np.ndarray) -> np.ndarray:
+        return np.repeat(counts // SAMPLES_OF_PACK, SAMPLES_OF_PACK).astype(np.int32)
+
+    return Lengths(
+        items={name: each(counts) for name, counts in packs.items.items()},
+        tokens=each(packs.tokens),
+        loss_tokens=each(loss_tokens),
+        source=np.zeros(len(packs.packs.samples), np.int32),
+        source_names=("made up",),
+        origin=None,
+    )
+
+
+def predicted_ms(plan: Plan, profile: Profile, steps: Sequence[Sequence[MicroBatch]]) -> float:
+    """Predict the mean step from measured costs and rates."""
+    assert profile.rates is not None
+    plan = plan.model_copy(
+        update={"cluster": one_node().model_copy(update={"rates": {"fp32": profile.rates}})}
+    )
+    packs, job = scheduled(steps), JobSpec.of_plan(plan, profile)
+    learned = [len(pack.loss_positions_L) for step in steps for pack in step]  # type: ignore[arg-type]
+    workload = job.workload(packs, lengths_of(packs, np.array(learned)), plan.levels)
+    return prediction_of(plan, job, packs, workload).step_ms
+
+
 def own_stream(plan: Plan, packs: Sequence[MicroBatch], rank: int) -> MicroBatchStream:
     """What a rank reads of a step."""
     own = packs[rank * SLOTS : (rank + 1) * SLOTS]
     if plan.beside is None:
         return MicroBatchStream.of(own)
     ranks = EncodingRanks(pipelines=RANKS, parallel=plan.parallel, rank=rank)
-    every = EncoderShares(model=MODEL, beside=plan.beside, ranks=ranks, packs=scheduled(packs))
+    every = EncoderShares(model=MODEL, beside=plan.beside, ranks=ranks, packs=scheduled([packs]))
     shares = every.step(0)
     passes = [
         joined_items([_items(packs[run.row], run, one.feature) for run in one.runs])
@@ -215,11 +280,26 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
             name: build_trainer(plan, links, OPTIONS, steps=rounds, seed=1, can_save=False)
             for name, plan in plans.items()
         }
-        outcome = Outcome(
-            step_ms={name: [] for name in plans}, core_ms={name: [] for name in plans},
-            losses={name: [] for name in plans}, is_device=is_device,
-        )  # fmt: skip
+        step_ms: dict[str, list[float]] = {name: [] for name in plans}
+        core_ms: dict[str, list[float]] = {name: [] for name in plans}
+        losses: dict[str, list[float]] = {name: [] for name in plans}
+        profiler = Profiler(
+            JobSpec.of_plan(plans["own"], None),
+            links,
+            ProfileOptions(
+                max_tiles=ITEMS["tiles"][0],
+                max_clips=ITEMS["clips"][1],
+                max_tokens=TOKENS,
+                tokens_per_sample=TOKENS // SAMPLES_OF_PACK,
+                layers=4,
+                repetitions=1,
+            ),
+        )
+        profiled, rates = [], []
         for number in range(rounds):
+            if number >= WARM_ROUNDS and number % ROUNDS_PER_PROFILE == 0:
+                profiled.append(profiler.round())
+                rates.append(measure_rates("this machine", "fp32", _SIZES, Console(quiet=True)))
             packs = random_step(number)
             for name, trainer in trainers.items():
                 stream = own_stream(plans[name], packs, rank)
@@ -227,10 +307,18 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
                 begun, core_begun = time.perf_counter(), time.process_time()
                 result = train_step(trainer, stream)
                 trainer.wait_for_weights()
-                outcome.core_ms[name].append((time.process_time() - core_begun) * 1e3)
+                core_ms[name].append((time.process_time() - core_begun) * 1e3)
                 dist.barrier()
-                outcome.step_ms[name].append((time.perf_counter() - begun) * 1e3)
-                outcome.losses[name].append(result.loss)
+                step_ms[name].append((time.perf_counter() - begun) * 1e3)
+                losses[name].append(result.loss)
+        profile = profiler.result(profiled)
+        outcome = Outcome(
+            step_ms=step_ms,
+            core_ms=core_ms,
+            losses=losses,
+            is_device=is_device,
+            profile=profile.model_copy(update={"rates": mean_rates(rates)}),
+        )
         torch.save(outcome, folder / f"{rank}.outcome")
         shut_down_distributed()
 
@@ -256,7 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=12, help="steps of each way")
+    parser.add_argument("--rounds", type=int, default=24, help="steps of each way")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     prepare_megatron_core()
@@ -265,16 +353,21 @@ def main() -> None:
     own = f"{cores:g} core each" if outcomes[0].is_device else "no control group: cores are shared"
     print(f"{RANKS} processes, {own}")
     step_ms, core_ms = {}, {}
+    steps, errors = [random_step(number) for number in range(WARM_ROUNDS, WARM_ROUNDS + rounds)], []
     for name in outcomes[0].step_ms:
-        step_ms[name] = np.median(outcomes[0].step_ms[name][WARM_ROUNDS:])
+        step_ms[name] = np.mean(outcomes[0].step_ms[name][WARM_ROUNDS:])
         busiest = np.max([one.core_ms[name] for one in outcomes], axis=0)
-        core_ms[name] = np.median(busiest[WARM_ROUNDS:])
+        core_ms[name] = np.mean(busiest[WARM_ROUNDS:])
+        expected_ms = predicted_ms(plan_of(beside=name == "beside"), outcomes[0].profile, steps)
+        errors.append(expected_ms / step_ms[name] - 1)
         rate = RANKS * SLOTS * SAMPLES_OF_PACK * 1e3 / step_ms[name]
         print(
             f"{name:>8}: {step_ms[name]:7.1f} ms a step, {rate:6.1f} samples/s; busiest process "
-            f"{core_ms[name]:7.1f} core ms"
+            f"{core_ms[name]:7.1f} core ms; predicted {expected_ms:7.1f} ({errors[-1]:+.1%})"
         )
     faster, lighter = (each["own"] / each["beside"] for each in (step_ms, core_ms))
+    worst = max(map(abs, errors))
+    print(f"worst error {worst:.1%}; the bar of {BAR:.0%} {'holds' if worst <= BAR else 'fails'}")
     apart = np.ptp(list(outcomes[0].losses.values()), axis=0).max()
     print(f"beside: {faster:.2f} times the samples a second, {lighter:.2f} by core time")
     print(f"losses are at most {apart:.1e} apart")

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -64,11 +65,11 @@ STYLES = 6
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SHARES = {
     "spoken_single": 0.36,
-    "shown_single": 0.30,
-    "shown_and_said": 0.18,
-    "spoken_line": 0.06,
-    "shown_line": 0.05,
-    "arithmetic": 0.05,
+    "shown_single": 0.32,
+    "shown_and_said": 0.20,
+    "spoken_line": 0.03,
+    "shown_line": 0.03,
+    "arithmetic": 0.06,
 }
 """Share of the samples by source."""
 
@@ -178,12 +179,12 @@ class SpokenComposer(Composer):
     def __init__(self, scans: Scans, speech: Speech, rng: np.random.Generator) -> None:
         super().__init__(scans, rng)
         self.speech = speech
+        self._same = cycle((True, False))
 
     def shown(self) -> Composition:
         """One digit shown."""
         chosen = self.choose(1)
-        asked = self.phrase("Which digit is this?", "Which digit is shown?")
-        turn = Turn(asked, str(self.scans.digits[chosen[0]]), "shown")
+        turn = Turn("Which digit is shown?", str(self.scans.digits[chosen[0]]), "shown")
         return Composition([self.draw(chosen, columns=1)], self._identities(chosen), [turn])
 
     def shown_line(self) -> Composition:
@@ -196,8 +197,7 @@ class SpokenComposer(Composer):
     def said(self) -> Composition:
         """One digit said."""
         digit = int(self.rng.integers(10))
-        asked = self.phrase("Which digit do you hear?", "Which digit is said?")
-        return self._spoken([digit], [Turn(asked, str(digit), "said")])
+        return self._spoken([digit], [Turn("Which digit is said?", str(digit), "said")])
 
     def said_line(self) -> Composition:
         """Two to eight digits said one after the other."""
@@ -205,21 +205,20 @@ class SpokenComposer(Composer):
         return self._spoken(digits, [Turn("Write what you hear.", _listed(digits), "said line")])
 
     def shown_and_said(self) -> Composition:
-        """One digit shown and one said, the same in half of the samples."""
+        """One digit shown and one said, in every other sample the same."""
         chosen = self.choose(1)
         shown = int(self.scans.digits[chosen[0]])
-        said = shown if self.rng.random() < 0.5 else (shown + int(self.rng.integers(1, 10))) % 10
+        said = shown if next(self._same) else (shown + int(self.rng.integers(1, 10))) % 10
         turns = [
             Turn("Which digit is shown?", str(shown), "shown"),
             Turn("Which digit is said?", str(said), "said"),
-            Turn(
-                "Is the digit that is said the one that is shown?",
-                "yes" if said == shown else "no",
-                "same",
-            ),
         ]
-        order = self.rng.permutation(len(turns))
-        spoken = self._spoken([said], [turns[k] for k in order])
+        same = Turn(
+            "Is the digit that is said the one that is shown?",
+            "yes" if said == shown else "no",
+            "same",
+        )
+        spoken = self._spoken([said], [*(turns[k] for k in self.rng.permutation(2)), same])
         images = [self.draw(chosen, columns=1)]
         return Composition(
             images, self._identities(chosen), spoken.turns, spoken.recordings, spoken.voices

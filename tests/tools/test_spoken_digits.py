@@ -118,7 +118,7 @@ def test_answers_follow_from_what_is_shown_and_said(dataset):
         if "same" in turns:
             same.append(turns["same"])
             assert (turns["same"] == "yes") == (turns["shown"] == turns["said"])
-    assert 0.2 < np.mean([answer == "yes" for answer in same]) < 0.8
+    assert same.count("yes") == same.count("no") > 10
 
 
 def test_samples_have_images_recordings_both_and_neither(dataset):

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# From nothing to a model that reads digits and hears them, trained and examined on two CPU cores:
+# makes .venv and digits that are shown, said by eSpeak NG, or both, then plans, trains and asks about
+# held-out scans and voices, printing each command before it runs it. What an earlier run finished is
+# kept; a training that was stopped goes on.
+#   scripts/quickstart_omni.sh [pipeline|beside]: where the encoders stand (default: pipeline)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+encoder=${1:-pipeline}
+[[ $encoder == pipeline || $encoder == beside ]] || refuse "$encoder: must be pipeline or beside; give one"
+work=work/quickstart_omni
+data=$work/digits
+tokenizer=$data/tokenizer.model
+plan=$work/plan_$encoder
+run=$work/run_$encoder
+mkdir -p "$work"
+# A GPU, if there is one, could not hold two processes' devices: this is a job for the CPU.
+export CUDA_VISIBLE_DEVICES=
+# Two processes share two cores: one thread each, and no loader processes beside them.
+export OMP_NUM_THREADS=1
+
+# Print a command and run it.
+show() {
+    printf '\n$ %s\n' "$*"
+    "$@"
+}
+
+# The same, unless what it makes is there.
+make() {
+    local product=$1
+    shift
+    if [[ -e $product ]]; then
+        printf '\n# %s is there already\n' "$product"
+        return
+    fi
+    show "$@"
+}
+
+make "$data" python tools/make_spoken_digits.py --output "$data" --samples 7000 --heldout-samples 400
+
+make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model internvl-digits-omni \
+    --tokenizer-model "$tokenizer" -o $work/lengths.parquet
+
+caps=(--max-tiles 8 --limit clips=8 --max-tokens 320)
+
+make $work/profile.json omnibal profile --model internvl-digits-omni --precision fp32 \
+    --processes 2 "${caps[@]}" --lengths $work/lengths.parquet --repetitions 12 \
+    -o $work/profile.json
+
+make "$plan" omnibal plan --model internvl-digits-omni --cluster laptop-cpu --pp 2 \
+    --precision fp32 --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
+    --levels 1 --micro-batches 3 --epochs 3 --encoder "$encoder" -o "$plan"
+
+show omnibal check "$plan"
+
+resume=()
+[[ -e $run/latest_checkpointed_iteration.txt ]] && resume=(--load "$run")
+launch=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan "$plan" --tokenizer-model "$tokenizer")
+
+make "$run/trained" "${launch[@]}" --data "$data/train/meta.json" --save "$run" ${resume[@]+"${resume[@]}"} \
+    --num-workers 0 --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
+touch "$run/trained"
+
+make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \
+    --eval-data "$data/heldout/meta.json" --max-new-tokens 20
+
+show omnibal report "$plan" --run "$run" -o "$work/report_$encoder.html"
