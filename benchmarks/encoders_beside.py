@@ -2,11 +2,12 @@
 
     python benchmarks/encoders_beside.py [--rounds 24]
 
-Four data-parallel processes train a small model with a vision and an audio encoder on packs of
-equally many tokens, half of them of text alone, the others of many tiles or of long recordings,
-dealt at random. In one way the encoders are units of each process's one stage; in the other they
-stand beside it, and the four share all items of a step. Both start from the same weights and take
-turns, step by step; the first rounds do not count.
+Four data-parallel processes train a small model with a vision and an audio encoder, each on one
+pack a step, as where nothing is accumulated. Packs have equally many tokens, half of them of text
+alone, the others of many tiles or of long recordings, dealt at random. In one way the encoders are
+units of each process's one stage; in the other they stand beside it, and the four share all items
+of a step. Both start from the same weights and take turns, step by step; the first rounds do not
+count.
 
 The prediction is the product's: costs fitted to a profile that is measured in between by as many
 processes at once, exchanges at measured rates, and the very steps that were run, simulated.
@@ -54,9 +55,9 @@ from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 from omnibal.planner import prediction_of
 
-RANKS, SLOTS, SAMPLES_OF_PACK = 4, 2, 4
-TOKENS = 512
-ITEMS = {"text": (0, 0), "tiles": (24, 0), "clips": (0, 16)}
+RANKS, SLOTS, SAMPLES_OF_PACK = 4, 1, 8
+TOKENS = 1_024
+ITEMS = {"text": (0, 0), "tiles": (48, 0), "clips": (0, 32)}
 """Tiles and clips of a pack of each kind."""
 SHARES = {"text": 0.5, "tiles": 0.25, "clips": 0.25}
 """How often a pack is of each kind."""
@@ -115,7 +116,7 @@ def plan_of(*, beside: bool) -> Plan:
     """One stage on each of the ranks, with or without the encoders."""
     groups = EncodersBeside(
         pipelines=RANKS,
-        items_per_pass={"vision": 24, "audio": 16},
+        items_per_pass={"vision": 48, "audio": 32},
         kept_items=dict.fromkeys(MODEL.encoders, 2**20),
         item_ms={"vision": 1.0, "audio": 1.2},
     )
