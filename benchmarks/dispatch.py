@@ -2,7 +2,8 @@
 
     python benchmarks/dispatch.py
 
-Weights are log-normal for 100,000 items on 2,560 ranks, and uniform between 0.1 and 1 for fewer.
+Weights are log-normal, and uniform between 0.1 and 1, for 100,000 items on 2,560 ranks; uniform for
+fewer.
 """
 
 import time
@@ -32,18 +33,9 @@ Found = TypeVar("Found")
 def main() -> None:
     rng = np.random.default_rng(0)
     print(f"{ITEMS:,} items on {RANKS:,} ranks: seconds of one core, and above the bound")
-    weight, second = rng.lognormal(0, 0.8, ITEMS), rng.integers(1, 4_000, ITEMS)
-    cap = int(1.05 * second.sum() / RANKS)
-    rules: dict[str, Callable[[], Assignment]] = {
-        "sum": lambda: balance(weight, RANKS),
-        "sum under a cap": lambda: balance_under_cap(weight, RANKS, second, cap),
-        "padded": lambda: balance_padded(weight, RANKS),
-        "function of a sum": lambda: balance_sums(weight, RANKS, np.square),
-        "equal numbers": lambda: balance_equal_counts(weight, RANKS),
-    }
-    for name, rule in rules.items():
-        seconds, found = _timed(rule)
-        print(f"  {name:18} {seconds:6.3f} s  {found.above_bound:7.3%}")
+    second = rng.integers(1, 4_000, ITEMS)
+    print_rules("log-normal", rng.lognormal(0, 0.8, ITEMS), second)
+    print_rules("uniform", np.random.default_rng(1).uniform(0.1, 1, ITEMS), second)
     packs = ITEMS // 5
     pipelines = RANKS // 32
     seconds, _ = _timed(
@@ -68,6 +60,28 @@ def main() -> None:
             alone.append(busiest / load_bound(few, ranks) - 1)
             best.append(balance(few, ranks).above_bound)
         print(f"  {items:5,} on {ranks:3}       {np.mean(alone):7.2%} {np.mean(best):7.2%}")
+
+
+def print_rules(weights: str, weight: np.ndarray, second: np.ndarray) -> None:
+    """A line for every kind of load.
+
+    Args:
+        weights: what the weights are called.
+        weight: of every item, [items].
+        second: load of every item that is capped, [items].
+    """
+    cap = int(1.05 * second.sum() / RANKS)
+    rules: dict[str, Callable[[], Assignment]] = {
+        "sum": lambda: balance(weight, RANKS),
+        "sum under a cap": lambda: balance_under_cap(weight, RANKS, second, cap),
+        "padded": lambda: balance_padded(weight, RANKS),
+        "function of a sum": lambda: balance_sums(weight, RANKS, np.square),
+        "equal numbers": lambda: balance_equal_counts(weight, RANKS),
+    }
+    print(f" {weights} weights")
+    for name, rule in rules.items():
+        seconds, found = _timed(rule)
+        print(f"  {name:18} {seconds:6.3f} s  {found.above_bound:7.3%}")
 
 
 def _timed(run: Callable[[], Found]) -> tuple[float, Found]:

@@ -290,7 +290,7 @@ def _planned(asked: _Asked) -> tuple[_Planned, "PlacementChoice"]:
     Raises:
         UserError: none of them can be planned.
     """
-    from omnibal.search.encoder_placement import PlacementChoice, fastest
+    from omnibal.search.encoder_placement import PlacementChoice, fastest, neither
 
     asked_for, placements = asked.partition.encoder, asked.partition.encoder.placements
     if asked_for is EncoderChoice.AUTO and not load_model(asked.given.model).encoders:
@@ -305,14 +305,18 @@ def _planned(asked: _Asked) -> tuple[_Planned, "PlacementChoice"]:
                 raise
             refused[placement] = error
     if not plans:
-        raise refused[placements[0]]
+        raise neither(refused)
     predicted = {placement: plan.prediction for placement, plan in plans.items()}
     is_free = asked_for is EncoderChoice.AUTO
     chosen = fastest(predicted) if is_free else EncoderPlacement(asked_for.value)
+    pipeline, is_compared = plans.get(EncoderPlacement.PIPELINE), len(placements) > 1
     choice = PlacementChoice(
         chosen=chosen,
         predicted=predicted,
         refused={placement: str(error) for placement, error in refused.items()},
+        has_shared_packs=is_compared
+        and pipeline is not None
+        and pipeline.result.plan.has_shared_packs,
     )
     return plans[chosen], choice
 
@@ -611,7 +615,8 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
-    summary |= _encoder_summary(choice)
+    if plan.model.encoders:
+        summary["encoder"] = _encoder_summary(choice)
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.profile)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []
@@ -637,16 +642,12 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
 
 
 def _encoder_summary(choice: "PlacementChoice") -> dict[str, Any]:
-    """Both placements of encoders, where another than the pipeline was asked for."""
-    if set(choice.predicted) | set(choice.refused) == {EncoderPlacement.PIPELINE}:
-        return {}
+    """The placement of encoders, and both predicted steps; None of what was not planned."""
     return {
-        "encoder": {
-            "placement": choice.chosen.value,
-            "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
-            "beside_step_ms": choice.step_ms(EncoderPlacement.BESIDE),
-            "reason": choice.reason,
-        }
+        "placement": choice.chosen.value,
+        "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
+        "beside_step_ms": choice.step_ms(EncoderPlacement.BESIDE),
+        "reason": choice.reason,
     }
 
 

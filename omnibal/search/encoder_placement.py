@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from omnibal.beside import EncoderPlacement
+from omnibal.errors import UserError
 from omnibal.pipeline.prediction import Prediction
 
 _NAMED_CAUSES = 2
@@ -19,6 +20,8 @@ class PlacementChoice:
     """Of the placements that were planned."""
     refused: dict[EncoderPlacement, str]
     """Why others cannot be."""
+    has_shared_packs: bool
+    """Whether ranks share packs in the plan with encoders in the pipeline."""
 
     def step_ms(self, placement: EncoderPlacement) -> float | None:
         """Predicted step of a placement; None where it was not planned."""
@@ -28,12 +31,26 @@ class PlacementChoice:
     @property
     def reason(self) -> str:
         """What speaks for and against the chosen placement, in a sentence."""
+        if self.has_shared_packs:
+            return f"{self._verdict}; {_NOT_SHARED}"
+        return self._verdict
+
+    @property
+    def _verdict(self) -> str:
         chosen = self.chosen
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
                 return _compared(chosen, self.predicted[chosen], prediction)
         refused = [f"{_NAMES[each]} cannot be: {why}" for each, why in self.refused.items()]
         return "; ".join(refused) or "no other placement was planned"
+
+
+def neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
+    """The error of a plan that cannot be made with either placement, with the reason of each."""
+    reasons = {placement: str(error) for placement, error in refused.items()}
+    if len(set(reasons.values())) == 1:
+        return next(iter(refused.values()))
+    return UserError("; and ".join(f"{_NAMES[each]}: {why}" for each, why in reasons.items()))
 
 
 def fastest(predicted: dict[EncoderPlacement, Prediction]) -> EncoderPlacement:
@@ -64,6 +81,7 @@ def _compared(placement: EncoderPlacement, own: Prediction, other: Prediction) -
     return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
 
 
+_NOT_SHARED = "ranks share packs in the pipeline, and cannot share any beside it"
 _NAMES = {
     EncoderPlacement.PIPELINE: "in the pipeline",
     EncoderPlacement.BESIDE: "beside the pipeline",

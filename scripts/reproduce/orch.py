@@ -3,10 +3,11 @@
     python scripts/reproduce/orch.py
 
 The paper (arXiv 2503.23830) reports 84B parameters on 2,560 H100 at MFU 41.6 %, up to 3.1 times the
-throughput of Megatron-LM. What it assumes beyond that is printed first (`orch_system.py`). A step
-is the sum of its phases' busiest ranks and two exchanges of features and their gradients; the
-table's imbalance is the busiest rank's time over the mean of what all need, padding not counted,
-and "most tokens" what the memory of some rank would have to hold of them, over the mean.
+throughput of Megatron-LM. What is assumed beyond that, such as 16 samples a rank in every step, is
+printed first: `ASSUMPTIONS` of `orch_system.py` is the rest of the list, `mixture` has the lengths.
+A step is the sum of its phases' busiest ranks and two exchanges of features and their gradients;
+the table's imbalance is the busiest rank's time over the mean of what all need, padding not
+counted, and "most tokens" what the memory of some rank would have to hold of them, over the mean.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def main() -> None:
         Job.drawn(system, given.ranks, given.samples_of_rank, seed) for seed in range(given.steps)
     ]
     print(f"{system.parameters() / 1e9:.1f}B parameters, {given.ranks:,} H100. Assumed:")
+    print(f"- {given.samples_of_rank} samples a rank in every step, drawn at random")
     print(ASSUMPTIONS)
     print_ways(jobs)
 

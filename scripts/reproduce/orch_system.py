@@ -37,7 +37,7 @@ _FEATURE_BYTES = 2
 _LENGTHS_S = (2.0, 10.0, 30.0)
 """Lengths of a recording at which its cost is counted; between them it is a parabola."""
 
-ASSUMPTIONS = """\
+ASSUMPTIONS = f"""\
 - language model: Qwen2-72B (80 layers of 8,192); vision: 48 layers of 4,096; audio: Whisper large's
   32 layers, widened from 1,280 to 1,920; two-layer projectors
 - sharded data parallelism over all ranks, which meet after each phase of the forward and of the
@@ -46,9 +46,12 @@ ASSUMPTIONS = """\
   are hidden or left out, for all ways alike
 - 30 % speech recognition, 25 % spoken question answering, 30 % images, 15 % text, of assumed
   lengths (`mixture`); text and audio correlate in the first alone
-- a rank's memory holds 1.1 times the mean tokens, which "no balancing" and "one rule" ignore
-- recordings, of at most 30 s, are padded to the longest of a batch; text has no padding, and tokens
-  attend within their sample
+- a rank's memory holds {ROOM_FOR_TOKENS} times the mean tokens, which "no balancing" and "one rule"
+  ignore
+- {TOKENS_PER_TILE} tokens of a tile and {TOKENS_PER_SECOND} of a second of sound, features in bf16
+- costs are counts of operations at the preset's rates; no rank's are slower than another's
+- recordings, of at most {LONGEST_RECORDING_S:.0f} s, are padded to the longest of a batch; text has
+  no padding, and tokens attend within their sample
 - ranks read what they encode, so that features alone are exchanged, at the preset's rates
 """
 

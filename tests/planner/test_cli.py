@@ -41,7 +41,7 @@ PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
     "gpu_days memory_cap_gib cost_source packs steps search_gap window levels "
     "attention_balance_ratio least_attention_balance_ratio communication_ratio exchanged_ratio "
-    "tokens_per_rank phases"
+    "tokens_per_rank encoder phases"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "

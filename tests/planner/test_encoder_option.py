@@ -8,6 +8,7 @@ from plan_cases import example_lengths
 
 from omnibal import cli
 from omnibal.data.lengths import write_lengths
+from tests.planner.test_search_levels import long_tailed
 
 PLAN = (
     "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --max-tiles 8 "
@@ -59,8 +60,43 @@ def test_plans_in_the_pipeline_are_as_without_the_option(capsys, tmp_path, plan_
         for option in ("", "--encoder pipeline")
     ]
     assert printed[0] == printed[1]
-    assert "beside" not in printed[0]
-    assert "encoder" not in json.loads(printed[0].splitlines()[0])
+    assert "beside" not in json.loads((tmp_path / "plan/plan.json").read_text())
+    summary = json.loads(printed[0].splitlines()[0])
+    assert summary["encoder"] == {
+        "placement": "pipeline",
+        "pipeline_step_ms": summary["step_ms"],
+        "beside_step_ms": None,
+        "reason": "no other placement was planned",
+    }
+
+
+def test_packs_that_ranks_share_are_named_as_a_reason(capsys, tmp_path):
+    """Prevents a comparison of unlike packs from being taken for one of placements."""
+    write_lengths(long_tailed(600, 65_536), tmp_path / "long.parquet")
+    printed = run(
+        capsys,
+        "plan --model internvl2-8b --cluster h100-80g --tp 2 --dp 4 --micro-batches 2 "
+        f"--max-tiles 12 --max-tokens 65536 --lengths {tmp_path / 'long.parquet'} "
+        f"--encoder auto --json -o {tmp_path / 'plan'}",
+    )
+    found = json.loads(printed)
+    assert found["encoder"]["pipeline_step_ms"] is not None
+    reason = "ranks share packs in the pipeline, and cannot share any beside it"
+    assert reason in found["encoder"]["reason"]
+
+
+def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
+    """Prevents a user from mending what keeps one placement out, and the other one still would;
+    what is wrong with both is said once."""
+    command = f"{SHAPES} --pp 1 --encoder auto -o {tmp_path / 'plan'}"
+    error = run(capsys, f"{command} --memory-gib 0.01", 2)
+    assert len(error.splitlines()) == 1
+    first, second = error.split("; and beside the pipeline: ")
+    assert first.startswith("error: in the pipeline: internvl-digits on 1 pipeline stages needs")
+    assert "GiB" in second and second != first
+    error = run(capsys, f"{command} --lengths {tmp_path / 'none.parquet'}", 2)
+    assert error.count("no such lengths file") == 1
+    assert not (tmp_path / "plan").exists()
 
 
 def test_plans_are_checked_simulated_and_shown(capsys, tmp_path, plan_command):
