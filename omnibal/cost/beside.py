@@ -165,6 +165,23 @@ def encoders_cost(
     )
 
 
+def saved_by_first_rank_bytes(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    frozen: Collection[str] = (),
+) -> int:
+    """Bytes on the first rank's host that a save takes for encoders beside the pipeline.
+
+    It gathers their optimizer's whole state: of every trained parameter its fp32 copy and both of
+    Adam's moments.
+    """
+    cost = analytic_cost(model, cluster, parallel, precision, frozen)
+    held = [unit for name in model.encoders for unit in _held(model, cost, name)]
+    return 3 * FP32_BYTES * sum(number * unit.trained_parameters for number, unit in held)
+
+
 def _held(model: ModelConfig, cost: CostModel, name: str) -> list[tuple[int, UnitCost]]:
     """Costs of an encoder's units of every kind, each with their number."""
     layers, projector = model.encoders[name].layers, projector_name(model, name)

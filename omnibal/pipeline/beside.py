@@ -133,11 +133,14 @@ def encoder_room(shares: ItemShares, cost: EncodersCost, beside: EncodersBeside)
     """Memory that encoders take of every device, at the step that needs most.
 
     While encoders run, a rank has its features twice, in the order in which they are made and in
-    that in which they leave, and gradients likewise. Tensor-parallel ranks have their part of the
-    pipeline's features besides, three times over, until they have gathered them.
+    that in which they leave, and gradients likewise. Then a rank that embeds tokens has those of
+    its pipeline twice, as they arrive and in their order. Tensor-parallel ranks have their part
+    besides, until they have gathered all.
     """
     most, kept, working = shares.most(), 0.0, [0.0]
-    rows_bytes = held_bytes = features_bytes = inputs_bytes = np.zeros(1)
+    rows_bytes = arriving_bytes = features_bytes = inputs_bytes = np.zeros(1)
+    tensor = cost.parallel.tensor
+    arriving = 2 + (1 / tensor if tensor > 1 else 0)
     for name, one in cost.encoders.items():
         items = shares.encoded[name]
         stays = min(beside.kept_items[name], most[name]) if one.is_trained else 0
@@ -148,11 +151,10 @@ def encoder_room(shares: ItemShares, cost: EncodersCost, beside: EncodersBeside)
         working.append(one.pass_bytes(again, is_kept=not one.is_trained))
         inputs_bytes = inputs_bytes + one.input_bytes * np.maximum(items - stays, 0)
         rows_bytes = rows_bytes + one.feature_bytes * items
-        held_bytes = held_bytes + one.feature_bytes * shares.held[name]
+        held_bytes = one.feature_bytes * shares.held[name]
         times = 2 if one.is_trained else 1
-        features_bytes = features_bytes + times * one.feature_bytes * shares.held[name]
-    tensor = cost.parallel.tensor
-    parts_bytes = 3 * held_bytes.max(initial=0) / tensor if tensor > 1 else 0.0
+        features_bytes = features_bytes + times * held_bytes
+        arriving_bytes = arriving_bytes + (arriving - times) * held_bytes
     peers = shares.pipelines * cost.ranks_of_pipeline - 1
     return EncoderRoom(
         weights=cost.weights_bytes,
@@ -161,7 +163,10 @@ def encoder_room(shares: ItemShares, cost: EncodersCost, beside: EncodersBeside)
         kept=kept + float(inputs_bytes.max(initial=0)),
         buffers=peers * cost.peer_bytes,
         features=float(features_bytes.max(initial=0)),
-        phase=max(working) + 2 * float(rows_bytes.max(initial=0)) + float(parts_bytes),
+        phase=max(
+            max(working) + 2 * float(rows_bytes.max(initial=0)),
+            float(arriving_bytes.max(initial=0)),
+        ),
     )
 
 

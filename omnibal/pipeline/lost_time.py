@@ -88,6 +88,8 @@ def lost_time_of(
     )
     ranks = len(np.unique(workload.step)) * workload.data_parallel_size
     left = [step_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
+    # Unequal stages can suit few micro-batches better than equal ones, and then cost nothing.
+    left[-1] = min(left[-2:])
     work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum())
     work_ms += 0.0 if needed is None else float(needed.sum())
     left.append(work_ms / ranks)

@@ -39,7 +39,6 @@ class LostTime(Frozen):
     """Breakdown of a mean step's time into entries that add up to the step, in ms.
 
     Every entry is what the simulated step loses when one cause more is taken away, in this order.
-    One may be slightly negative: unequal stages can suit few micro-batches better than equal ones.
     """
 
     rank_imbalance_ms: float
@@ -54,7 +53,8 @@ class LostTime(Frozen):
     padding_ms: float
     """Work on attention heads that pad their number to a multiple of the tensor-parallel ranks."""
     stage_imbalance_ms: float
-    """Stages that take longer than others."""
+    """Stages that take longer than others; 0 where equal ones would be no faster, as with few
+    micro-batches that suit unequal ones."""
     bubble_ms: float
     """Bubble: filling and draining the pipeline, and micro-batches that differ. Other idle time
     counts under the other causes."""

@@ -2,6 +2,7 @@
 pipeline: same loss, every gradient, same weights after."""
 
 import functools
+import logging
 import math
 from dataclasses import asdict, dataclass, field, replace
 
@@ -213,6 +214,32 @@ def test_resumes_with_encoders_elsewhere(tmp_path, name):
     ranks = run_ranks(after.parallel, train_steps, after, 0.0, range(2, 4), tmp_path)
     rest = (results[2:], gradients[2:], weights)
     assert_same_training(ranks, after.parallel.tensor, rest)
+
+
+def said_by_core(links, plan, folder):
+    """What core says of states that differ between ranks, during a save."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    core = logging.getLogger("megatron.core.dist_checkpointing.validation")
+    core.addHandler(handler)
+    train_steps(links, plan, steps=range(1), save=folder)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        in_pipeline(2, data=2),
+        plan_of(Case({"data": 2}, pipelines=2)),
+        plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
+        in_pipeline(5, frozen=("vision", "projector")),
+    ],
+    ids=["pipeline", "beside", "frozen-language", "frozen-stage"],
+)
+def test_ranks_save_the_same_in_common(tmp_path, plan):
+    """Prevents: a warning of core's from every rank at every save, in which a true one is lost."""
+    assert not any(run_ranks(plan.parallel, said_by_core, plan, tmp_path))
 
 
 def test_bf16_trains_as_fp32():

@@ -74,6 +74,8 @@ _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
+_OPTIMIZER_OF = "optimizer of "
+"""Start of the names of optimizers' gathered state."""
 _FILES_PER_RANK = 2
 _TENSOR_OVERHEAD_BYTES = 4096
 """Bytes of overhead of one tensor in its file and in the metadata."""
@@ -190,10 +192,12 @@ class CheckpointWriter:
         sharded, common = save_preprocess(
             self._whole_state(step, training_state),
             validate_access_integrity=not self._is_validated,
+            preprocess_common_before_consistancy_check=_same_on_all_ranks,
         )
         self._is_validated = True  # what is checked does not change between saves
+        common = _same_on_all_ranks(common) | {"optimizer": common.get("optimizer")}
         # Core stores rank 0's settings for all, but a stage that is frozen whole has none.
-        common["optimizer"] = next(filter(None, _gather(common.get("optimizer"), self._group)), {})
+        common["optimizer"] = next(filter(None, _gather(common["optimizer"], self._group)), {})
         layout = _Layouts(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK).async_save(
             sharded, str(path)
         )
@@ -212,7 +216,7 @@ class CheckpointWriter:
             gathered = described.pop("param_state")
             state = {"optimizer": described} | state
             if gathered is not None:  # as it is on one rank of those that divide it
-                state[f"optimizer of {name}"] = gathered
+                state[_OPTIMIZER_OF + name] = gathered
         return state | {
             "scheduler": self._scheduler.state_dict(),
             "step": step,
@@ -538,6 +542,19 @@ def _trained(
 def _model_state(stages: Sequence[VLMStage]) -> dict[str, Any]:
     described = _named(stages).items()
     return {name: stage.sharded_state_dict(metadata=_METADATA) for name, stage in described}
+
+
+def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
+    """What a save has in common for all ranks, without entries that some ranks have alone.
+
+    Of an optimizer's gathered state, whose tensors are in files, empty entries are left on the rank
+    that gathered it; and a stage that is frozen whole has no settings of its optimizer.
+    """
+    return {
+        name: value
+        for name, value in common.items()
+        if name != "optimizer" and not name.startswith(_OPTIMIZER_OF)
+    }
 
 
 def _is_trained(stage: VLMStage) -> bool:

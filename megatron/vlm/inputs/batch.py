@@ -7,6 +7,7 @@ pack that several ranks share, all are this rank's alone.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,6 +139,28 @@ class MicroBatch:
     def pinned(self) -> "MicroBatch":
         """The same micro-batch in host memory that a device copies from on its own."""
         return self._each(torch.Tensor.pin_memory)
+
+    def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
+        """Micro-batches of at most `most` of its tiles or clips each, in order; at least one.
+
+        Args:
+            feature: tiles or clips; everything else is in each of them.
+        """
+        count = {"tiles": self.tiles, "clips": self.clips}[feature]
+        return [
+            replace(self, **self._items(feature, slice(start, min(start + most, count))))
+            for start in range(0, max(count, 1), most)
+        ]
+
+    def _items(self, feature: str, own: slice) -> dict[str, Any]:
+        """Fields of the micro-batch with some of its tiles or clips alone."""
+        fields = {
+            "tiles": ("pixels_TCPP", "drop_path_keys_T"),
+            "clips": ("frames_CBF",),
+        }[feature]
+        tensors = {name: vars(self)[name] for name in fields}
+        parts = {name: None if one is None else one[own] for name, one in tensors.items()}
+        return {feature: own.stop - own.start} | parts
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the tensors until `stream` is done with what it now has to do."""

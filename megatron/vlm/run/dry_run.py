@@ -7,9 +7,15 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.beside import EncodersBeside
+from omnibal.cost.beside import saved_by_first_rank_bytes
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Span, Stage
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import Plan
+
+_MUCH_GIB = 1.0
+"""From here on a save's memory on one host is worth a line."""
 
 
 def print_dry_run(plan: Plan, console: Console) -> None:
@@ -22,6 +28,7 @@ def print_dry_run(plan: Plan, console: Console) -> None:
             f"Beside them, whole on every rank: {_words(encoders_stage(plan.model).units)}"
         )
         console.print(_beside_table(plan, plan.beside))
+        _print_gathered(plan, console)
     if plan.levels:
         console.print("Levels of packs")
         console.print(_levels_table(plan))
@@ -50,6 +57,19 @@ def _beside_table(plan: Plan, beside: EncodersBeside) -> Table:
         sizes = beside.items_per_pass[name], beside.kept_items[name], ranks
         table.add_row(name, *map(str, sizes))
     return table
+
+
+def _print_gathered(plan: Plan, console: Console) -> None:
+    """Print what a save gathers on one host, where that is much."""
+    # Whole copies are what tensor size 1 is.
+    alone = Parallel(pipeline=1, data=plan.parallel.world_size)
+    sizes = plan.model, plan.cluster, alone, plan.precision, plan.frozen
+    gathered_gib = saved_by_first_rank_bytes(*sizes) / GIB
+    if gathered_gib >= _MUCH_GIB:
+        console.print(
+            f"A save gathers {gathered_gib:,.1f} GiB of the encoders' optimizer state in rank 0's "
+            "host memory, through gloo"
+        )
 
 
 def _words(spans: Sequence[Span]) -> str:

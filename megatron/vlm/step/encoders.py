@@ -36,6 +36,8 @@ class Encoders:
     group: dist.ProcessGroup
     trained: frozenset[str]
     """Encoders of which anything is trained: their features need a gradient."""
+    items_per_pass: Mapping[str, int]
+    """Items that run through each encoder at once, at most."""
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before a step."""
@@ -50,8 +52,16 @@ class Encoders:
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Features of all items of a micro-batch by encoder, without an exchange."""
-        return self.stage.encode(batch)
+        """Features of all items of a micro-batch by encoder, without an exchange.
+
+        They run in passes as those of training, which is what there is memory for.
+        """
+        features = {}
+        for name, encoder in self.stage.model_config.encoders.items():
+            parts = batch.split_items(encoder.feature, self.items_per_pass[name])
+            passes = [self.stage.encode(part, only=name)[name] for part in parts]
+            features[name] = torch.cat(passes) if len(passes) > 1 else passes[0]
+        return features
 
 
 Slices = Mapping[str, slice]
@@ -74,21 +84,30 @@ class StepFeatures:
         slices: Sequence[Slices],
         gradient_slices: Sequence[Slices],
     ) -> None:
-        self._rows_RE, self._slices = rows_RE, slices
-        self._gradient_slices = gradient_slices
+        self._rows_RE: torch.Tensor | None = rows_RE
+        self._slices, self._gradient_slices = slices, gradient_slices
         self.trained = frozenset(name for one in gradient_slices[:1] for name in one)
         """Encoders whose features need a gradient."""
         rows = sum(own.stop - own.start for one in gradient_slices for own in one.values())
-        self.gradients_QE = rows_RE.new_zeros((rows, rows_RE.shape[1]))
-        """Gradients of the features of trained encoders."""
+        self._gradients_QE: torch.Tensor | None = rows_RE.new_zeros((rows, rows_RE.shape[1]))
 
     def inbox(self) -> "FeatureInbox":
         """Features of one micro-batch after the other."""
+        assert self._rows_RE is not None, "before the gradients are taken"
         return FeatureInbox(self._rows_RE, self._slices)
 
     def outbox(self) -> "FeatureOutbox | None":
         """Where the gradients of one micro-batch after the other go; None without any."""
-        return FeatureOutbox(self.gradients_QE, self._gradient_slices) if self.trained else None
+        assert self._gradients_QE is not None, "before the gradients are taken"
+        return FeatureOutbox(self._gradients_QE, self._gradient_slices) if self.trained else None
+
+    def take_gradients(self) -> torch.Tensor:
+        """Gradients of the features of trained encoders, [Q, E]; nothing is left here, so that the
+        exchange of gradients has the memory of the features."""
+        gradients_QE = self._gradients_QE
+        assert gradients_QE is not None, "once, after the last backward"
+        self._rows_RE, self._gradients_QE = None, None
+        return gradients_QE
 
 
 class FeatureInbox:
@@ -143,15 +162,17 @@ class EncoderStep:
     def forward(self) -> StepFeatures | None:
         """Encode this rank's share; returns its pipeline's features where tokens are embedded."""
         route = self._shares.route
-        rows = [self._encode(planned) for planned in self._shares.passes]
-        self._clock.switch(Phase.EXCHANGE)
-        made_SE = torch.cat([self._no_rows(), *rows])
-        rows.clear()
-        leaving_SE = _sliced(made_SE, route.sent_slices)
+        # What the plan counts is alive at once (`encoder_room`): nothing has a name for longer
+        # than it is needed.
+        leaving_SE = _sliced(self._encoded(), route.sent_slices)
         arrived_PE = self._exchanged(leaving_SE, route.sent, route.received)
+        del leaving_SE
         if self._shares.ranks.number not in self._shares.ranks.embedding_numbers:
             return None
-        rows_RE = _gathered(_sliced(arrived_PE, route.received_slices), route.parts)
+        part_PE = _sliced(arrived_PE, route.received_slices)
+        del arrived_PE
+        rows_RE = _gathered(part_PE, route.parts)
+        del part_PE
         return StepFeatures(rows_RE, self._shares.slices(), self._trained.slices())
 
     def backward(self, features: StepFeatures | None) -> None:
@@ -161,14 +182,23 @@ class EncoderStep:
         route, back_PE = self._trained.route, self._no_rows()
         self._clock.switch(Phase.EXCHANGE)
         if features is not None:
-            back_PE = _restored(_own_part(features.gradients_QE, route), route.received_slices)
-        leaving_SE = self._exchanged(back_PE, route.received, route.sent)
-        gradients_SE = _restored(leaving_SE, route.sent_slices)
+            back_PE = _restored(_own_part(features.take_gradients(), route), route.received_slices)
+        returned_SE = self._exchanged(back_PE, route.received, route.sent)
+        del back_PE
+        gradients_SE = _restored(returned_SE, route.sent_slices)
+        del returned_SE
         start = 0
-        for made in self._made:
+        self._made.reverse()
+        while self._made:
+            made = self._made.pop()
             self._differentiate(made, gradients_SE[start : start + made.rows])
             start += made.rows
-        self._made.clear()
+
+    def _encoded(self) -> torch.Tensor:
+        """Rows of all passes of this rank, in their order, [S, E]."""
+        rows = [self._encode(planned) for planned in self._shares.passes]
+        self._clock.switch(Phase.EXCHANGE)
+        return torch.cat([self._no_rows(), *rows])
 
     def _encode(self, planned: EncoderPass) -> torch.Tensor:
         """Run a pass; returns its features, without a graph."""
@@ -232,9 +262,13 @@ def _gathered(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
     if len(parts) == 1 or not most:
         return part_PE
     every = part_PE.new_empty((len(parts) * most, part_PE.shape[1]))
-    padded = F.pad(part_PE, (0, 0, 0, most - len(part_PE)))
+    is_even = min(parts) == most
+    padded = part_PE if is_even else F.pad(part_PE, (0, 0, 0, most - len(part_PE)))
     group = parallel_state.get_tensor_model_parallel_group()
     dist.all_gather_into_tensor(every, padded, group=group)
+    if is_even:
+        return every
+    del padded
     return torch.cat([every[i * most :][:rows] for i, rows in enumerate(parts)])
 
 

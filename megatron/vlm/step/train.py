@@ -268,8 +268,16 @@ def _build_encoders(
         for kind in unit_kinds(plan.model)
         if kind.tower != LANGUAGE and kind.part not in plan.frozen
     )
+    assert plan.beside is not None, "encoders stand beside the pipeline"
+    encoders = Encoders(
+        stage=stage,
+        model=None,
+        group=group,
+        trained=trained,
+        items_per_pass=plan.beside.items_per_pass,
+    )
     if not trained:
-        return Encoders(stage=stage, model=None, group=group, trained=trained), []
+        return encoders, []
     # Nothing else is to be done while their gradients are summed, or their weights gathered.
     exchange = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
@@ -282,8 +290,7 @@ def _build_encoders(
         host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         for one in chained.chained_optimizers:
             one.data_parallel_group_gloo = host  # which core makes for its own groups alone
-    encoders = Encoders(stage=stage, model=model, group=group, trained=trained)
-    return encoders, chained.chained_optimizers
+    return replace(encoders, model=model), chained.chained_optimizers
 
 
 def _optimizer_config(

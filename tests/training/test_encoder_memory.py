@@ -1,0 +1,184 @@
+"""Memory of encoders beside the pipeline: features and gradients alive at once, as planned, and
+passes of held-out packs."""
+
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from beside import beside_plan, own_stream
+from ranks import run_ranks
+from test_beside_training import Case, model_of_case
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toy import OPTIONS, toy_batch, toy_model
+
+from megatron.vlm.model.encoding_groups import create_encoding_group
+from megatron.vlm.step.clock import PhaseClock
+from megatron.vlm.step.encoders import Encoders, EncoderStep
+from megatron.vlm.step.train import build_trainer
+from omnibal.cost.beside import EncoderCost, EncodersCost
+from omnibal.cost.shaped_rates import Line
+from omnibal.dispatch.items import shares_of_ranks
+from omnibal.pipeline.beside import ItemShares, encoder_room
+
+WIDTH = 512
+TILES = [[31, 8], [14, 23, 6]]
+"""Of each pack of each data-parallel rank."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Most bytes at once of the storages of all tensors that are made meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.peak = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(one) for one in tree_leaves(out) if torch.is_tensor(one)]
+        alive = [one for one in (made() for made in self.made) if one is not None]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in alive}
+        self.peak = max(self.peak, sum(one.nbytes() for one in storages.values()))
+        return out
+
+
+class Rows:
+    """An encoder that makes features of nothing, and keeps nothing for its backward."""
+
+    def __init__(self, model):
+        self.model_config, self.config = model, SimpleNamespace(params_dtype=torch.float32)
+        self.weight_E = torch.ones(model.language.hidden_size, requires_grad=True)
+
+    def encode(self, batch, only):
+        rows = batch.tiles * self.model_config.encoders[only].tokens_per_item
+        return {only: self.weight_E.expand(rows, -1) + 1}
+
+
+def peak_of_a_step(links, plan, packs):
+    """Bytes at once of features and gradients on this rank; and the weight's gradient."""
+    stage = Rows(plan.model)
+    encoders = Encoders(
+        stage=stage,
+        model=None,
+        group=create_encoding_group(plan),
+        trained=frozenset() if "vision" in plan.frozen else frozenset({"vision"}),
+        items_per_pass=plan.beside.items_per_pass,
+    )
+    batches = own_stream(plan, packs)
+    with LiveBytes() as live:
+        step = EncoderStep(encoders, batches, PhaseClock())
+        features = step.forward()
+        if features is not None:
+            inbox, outbox = features.inbox(), features.outbox()
+            for _ in batches.shapes:
+                taken = inbox.take()
+                if outbox is not None:
+                    # A micro-batch's own gradients are the pipeline's, and not counted here.
+                    outbox.put({name: torch.ones(()).expand_as(taken[name]) for name in taken})
+                del taken
+            del inbox, outbox
+        step.backward(features)
+    return live.peak, None if stage.weight_E.grad is None else float(stage.weight_E.grad.sum())
+
+
+def planned_bytes(plan):
+    """What the plan counts for rows, of an encoder whose layers take no memory."""
+    vision = plan.model.encoders["vision"]
+    nothing = np.zeros(2)
+    row_bytes = 4.0 * plan.model.language.hidden_size
+    is_trained = "vision" not in plan.frozen
+    one = EncoderCost(
+        feature="tiles", forward_ms=nothing, backward_ms=nothing, again_ms=nothing,
+        kept_bytes=nothing, working_bytes=np.zeros((2, 2)), input_bytes=0.0,
+        feature_bytes=vision.tokens_per_item * row_bytes, is_trained=is_trained,
+    )  # fmt: skip
+    line = Line(fixed_ms=0.0, each_ms=0.0)
+    cost = EncodersCost(
+        encoders={"vision": one}, weights_bytes=0.0, gradients_bytes=0.0, optimizer_bytes=0.0,
+        gather_ms=0.0, reduction_ms=0.0, update_ms=0.0, within_node=line, between_nodes=line,
+        tensor=line, peer_bytes=0.0, parallel=plan.parallel, gpus_per_node=4,
+    )  # fmt: skip
+    held = [sum(tiles) for tiles in TILES[: plan.parallel.data]]
+    shared = {"vision": np.array(held).reshape(-1, plan.beside.pipelines)}
+    encoded = shares_of_ranks(
+        shared, ranks_of_pipeline=cost.ranks_of_pipeline, item_ms=plan.beside.item_ms
+    )
+    shares = ItemShares(
+        steps=np.arange(1), pipelines=plan.beside.pipelines, held=shared, encoded=encoded
+    )
+    room = encoder_room(shares, cost, plan.beside)
+    # A pass of one item, its gradient, and rows that tensor-parallel ranks' parts are padded with.
+    slack = (3 * vision.tokens_per_item + 3 * plan.parallel.tensor) * row_bytes
+    return room.features + room.phase, slack
+
+
+PLACES = {
+    "dp2": ({"data": 2}, 2, ()),
+    "tp2": ({"tensor": 2}, 1, ()),
+    "pp2-tp2": ({"tensor": 2}, 1, ()),
+    "tp2-dp2": ({"tensor": 2, "data": 2}, 2, ()),
+    "pp2-dp2-frozen": ({"data": 2}, 2, ("vision", "projector")),
+    "tp2-dp2-frozen": ({"tensor": 2, "data": 2}, 1, ("vision", "projector")),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_features_and_gradients_at_once_are_those_planned(name):
+    """Prevents: a plan that runs out of memory in an exchange, as a tensor that is done with is
+    still there."""
+    sizes, pipelines, frozen = PLACES[name]
+    model = toy_model()
+    language = model.language.model_copy(update={"hidden_size": WIDTH})
+    cuts = (2,) if name.startswith("pp2") else ()
+    plan = beside_plan(
+        model.model_copy(update={"language": language}), cuts, pipelines=pipelines, per_pass=1,
+        kept=9, frozen=frozen, **sizes,
+    )  # fmt: skip
+    packs = packs_of(plan)
+    ranks = run_ranks(plan.parallel, peak_of_a_step, plan, packs)
+    planned, slack = planned_bytes(plan)
+    assert max(peak for peak, _ in ranks) <= planned + slack
+    assert slack < 0.1 * planned
+    rows = sum(batch.tiles for batch in packs) * model.encoders["vision"].tokens_per_item
+    if not frozen:  # every row's gradient of ones came back once
+        assert sum(total for _, total in ranks) == rows * WIDTH
+
+
+def packs_of(plan):
+    """Packs of `TILES`, dealt to data-parallel ranks in turn; a rank may have one less."""
+    data = plan.parallel.data
+    slots = max(map(len, TILES[:data]))
+    filled = [tiles + [0] * (slots - len(tiles)) for tiles in TILES[:data]]
+    tiles = [filled[rank][slot] for slot in range(slots) for rank in range(data)]
+    return [toy_batch(plan.model, [(count, 5)], seed=i) for i, count in enumerate(tiles)]
+
+
+def encoded_whole_and_in_passes(links, plan):
+    """Features of a pack at once and in passes; items of every forward of each encoder."""
+    encoders = build_trainer(plan, links, OPTIONS, steps=1, seed=3, can_save=False).encoders
+    seen = {name: [] for name in plan.model.encoders}
+    for name, items in seen.items():
+        layer = encoders.stage.encoders[name].layers.layers[0]
+        layer.register_forward_hook(lambda *call, items=items: items.append(call[1][0].shape[1]))
+    features = []
+    for samples in ([(5, 9, 2), (2, 4, 0)], [(0, 6, 0)], [(3, 4, 0)]):
+        batch = toy_batch(plan.model, samples, seed=1)
+        whole = {"vision": 99, "audio": 99}
+        one = replace(encoders, items_per_pass=whole).encode(batch)
+        features.append((one, encoders.encode(batch)))
+    return features, seen
+
+
+def test_held_out_packs_are_encoded_in_the_passes_of_training():
+    """Prevents: validation that runs out of memory where training does not."""
+    plan = beside_plan(model_of_case(Case({}, audio=True)), per_pass=3)
+    [(features, seen)] = run_ranks(plan.parallel, encoded_whole_and_in_passes, plan)
+    for whole, in_passes in features:
+        assert list(whole) == list(in_passes) == ["vision", "audio"]
+        for name, expected in whole.items():
+            torch.testing.assert_close(in_passes[name], expected, rtol=1e-5, atol=1e-6)
+    assert [count for count in seen["vision"] if count] == [7, 3, 3, 1, 3, 3]
+    assert max(seen["audio"]) <= 3
