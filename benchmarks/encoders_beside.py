@@ -55,9 +55,9 @@ from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 from omnibal.planner import prediction_of
 
-RANKS, SLOTS, SAMPLES_OF_PACK = 4, 1, 8
-TOKENS = 1_024
-ITEMS = {"text": (0, 0), "tiles": (48, 0), "clips": (0, 32)}
+RANKS, SLOTS, SAMPLES_OF_PACK = 4, 1, 16
+TOKENS = 2_048
+ITEMS = {"text": (0, 0), "tiles": (96, 0), "clips": (0, 64)}
 """Tiles and clips of a pack of each kind."""
 SHARES = {"text": 0.5, "tiles": 0.25, "clips": 0.25}
 """How often a pack is of each kind."""
