@@ -2,11 +2,12 @@
 
     python benchmarks/encoders_beside.py [--rounds 24]
 
-Four data-parallel processes train a small model with a vision and an audio encoder on packs of
-equally many tokens, half of them of text alone, the others of many tiles or of long recordings,
-dealt at random. In one way the encoders are units of each process's one stage; in the other they
-stand beside it, and the four share all items of a step. Both start from the same weights and take
-turns, step by step; the first rounds do not count.
+Four data-parallel processes train a small model with a vision and an audio encoder, each on one
+pack a step, as where nothing is accumulated. Packs have equally many tokens, half of them of text
+alone, the others of many tiles or of long recordings, dealt at random. In one way the encoders are
+units of each process's one stage; in the other they stand beside it, and the four share all items
+of a step. Both start from the same weights and take turns, step by step; the first rounds do not
+count.
 
 The prediction is the product's: costs fitted to a profile that is measured in between by as many
 processes at once, exchanges at measured rates, and the very steps that were run, simulated.
@@ -23,8 +24,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from levels import mean_rates
+from own_cores import own_cores
 from rich.console import Console
 
 from megatron.vlm.backend import prepare_megatron_core
@@ -54,9 +55,9 @@ from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 from omnibal.planner import prediction_of
 
-RANKS, SLOTS, SAMPLES_OF_PACK = 4, 2, 4
-TOKENS = 512
-ITEMS = {"text": (0, 0), "tiles": (24, 0), "clips": (0, 16)}
+RANKS, SLOTS, SAMPLES_OF_PACK = 4, 1, 16
+TOKENS = 2_048
+ITEMS = {"text": (0, 0), "tiles": (96, 0), "clips": (0, 64)}
 """Tiles and clips of a pack of each kind."""
 SHARES = {"text": 0.5, "tiles": 0.25, "clips": 0.25}
 """How often a pack is of each kind."""
@@ -65,11 +66,9 @@ ROUNDS_PER_PROFILE = 3
 """Steps of each way between two rounds of the profiler."""
 BAR = 0.1
 """Largest error of a prediction."""
-PERIOD_US = 4_000
 _SIZES = MeasuredSizes(
     rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 14, 1 << 18, 1 << 21)
 )
-_GROUPS = Path("/sys/fs/cgroup/cpu")
 
 _LAYERS = {"hidden_size": 128, "heads": 4, "ffn_hidden_size": 512, "qkv_bias": True}
 MODEL = ModelConfig(
@@ -117,7 +116,7 @@ def plan_of(*, beside: bool) -> Plan:
     """One stage on each of the ranks, with or without the encoders."""
     groups = EncodersBeside(
         pipelines=RANKS,
-        items_per_pass={"vision": 24, "audio": 16},
+        items_per_pass={"vision": 48, "audio": 32},
         kept_items=dict.fromkeys(MODEL.encoders, 2**20),
         item_ms={"vision": 1.0, "audio": 1.2},
     )
@@ -248,31 +247,11 @@ def _items(pack: MicroBatch, run: ItemRun, feature: str) -> MicroBatch:
     )
 
 
-@contextmanager
-def own_cores(rank: int) -> Iterator[bool]:
-    """Give this process an equal part of the cores; yields whether the system lets it."""
-    group = _GROUPS / f"encoders_beside_{os.getppid()}_{rank}"
-    quota_us = PERIOD_US * len(os.sched_getaffinity(0)) // RANKS
-    try:
-        group.mkdir()
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        (_GROUPS / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
-
-
 def run_rank(rank: int, rounds: int, folder: Path) -> None:
     """Take turns of both ways on one rank; its outcome goes into the folder."""
     launch = Launch(rank=rank, world_size=RANKS, local_rank=rank)
     plans = {"own": plan_of(beside=False), "beside": plan_of(beside=True)}
-    with own_cores(rank) as is_device:
+    with own_cores(rank, RANKS) as is_device:
         links = initialize_distributed(
             launch, plans["own"].parallel, seed=1, init_method=f"file://{folder / 'store'}"
         )

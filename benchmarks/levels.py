@@ -12,8 +12,9 @@ median, in three ways that take turns, step by step, within one set of processes
 
 All start from the same weights and see the same texts; steps have equally many tokens. The
 prediction is the product's: costs fitted to a profile that is measured in between, by as many
-processes at once, exchanges at measured rates, and the very steps that were run, simulated. The
-processes share the machine's cores; those rounds count in which other programs took least. Core
+processes at once, exchanges at measured rates, and the very steps that were run, simulated. Each
+process has an equal part of the machine's cores where the system can give it one
+(`own_cores.py`), else they share them; those rounds count in which other programs took least. Core
 ms are of all cores, for a sample. Memory is no limit here, so the caps are given.
 """
 
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from own_cores import own_cores
 from prediction import FOREIGN_LOAD, ForeignLoad, within
 from rich.console import Console
 from scipy.stats import trim_mean
@@ -259,10 +261,9 @@ def steps_of_rank(
         )
 
 
-def run_ways(folder: Path, rounds: int, patience_s: float) -> dict[str, Outcome]:
+def run_ways(folder: Path, rounds: int, patience_s: float, launch: Launch) -> dict[str, Outcome]:
     """Profile and train all ways in turns; collective over the processes."""
     torch.set_num_threads(1)
-    launch = Launch.from_environment()
     links = initialize_distributed(launch, Parallel(pipeline=1, data=RANKS), seed=0)
     tokenizer = open_tokenizer(folder / "tokenizer.json")
     annotations = Annotations.open(folder / "meta.json")
@@ -379,8 +380,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.folder is not None:
-        outcomes = run_ways(given.folder, given.rounds, given.patience)
-        if int(os.environ["RANK"]) == 0:
+        launch = Launch.from_environment()
+        with own_cores(launch.rank, RANKS) as is_device:
+            outcomes = run_ways(given.folder, given.rounds, given.patience, launch)
+        if launch.rank == 0:
+            cores = "an equal part each" if is_device else "shared, as no control group can be made"
+            print(f"cores: {cores}")
             (given.folder / "outcome.pickle").write_bytes(pickle.dumps(outcomes))
         return
     outcomes = launch_ways(given.rounds, given.patience)
