@@ -153,10 +153,12 @@ def test_products_hold_every_weight_of_a_layer_once(name, tensor):
         vectors = projector.parameters - products_of(projector)
         # Whisper's norm is of single positions, the tiles' of those that are folded into a token.
         clips = isinstance(tower, ClipsEncoder)
-        normed = tower.hidden_size if clips else tower.projector_input_size
+        normed = width if clips else tower.projector_input_size
+        # Their positions are fixed.
+        positions = 0 if clips else tower.positions_per_item
         assert vectors == 2 * normed + h + h // tensor
         embed = encoder_embed(tower, device, features)
-        assert embed.parameters - products_of(embed) == (2 + tower.positions_per_item) * width
+        assert embed.parameters - products_of(embed) == (2 + positions) * width
 
 
 def test_costs_are_of_the_table_that_the_cluster_has():
