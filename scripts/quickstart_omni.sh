@@ -15,27 +15,7 @@ tokenizer=$data/tokenizer.model
 plan=$work/plan_$encoder
 run=$work/run_$encoder
 mkdir -p "$work"
-# A GPU, if there is one, could not hold two processes' devices: this is a job for the CPU.
-export CUDA_VISIBLE_DEVICES=
-# Two processes share two cores: one thread each, and no loader processes beside them.
-export OMP_NUM_THREADS=1
-
-# Print a command and run it.
-show() {
-    printf '\n$ %s\n' "$*"
-    "$@"
-}
-
-# The same, unless what it makes is there.
-make() {
-    local product=$1
-    shift
-    if [[ -e $product ]]; then
-        printf '\n# %s is there already\n' "$product"
-        return
-    fi
-    show "$@"
-}
+source scripts/quickstart_steps.sh
 
 make "$data" python tools/make_spoken_digits.py --output "$data" --samples 7000 --heldout-samples 400
 

@@ -60,7 +60,8 @@ def script_commands(folder: Path, *arguments: str) -> tuple[int, list[list[str]]
     programs, log = folder / "bin", folder / "started"
     (folder / "scripts").mkdir(exist_ok=True)
     programs.mkdir(exist_ok=True)
-    (folder / "scripts" / SCRIPT.name).write_text(SCRIPT.read_text())
+    for script in (SCRIPT, SCRIPT.with_name("quickstart_steps.sh")):
+        (folder / "scripts" / script.name).write_text(script.read_text())
     # `refuse` is as environment.sh has it; what makes .venv is left out.
     environment = (REPOSITORY / "scripts" / "environment.sh").read_text()
     refuse = re.search(r"^refuse\(\) \{.*?^\}", environment, re.MULTILINE | re.DOTALL)
