@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from levels import mean_rates
+from levels import COLLECTIVE_SIZES, RANKS, mean_rates, one_node
 from own_cores import own_cores
 from rich.console import Console
 
@@ -43,8 +43,7 @@ from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step
 from omnibal.beside import EncodersBeside
-from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
-from omnibal.cost.measured_sizes import MeasuredSizes
+from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.profile import Profile
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -55,7 +54,7 @@ from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
 from omnibal.planner import prediction_of
 
-RANKS, SLOTS, SAMPLES_OF_PACK = 4, 1, 16
+SLOTS, SAMPLES_OF_PACK = 1, 16
 TOKENS = 2_048
 ITEMS = {"text": (0, 0), "tiles": (96, 0), "clips": (0, 64)}
 """Tiles and clips of a pack of each kind."""
@@ -66,9 +65,6 @@ ROUNDS_PER_PROFILE = 3
 """Steps of each way between two rounds of the profiler."""
 BAR = 0.1
 """Largest error of a prediction."""
-_SIZES = MeasuredSizes(
-    rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 14, 1 << 18, 1 << 21)
-)
 
 _LAYERS = {"hidden_size": 128, "heads": 4, "ffn_hidden_size": 512, "qkv_bias": True}
 MODEL = ModelConfig(
@@ -105,11 +101,6 @@ class Outcome:
     """Whether the process had a part of the cores to itself."""
     profile: Profile
     """Costs as all ranks together measured them in between."""
-
-
-def one_node() -> ClusterConfig:
-    """This machine as one node of all processes, as exchanges are measured within it."""
-    return load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": RANKS})
 
 
 def plan_of(*, beside: bool) -> Plan:
@@ -278,7 +269,9 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
         for number in range(rounds):
             if number >= WARM_ROUNDS and number % ROUNDS_PER_PROFILE == 0:
                 profiled.append(profiler.round())
-                rates.append(measure_rates("this machine", "fp32", _SIZES, Console(quiet=True)))
+                rates.append(
+                    measure_rates("this machine", "fp32", COLLECTIVE_SIZES, Console(quiet=True))
+                )
             packs = random_step(number)
             for name, trainer in trainers.items():
                 stream = own_stream(plans[name], packs, rank)

@@ -77,7 +77,7 @@ SHORT_TOKENS = LONGEST_TOKENS // RANKS
 STEP_TOKENS = 4 * LONGEST_TOKENS
 SAMPLES = 960
 PIECES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_SIZES = MeasuredSizes(
+COLLECTIVE_SIZES = MeasuredSizes(
     rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 14, 1 << 18, 1 << 21)
 )
 _STEPS_PER_PROFILE = 4
@@ -338,7 +338,7 @@ def run_round(profiler: Profiler, ways: dict[str, Prepared]) -> Round:
     dist.all_reduce(core_ms)
     return Round(
         profiled=profiled,
-        rates=measure_rates("this machine", "fp32", _SIZES, Console(quiet=True)),
+        rates=measure_rates("this machine", "fp32", COLLECTIVE_SIZES, Console(quiet=True)),
         epoch_ms=dict(zip(ways, sums[:, 0].tolist(), strict=True)),
         core_ms=dict(zip(ways, core_ms.tolist(), strict=True)),
         loss={name: float(np.mean([one[2] for one in each])) for name, each in trained.items()},
