@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from omnibal.config import LayerKind, ModelConfig
+from omnibal.config import ModelConfig
 from omnibal.cost.context import exchange_mistake
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
@@ -14,6 +14,7 @@ from omnibal.data.shares import shares_of
 from omnibal.data.steps import steps_of
 from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.errors import UserError
+from omnibal.layers import LayerKind
 from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories

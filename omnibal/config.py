@@ -24,6 +24,7 @@ from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, Encoder, TilesEncoder,
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
+from omnibal.layers import LayerKind, LayerRun
 from omnibal.rates import Rates
 
 Precision = Literal["fp32", "bf16"]
@@ -37,52 +38,6 @@ ChatTemplate = Literal[
 Llama 3.1 and Qwen2.5 were tuned with."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
-
-
-class ExpertsConfig(Frozen):
-    """Mixture of experts in place of a layer's feed-forward: a router, and SwiGLU experts."""
-
-    experts: Annotated[int, Field(ge=2, le=2**16)]
-    experts_per_token: Count
-    ffn_hidden_size: Width = Field(description="of one expert")
-    shared_ffn_hidden_size: Width | None = Field(
-        default=None, description="of what every token passes besides; left out: there is none"
-    )
-
-    @model_validator(mode="after")
-    def _no_more_than_there_are(self) -> "ExpertsConfig":
-        if self.experts_per_token > self.experts:
-            raise ValueError(
-                f"experts_per_token {self.experts_per_token} must not exceed experts {self.experts}"
-            )
-        return self
-
-
-class LayerKind(Frozen):
-    """Attention and feed-forward of a language layer, where they differ from the whole model's."""
-
-    window: Count | None = Field(
-        default=None, description="tokens that each attends back to; left out: all of its sample"
-    )
-    experts: ExpertsConfig | None = Field(default=None, description="left out: dense feed-forward")
-
-    @property
-    def name(self) -> str:
-        """Name of this kind of layer, such as "language_layer_window1024"."""
-        window = "" if self.window is None else f"_window{self.window}"
-        experts = "" if self.experts is None else f"_experts{self.experts.experts}"
-        return f"language_layer{window}{experts}"
-
-
-class LayerRun(LayerKind):
-    """Run of equal layers."""
-
-    layers: Layers
-
-    @property
-    def kind(self) -> LayerKind:
-        """The kind of all of its layers."""
-        return LayerKind(window=self.window, experts=self.experts)
 
 
 class RopeScaling(Frozen):
@@ -113,15 +68,35 @@ _VOCABULARY_MULTIPLE = 128
 
 
 class LanguageConfig(Frozen):
-    """InternLM2, Llama or Qwen2: RMSNorm, grouped-query attention, RoPE, SwiGLU."""
+    """Decoder of RMSNorm, RoPE, gated feed-forwards, and attention as its layers' kinds say."""
 
     layers: Layers
     hidden_size: Width
     heads: Width
     kv_heads: Width
+    head_size: Width | None = Field(
+        default=None,
+        exclude_if=lambda size: size is None,
+        description="left out: hidden_size / heads",
+    )
     ffn_hidden_size: Width
     vocab_size: Width
     qkv_bias: bool = False
+    qk_norm: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)",
+    )
+    output_gate: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="gate of attention's output, made of the layer's input (Qwen3.5)",
+    )
+    post_norms: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="a norm after each block too (Gemma 3)",
+    )
     norm_eps: PositiveFloat = 1e-5
     rope_base: Annotated[int, Field(ge=1, le=10**15)] = 1_000_000
     max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
@@ -139,11 +114,22 @@ class LanguageConfig(Frozen):
     tied_head: bool = Field(
         default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
     )
+    prediction_layers: Annotated[int, Field(ge=0, le=16)] = Field(
+        default=0,
+        exclude_if=lambda layers: not layers,
+        description="layers of multi-token prediction behind the last one, trained with the head "
+        "(DeepSeek-V3, arXiv 2412.19437, section 2.2)",
+    )
     runs: tuple[LayerRun, ...] = Field(
         default=(),
         description="runs of layers of other kinds, repeated until there are `layers`; left out: "
         "all have full attention and a dense feed-forward",
     )
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head of q, of k and of v."""
+        return self.head_size or self.hidden_size // self.heads
 
     def words_of_rank(self, tensor: int) -> int:
         """Words of the vocabulary, with padding, that each of `tensor` parallel ranks holds."""
@@ -151,11 +137,13 @@ class LanguageConfig(Frozen):
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "LanguageConfig":
-        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+        if self.head_size is None and self.hidden_size % self.heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, "
-                f"and heads a multiple of kv_heads {self.kv_heads}"
+                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, or "
+                "head_size given"
             )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         return self
 
     @model_validator(mode="after")

@@ -165,6 +165,86 @@ class ClipsEncoder(EncoderLayers):
         return self.hidden_size * self.positions_per_token
 
 
+class ImagesEncoder(EncoderLayers):
+    """Vision transformer over images at their native resolution, as Qwen2-VL and later have it.
+
+    An image is resized to whole cells of `merge_size` x `merge_size` patches, by `resize`, and
+    every cell becomes one token, which is the item. Positions attend within their image, or frame
+    of a video; those of windowed layers within their window.
+    """
+
+    feature: ClassVar[str] = "image_tokens"
+
+    kind: Literal["images"] = "images"
+    patch_size: Annotated[int, Field(ge=1, le=65_536)]
+    merge_size: Annotated[int, Field(ge=1, le=256)] = 2
+    frames_per_patch: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="neighbouring frames of a video in a patch; an image is repeated"
+    )
+    head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
+    gated: bool = Field(default=False, description="whether feed-forwards have a gate (SwiGLU)")
+    bias: bool = Field(default=True, description="of all linears but q, k and v")
+    learned_positions: Annotated[int, Field(ge=0, le=2**24)] = Field(
+        default=0, description="learned embeddings, interpolated to an image; 0: RoPE alone"
+    )
+    window_pixels: Count | None = Field(
+        default=None, description="side of an attention window; left out: all layers attend fully"
+    )
+    full_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="layers that attend to all of their image despite window_pixels"
+    )
+    deepstack_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(),
+        description="layers whose outputs a projector of their own takes to the first language "
+        "layers, one each (Qwen3-VL)",
+    )
+    projector: Literal["mlp", "pooled", "gated"] = Field(
+        default="mlp",
+        description="mlp: cells folded, two products; pooled: cells averaged, one product "
+        "(Gemma 3); gated: a product that folds, then a gated MLP (GLM-4.5V)",
+    )
+    projector_hidden_size: Width | None = Field(
+        default=None, description="inside the projector; left out: the width of a folded cell"
+    )
+    min_pixels: Count = 56 * 56
+    max_pixels: Count = 28 * 28 * 1280
+    resize: Literal["smart", "fixed", "padded"] = Field(
+        default="smart",
+        description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
+        "fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and padded to "
+        "whole cells (Kimi-VL)",
+    )
+
+    @model_validator(mode="after")
+    def _layers_are_there(self) -> "ImagesEncoder":
+        for name, layers in (
+            ("full_layers", self.full_layers),
+            ("deepstack_layers", self.deepstack_layers),
+        ):
+            if any(layer >= self.layers for layer in layers) or len(set(layers)) < len(layers):
+                raise ValueError(f"{name} {layers} must be different layers below {self.layers}")
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} must not exceed max_pixels {self.max_pixels}"
+            )
+        return self
+
+    @property
+    def positions_per_item(self) -> int:
+        """Patches of a cell."""
+        return self.merge_size**2
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Language tokens of a cell: one."""
+        return 1
+
+    @property
+    def projector_input_size(self) -> int:
+        """Width of a cell before the projector's first product."""
+        return self.hidden_size * self.merge_size**2
+
+
 Encoder = Annotated[TilesEncoder | ClipsEncoder, Field(discriminator="kind")]
 """Any kind of encoder; a new kind joins here, told apart by its `kind`."""
 _CLASSES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])

@@ -24,12 +24,29 @@ class Parallel(Frozen):
     data: Size = 1
     sequence_parallel: bool = False
     """Megatron sequence parallelism for the language model."""
+    expert: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
+    """Neighbouring ranks of a stage, of its tensor and data ranks, that share out the experts of a
+    layer. An expert is never divided: Megatron's expert tensor-parallel size is 1."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallel":
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel needs a tensor size of at least 2")
         return self
+
+    @model_validator(mode="after")
+    def _expert_divides_a_stage(self) -> "Parallel":
+        if self.tensor * self.data % self.expert:
+            raise ValueError(
+                f"expert size {self.expert} must divide the {self.tensor * self.data} ranks of a "
+                f"stage, tensor {self.tensor} x data {self.data}"
+            )
+        return self
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks of a stage that hold the same experts, and reduce their gradients."""
+        return self.tensor * self.data // self.expert
 
     @property
     def world_size(self) -> int:

@@ -10,7 +10,8 @@ one encoder, its projector is called "projector", else "NAME_projector".
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from omnibal.config import LayerKind, ModelConfig
+from omnibal.config import ModelConfig
+from omnibal.layers import LayerKind
 from omnibal.levels import Level
 
 LANGUAGE = "language"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.config import LanguageConfig, LayerKind, ModelConfig
+from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
+from omnibal.layers import LayerKind
 from omnibal.units import attended_feature
 
 _TOKEN_ID_BYTES = 8

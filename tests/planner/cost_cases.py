@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.config import LanguageConfig, LayerRun, ModelConfig
+from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.encoders import ClipsEncoder, TilesEncoder
+from omnibal.layers import LayerRun
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
 from omnibal.units import feature_names, unit_kinds

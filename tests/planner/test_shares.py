@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, example_profile, job_spec
 
-from omnibal.config import LayerRun, load_cluster, load_model
+from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.cost.profile import ShareMeasurement, model_sha256
@@ -17,6 +17,7 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.shares import shares_of
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
+from omnibal.layers import LayerRun
 from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from omnibal.config import (
-    ExpertsConfig,
     LanguageConfig,
-    LayerRun,
     ModelConfig,
     load_cluster,
     load_model,
@@ -21,6 +19,7 @@ from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.encoders import ClipsEncoder
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.parallel import Parallel
 from omnibal.units import feature_names, model_parts, unit_kinds, unit_names
 
