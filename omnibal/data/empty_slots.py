@@ -1,8 +1,8 @@
 """Empty micro-batches: what a rank computes to join others that have a pack more in a step.
 
 Ranks that share out experts exchange tokens in every pass, so that all of them must run as many
-micro-batches. Where a step's packs do not divide evenly, ranks with fewer run empty ones after their
-last. A plan does not list these: planner and trainer find them here.
+micro-batches. Where a step's packs do not divide evenly, ranks with fewer run empty ones after
+their last. A plan does not list these: planner and trainer find them here.
 """
 
 from dataclasses import dataclass
