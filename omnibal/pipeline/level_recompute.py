@@ -59,8 +59,10 @@ class LevelFit:
         counts, levels = self.counts[stage], self.cap.table.levels
         recomputed = np.zeros((len(stage), levels, counts.shape[1]), np.int64)
         apart = self.of_kinds(stage, layers)
-        recomputed[..., layer_kinds(self.cap.table.kinds)] = apart.reshape(len(stage), levels, -1)
-        return self.cap.holds(counts, recomputed.reshape(len(stage), -1))
+        kinds = layer_kinds(self.cap.table.kinds)
+        recomputed[..., kinds] = apart.reshape(len(stage), levels, len(kinds))
+        recomputed = recomputed.reshape(len(stage), levels * counts.shape[1])
+        return self.cap.holds(counts, recomputed)
 
     def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Layers of every kind at every level, of stages [n] that recompute so many of every group
@@ -69,7 +71,7 @@ class LevelFit:
         levels = self.cap.table.levels
         of_groups = layers.reshape(len(stage), levels, len(self.alike.groups))
         apart = self.alike.apart(np.repeat(held, levels, axis=1), of_groups)
-        return apart.reshape(len(stage), -1)
+        return apart.reshape(len(stage), levels * held.shape[-1])
 
     def of_groups(self, layers: np.ndarray) -> np.ndarray:
         """Layers of every group at every level, given those of every kind [sets, levels * layer
