@@ -291,9 +291,7 @@ def check_normed_rotary(case: Case) -> None:
         qkv = case.random(tokens, groups, (per_group + 2) * size)
         weights = [case.random(size) for _ in range(2)]
         fixed = [per_group, *tables, 1e-3]
-        case.compare(
-            _normed_rotary, _eager_normed_rotary, [qkv, *weights], fixed, roundings=2
-        )
+        case.compare(_normed_rotary, _eager_normed_rotary, [qkv, *weights], fixed, roundings=2)
         promised(normed_rotary._forward, qkv, per_group, *tables, weights, 1e-3)
         query, key, rstds = normed_rotary._forward(qkv, per_group, *tables, weights, 1e-3)
         promised(normed_rotary._backward, query, key, key, qkv, *tables, weights, rstds)

@@ -184,6 +184,6 @@ class NormAndRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         qkv, cosines, sines, *weights_D, rstds_TGH = ctx.saved_tensors
-        gradients = [gradient.contiguous() for gradient in gradients]
-        of_qkv, of_weights_2D = _backward(*gradients, qkv, cosines, sines, weights_D, rstds_TGH)
+        parts = [gradient.contiguous() for gradient in gradients]
+        of_qkv, of_weights_2D = _backward(*parts, qkv, cosines, sines, weights_D, rstds_TGH)
         return of_qkv, None, None, None, *of_weights_2D, None
