@@ -56,7 +56,7 @@ from omnibal.cost.counts import (
 )
 from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
-from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.model import CostModel, ExpertRates, UnitCost
 from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
@@ -115,7 +115,7 @@ def analytic_cost(
     device = _device(cluster, parallel, precision)
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
     send = _send_line(cluster, parallel, precision)
-    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, precision)
+    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, parallel.data, precision)
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
     tied = model.language.tied_head
     return CostModel(
@@ -137,7 +137,29 @@ def analytic_cost(
         weight_gather_ms_per_parameter=exchange_ms_per_byte
         * (element_bytes if distributed_optimizer else 0),
         bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
+        expert_rates=_expert_rates(cluster, parallel, precision, device, distributed_optimizer),
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
+    )
+
+
+def _expert_rates(
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    device: Device,
+    distributed_optimizer: bool,
+) -> ExpertRates:
+    """What a trained parameter of an expert costs; as that of others, over other ranks."""
+    size, ranks = ELEMENT_BYTES[precision], parallel.expert_data
+    shards = ranks if distributed_optimizer else 1
+    state_bytes = size + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
+    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, ranks, precision)
+    return ExpertRates(
+        optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
+        optimizer_ms=2 * state_bytes / device.streamed_bytes_per_ms / shards,
+        gradient_reduction_ms=exchange_ms_per_byte
+        * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
+        weight_gather_ms=exchange_ms_per_byte * (size if distributed_optimizer else 0),
     )
 
 
@@ -201,6 +223,7 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
     memory_bytes_per_ms = cluster.memory_gb_per_s * 1e6
     rates = cluster.rates.get(precision)
     ring = _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
+    experts = _expert_line(cluster, parallel.expert, precision)
     products = rates.products if rates else ()
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
@@ -209,11 +232,33 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
         streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
         collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
         pass_ms=ring.fixed_ms,
+        expert_bytes_per_ms=1 / experts.each_ms if experts.each_ms else math.inf,
+        expert_pass_ms=experts.fixed_ms,
         kernel_ms=cluster.kernel_us / 1e3,
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         element_bytes=ELEMENT_BYTES[precision],
+        expert=parallel.expert,
     )
+
+
+def _expert_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
+    """Time of an all-to-all of `ranks` consecutive ones, and of a byte of each one's tensor.
+
+    A tensor goes in equal parts to all ranks, one of them its own. Parts within a node go beside
+    those between nodes, and the slower of the two counts; the latency is a send's, as ranks send to
+    all others at the same time.
+    """
+    if ranks == 1:
+        return Line(fixed_ms=0, each_ms=0)
+    neighbours = min(ranks, cluster.gpus_per_node)
+    within = exchange_line(cluster, neighbours, precision)
+    within_ms = within.each_ms * (neighbours - 1) / ranks
+    if ranks <= cluster.gpus_per_node:
+        return Line(fixed_ms=within.fixed_ms, each_ms=within_ms)
+    between = exchange_line(cluster, ranks, precision)
+    between_ms = between.each_ms * (ranks - neighbours) / ranks
+    return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
@@ -288,15 +333,17 @@ def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
 
 
 def _exchange_ms_per_byte(
-    cluster: ClusterConfig, parallel: Parallel, precision: Precision
+    cluster: ClusterConfig, parallel: Parallel, ranks: int, precision: Precision
 ) -> float:
-    """Ring reduce-scatter or all-gather over data-parallel ranks, per byte of the whole buffer.
+    """Ring reduce-scatter or all-gather over `ranks` of a stage, per byte of the whole buffer.
 
-    A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data. The
-    fixed time of a pass comes once a bucket of tens of millions of parameters, and is left out.
+    A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data, so that
+    both the data-parallel ones and those that hold the same experts are spread over all of the
+    stage. The fixed time of a pass comes once a bucket of tens of millions of parameters, and is
+    left out.
     """
-    share = (parallel.data - 1) / parallel.data
-    ring = _ring_line(cluster, parallel.data, parallel.tensor * parallel.data, precision)
+    share = (ranks - 1) / ranks
+    ring = _ring_line(cluster, ranks, parallel.tensor * parallel.data, precision)
     return share * ring.each_ms
 
 
@@ -401,6 +448,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         shared_bytes=one.trained * (nothing + counts.shared_bytes),
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
+        expert_parameters=counts.expert_parameters,
     )
 
 

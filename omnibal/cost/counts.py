@@ -3,6 +3,7 @@
 Vectors have one entry per feature of a micro-batch (`omnibal.units.feature_names`).
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,10 +69,17 @@ class Device:
     pass_ms: float
     """Time of a collective's pass round the ring besides that of its bytes, as measured; else 0."""
     kernel_ms: float
+    expert_bytes_per_ms: float = math.inf
+    """Bytes of routed tokens, of all ranks' experts, that an all-to-all of the expert-parallel
+    group moves per millisecond for each of its ranks; those for the rank itself count as well."""
+    expert_pass_ms: float = 0.0
+    """Time of such an all-to-all besides that of its bytes."""
     tensor: int
     sequence_parallel: bool
     """Whether the language model runs under Megatron's sequence parallelism."""
     element_bytes: int
+    expert: int = 1
+    """Ranks that share out the experts of a layer."""
 
     @property
     def whole(self) -> float:
@@ -145,6 +153,8 @@ class Counts:
     shared_bytes: np.ndarray | float = 0.0
     """Room that core makes once for all layers of a stage, where they are trained."""
     parameters: int
+    expert_parameters: int = 0
+    """Those of `parameters` that are experts'."""
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
 

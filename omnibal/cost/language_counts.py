@@ -55,7 +55,7 @@ def language_layer(
     t, size, whole = device.tensor, device.element_bytes, device.whole
     tokens = features.one("tokens")
     attended = features.one(attended_feature(kind))
-    h, feed_forward = language.hidden_size, _feed_forward(language, kind)
+    h, feed_forward = language.hidden_size, _feed_forward(language, kind, device)
     f, routed = feed_forward.used_width, feed_forward.experts_per_token * language.hidden_size
     key_value = 2 * h * language.kv_heads // language.heads
     divided = 2 * h * h + h * key_value
@@ -112,7 +112,9 @@ def language_layer(
         shared_bytes=gathered_bytes,
         parameters=2 * h
         + feed_forward.router_parameters
+        + feed_forward.expert_parameters
         + -(-(divided + 3 * h * feed_forward.held_width + biases) // t),
+        expert_parameters=feed_forward.expert_parameters,
     )
 
 
@@ -121,7 +123,7 @@ def _layer_kept(
 ) -> tuple[Kept, ...]:
     """List what a layer keeps of `tokens` [features]."""
     t, size = device.tensor, device.element_bytes
-    h, feed_forward = language.hidden_size, _feed_forward(language, kind)
+    h, feed_forward = language.hidden_size, _feed_forward(language, kind, device)
     between = tokens * device.whole
     hidden_bytes, moments_bytes = between * h * size, between * FP32_BYTES
     width = h + 2 * h * language.kv_heads // language.heads
@@ -165,27 +167,36 @@ def _layer_kept(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FeedForward:
-    """Sizes of a layer's feed-forward. All experts are on every device that holds the layer, each
-    divided over its tensor-parallel ranks: there is no expert parallelism."""
+    """Sizes of a layer's feed-forward. Expert-parallel ranks share out the experts, none of which
+    is divided; tensor-parallel ranks divide all else."""
 
     used_width: int
     """Width that a token passes."""
     held_width: int
-    """Width of all weights."""
+    """Width of all weights but the experts'."""
     experts_per_token: int
     router_parameters: int
+    expert_parameters: int
+    """Those of the experts on one device."""
 
 
-def _feed_forward(language: LanguageConfig, kind: LayerKind) -> _FeedForward:
+def _feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> _FeedForward:
     f, experts = language.ffn_hidden_size, kind.experts
     if experts is None:
-        return _FeedForward(used_width=f, held_width=f, experts_per_token=0, router_parameters=0)
+        return _FeedForward(
+            used_width=f,
+            held_width=f,
+            experts_per_token=0,
+            router_parameters=0,
+            expert_parameters=0,
+        )
     width, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size or 0
     return _FeedForward(
         used_width=experts.experts_per_token * width + shared,
-        held_width=experts.experts * width + shared,
+        held_width=shared,
         experts_per_token=experts.experts_per_token,
         router_parameters=language.hidden_size * experts.experts,
+        expert_parameters=-(-experts.experts // device.expert) * 3 * language.hidden_size * width,
     )
 
 
@@ -196,10 +207,12 @@ def _feed_forward_products(
     h, t, experts = language.hidden_size, device.tensor, kind.experts
     if experts is None:
         return _swiglu(h, language.ffn_hidden_size / t, tokens)
-    routed, shared = tokens * experts.experts_per_token, experts.shared_ffn_hidden_size
+    own, shared = tokens * device.whole, experts.shared_ffn_hidden_size
+    routed = own * experts.experts_per_token * (experts.imbalance if device.expert > 1 else 1.0)
+    held = -(-experts.experts // device.expert)
     return (
-        Product(rows=tokens, inner=h, outer=experts.experts),
-        *_swiglu(h, experts.ffn_hidden_size / t, routed, groups=experts.experts),
+        Product(rows=own, inner=h, outer=experts.experts),
+        *_swiglu(h, experts.ffn_hidden_size, routed, groups=held),
         *(_swiglu(h, shared / t, tokens) if shared else ()),
     )
 

@@ -14,12 +14,16 @@ measured profile (`omnibal.cost.profile`). Both give the types below.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.units import BESIDE_MS, HEAD, UnitKind, window_of_feature
+
+Count = TypeVar("Count", float, np.ndarray)
+"""A number of parameters, or an array of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,11 +65,39 @@ class UnitCost:
     """Parameters on this device, after tensor parallelism."""
     trained_parameters: int
     """Trained parameters on this device: all of them, or 0 where the unit is frozen."""
+    expert_parameters: int = 0
+    """Those of `parameters` that are experts', which other ranks hold too than hold the rest."""
+
+    @property
+    def trained_expert_parameters(self) -> int:
+        """Those of `trained_parameters` that are experts'."""
+        return self.expert_parameters if self.trained_parameters else 0
 
     @property
     def has_backward(self) -> bool:
         """Whether anything up to this unit is trained."""
         return bool(self.backward_ms.any())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRates:
+    """What a trained parameter of an expert costs once a step, and of memory.
+
+    Its gradient is reduced, its weight gathered and its optimizer state shared out over the ranks
+    that hold the same experts (`omnibal.parallel.Parallel.expert_data`), in buffers of their own.
+    """
+
+    optimizer_bytes: float
+    """Optimizer state on one device, after sharding."""
+    optimizer_ms: float
+    """Gradient norm, clipping and weight update."""
+    gradient_reduction_ms: float
+    weight_gather_ms: float
+
+
+_NO_EXPERTS = ExpertRates(
+    optimizer_bytes=0.0, optimizer_ms=0.0, gradient_reduction_ms=0.0, weight_gather_ms=0.0
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,11 +133,37 @@ class CostModel:
     tied_parameters: int = 0
     """Parameters on this device of the matrix that is both language embed and head. Both units
     count it, but a stage that holds both units has it once."""
+    expert_rates: ExpertRates = _NO_EXPERTS
+    """In place of the four rates per parameter above, for parameters of experts."""
 
     @property
     def levels(self) -> int:
         """Levels whose features stand side by side; see `omnibal.pipeline.level_costs`."""
         return self.features.count(self.features[0])
+
+    def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
+        """Bytes of optimizer state of trained parameters of one device, or of arrays of them.
+
+        Args:
+            of_experts: those of `trained` that are experts'.
+        """
+        each = self.optimizer_bytes_per_parameter
+        return _total(trained, of_experts, each, self.expert_rates.optimizer_bytes)
+
+    def update_ms(self, trained: Count, of_experts: Count) -> Count:
+        """Time of gradient norm, clipping and update, without what is fixed; as above."""
+        each = self.optimizer_ms_per_parameter
+        return _total(trained, of_experts, each, self.expert_rates.optimizer_ms)
+
+    def reduction_ms(self, trained: Count, of_experts: Count) -> Count:
+        """Time of gradient reduction; as above."""
+        each = self.gradient_reduction_ms_per_parameter
+        return _total(trained, of_experts, each, self.expert_rates.gradient_reduction_ms)
+
+    def gather_ms(self, trained: Count, of_experts: Count) -> Count:
+        """Time to gather new weights; as above."""
+        each = self.weight_gather_ms_per_parameter
+        return _total(trained, of_experts, each, self.expert_rates.weight_gather_ms)
 
     @property
     def tied_trained_parameters(self) -> int:
@@ -123,6 +181,10 @@ class CostModel:
             return 0.0
         gradient_bytes = self.gradient_bytes_per_parameter * self.tied_trained_parameters
         return 2 * self.link_latency_ms + self.link_ms_per_byte * gradient_bytes
+
+
+def _total(trained: Count, of_experts: Count, each: float, each_of_expert: float) -> Count:
+    return (trained - of_experts) * each + of_experts * each_of_expert
 
 
 def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:

@@ -211,18 +211,28 @@ def fitted_cost(
     if profile.optimizer:
         fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
         # Each data-parallel rank updates its own share.
+        experts = replace(cost.expert_rates, optimizer_ms=rate / parallel.expert_data)
         cost = replace(
-            cost, optimizer_ms_fixed=fixed, optimizer_ms_per_parameter=rate / parallel.data
+            cost,
+            optimizer_ms_fixed=fixed,
+            optimizer_ms_per_parameter=rate / parallel.data,
+            expert_rates=experts,
         )
     if profile.links and parallel.world_size <= cluster.gpus_per_node:
         line = link_line(profile)
         slower = line.each_ms / cost.link_ms_per_byte
+        experts = replace(
+            cost.expert_rates,
+            gradient_reduction_ms=cost.expert_rates.gradient_reduction_ms * slower,
+            weight_gather_ms=cost.expert_rates.weight_gather_ms * slower,
+        )
         cost = replace(
             cost,
             link_latency_ms=line.fixed_ms,
             link_ms_per_byte=line.each_ms,
             gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * slower,
             weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * slower,
+            expert_rates=experts,
         )
     return cost
 

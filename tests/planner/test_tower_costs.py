@@ -86,6 +86,30 @@ def test_experts_have_their_published_parameters_and_are_used_in_part():
     assert flops / 6 + embedding == pytest.approx(12.88e9, rel=2e-3)
 
 
+def test_ranks_share_out_whole_experts_and_their_state():
+    """Prevents experts that tensor-parallel ranks divide, that every rank holds in spite of expert
+    parallelism, or whose gradients and state go over ranks with other experts."""
+    model, all_experts = ModelConfig(name="mixtral", language=MIXTRAL), 8 * 3 * 4096 * 14336
+    sizes = {"pipeline": 1, "tensor": 2, "sequence_parallel": True, "data": 8}
+    for expert in (1, 2, 8):
+        cost = analytic_cost(model, CLUSTER, Parallel(**sizes, expert=expert), "bf16")
+        layer = cost.units["language_layer_experts8"]
+        assert layer.expert_parameters == all_experts // expert
+        assert layer.trained_expert_parameters == layer.expert_parameters
+        assert cost.expert_rates.optimizer_bytes == 12 * expert / 16
+        # 2 x 8 ranks are more than a node's.
+        of_buffer = (16 / expert - 1) / (16 / expert)
+        between = of_buffer / (CLUSTER.inter_node_gb_per_s * 1e6 * CLUSTER.link_efficiency)
+        assert cost.expert_rates.gradient_reduction_ms == pytest.approx(4 * between)
+        assert cost.expert_rates.weight_gather_ms == pytest.approx(2 * between)
+        trained = np.array([10.0, 7.0])
+        others = (trained - 3) * cost.optimizer_bytes_per_parameter
+        found = cost.optimizer_bytes(trained, np.full(2, 3.0))
+        assert found == pytest.approx(others + 3 * cost.expert_rates.optimizer_bytes)
+    frozen = analytic_cost(model, CLUSTER, Parallel(**sizes), "bf16", ("language",))
+    assert not frozen.units["language_layer_experts8"].trained_expert_parameters
+
+
 def test_a_window_costs_the_pairs_within_it():
     """Prevents attention that is paid for beyond its window, or not at all."""
     window, tokens = 5, (1, 4, 5, 6, 19)
