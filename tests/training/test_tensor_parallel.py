@@ -57,7 +57,7 @@ def batches_of(model, number, packs):
     for index, pack in enumerate(packs):
         batch = toy_batch(model, pack, seed=100 * number + index)
         weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
-        yield replace(batch, loss_weights_L=weights)
+        yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
 def train_steps(links, plan, steps, load=None, save=None, first=0):
@@ -84,19 +84,29 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
 
 def gather_gradients(model):
     """Each data-parallel rank has only its share of the summed gradients; now all have all."""
-    group = parallel_state.get_data_parallel_group()
-    for buffer in model.buffers:
-        for bucket in buffer.buckets:
+    groups = (
+        (model.buffers, parallel_state.get_data_parallel_group()),
+        (model.expert_parallel_buffers, parallel_state.get_expert_data_parallel_group()),
+    )
+    for buffers, group in groups:
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def by_name(stage, value):
-    return {
+    """Tensors of this rank by global name; of experts those of all expert-parallel ranks."""
+    group = parallel_state.get_expert_model_parallel_group()
+    found = {
         global_parameter_name(stage, name): value(parameter).detach().clone()
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     }
+    for name, own in found.items():
+        if ".experts." in name:
+            found[name] = own.new_empty((len(own) * group.size(), *own.shape[1:]))
+            dist.all_gather_into_tensor(found[name], own, group=group)
+    return found
 
 
 def run(plan, *arguments, **options):
@@ -118,7 +128,7 @@ DIVIDED_AXIS = {
 
 
 def axis_of(name):
-    if name.startswith(("projector.norm.", "vision_embedding.")):
+    if name.startswith(("projector.norm.", "vision_embedding.")) or ".experts." in name:
         return None
     [axis] = [axis for end, axis in DIVIDED_AXIS.items() if name.endswith(end)] or [None]
     return axis

@@ -82,6 +82,8 @@ class MicroBatch:
     """Tokens of each sample, or of each piece of a share, in order; they add up to `tokens`."""
     level: int = 0
     """Level of the pack, by which layers are recomputed."""
+    loss_weight: float = 0.0
+    """Sum of the weights of its loss tokens, by their planned counts; known on every stage."""
     share: Share | None = None
     """This rank's share of the pack; None where it has all of it."""
     pixels_TCPP: torch.Tensor | None = None
