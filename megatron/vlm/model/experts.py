@@ -92,9 +92,7 @@ class Router(TopKRouter):
 class StackedLinear(torch.nn.Module):
     """Weights of one product of all experts of a rank, [X, O, I]."""
 
-    def __init__(
-        self, experts: int, outputs: int, inputs: int, config: TransformerConfig
-    ) -> None:
+    def __init__(self, experts: int, outputs: int, inputs: int, config: TransformerConfig) -> None:
         super().__init__()
         shape = (experts, outputs, inputs)
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
