@@ -111,12 +111,19 @@ def model_obstacle(model: ModelConfig) -> str | None:
         for name, tower in model.encoders.items()
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
+    language = model.language
+    parts = {
+        "gates of attention's output": language.output_gate,
+        "norms after blocks": language.post_norms,
+        "layers of multi-token prediction": bool(language.prediction_layers),
+    }
     foreign = encoders + _foreign_layers(model)
+    foreign += [part for part, has in parts.items() if has]
     if not foreign:
         return None
     return (
         "the trainer has an encoder vision of tiles, one audio of clips, full attention, and in "
-        "all layers dense feed-forwards or a mixture of experts as Qwen3's; "
+        "all layers dense feed-forwards or Qwen3's mixture of experts, behind one norm each; "
         f"{model.name} has {', '.join(foreign)}"
     )
 

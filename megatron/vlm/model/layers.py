@@ -63,6 +63,18 @@ class Norm(torch.nn.Module):
         return norm(hidden_SBH, self.weights)
 
 
+class HeadNorm(Norm):
+    """Weight of an RMSNorm of every head of q or of k, one for all heads: Qwen3's.
+
+    `PackedAttention` normalises with the rotation after it.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        # Each rank sees its own heads, whether or not sequences are divided.
+        self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+
+
 class LayerScale(torch.nn.Module):
     """Learned scale of a block's output: InternViT's `ls1` and `ls2`.
 
@@ -160,7 +172,9 @@ def encoder_layer_spec(
 
 
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """A language layer: causal attention within a sample, and a feed-forward or experts."""
+    """A layer of InternLM2, Llama, Qwen2 or Qwen3: causal attention within a sample, and a
+    feed-forward or a mixture of experts."""
+    qk_norm = HeadNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=PackedAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -168,6 +182,8 @@ def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleS
             linear_qkv=parts.column_linear,
             core_attention=parts.core_attention,
             linear_proj=parts.row_linear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
     feed_forward = None if config.num_moe_experts is None else mixture_of_experts_spec()
