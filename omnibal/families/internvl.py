@@ -19,11 +19,12 @@ from omnibal.families.released_language import (
     Case,
     LanguageType,
     ReleasedLanguage,
+    invalid,
     known_type,
     language_config,
     refuse,
 )
-from omnibal.files import complaint, read_json_model
+from omnibal.files import read_json_model
 
 CONFIG_FILE = "config.json"
 NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
@@ -154,9 +155,7 @@ class InternVLFile:
                 return _from_original(given, language, path)
             return _from_transformers(given, language, path)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise UserError(f"{path}: {place}: {complaint(first)}; {_REMEDY}") from error
+            raise invalid(path, error) from error
 
     def _language(self, has_head: bool | None) -> LanguageConfig:
         language, outer = self.language, self.given.tie_word_embeddings

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, PositiveInt
+from pydantic import AliasChoices, BaseModel, Field, PositiveInt, ValidationError
 
 from omnibal.config import LanguageConfig
 from omnibal.errors import UserError
+from omnibal.files import complaint
 from omnibal.layers import ExpertsConfig, LayerRun
 
 LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -25,7 +26,7 @@ ARCHITECTURES: dict[LanguageType, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _GPT_OSS = {"gpt_oss", "GptOssForCausalLM"}
-_SCALES_LATER, _SCALES_WAVES = "dynamic", "llama3"
+SCALES_LATER, SCALES_WAVES = "dynamic", "llama3"
 """Kinds of RoPE: unscaled up to max_position_embeddings, and Llama 3.1's."""
 _QWEN3_HEAD_SIZE = 128
 Case = tuple[bool, str, str]
@@ -133,7 +134,7 @@ class ReleasedLanguage(BaseModel):
         scaling from there on.
         """
         rope = self._rope
-        if rope.kind == _SCALES_WAVES:
+        if rope.kind == SCALES_WAVES:
             return {
                 "rope_scaling": {
                     "factor": rope.factor,
@@ -142,7 +143,7 @@ class ReleasedLanguage(BaseModel):
                     "original_positions": rope.original_max_position_embeddings,
                 }
             }
-        if rope.kind != _SCALES_LATER:
+        if rope.kind != SCALES_LATER:
             return {}
         usual = 32_768 if (self.language_type or "").startswith("qwen") else 2048
         most = self.max_position_embeddings or usual
@@ -220,6 +221,13 @@ def language_config(
     )
 
 
+def invalid(path: Path, error: ValidationError) -> UserError:
+    """What is wrong with a value that a configuration of this project does not take."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return UserError(f"{path}: {place}: {complaint(first)}; pass the file of a released model")
+
+
 def refuse(path: Path, *cases: Case) -> None:
     """Raise UserError for the first case that holds."""
     for holds, given, must_be in cases:
@@ -231,7 +239,7 @@ def _rope_cases(given: ReleasedLanguage) -> list[Case]:
     base, kind = given.rope
     return [
         (
-            kind not in ("default", _SCALES_LATER, _SCALES_WAVES),
+            kind not in ("default", SCALES_LATER, SCALES_WAVES),
             f"RoPE of type {kind!r}",
             "unscaled, or scaled as Llama 3.1's",
         ),

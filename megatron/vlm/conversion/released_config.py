@@ -1,9 +1,8 @@
 """Conversion of a released checkpoint's config.json to a ModelConfig and back.
 
-Read are the original InternVLChatConfig, and Transformers' own InternVLConfig, LlamaConfig and
-Qwen2Config. What this project's model cannot do (RoPE scaled in other ways than Llama 3.1's,
-features of an earlier layer, biases it lacks) is refused by name. Defaults are those of the classes
-that wrote the files, which leave them out.
+Read are the original InternVLChatConfig and Transformers' own InternVLConfig, as the planner reads
+them (`omnibal.families.internvl`), and of models without an encoder LlamaConfig, Qwen2Config,
+Qwen3Config and Qwen3MoeConfig. What this project's model cannot do is refused by name.
 
 What is written for Transformers was tried with its versions 4.57.3 and 5.23, which differ in where
 they look for the RoPE base and the type of the tensors.
@@ -14,18 +13,38 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megatron.vlm.conversion.tensor_map import Layout, head_name
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
-from omnibal.encoders import TilesEncoder, TilingConfig
+from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
-from omnibal.files import complaint, read_json_model
+from omnibal.families.internvl import (
+    CONFIG_FILE,
+    NORMS,
+    TRANSFORMERS_QK_NORM_EPS,
+    InternVLFile,
+    is_tied,
+    model_name,
+    open_internvl,
+)
+from omnibal.families.released_language import (
+    ARCHITECTURES,
+    SCALES_LATER,
+    SCALES_WAVES,
+    LanguageType,
+    ReleasedLanguage,
+    invalid,
+    known_type,
+    language_config,
+)
+from omnibal.files import read_json_model
+from omnibal.layers import ExpertsConfig, LayerKind
+from omnibal.limits import words
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_POSITIONS = 32_768
@@ -43,13 +62,23 @@ _ORIGINAL_LAYOUTS: dict[LanguageType, Layout] = {
     "qwen3": Layout.INTERNVL_QWEN3,
     "qwen3_moe": Layout.INTERNVL_QWEN3_MOE,
 }
-_TEXT_ONLY: dict[str, tuple[Layout, ChatTemplate]] = {
-    "llama": (Layout.LLAMA, "llama3"),
-    "qwen2": (Layout.QWEN2, "qwen2.5"),
-    "qwen3": (Layout.QWEN3, "qwen2.5"),
-    "qwen3_moe": (Layout.QWEN3_MOE, "qwen2.5"),
+_TEXT_ONLY: dict[LanguageType, Layout] = {
+    "llama": Layout.LLAMA,
+    "qwen2": Layout.QWEN2,
+    "qwen3": Layout.QWEN3,
+    "qwen3_moe": Layout.QWEN3_MOE,
 }
-"""Layout and chat template of models without an encoder, by model_type."""
+_LANGUAGES = {
+    layout: kind for kinds in (_ORIGINAL_LAYOUTS, _TEXT_ONLY) for kind, layout in kinds.items()
+} | {Layout.QWEN3_MOE_STACKED: "qwen3_moe"}
+"""Kind of language model that a layout is for; Transformers' InternVL has any but InternLM2."""
+_TEMPLATES: dict[str, tuple[ChatTemplate, str | None]] = {
+    "llama": ("llama3", None),
+    "qwen2": ("qwen2.5", None),
+    "qwen3": ("qwen2.5", ""),
+    "qwen3_moe": ("qwen2.5", ""),
+}
+"""Chat template and system message of models without an encoder."""
 
 
 class _Kind(BaseModel):
@@ -91,28 +120,30 @@ def _has_stacked_experts(names: Collection[str]) -> bool:
 
 def _text_only_config(path: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
     remedy = "pass the folder of a released checkpoint"
-    kind = read_json_model(_Kind, path, remedy).model_type
-    if kind not in _TEXT_ONLY:
+    stated = read_json_model(_Kind, path, remedy).model_type
+    if stated not in _TEXT_ONLY:
         raise UserError(
-            f"{path}: is of a model of type {kind!r}; only InternVL's own "
+            f"{path}: is of a model of type {stated!r}; only InternVL's own "
             "(internvl_chat) and Transformers' (internvl), and text-only ones "
-            f"({words(_TEXT_ONLY)}) are converted"
+            f"({words(list(_TEXT_ONLY))}) are converted"
         )
-    layout, template = _TEXT_ONLY[kind]
-    if _has_stacked_experts(names):
-        layout = Layout.QWEN3_MOE_STACKED
     given = read_json_model(ReleasedLanguage, path, remedy)
-    language_type = known_type(given, path, (kind,))
+    kind = known_type(given, path, [each for each in _TEXT_ONLY if each == stated])
+    layout = Layout.QWEN3_MOE_STACKED if _has_stacked_experts(names) else _TEXT_ONLY[kind]
     tied = is_tied(given, None, is_original=False, has_head=head_name(layout) in names)
     try:
-        language = language_config(given, language_type, tied, path)
+        language = language_config(given, kind, tied, path)
     except ValidationError as error:
-        raise UserError(f"{path}: {complaint(error.errors()[0])}; {remedy}") from error
+        raise invalid(path, error) from error
     if language.max_positions is None:
         most = given.max_position_embeddings
         language = language.model_copy(update={"max_positions": most})
     # The file says nothing of conversations; these are those of the newest releases.
-    return ModelConfig(name=model_name(path), language=language, chat_template=template), layout
+    template, message = _TEMPLATES[kind]
+    model = ModelConfig(
+        name=model_name(path), language=language, chat_template=template, system_message=message
+    )
+    return model, layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +232,8 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "downsample_ratio": model.vision.downsample_ratio,
         "dynamic_image_size": tiling.max_dynamic_patch > 1,
         "force_image_size": vision.image_size,
-        "llm_config": {"architectures": [_ARCHITECTURES[layout]], "bias": False}
-        | _text(model.language, _MODEL_TYPES[layout])
+        "llm_config": {"architectures": [ARCHITECTURES[_LANGUAGES[layout]]], "bias": False}
+        | _text(model.language, _LANGUAGES[layout])
         | {"rope_theta": float(model.language.rope_base)}
         | ({"rope_scaling": scaling} if scaling else {}),
         "max_dynamic_patch": tiling.max_dynamic_patch,
@@ -242,8 +273,7 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
         "dtype": dtype,
         "torch_dtype": dtype,
         "image_seq_length": model.vision.tokens_per_item,
-        "text_config": _text(language, "qwen2" if language.qkv_bias else "llama")
-        | _rope_entries(language),
+        "text_config": _text(language, _kind_of(language)) | _rope_entries(language),
         "tie_word_embeddings": language.tied_head,
         "vision_config": {
             "model_type": "internvl_vision",
@@ -263,12 +293,12 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
 
 
 def _text_only(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
-    language, model_type = model.language, _MODEL_TYPES[layout]
+    language, kind = model.language, _LANGUAGES[layout]
     return {
-        "architectures": [_TEXT_ONLY[model_type][0]],
+        "architectures": [ARCHITECTURES[kind]],
         "dtype": dtype,
         "torch_dtype": dtype,
-        **_text(language, model_type),
+        **_text(language, kind),
         **_rope_entries(language),
     }
 
@@ -285,52 +315,79 @@ def _rope_scaling(language: LanguageConfig) -> dict[str, Any] | None:
     scaling = language.rope_scaling
     if scaling is not None:
         return {
-            "rope_type": _SCALES_WAVES,
+            "rope_type": SCALES_WAVES,
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_positions,
         }
     if language.rope_factor is not None:
-        return {"rope_type": _SCALES_LATER, "factor": language.rope_factor}
+        return {"rope_type": SCALES_LATER, "factor": language.rope_factor}
     return None
 
 
-def _text(language: LanguageConfig, model_type: str) -> dict[str, Any]:
+def _kind_of(language: LanguageConfig) -> LanguageType:
+    """Kind of language model that Transformers has for these layers."""
+    if language.qk_norm:
+        return "qwen3" if language.kinds[0].experts is None else "qwen3_moe"
+    return "qwen2" if language.qkv_bias else "llama"
+
+
+def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
+    head_size = {"head_dim": language.head_width} if _states_head_size(language, kind) else {}
+    experts = language.kinds[0].experts
+    of_experts = {} if experts is None else _experts(experts)
+    return (
+        head_size
+        | of_experts
+        | {
+            "model_type": kind,
+            "hidden_act": "silu",
+            "hidden_size": language.hidden_size,
+            "intermediate_size": language.ffn_hidden_size,
+            "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
+            "num_attention_heads": language.heads,
+            "num_hidden_layers": language.layers,
+            "num_key_value_heads": language.kv_heads,
+            "rms_norm_eps": language.norm_eps,
+            "tie_word_embeddings": language.tied_head,
+            "vocab_size": language.vocab_size,
+        }
+    )
+
+
+def _states_head_size(language: LanguageConfig, kind: LanguageType) -> bool:
+    return language.head_size is not None or kind in ("qwen3", "qwen3_moe")
+
+
+def _experts(experts: ExpertsConfig) -> dict[str, Any]:
     return {
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "hidden_size": language.hidden_size,
-        "intermediate_size": language.ffn_hidden_size,
-        "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
-        "num_attention_heads": language.heads,
-        "num_hidden_layers": language.layers,
-        "num_key_value_heads": language.kv_heads,
-        "rms_norm_eps": language.norm_eps,
-        "tie_word_embeddings": language.tied_head,
-        "vocab_size": language.vocab_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "norm_topk_prob": experts.normalized,
+        "num_experts": experts.experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "output_router_logits": experts.auxiliary_loss > 0,
+        "router_aux_loss_coef": experts.auxiliary_loss,
     }
 
 
 def _norm_name(vision: TilesEncoder) -> str:
-    return next(name for name, norm in _NORMS.items() if norm == vision.normalization)
+    return next(name for name, norm in NORMS.items() if norm == vision.normalization)
 
 
 def check_exportable(model: ModelConfig, layout: Layout) -> None:
     """Raise UserError if the layout cannot describe the model."""
-    qkv_bias = model.language.qkv_bias
+    language = model.language
     obstacles = [
         (layout.is_text_only and bool(model.encoders), "an encoder"),
         (not (layout.is_text_only or model.encoders), "no encoder"),
         (model.takes_audio, "an audio encoder"),
-        (
-            (layout.is_original or layout.is_text_only)
-            and qkv_bias != (layout in (Layout.INTERNVL_QWEN2, Layout.QWEN2)),
-            f"qkv_bias {str(qkv_bias).lower()}",
-        ),
+        *_language_obstacles(language, _LANGUAGES.get(layout, _kind_of(language))),
     ]
     for vision in (model.vision,) if model.takes_images else ():
-        eps_differs = vision.norm_eps != _TRANSFORMERS_QK_NORM_EPS
+        eps_differs = vision.norm_eps != TRANSFORMERS_QK_NORM_EPS
         obstacles += [
             (vision.layer_scale_init is None, "no layer scale"),
             (
@@ -343,3 +400,31 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
             raise UserError(
                 f"{model.name} has {what}, which layout {layout} cannot hold; choose another one"
             )
+
+
+def _language_obstacles(language: LanguageConfig, kind: LanguageType) -> list[tuple[bool, str]]:
+    """What a kind of language model has not; whether it holds, and what the model has."""
+    experts, is_qwen3 = language.kinds[0].experts, kind in ("qwen3", "qwen3_moe")
+    plain = LayerKind(experts=None if experts is None else _released_experts(experts))
+    return [
+        (language.qkv_bias != (kind == "qwen2"), f"qkv_bias {str(language.qkv_bias).lower()}"),
+        (language.qk_norm != is_qwen3, f"qk_norm {str(language.qk_norm).lower()}"),
+        (
+            (experts is not None) != (kind == "qwen3_moe"),
+            "dense feed-forwards" if experts is None else "experts",
+        ),
+        (set(language.kinds) != {plain}, "layers of another kind than Qwen3's"),
+        (kind == "internlm2" and language.head_size is not None, "a head_size"),
+    ]
+
+
+def _released_experts(experts: ExpertsConfig) -> ExpertsConfig:
+    """The experts without what config.json cannot say of them."""
+    return ExpertsConfig(
+        experts=experts.experts,
+        experts_per_token=experts.experts_per_token,
+        ffn_hidden_size=experts.ffn_hidden_size,
+        normalized=experts.normalized,
+        auxiliary_loss=experts.auxiliary_loss,
+        imbalance=experts.imbalance,
+    )
