@@ -4,8 +4,8 @@
 
 Trains `internvl-digits` and `internvl-digits-moe`, whose tokens pass as many weights, with the same
 commands and options: two data-parallel processes on the CPU, which share out the experts of the
-second (`--ep 2`). Both see the same samples in the same steps. Prints what each seed's model answers
-of the held-out questions.
+second (`--ep 2`). Both see the same samples in the same steps. Prints which share of the held-out
+questions each seed's model answers correctly.
 
 Takes about six minutes a seed on two idle cores. Finished runs stay in work/experts.
 """
