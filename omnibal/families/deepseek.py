@@ -34,6 +34,7 @@ class DeepseekText(TextTable):
         "ep_size",
     }
 
+    hidden_act: Literal["silu"] = "silu"
     num_key_value_heads: PositiveInt | None = None
     intermediate_size: PositiveInt
     moe_intermediate_size: PositiveInt

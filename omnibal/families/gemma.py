@@ -121,9 +121,9 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         "patch_size": patch,
         "merge_size": side // tokens_per_side,
     }
-    given_size = processor_of(path, sizes).size
-    if hasattr(given_size, "height") and given_size.height not in (None, image):
-        raise ValueError(f"images become squares of {given_size.height}; it must be {image}")
+    given_side = processor_of(path, sizes).side
+    if given_side not in (None, image):
+        raise ValueError(f"images become squares of side {given_side}; it must be {image}")
     encoder = ImagesEncoder(
         **sizes,
         normalization="LayerNorm",
@@ -143,6 +143,4 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
 def read_gemma3_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """The language model of Gemma 3 alone."""
     table = as_table(_Text, given, str(path))
-    return ModelConfig(
-        name=name, language=table.language(tied_head=table.is_tied(by_default=True))
-    )
+    return ModelConfig(name=name, language=table.language(tied_head=table.is_tied(by_default=True)))

@@ -59,6 +59,7 @@ class _Text(TextTable):
     head_dim: PositiveInt | None = None
     max_position_embeddings: PositiveInt = 65_536
     rms_norm_eps: PositiveFloat = 1e-5
+    hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = True
     use_qk_norm: bool = False
     moe_intermediate_size: PositiveInt = 1408

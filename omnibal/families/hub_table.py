@@ -56,7 +56,7 @@ class HubTable(BaseModel):
         if not isinstance(given, dict):
             raise ValueError("must be a table of keys and values")
         _refuse_variants(given)
-        used = {}
+        used: dict[str, Any] = {}
         for key, value in given.items():
             name = cls.older_names.get(key, key)
             if name in cls.model_fields:

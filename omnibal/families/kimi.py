@@ -110,6 +110,4 @@ def _read(
         min_pixels=1,
         max_pixels=most * table.patch_size**2,
     )
-    return vision_language(
-        name, whole, text, encoder, table.text_hidden_size or text.hidden_size
-    )
+    return vision_language(name, whole, text, encoder, table.text_hidden_size or text.hidden_size)

@@ -53,6 +53,11 @@ class Processor(BaseModel):
         return self.max_pixels or size
 
     @property
+    def side(self) -> int | None:
+        """Side of the squares that images become, where they are of one size."""
+        return self.size.height if isinstance(self.size, _Size) else None
+
+    @property
     def most_patches(self) -> int | None:
         """Most patches of an image, as Kimi's processors limit them."""
         limits = self.media_proc_cfg

@@ -132,6 +132,7 @@ class _Hybrid(TextTable):
     num_key_value_heads: PositiveInt = 4
     max_position_embeddings: PositiveInt = 32_768
     head_dim: PositiveInt = 256
+    hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     attn_output_gate: Literal[True] = True
     output_gate_type: Literal["swish", "silu"] = "swish"

@@ -1,4 +1,4 @@
-"""Language models of Llama, Qwen2 and Qwen3, dense and with experts, and what all families share."""
+"""Language models of Llama, Qwen2 and Qwen3, dense and sparse, and what all families share."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -23,7 +23,6 @@ class TextTable(HubTable):
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
-    hidden_act: Literal["silu"] = "silu"
     max_position_embeddings: PositiveInt | None = None
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: bool | None = None
@@ -90,6 +89,7 @@ class GroupedText(TextTable):
         "max_window_layers",
     }
 
+    hidden_act: Literal["silu"] = "silu"
     intermediate_size: PositiveInt
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None

@@ -73,6 +73,4 @@ def pixels(
 
 def processor_of(config: Path, sizes: dict[str, Any]) -> Processor:
     """The image processor beside a `config.json`, which must agree with the tower's sizes."""
-    return read_processor(
-        config, patch_size=sizes["patch_size"], merge_size=sizes["merge_size"]
-    )
+    return read_processor(config, patch_size=sizes["patch_size"], merge_size=sizes["merge_size"])

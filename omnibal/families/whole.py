@@ -23,7 +23,9 @@ class WholeTable(HubTable):
 class TextLike(Protocol):
     """Table of a language model."""
 
-    hidden_size: int
+    @property
+    def hidden_size(self) -> int:
+        """Width of a token."""
 
     def is_tied(self, outer: bool | None = None, *, by_default: bool = False) -> bool:
         """Whether the head is the token embedding."""
