@@ -107,10 +107,13 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
     plan = (*search.best.caps.names, "recom-\nputed", "GiB")
-    titles = (*search.best.parallel.sizes, *plan, "samples\nper s")
+    planned = [each.parallel for each in search.ranking]
+    tried = planned + [each.parallel for each in search.ruled_out]
+    sizes = max((parallel.sizes for parallel in tried), key=len)
+    titles = (*sizes, *plan, "samples\nper s")
     fastest = [
         (
-            *map(str, strategy.parallel.sizes.values()),
+            *(str(strategy.parallel.sizes.get(name, 1)) for name in sizes),
             *(f"{cap:,}" for cap in strategy.caps.values),
             str(strategy.recomputed_layers),
             f"{strategy.peak_gib:.1f}",
@@ -125,7 +128,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         per_second = "" if most is None else f"< {most:,.2f}"
         others.append(
             (
-                *map(str, ruled_out.parallel.sizes.values()),
+                *(str(ruled_out.parallel.sizes.get(name, 1)) for name in sizes),
                 *len(plan) * ("",),
                 per_second,
                 ruled_out.why,
@@ -228,8 +231,7 @@ def _encoding_ranks(plan: Plan) -> int:
 def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
     """The prediction of the whole job."""
     parallel = plan.parallel
-    sizes = " x ".join(f"{name} {size}" for name, size in parallel.sizes.items())
-    entries = [("devices", f"{parallel.world_size} = {sizes}, {plan.cluster.device}")]
+    entries = [("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}")]
     if plan.data is not None:
         samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
         packs = f"{plan.data.packs:,} packs, {plan.data.steps:,} steps"

@@ -107,6 +107,16 @@ DataOption = Annotated[
     int | None,
     typer.Option("--dp", min=1, max=MAX_DEVICES, help="data-parallel size (default: 1)"),
 ]
+ExpertOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ep",
+        min=1,
+        max=MAX_DEVICES,
+        help="expert-parallel size: neighbouring ranks of a stage that share out the experts of a "
+        "layer, a divisor of --tp x --dp (default: 1)",
+    ),
+]
 SequenceOption = Annotated[
     bool | None,
     typer.Option(
@@ -216,28 +226,40 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeOptions:
-    """Tensor-, pipeline- and data-parallel sizes."""
+    """Tensor-, pipeline-, data- and expert-parallel sizes."""
 
     tp: TensorOption = None
     pp: PipelineOption = None
     dp: DataOption = None
+    ep: ExpertOption = None
     sequence_parallel: SequenceOption = None
 
     def parallel(self) -> Parallel:
         """Return the parallel sizes, 1 where none is given.
 
         Raises:
-            UserError: sequence parallelism was asked for without tensor parallelism.
+            UserError: sequence parallelism was asked for without tensor parallelism, or ranks of
+                a stage cannot be in expert-parallel groups of the size.
         """
-        tensor = self.tp or 1
+        tensor, data, expert = self.tp or 1, self.dp or 1, self.ep or 1
         if self.sequence_parallel and tensor == 1:
             raise UserError(
                 "--sequence-parallel was given with --tp 1; it divides activations over tensor "
                 "ranks, of which there must be at least 2: raise --tp, or leave it out"
             )
         divides = tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
+        if tensor * data % expert or (expert % tensor and tensor % expert):
+            raise UserError(
+                f"--ep {expert} was given with --tp {tensor} --dp {data}; it must divide the "
+                f"{tensor * data} ranks of a stage, and divide --tp or be a multiple of it: choose "
+                "another --ep, or other sizes"
+            )
         return Parallel(
-            tensor=tensor, pipeline=self.pp or 1, data=self.dp or 1, sequence_parallel=divides
+            tensor=tensor,
+            pipeline=self.pp or 1,
+            data=data,
+            sequence_parallel=divides,
+            expert=expert,
         )
 
 

@@ -166,8 +166,8 @@ class StrategyOptions:
         typer.Option(
             min=1,
             max=MAX_DEVICES,
-            help="devices to choose parallel sizes for; any of --tp, --pp and --dp that is given "
-            "stays as it is",
+            help="devices to choose parallel sizes for; any of --tp, --pp, --dp and --ep that is "
+            "given stays as it is",
         ),
     ] = None
     samples_per_step: Annotated[
@@ -478,6 +478,7 @@ def _find_strategy(
         tensor=sizes.tp,
         pipeline=sizes.pp,
         data=sizes.dp,
+        expert=sizes.ep,
     )
     with progress("trying strategies", progress_total(request)) as advance:
         return search_strategies(request, advance, usable_cores())

@@ -17,7 +17,7 @@ from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.parallel import Parallel, check_parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.partition import least_peak_of_splits
 from omnibal.pipeline.placement import least_peak_beside
@@ -121,6 +121,8 @@ def find_changes(request: PlanRequest) -> Advice:
 def _try_all(changes: "_Changes") -> None:
     request = changes.request
     _try_smaller_caps(changes)
+    experts = (changes.sized(expert=size) for size in _larger_experts(request.job))
+    changes.first("a larger --ep", experts)
     same_devices = len(changes.found)
     tensors, pipelines = _larger_tensors(request.job), _larger_pipelines(request.job)
     data = request.job.parallel.data
@@ -161,7 +163,7 @@ class _Changes:
         if parallel.tensor == 1 < sizes.get("tensor", 1):
             # The default of `omnibal plan`.
             changes["sequence_parallel"] = True
-        options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp"}
+        options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
         old = parallel.model_dump()
         text = " ".join(f"{options[name]} {size}" for name, size in sizes.items())
         instead = " and ".join(str(old[name]) for name in sizes)
@@ -225,10 +227,18 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
     if job.profile is not None and job.profile.tensor != size:
         return False
     try:
-        check_parallel(job.pipeline_model, Parallel(tensor=size, pipeline=1), job.cluster)
+        alone = Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1)
+        check_parallel(job.pipeline_model, alone, job.cluster)
     except UserError:
         return False
-    return True
+    return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
+
+
+def _larger_experts(job: JobSpec) -> list[int]:
+    """Larger expert-parallel sizes that the model and a stage's ranks allow."""
+    parallel = job.parallel
+    sizes = expert_sizes(job.model, parallel.tensor, parallel.data)
+    return [size for size in sizes if size > parallel.expert]
 
 
 def _larger_pipelines(job: JobSpec) -> list[int]:

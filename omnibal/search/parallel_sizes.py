@@ -1,9 +1,9 @@
-"""Search for the tensor, pipeline and data parallel sizes of least time on a number of devices.
+"""Search for the tensor, pipeline, data and expert parallel sizes of least time on some devices.
 
-Every product of the three that the model and the cluster allow is compared at the same number of
-samples per step, on the same samples, in the same packs, by the time per sample of
-`omnibal.search.trial`, so as `omnibal caps` compares caps. Sequence parallelism goes with every
-tensor size above 1.
+Every product of the first three that the model and the cluster allow, with every expert size that
+these allow, is compared at the same number of samples per step, on the same samples, in the same
+packs, by the time per sample of `omnibal.search.trial`, so as `omnibal caps` compares caps.
+Sequence parallelism goes with every tensor size above 1.
 
 Caps that are not given are tried on a few levels, for every strategy, as the best caps depend on
 how much memory is left and how long the pipeline is. Then smaller moves around the caps of the best
@@ -25,7 +25,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.parallel import Parallel, check_parallel, expert_sizes
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
@@ -61,9 +61,17 @@ class StrategyRequest(Comparison):
     caps: Caps | None = None
     """Caps of every strategy; None to choose them too."""
     tensor: int | None = None
-    """Tensor-parallel size; this and the next two are chosen where None. Measured costs fix it."""
+    """Tensor-parallel size; this and the next three are chosen where None. Measured costs fix
+    it."""
     pipeline: int | None = None
     data: int | None = None
+    expert: int | None = None
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Sizes that multiply to the devices and are not to be chosen, by their options."""
+        sizes = {"--tp": self.tensor, "--pp": self.pipeline, "--dp": self.data}
+        return {name: size for name, size in sizes.items() if size is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +179,7 @@ def search_strategies(
 
 
 def possible_parallels(request: StrategyRequest) -> list[Parallel]:
-    """List all parallel sizes whose product is the devices, by tensor, then pipeline size.
+    """List all parallel sizes whose product is the devices, by tensor, pipeline and expert size.
 
     Raises:
         UserError: there are none, with what is possible.
@@ -181,11 +189,14 @@ def possible_parallels(request: StrategyRequest) -> list[Parallel]:
         Parallel(
             tensor=tensor,
             pipeline=pipeline,
-            data=request.gpus // (tensor * pipeline),
+            data=data,
             sequence_parallel=tensor > 1,
+            expert=expert,
         )
         for tensor in _divisors(request.gpus)
         for pipeline in _divisors(request.gpus // tensor)
+        for data in [request.gpus // (tensor * pipeline)]
+        for expert in expert_sizes(request.job.model, tensor, data)
     ]
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
     if possible:
@@ -202,8 +213,7 @@ def _check_given(request: StrategyRequest) -> None:
             f"{profile.tensor}, and costs of another size cannot be taken from it: leave "
             f"--tp out, give a profile of tensor size {request.tensor}, or count without --profile"
         )
-    given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
-    fixed = {name: size for name, size in given.items() if size is not None}
+    fixed = request.given
     product = math.prod(fixed.values())
     if request.gpus % product:
         sizes = " x ".join(f"{name} {size}" for name, size in fixed.items())
@@ -213,13 +223,18 @@ def _check_given(request: StrategyRequest) -> None:
             f"{request.gpus} GPUs are no multiple of {sizes} = {product}, and the parallel sizes "
             f"must multiply to the GPUs: use {near} GPUs or change the sizes"
         )
-    alone = Parallel(tensor=request.tensor or 1, pipeline=request.pipeline or 1)
-    check_parallel(request.job.pipeline_model, alone, request.job.cluster)
+    tensor, expert = request.tensor or 1, request.expert or 1
+    stages = request.pipeline or 1
+    for alone in (
+        Parallel(tensor=tensor, pipeline=stages, sequence_parallel=tensor > 1),
+        Parallel(pipeline=1, data=expert, expert=expert),
+    ):
+        check_parallel(request.job.pipeline_model, alone, request.job.cluster)
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
-    wanted = (request.tensor, request.pipeline, request.data)
-    sizes = (parallel.tensor, parallel.pipeline, parallel.data)
+    wanted = (request.tensor, request.pipeline, request.data, request.expert)
+    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert)
     as_given = all(want in (None, size) for want, size in zip(wanted, sizes, strict=True))
     return as_given and _suits_model(request, parallel)
 
@@ -237,8 +252,8 @@ def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     """Message for given sizes that are impossible; `others` are possible if none is given."""
-    given = {"--tp": request.tensor, "--pp": request.pipeline, "--dp": request.data}
-    fixed = " ".join(f"{name} {size}" for name, size in given.items() if size is not None)
+    given = request.given | ({} if request.expert is None else {"--ep": request.expert})
+    fixed = " ".join(f"{name} {size}" for name, size in given.items())
     model = request.job.pipeline_model
     allowed = sorted({each.tensor for each in others})
     profile = request.job.profile
@@ -431,7 +446,7 @@ class _StrategyTrials:
 
 def _rank(strategy: Strategy) -> tuple:
     parallel, caps = strategy.parallel, strategy.caps
-    sizes = parallel.tensor, parallel.pipeline, *reversed(caps.values.tolist())
+    sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
     return strategy.ms_per_sample, *sizes
 
 

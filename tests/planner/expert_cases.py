@@ -1,0 +1,17 @@
+"""Small models with a mixture of experts, for the tests of expert parallelism."""
+
+from cost_cases import small_model
+
+from omnibal.config import ModelConfig
+from omnibal.layers import ExpertsConfig, LayerRun
+
+EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=5)
+
+
+def expert_model(vision_layers: int = 2, dense_layers: int = 1, layers: int = 3) -> ModelConfig:
+    """A small model with dense language layers and, after them, some of 8 experts."""
+    model = small_model(vision_layers, dense_layers + layers)
+    runs = (LayerRun(layers=layers, experts=EXPERTS),)
+    if dense_layers:
+        runs = (LayerRun(layers=dense_layers), *runs)
+    return model.model_copy(update={"language": model.language.model_copy(update={"runs": runs})})
