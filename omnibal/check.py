@@ -112,12 +112,19 @@ def model_obstacle(model: ModelConfig) -> str | None:
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
     layers = [kind.name for kind in dict.fromkeys(model.language.kinds) if kind != LayerKind()]
+    language = model.language
+    parts = {
+        "gates of attention's output": language.output_gate,
+        "norms after blocks": language.post_norms,
+        "layers of multi-token prediction": bool(language.prediction_layers),
+    }
     foreign = encoders + [f"layers of kind {name}" for name in layers]
+    foreign += [part for part, has in parts.items() if has]
     if not foreign:
         return None
     return (
         "the trainer has an encoder vision of tiles, one audio of clips, full attention and dense "
-        f"feed-forwards, and {model.name} has {', '.join(foreign)}"
+        f"feed-forwards behind one norm each, and {model.name} has {', '.join(foreign)}"
     )
 
 

@@ -23,7 +23,14 @@ _PARQUET_MAGIC = b"PAR1"
 
 
 def lengths(
-    meta: Annotated[Path, typer.Argument(help="InternVL meta JSON that names the annotations")],
+    meta: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA",
+            help="annotation file of messages or conversations (JSONL, or a JSON array), or "
+            "InternVL's meta JSON that names some",
+        ),
+    ],
     model: ModelOption,
     tokenizer_model: Annotated[
         Path,
@@ -53,7 +60,9 @@ def lengths(
     ] = "stop",
     as_json: JsonOption = False,
 ) -> None:
-    """Scan a dataset: tiles, clips and tokens of every sample, from headers of files and text."""
+    """Scan a dataset: tiles, clips and tokens of every sample, from headers of files and text.
+
+    DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal

@@ -35,7 +35,8 @@ that spans nodes pays the network's price at every cut, also where two stages sh
 moved and numbers of kernels are those of this project's fused layers, as `tools/replay.py
 --pretend` counts them.
 
-What each unit counts is in `omnibal.cost.encoder_counts` and `omnibal.cost.language_counts`.
+What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_counts` and
+`omnibal.cost.language_counts`.
 """
 
 import math
@@ -55,9 +56,16 @@ from omnibal.cost.counts import (
     Product,
 )
 from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
+from omnibal.cost.image_counts import (
+    deepstack_bytes,
+    images_embed,
+    images_layer,
+    images_projector,
+)
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
 from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
+from omnibal.encoders import ImagesEncoder
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
 from omnibal.units import (
@@ -88,9 +96,10 @@ class _Counted:
     before_trained: bool
     """Whether anything that the unit's input comes from is trained."""
     carried_bytes: np.ndarray
-    """Features of earlier encoders, which a cut after this unit sends on too."""
+    """Features of earlier encoders, and of deepstack projectors, which a cut after this unit sends
+    on too."""
     carried_gradient_bytes: np.ndarray
-    """Gradient of them, sent back: 0 where those encoders are frozen."""
+    """Gradient of them, sent back: 0 where what made them is frozen."""
 
 
 def analytic_cost(
@@ -352,7 +361,7 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
     """Counts of every kind of unit, in model order."""
     features = Features(names=feature_names(model))
     carried, carried_gradient, before_trained = features.none, features.none, False
-    any_encoder_trained = False
+    any_encoder_trained = deepstack_returns = False
     for kind in unit_kinds(model):
         is_language = kind.tower == LANGUAGE
         if kind.is_embed:
@@ -360,14 +369,18 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
             before_trained = is_language and any_encoder_trained
         trained = kind.part not in frozen
         counts, unpadded = _counts(model, kind, device, features)
+        deepstack = deepstack_bytes(model, kind, device, features)
+        deepstack_returns = deepstack_returns or (kind.has_deepstack and trained)
         yield _Counted(
             kind=kind,
             counts=counts,
             unpadded=unpadded,
             trained=trained,
             before_trained=before_trained,
-            carried_bytes=features.none if is_language else carried,
-            carried_gradient_bytes=features.none if is_language else carried_gradient,
+            carried_bytes=deepstack + (features.none if is_language else carried),
+            carried_gradient_bytes=(
+                deepstack_returns * deepstack + (features.none if is_language else carried_gradient)
+            ),
         )
         before_trained = before_trained or trained
         any_encoder_trained = any_encoder_trained or trained
@@ -390,6 +403,8 @@ def _counts(
             return head(*sizes_of_head), head(*sizes_of_head, padded=False)
         return counts, counts
     tower = model.encoders[kind.tower]
+    if isinstance(tower, ImagesEncoder):
+        return _image_counts(model, tower, kind, device, features)
     if kind.is_layer:
         sizes = tower, device, features.one(tower.feature), tower.positions_per_item
         return encoder_layer(*sizes), encoder_layer(*sizes, padded=False)
@@ -397,6 +412,19 @@ def _counts(
         counts = encoder_embed(tower, device, features)
     else:
         counts = encoder_projector(tower, model, device, features)
+    return counts, counts
+
+
+def _image_counts(
+    model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device, features: Features
+) -> tuple[Counts, Counts]:
+    if kind.is_layer:
+        sizes = model, tower, kind, device, features
+        return images_layer(*sizes), images_layer(*sizes, padded=False)
+    if kind.is_embed:
+        counts = images_embed(tower, device, features)
+    else:
+        counts = images_projector(tower, model, device, features)
     return counts, counts
 
 

@@ -242,6 +242,7 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     """Messages in order: the system message and the greeting if any, then questions and answers."""
     template = _TEMPLATES[model.chat_template]
     _check_recordings(sample, model)
+    _check_tools(sample, model)
     _check_texts(sample, model)
     close = template.end + template.after_end
     system = _system(sample, model, chatting)
@@ -289,6 +290,21 @@ def _check_recordings(sample: Sample, model: ModelConfig) -> None:
         )
 
 
+def _check_tools(sample: Sample, model: ModelConfig) -> None:
+    """Refuse what this project's own templates have no words for."""
+    calls = any(turn.calls or turn.results for turn in sample.turns)
+    reasons = any(turn.reasoning is not None for turn in sample.turns)
+    given = [
+        *["tools"] * (sample.tools is not None or calls),
+        *['"reasoning_content"'] * reasons,
+    ]
+    if given:
+        raise UserError(
+            f"{sample.where}: has {' and '.join(given)}, which chat_template "
+            f"{model.chat_template!r} cannot write; put them into its texts, or leave it out"
+        )
+
+
 def _texts(sample: Sample) -> list[str]:
     turns = [text for turn in sample.turns for text in (turn.question, turn.answer)]
     return [sample.system or "", sample.greeting or "", *turns]
@@ -312,8 +328,9 @@ def _check_texts(sample: Sample, model: ModelConfig) -> None:
 def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
     """Indices of the messages that are learned."""
     first = len(messages) - 2 * len(sample.turns) + 1
-    greeting = [first - 2] if _greets(sample, template) else []
-    return [*greeting, *range(first, len(messages), 2)]
+    greeting = [first - 2] if _greets(sample, template) and sample.greeting_learned else []
+    learned = [first + 2 * place for place, turn in enumerate(sample.turns) if turn.learned]
+    return [*greeting, *learned]
 
 
 def _greets(sample: Sample, template: _Template) -> bool:

@@ -264,6 +264,8 @@ class MemoryTable:
             for kind in kinds:
                 column = first + kind
                 every_again = (whole[..., column] == 0) & (recomputed[..., column] > 0)
+                for other in _alike(self.kinds, kind):
+                    every_again &= whole[..., first + other] == 0
                 brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
                 running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
                 held = counts[..., kind, None] > 0
@@ -373,6 +375,14 @@ _OF_PASSES = (
 def _last_kind(counts: np.ndarray) -> np.ndarray:
     """Index of the last kind of unit that stages [..., kinds] hold. [...]"""
     return counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
+
+
+def _alike(kinds: Sequence[UnitKind], kind: int) -> list[int]:
+    """Indices of other kinds of layer that differ from one only in what they carry over cuts: as
+    long as one of theirs is kept, this one's bring back no more than was kept before."""
+    return [
+        index for index, each in enumerate(kinds) if index != kind and each.is_like(kinds[kind])
+    ]
 
 
 def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:

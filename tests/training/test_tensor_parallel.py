@@ -29,8 +29,9 @@ STEPS = [
 ]
 
 
-def model_of(vocabulary=51, kv_heads=2, language_bias=False, **vision):
+def model_of(vocabulary=51, kv_heads=2, language_bias=False, is_qwen3=False, **vision):
     """Two layers of each tower; neither heads of the vision encoder nor words divide by 2."""
+    qwen3 = {"qk_norm": True, "head_size": 10} if is_qwen3 else {}
     model = toy_model(**{"layers": 2, "heads": 3, "hidden_size": 24, **vision})
     language = model.language.model_copy(
         update={
@@ -38,6 +39,7 @@ def model_of(vocabulary=51, kv_heads=2, language_bias=False, **vision):
             "vocab_size": vocabulary,
             "kv_heads": kv_heads,
             "qkv_bias": language_bias,
+            **qwen3,
         }
     )
     return model.model_copy(update={"language": language})
@@ -45,7 +47,7 @@ def model_of(vocabulary=51, kv_heads=2, language_bias=False, **vision):
 
 MODELS = {
     "300M-like": model_of(),
-    "6B-like": model_of(language_bias=True, normalization="RMSNorm", qkv_bias=False),
+    "6B-like": model_of(language_bias=True, is_qwen3=True, normalization="RMSNorm", qkv_bias=False),
     "without-qk-norm": model_of(qk_norm=False),
     # At tensor size 4 the vision encoder's fourth rank has padded heads alone.
     "for-four": model_of(vocabulary=49, kv_heads=4, language_bias=True, heads=5, hidden_size=20),
@@ -119,6 +121,8 @@ DIVIDED_AXIS = {
 
 def axis_of(name):
     if name.startswith(("projector.norm.", "vision_embedding.")):
+        return None
+    if name.startswith("language.") and "_layernorm" in name:  # one weight for all heads
         return None
     [axis] = [axis for end, axis in DIVIDED_AXIS.items() if name.endswith(end)] or [None]
     return axis

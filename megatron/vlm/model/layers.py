@@ -62,6 +62,18 @@ class Norm(torch.nn.Module):
         return norm(hidden_SBH, self.weights)
 
 
+class HeadNorm(Norm):
+    """Weight of an RMSNorm of every head of q or of k, one for all heads: Qwen3's.
+
+    `PackedAttention` normalises with the rotation after it.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        # Each rank sees its own heads, whether or not sequences are divided.
+        self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+
+
 class LayerScale(torch.nn.Module):
     """Learned scale of a block's output: InternViT's `ls1` and `ls2`.
 
@@ -153,7 +165,8 @@ def encoder_layer_spec(
 
 
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """An InternLM2 layer: causal attention within a sample."""
+    """A layer of InternLM2, Llama, Qwen2 or Qwen3: causal attention within a sample."""
+    qk_norm = HeadNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=PackedAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -161,6 +174,8 @@ def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleS
             linear_qkv=parts.column_linear,
             core_attention=parts.core_attention,
             linear_proj=parts.row_linear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
     return _layer_spec(config, attention, parts, layer_scale_init=None)

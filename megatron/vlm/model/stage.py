@@ -72,7 +72,7 @@ class VLMStage(MegatronModule):
         provider: Provider = "local",
         groups: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__(config=language_config)
+        super().__init__(config=_config_of_sums(language_config))
         self.groups = groups or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = self.groups.tp
         self.model_config = model
@@ -330,6 +330,18 @@ class VLMStage(MegatronModule):
             copy_of_embedding.key = f"{prefix}{TIED_NAME}"
             copy_of_embedding.replica_id = (1, *copy_of_embedding.replica_id[1:])
         return state
+
+
+def _config_of_sums(language_config: TransformerConfig) -> TransformerConfig:
+    """The configuration by which core sums gradients over tensor-parallel ranks: of all parameters
+    that say `sequence_parallel`, which norms of q's and k's heads do without it too.
+
+    By `qk_layernorm` core would sum those of InternViT's q and k norms as well, which are divided.
+    """
+    config = copy.copy(language_config)
+    config.sequence_parallel = language_config.tensor_model_parallel_size > 1
+    config.qk_layernorm = False
+    return config
 
 
 def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:
