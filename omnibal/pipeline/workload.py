@@ -115,9 +115,13 @@ class Workload:
         )
         return whole.rows(np.lexsort((slot, dp_rank, step)))
 
-    def out_of_step(self) -> "Workload":
-        """The rows of packs, of which no rank waits for others that share out experts with it."""
-        return replace(self.rows(~self.is_empty), in_step=1)
+    @property
+    def is_needed(self) -> np.ndarray:
+        """Whether the row would be there if no ranks shared out experts, [rows].
+
+        Empty micro-batches would not, but where they carry waits for encoders.
+        """
+        return ~self.is_empty if self.encoding is None else np.ones(len(self), bool)
 
     def some_steps(self, most: int) -> "Workload":
         """Select at most `most` steps, spread evenly over the run; step numbers are unchanged."""
