@@ -15,6 +15,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder, TilingConfig
 from omnibal.errors import UserError
+from omnibal.families.folder import CONFIG_FILE, model_name
 from omnibal.families.released_language import (
     Case,
     LanguageType,
@@ -26,7 +27,6 @@ from omnibal.families.released_language import (
 )
 from omnibal.files import read_json_model
 
-CONFIG_FILE = "config.json"
 NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
     "layer_norm": "LayerNorm",
     "rms_norm": "RMSNorm",
@@ -191,17 +191,6 @@ def open_internvl(path: Path) -> InternVLFile | None:
     return None
 
 
-def model_name(path: Path) -> str:
-    """The folder's name, or in a cache of Hugging Face's hub, where that is a hash, the model's.
-
-    Args:
-        path: of the config.json.
-    """
-    folder = path.parent.resolve() if ".." in path.parts else path.parent.absolute()
-    in_hub = folder.parent.name == "snapshots"
-    return (folder.parents[1].name.rpartition("--")[2] if in_hub else folder.name).lower()
-
-
 def is_tied(
     language: ReleasedLanguage, outer: bool | None, is_original: bool, has_head: bool | None
 ) -> bool:
@@ -257,7 +246,7 @@ def _from_original(given: _Original, language: LanguageConfig, path: Path) -> Mo
         ),
     )
     return ModelConfig(
-        name=model_name(path),
+        name=model_name(path.parent),
         encoders={"vision": tower},
         language=language,
         chat_system_message=given.system_message,
@@ -300,7 +289,7 @@ def _from_transformers(given: _Transformers, language: LanguageConfig, path: Pat
     )
     # The file says nothing of conversations; all that were released in this format have these.
     return ModelConfig(
-        name=model_name(path),
+        name=model_name(path.parent),
         encoders={"vision": tower},
         language=language,
         chat_template="internvl2_5",

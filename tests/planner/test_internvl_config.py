@@ -9,6 +9,7 @@ import pytest
 from omnibal.config import load_model
 from omnibal.errors import UserError
 from omnibal.families.internvl import read_internvl
+from omnibal.families.named import named_model
 from omnibal.layers import LayerRun
 
 pytestmark = pytest.mark.quick
@@ -84,7 +85,7 @@ def test_internvl_3_5_is_read_in_both_formats(tmp_path: Path, config: dict[str, 
     """Prevents: Qwen3 read as Qwen2, with biases and without norms of heads."""
     folder = written(tmp_path / "InternVL3_5-8B", config)
     model = read_internvl(folder / "config.json")
-    assert model == read_internvl(folder)
+    assert model == read_internvl(folder) == named_model(str(folder))
     assert model.name == "internvl3_5-8b" and model.chat_template == "internvl2_5"
     language = model.language
     assert (language.qk_norm, language.qkv_bias, language.head_width) == (True, False, 128)

@@ -22,13 +22,12 @@ from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
+from omnibal.families.folder import CONFIG_FILE, model_name
 from omnibal.families.internvl import (
-    CONFIG_FILE,
     NORMS,
     TRANSFORMERS_QK_NORM_EPS,
     InternVLFile,
     is_tied,
-    model_name,
     open_internvl,
 )
 from omnibal.families.released_language import (
@@ -72,13 +71,13 @@ _LANGUAGES = {
     layout: kind for kinds in (_ORIGINAL_LAYOUTS, _TEXT_ONLY) for kind, layout in kinds.items()
 } | {Layout.QWEN3_MOE_STACKED: "qwen3_moe"}
 """Kind of language model that a layout is for; Transformers' InternVL has any but InternLM2."""
-_TEMPLATES: dict[str, tuple[ChatTemplate, str | None]] = {
-    "llama": ("llama3", None),
-    "qwen2": ("qwen2.5", None),
-    "qwen3": ("qwen2.5", ""),
-    "qwen3_moe": ("qwen2.5", ""),
+_TEMPLATES: dict[str, ChatTemplate] = {
+    "llama": "llama3",
+    "qwen2": "qwen2.5",
+    "qwen3": "tokenizer",
+    "qwen3_moe": "tokenizer",
 }
-"""Chat template and system message of models without an encoder."""
+"""Chat templates of models without an encoder."""
 
 
 class _Kind(BaseModel):
@@ -139,11 +138,8 @@ def _text_only_config(path: Path, names: Collection[str]) -> tuple[ModelConfig, 
         most = given.max_position_embeddings
         language = language.model_copy(update={"max_positions": most})
     # The file says nothing of conversations; these are those of the newest releases.
-    template, message = _TEMPLATES[kind]
-    model = ModelConfig(
-        name=model_name(path), language=language, chat_template=template, system_message=message
-    )
-    return model, layout
+    name = model_name(path.parent)
+    return ModelConfig(name=name, language=language, chat_template=_TEMPLATES[kind]), layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
