@@ -165,6 +165,37 @@ class ClipsEncoder(EncoderLayers):
         return self.hidden_size * self.positions_per_token
 
 
+class ImageText(Frozen):
+    """Text that a chat template writes for an image, or for a video: pieces around its tokens."""
+
+    before: str = "<|vision_start|>"
+    each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
+    after: str = "<|vision_end|>"
+
+
+class VideoConfig(Frozen):
+    """How a video becomes tokens: which frames, how large, and what text stands between them."""
+
+    frames_per_second: PositiveFloat = Field(
+        default=2.0, description="that are seen, and of the frames in a folder"
+    )
+    max_frames: Count = 768
+    min_pixels: Count = 128 * 28 * 28
+    max_pixels: Count = 768 * 28 * 28
+    counts_frames: bool = Field(
+        default=False,
+        description="whether pixels are of all frames together (Qwen3-VL, GLM-4.5V), or of one",
+    )
+    text: ImageText = ImageText(each="<|video_pad|>")
+    times: Literal["none", "before", "after"] = Field(
+        default="none",
+        description="none: all tokens within one text; before: one text for the frames of every "
+        "patch, after their time such as <1.5 seconds> (Qwen3-VL); after: the time in whole "
+        "seconds behind it (GLM-4.5V)",
+    )
+    around: tuple[str, str] = Field(default=("", ""), description="before and after all of it")
+
+
 class ImagesEncoder(EncoderLayers):
     """Vision transformer over images at their native resolution, as Qwen2-VL and later have it.
 
@@ -219,11 +250,19 @@ class ImagesEncoder(EncoderLayers):
     )
     min_pixels: Count = 56 * 56
     max_pixels: Count = 28 * 28 * 1280
-    resize: Literal["smart", "fixed", "padded"] = Field(
+    resize: Literal["smart", "repeated", "fixed", "padded"] = Field(
         default="smart",
         description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
-        "fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and padded to "
-        "whole cells (Kimi-VL)",
+        "repeated: the same, of an image whose pixels count for each of frames_per_patch "
+        "(GLM-4.5V); fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and "
+        "padded to whole cells (Kimi-VL)",
+    )
+    max_side_pixels: Count | None = Field(
+        default=None, description="longest side of an image that is padded (Kimi-K2.5)"
+    )
+    image_text: ImageText = ImageText()
+    video: VideoConfig | None = Field(
+        default=None, description="left out: frames of a video are images"
     )
 
     @model_validator(mode="after")
