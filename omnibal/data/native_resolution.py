@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from omnibal.encoders import ImagesEncoder, VideoConfig
+from omnibal.encoders import ImageRule, VideoConfig
 
 MAX_ASPECT_RATIO = 200
 """Longest side over shortest that processors of Qwen's and GLM's models take."""
@@ -40,47 +40,43 @@ class Segments:
 
 
 @lru_cache(maxsize=65_536)
-def image_segments(width: int, height: int, tower: ImagesEncoder) -> Segments:
+def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
     """Tokens of an image of `width` x `height` pixels.
 
     Example:
-        >>> tower = ImagesEncoder(
-        ...     layers=1, hidden_size=8, heads=1, ffn_hidden_size=8, normalization="RMSNorm",
-        ...     qkv_bias=True, qk_norm=False, patch_size=14,
-        ... )
-        >>> image_segments(640, 480, tower)
+        >>> image_segments(640, 480, ImageRule(patch_size=14))
         Segments(number=1, tokens=391)
 
     Raises:
         OddImage: it is too long and narrow.
     """
-    cell = tower.cell_pixels
-    match tower.resize:
+    cell = rule.cell_pixels
+    match rule.resize:
         case "fixed":
-            return Segments(1, tower.tokens_of_fixed_image or 0)
+            return Segments(1, rule.tokens_of_fixed_image or 0)
         case "padded":
-            size = _padded(width, height, tower)
+            size = _padded(width, height, rule)
         case "smart":
-            size = _smart(width, height, cell, (tower.min_pixels, tower.max_pixels))
+            size = _smart(width, height, cell, (rule.min_pixels, rule.max_pixels))
         case "repeated":
-            limits, frames = (tower.min_pixels, tower.max_pixels), tower.frames_per_patch
+            limits, frames = (rule.min_pixels, rule.max_pixels), rule.frames_per_patch
             size = _smart(*_enlarged(width, height, cell), cell, limits, frames, frames)
     return Segments(1, size[0] // cell * (size[1] // cell))
 
 
 @lru_cache(maxsize=65_536)
-def video_segments(frames: int, width: int, height: int, tower: ImagesEncoder) -> Segments:
+def video_segments(frames: int, width: int, height: int, rule: ImageRule) -> Segments:
     """Tokens of so many frames of `width` x `height` pixels, the last repeated to whole patches.
 
     Raises:
         OddImage: they are too long and narrow.
     """
-    if tower.video is None:
-        image = image_segments(width, height, tower)
+    if rule.video is None:
+        image = image_segments(width, height, rule)
         return Segments(frames, image.tokens)
-    cell, together = tower.cell_pixels, tower.frames_per_patch
-    limits, groups = (tower.video.min_pixels, tower.video.max_pixels), -(-frames // together)
-    if tower.video.counts_frames:
+    cell, together = rule.cell_pixels, rule.frames_per_patch
+    limits, groups = (rule.video.min_pixels, rule.video.max_pixels), -(-frames // together)
+    if rule.video.counts_frames:
         frames = max(frames, together)
         rounded = round(frames / together) * together
         size = _smart(*_enlarged(width, height, cell), cell, limits, frames, rounded)
@@ -125,12 +121,12 @@ def _enlarged(width: int, height: int, cell: int) -> tuple[int, int]:
     return int(width * scale), int(height * scale)
 
 
-def _padded(width: int, height: int, tower: ImagesEncoder) -> tuple[int, int]:
+def _padded(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
     """Sides shrunk to the most patches, and padded to whole cells."""
-    patch, cell = tower.patch_size, tower.cell_pixels
+    patch, cell = rule.patch_size, rule.cell_pixels
     patches = max(1, width // patch) * max(1, height // patch)
-    scale = min(1.0, math.sqrt(tower.max_pixels // patch**2 / patches))
-    longest = tower.max_side_pixels
+    scale = min(1.0, math.sqrt(rule.max_pixels // patch**2 / patches))
+    longest = rule.max_side_pixels
     if longest is not None:
         scale = min(scale, longest / width, longest / height)
 
@@ -158,13 +154,13 @@ def seen_frames(frames: int, video: VideoConfig | None) -> list[int]:
     return [round(step * place) for place in range(video.max_frames)]
 
 
-def image_text(tower: ImagesEncoder) -> str:
+def image_text(rule: ImageRule) -> str:
     """Text of an image, with one of its tokens, which is to be repeated."""
-    text = tower.image_text
+    text = rule.image_text
     return text.before + text.each + text.after
 
 
-def video_text(frames: Sequence[int], tower: ImagesEncoder) -> str:
+def video_text(frames: Sequence[int], rule: ImageRule) -> str:
     """Text of a video, with one token of every segment, which is to be repeated.
 
     Where the model has no rule for videos, every frame is an image.
@@ -172,9 +168,9 @@ def video_text(frames: Sequence[int], tower: ImagesEncoder) -> str:
     Args:
         frames: numbers of the frames that are seen, in a folder of them.
     """
-    video, together = tower.video, tower.frames_per_patch
+    video, together = rule.video, rule.frames_per_patch
     if video is None:
-        return image_text(tower) * len(frames)
+        return image_text(rule) * len(frames)
     of_patch = video.text.before + video.text.each + video.text.after
     if video.times == "none":
         return video.around[0] + of_patch + video.around[1]
@@ -187,7 +183,14 @@ def video_text(frames: Sequence[int], tower: ImagesEncoder) -> str:
     return video.around[0] + "".join(texts) + video.around[1]
 
 
-def repeated_tokens(tower: ImagesEncoder) -> tuple[str, ...]:
+def text_places(frames: Sequence[int], rule: ImageRule) -> int:
+    """Segments that have a token of their own in `video_text`."""
+    if rule.video is None:
+        return len(frames)
+    return 1 if rule.video.times == "none" else -(-len(frames) // rule.frames_per_patch)
+
+
+def repeated_tokens(rule: ImageRule) -> tuple[str, ...]:
     """Pieces that are repeated for the tokens of images and of videos."""
-    pieces = (tower.image_text, *((tower.video.text,) if tower.video else ()))
+    pieces = (rule.image_text, *((rule.video.text,) if rule.video else ()))
     return tuple(dict.fromkeys(text.each for text in pieces))
