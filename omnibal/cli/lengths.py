@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
-from omnibal.config import ModelConfig, load_model, model_file
+from omnibal.config import ModelConfig
 from omnibal.data.lengths import write_lengths
 from omnibal.encoders import MAX_TILES_OF_IMAGE
 from omnibal.errors import UserError
+from omnibal.families.named import named_model, named_model_file
 from omnibal.files import is_stream
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import words
@@ -110,8 +111,8 @@ def lengths(
     if keeps_files:
         outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
     _check_earlier_lengths(output)
-    check_files(outputs, [meta, model_file(model), *tokenizer_files(tokenizer_model)])
-    config = image_sizes.applied(load_model(model))
+    check_files(outputs, [meta, named_model_file(model), *tokenizer_files(tokenizer_model)])
+    config = image_sizes.applied(named_model(model))
     tokenizer = open_tokenizer(tokenizer_model)
     annotations = Annotations.open(meta)
     check_files(outputs, annotations.files)

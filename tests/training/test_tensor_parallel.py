@@ -59,7 +59,7 @@ def batches_of(model, number, packs):
     for index, pack in enumerate(packs):
         batch = toy_batch(model, pack, seed=100 * number + index)
         weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
-        yield replace(batch, loss_weights_L=weights)
+        yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
 def train_steps(links, plan, steps, load=None, save=None, first=0):
@@ -72,7 +72,11 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
     for number, packs in enumerate(steps, first):
         batches = list(batches_of(plan.model, number, packs))
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-        result = train_step(trainer, MicroBatchStream.of(own))
+        counts = [len(range(rank, len(batches), plan.parallel.data)) for rank in range(8)]
+        block = parallel_state.get_data_parallel_rank() // plan.parallel.in_step
+        # The first of ranks that run in step has the most packs.
+        slots = counts[block * plan.parallel.in_step]
+        result = train_step(trainer, MicroBatchStream.of(own), slots=slots)
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)
         gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
@@ -86,19 +90,29 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
 
 def gather_gradients(model):
     """Each data-parallel rank has only its share of the summed gradients; now all have all."""
-    group = parallel_state.get_data_parallel_group()
-    for buffer in model.buffers:
-        for bucket in buffer.buckets:
+    groups = (
+        (model.buffers, parallel_state.get_data_parallel_group()),
+        (model.expert_parallel_buffers, parallel_state.get_expert_data_parallel_group()),
+    )
+    for buffers, group in groups:
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def by_name(stage, value):
-    return {
+    """Tensors of this rank by global name; of experts those of all expert-parallel ranks."""
+    group = parallel_state.get_expert_model_parallel_group()
+    found = {
         global_parameter_name(stage, name): value(parameter).detach().clone()
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     }
+    for name, own in found.items():
+        if ".experts." in name:
+            found[name] = own.new_empty((len(own) * group.size(), *own.shape[1:]))
+            dist.all_gather_into_tensor(found[name], own, group=group)
+    return found
 
 
 def run(plan, *arguments, **options):
@@ -120,7 +134,7 @@ DIVIDED_AXIS = {
 
 
 def axis_of(name):
-    if name.startswith(("projector.norm.", "vision_embedding.")):
+    if name.startswith(("projector.norm.", "vision_embedding.")) or ".experts." in name:
         return None
     if name.startswith("language.") and "_layernorm" in name:  # one weight for all heads
         return None

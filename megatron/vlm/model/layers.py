@@ -23,6 +23,7 @@ from megatron.vlm.model.attention import (
     PackedAttention,
     TileAttention,
 )
+from megatron.vlm.model.experts import MixtureOfExperts, Routing, mixture_of_experts_spec
 from megatron.vlm.model.fused.activations import bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
     Branch,
@@ -113,12 +114,14 @@ class Layer(TransformerLayer):
         rotary_pos_emb: Rotation | None = None,
         packed_seq_params: PackedSeqParams | SharedAttention | None = None,
         tile_scales_2B: torch.Tensor | None = None,
+        routing: Routing | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
         """Run [S, B, H] through both blocks.
 
         Args:
             tile_scales_2B: drop path's scales of both branches.
+            routing: of the micro-batch, where the layer has a mixture of experts.
         """
         attention_scale_B, mlp_scale_B = (None, None) if tile_scales_2B is None else tile_scales_2B
         normed_SBH, residual_SBH = norm_and_residual(hidden_states, self.input_layernorm.weights)
@@ -133,11 +136,15 @@ class Layer(TransformerLayer):
             residual_SBH, branch, self.pre_mlp_layernorm.weights
         )
         del output_and_bias, branch  # whose memory only some backwards need
-        branch = self.mlp_bda(*self._feed_forward(normed_SBH), mlp_scale_B)
+        branch = self.mlp_bda(*self._feed_forward(normed_SBH, routing), mlp_scale_B)
         return add(residual_SBH, branch), None
 
-    def _feed_forward(self, normed_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run core's two products with a fused activation between them."""
+    def _feed_forward(
+        self, normed_SBH: torch.Tensor, routing: Routing | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run core's two products with a fused activation between them, or the experts."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(normed_SBH, routing)
         inner, bias_F = self.mlp.linear_fc1(normed_SBH)
         is_gated = self.config.gated_linear_unit
         active_SBF = swiglu(inner) if is_gated else bias_gelu(inner, bias_F)
@@ -165,7 +172,8 @@ def encoder_layer_spec(
 
 
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """A layer of InternLM2, Llama, Qwen2 or Qwen3: causal attention within a sample."""
+    """A layer of InternLM2, Llama, Qwen2 or Qwen3: causal attention within a sample, and a
+    feed-forward or a mixture of experts."""
     qk_norm = HeadNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=PackedAttention,
@@ -178,7 +186,8 @@ def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleS
             k_layernorm=qk_norm,
         ),
     )
-    return _layer_spec(config, attention, parts, layer_scale_init=None)
+    feed_forward = None if config.num_moe_experts is None else mixture_of_experts_spec()
+    return _layer_spec(config, attention, parts, None, feed_forward)
 
 
 def _layer_spec(
@@ -186,6 +195,7 @@ def _layer_spec(
     attention: ModuleSpec,
     parts: LayerParts,
     layer_scale_init: float | None,
+    feed_forward: ModuleSpec | None = None,
 ) -> ModuleSpec:
     scale = {
         "hidden_size": config.hidden_size,
@@ -201,7 +211,7 @@ def _layer_spec(
             self_attention=attention,
             self_attn_bda=layer_scale,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=feed_forward or ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=layer_scale,
         ),
     )

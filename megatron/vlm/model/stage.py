@@ -33,6 +33,7 @@ from megatron.vlm.model.context_groups import ContextGroups
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.exchange import exchange_rows
+from megatron.vlm.model.experts import Routing
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
@@ -220,8 +221,14 @@ class VLMStage(MegatronModule):
             hidden[LANGUAGE] if self.embedding is None else self.embed_tokens(batch, hidden)
         )
         if self.language is not None:
-            packing = self.packing(batch, self._padding(batch))
-            hidden_S1E = self.language(hidden_S1E, None, level=batch.level, **packing)
+            padding = self._padding(batch)
+            hidden_S1E = self.language(
+                hidden_S1E,
+                None,
+                level=batch.level,
+                routing=self.routing(batch, padding),
+                **self.packing(batch, padding),
+            )
         return hidden_S1E
 
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
@@ -240,6 +247,18 @@ class VLMStage(MegatronModule):
         tokens = batch.tokens + padding
         turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
         return {"rotary_pos_emb": turned_by, "packed_seq_params": shared or packed}
+
+    def routing(self, batch: MicroBatch, padding: int = 0) -> Routing | None:
+        """What routers need to know of a micro-batch; None where no layer has experts."""
+        if self.config.num_moe_experts is None:
+            return None
+        padding_S = None
+        if padding:
+            tokens = (batch.tokens + padding) // self.sequence_parts
+            first = tokens * (self.tp_group.rank() if self.sequence_parts > 1 else 0)
+            places_S = torch.arange(first, first + tokens, device=current_device())
+            padding_S = places_S >= batch.tokens
+        return Routing(padding_S=padding_S, loss_weight=batch.loss_weight)
 
     def _padding(self, batch: MicroBatch) -> int:
         return batch.shape.padded_tokens(self.sequence_parts) - batch.tokens

@@ -385,7 +385,8 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     return Validation(
         batches=lambda: MicroBatchStream(
             batches=load_batches(dataset, workers, current_device()), shapes=shapes
-        )
+        ),
+        slots=packs.slots(rank, run.plan.parallel),
     )
 
 

@@ -152,6 +152,30 @@ class Trainer:
             return stage
         return Stage(units=(*encoders_stage(self.plan.model).units, *stage.units))
 
+    def joining(
+        self, batches: MicroBatchStream, slots: int, *, answers: bool = False
+    ) -> MicroBatchStream:
+        """The micro-batches and empty ones after them, so many together.
+
+        Args:
+            slots: of this rank; of ranks that share out experts the same.
+            answers: whether next tokens are asked for, and not a loss.
+        """
+        if slots <= len(batches):
+            return batches
+        empty = MicroBatch.empty(self.plan.model, current_device(), answers=answers)
+        return batches.joining(slots, empty)
+
+    def most_in_step(self, number: int) -> int:
+        """The greatest of a number over the ranks that run in step with this one, as they share out
+        experts; collective over them."""
+        if self.plan.parallel.in_step == 1:
+            return number
+        most = torch.tensor(number, device=current_device())
+        group = parallel_state.get_expert_model_parallel_group()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        return int(most)
+
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run forwards alone, as for held-out data; encoders beside the pipeline run on its first
         stage, each rank's for itself.
@@ -400,6 +424,7 @@ def train_step(
     trainer: Trainer,
     batches: MicroBatchStream,
     stop_requested: bool = False,
+    slots: int = 0,
 ) -> StepResult:
     """Run one optimizer step on this rank's micro-batches; collective over all ranks.
 
@@ -409,7 +434,9 @@ def train_step(
     Args:
         batches: this rank's; may be empty.
         stop_requested: whether this rank was asked to stop; all ranks learn of it.
+        slots: micro-batches that the rank runs, where it has empty ones to join others.
     """
+    batches = trainer.joining(batches, slots)
     clock = PhaseClock()
     clock.switch(Phase.OPTIMIZER)
     trainer.zero_gradients()
@@ -534,6 +561,7 @@ def global_sums(
     )
     if counts and links.is_last and losses:
         own[0] = torch.stack(losses).sum(dtype=torch.float64)
+    if counts and links.is_last and seen.loss_weights:
         own[1] = torch.cat(seen.loss_weights).sum(dtype=torch.float64)
     dist.all_reduce(own)
     return GlobalSums(*own.tolist())
