@@ -18,14 +18,29 @@ there, and what gpt says before the first question is written and learned, while
 both out.
 """
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from omnibal.config import ChatTemplate, ModelConfig
-from omnibal.data.sample import AUDIO, IMAGE, Sample
+from omnibal.data.native_resolution import (
+    image_text,
+    repeated_tokens,
+    seen_frames,
+    text_places,
+    video_text,
+)
+from omnibal.data.own_template import (
+    answer_end_piece,
+    control_pieces,
+    encode_conversation,
+    encode_own_prompt,
+    strips_answers,
+)
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
     AUDIO_END,
@@ -129,11 +144,10 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer has the template's pieces and fits into the model's vocabulary.
 
     Raises:
-        UserError: it lacks pieces, all of which are named, or is larger than the vocabulary.
+        UserError: it lacks pieces, all of which are named, or a chat template of its own that the
+            model has, or is larger than the vocabulary.
     """
-    template = _TEMPLATES[model.chat_template]
-    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
-    needed = [*bos, *_pieces(model)]
+    needed = _needed_pieces(model, tokenizer)
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -147,13 +161,48 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    if _is_own(model):
+        return list(control_pieces(tokenizer))
+    template = _TEMPLATES[model.chat_template]
+    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
+    return [*bos, *_pieces(model)]
+
+
+def _is_own(model: ModelConfig) -> bool:
+    """Whether the template is the tokenizer's own."""
+    return model.chat_template == "tokenizer"
+
+
+def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """SHA-256 of all of the tokenizer's files that determine a conversation's ids."""
+    if not _is_own(model):
+        return tokenizer.sha256
+    return hashlib.sha256(f"{tokenizer.sha256}{tokenizer.template}".encode()).hexdigest()
+
+
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """The id that closes an answer, at which generation stops."""
+    if _is_own(model):
+        piece = answer_end_piece(tokenizer) or tokenizer.named_pieces.get("eos_token")
+        if piece is None:
+            raise UserError(
+                f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
+                "eos_token; add one to tokenizer_config.json"
+            )
+        return tokenizer.required(piece)
     return tokenizer.required(_TEMPLATES[model.chat_template].end)
 
 
+def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """An answer as a model that has learned it writes it."""
+    if _is_own(model):
+        return text.strip() if strips_answers(tokenizer) else text
+    return as_written(text, model)
+
+
 def as_written(text: str, model: ModelConfig) -> str:
-    """A question or an answer as the model's template writes it."""
+    """A question or an answer as one of this project's templates writes it."""
     template = _TEMPLATES[model.chat_template]
     return text.strip() if template.strips or template.strips_all else text
 
@@ -161,7 +210,11 @@ def as_written(text: str, model: ModelConfig) -> str:
 def _pieces(model: ModelConfig) -> tuple[str, ...]:
     """Pieces that only the model's template may write, with those of images and of recordings if it
     takes any."""
-    images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.takes_images else ()
+    images: tuple[str, ...] = ()
+    if model.takes_images:
+        images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END)
+    elif model.images is not None:
+        images = repeated_tokens(model.images)
     recordings = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if model.takes_audio else ()
     return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
 
@@ -174,18 +227,27 @@ def encode_sample(
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
     """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile, and
-    recording i `clips_per_recording[i]` times those of a clip.
+    recording i `clips_per_recording[i]` times those of a clip. Of images at their native resolution
+    it takes so many tokens, at least one, as does every place of a video's text.
 
     Raises:
         UserError: the text turns into control tokens, the tokenizer lacks a piece, or the sample
             has a recording and the model takes none.
     """
     given = (len(tiles_per_image), len(clips_per_recording))
-    if given != (len(sample.images), len(sample.recordings)):
+    needed = (image_places(sample, model), len(sample.recordings))
+    if given != needed:
         raise ValueError(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
-            f"were given for {len(sample.images)} and {len(sample.recordings)}"
+            f"were given for {needed[0]} and {needed[1]}"
         )
+    if _is_own(model):
+        _check_recordings(sample, model, own=True)
+        tokens = _tokens_per_image(tiles_per_image, model)
+        system = model.system_message
+        shown = _with_video_as_images(sample, model)
+        token_ids, loss_mask = encode_conversation(shown, tokens, system, tokenizer)
+        return EncodedSample(token_ids=token_ids, loss_mask=loss_mask)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting=False)
     answers = _answers(sample, messages, template)
@@ -223,6 +285,13 @@ def encode_prompt(
         chatting: ask as InternVL's `chat` does instead: every text as it is given, after the
             model's system message for that.
     """
+    if _is_own(model):
+        shown = tiles_per_image[: sample.images_until(turn)]
+        system = model.system_message
+        if chatting and model.chat_system_message is not None:
+            system = model.chat_system_message
+        tokens = _tokens_per_image(shown, model)
+        return encode_own_prompt(sample, turn, tokens, system, tokenizer)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
@@ -236,6 +305,46 @@ def encode_prompt(
         token_ids, *_item_tokens(token_ids, tiles, clips, model, tokenizer, sample)
     )
     return np.concatenate([_bos(template, tokenizer), token_ids])
+
+
+def image_places(sample: Sample, model: ModelConfig) -> int:
+    """Places of a conversation's text where tokens of images stand: one an image, but for videos
+    at their native resolution."""
+    if model.images is None or not sample.video:
+        return len(sample.images)
+    frames = seen_frames(len(sample.images), model.images.video)
+    return text_places(frames, model.images)
+
+
+def _with_video_as_images(sample: Sample, model: ModelConfig) -> Sample:
+    """A video at native resolution as an image for every place of its text, after or before its
+    time, as a tokenizer's own template writes no video out. There are as many tokens, without
+    those around all of a video (GLM-4.5V's two)."""
+    if model.images is None or not sample.video:
+        return sample
+    rule = model.images
+    written = video_text(seen_frames(len(sample.images), rule.video), rule)
+    if rule.video is not None:
+        text = rule.video.text
+        written = written.removeprefix(rule.video.around[0]).removesuffix(rule.video.around[1])
+        written = written.replace(text.before + text.each + text.after, IMAGE)
+    else:
+        written = written.replace(image_text(rule), IMAGE)
+    turns = tuple(
+        replace(turn, question=turn.question.replace(VIDEO, written)) for turn in sample.turns
+    )
+    return replace(sample, turns=turns)
+
+
+def _with_images(question: str, sample: Sample, model: ModelConfig) -> str:
+    """A question with what the model's template writes for images and for a video."""
+    if model.images is None:
+        return question.replace(IMAGE, IMAGE_START + IMAGE_END)
+    rule = model.images
+    if sample.video:
+        frames = seen_frames(len(sample.images), rule.video)
+        question = question.replace(VIDEO, video_text(frames, rule))
+    return question.replace(IMAGE, image_text(rule))
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
@@ -255,12 +364,19 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
         if not chatting or template.strips_all:
             texts = [as_written(text, model) for text in texts]
         asked, answered = texts
-        question = asked.replace(IMAGE, IMAGE_START + IMAGE_END)
+        question = _with_images(asked, sample, model)
         if sample.recordings:
             question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
         messages.append(f"{template.user}{question}{close}")
         messages.append(f"{template.assistant}{answered}{close}")
     return messages
+
+
+def _tokens_per_image(items: Sequence[int], model: ModelConfig) -> list[int]:
+    if not items:
+        return []
+    per_item = model.encoders["vision"].tokens_per_item
+    return [count * per_item for count in items]
 
 
 def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
@@ -276,8 +392,17 @@ def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
     return given if given or has_empty_turn else None
 
 
-def _check_recordings(sample: Sample, model: ModelConfig) -> None:
-    """Refuse recordings of a model that takes none, and marks of them where there are none."""
+def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> None:
+    """Refuse recordings of a model that takes none, and marks of them where there are none.
+
+    Args:
+        own: the template is the tokenizer's own, none of which is known to write recordings.
+    """
+    if sample.recordings and own:
+        raise UserError(
+            f"{sample.where}: has {len(sample.recordings)} recording(s), which the tokenizer's own "
+            "chat template is not known to write; choose another chat_template"
+        )
     if sample.recordings and not model.takes_audio:
         raise UserError(
             f"{sample.where}: has {len(sample.recordings)} recording(s), but the model has no "
@@ -405,6 +530,14 @@ def _item_tokens(
         tokens = np.array(clips_per_recording, np.int64) * model.audio.tokens_per_item
         given.append((AUDIO_START, tokenizer.audio_context, tokens))
     before, contexts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if model.images is not None:
+        repeated = [tokenizer.required(piece) for piece in repeated_tokens(model.images)]
+        places = np.flatnonzero(np.isin(token_ids, repeated))
+        if len(places) != len(tiles_per_image):
+            raise _control_tokens(sample)
+        again = np.array(tiles_per_image, np.int64) - 1
+        before.append(np.repeat(places + 1, again))
+        contexts.append(np.repeat(token_ids[places], again))
     for start, context, tokens in given:
         starts = np.flatnonzero(token_ids == tokenizer.required(start))
         if len(starts) != len(tokens) or (token_ids == context).any():
