@@ -279,7 +279,8 @@ class _Conversation:
         """Where the answer that is the message of this number stands, with the piece that closes
         it, in the text of a template that does not mark answers."""
         asked = self.rendered(self.messages[:place], prompt=True)
-        answered = self.rendered(self.messages[: place + 1])
+        is_last = place + 1 == len(self.messages)
+        answered = text if is_last else self.rendered(self.messages[: place + 1])
         if text.startswith(answered) and answered.startswith(asked):
             return len(asked), self._closed(len(answered), text)
         return self._found(place, asked, text)
