@@ -24,7 +24,7 @@ class _Whole(WholeTable):
     mm_tokens_per_image: PositiveInt = 256
 
 
-class _Text(TextTable):
+class GemmaText(TextTable):
     older_names: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
         "rope_local_base_freq",
@@ -51,7 +51,7 @@ class _Text(TextTable):
     use_bidirectional_attention: Literal[False] = False
 
     @model_validator(mode="after")
-    def _has_a_type_for_each_layer(self) -> "_Text":
+    def _has_a_type_for_each_layer(self) -> "GemmaText":
         check_layer_types(self.layer_types, self.num_hidden_layers)
         return self
 
@@ -82,7 +82,7 @@ class _Text(TextTable):
         )
 
 
-class _Tower(HubTable):
+class SiglipVision(HubTable):
     """SigLIP, whose pooling head the model does without."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"vision_use_head"})
@@ -102,8 +102,8 @@ class _Tower(HubTable):
 def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Gemma 3 of 4B and more."""
     whole = as_table(_Whole, given, str(path))
-    table = as_table(_Tower, whole.vision_config, inner(path, "vision_config"))
-    text = as_table(_Text, whole.text_config, inner(path, "text_config"))
+    table = as_table(SiglipVision, whole.vision_config, inner(path, "vision_config"))
+    text = as_table(GemmaText, whole.text_config, inner(path, "text_config"))
     image = square(table.image_size, "image_size")
     patch = square(table.patch_size, "patch_size")
     side = image // patch
@@ -142,5 +142,5 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
 
 def read_gemma3_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """The language model of Gemma 3 alone."""
-    table = as_table(_Text, given, str(path))
+    table = as_table(GemmaText, given, str(path))
     return ModelConfig(name=name, language=table.language(tied_head=table.is_tied(by_default=True)))

@@ -25,7 +25,7 @@ class _Whole(WholeTable):
     inner_ties_too: ClassVar[bool] = True
 
 
-class _Tower(VisionTable):
+class GlmVision(VisionTable):
     without_effect: ClassVar[frozenset[str]] = frozenset({"hidden_dropout_prob"})
 
     depth: PositiveInt = 24
@@ -41,7 +41,7 @@ class _Tower(VisionTable):
     intermediate_size: PositiveInt = 13_696
 
 
-class _Text(TextTable):
+class GlmText(TextTable):
     older_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
         "n_group",
@@ -105,8 +105,8 @@ class _Text(TextTable):
 def read_glm4v_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """GLM-4.5V and GLM-4.6V."""
     whole = as_table(_Whole, given, str(path))
-    table = as_table(_Tower, whole.vision_config, inner(path, "vision_config"))
-    text = as_table(_Text, whole.text_config, inner(path, "text_config"))
+    table = as_table(GlmVision, whole.vision_config, inner(path, "vision_config"))
+    text = as_table(GlmText, whole.text_config, inner(path, "text_config"))
     sizes = table.sizes
     if table.hidden_size % table.num_heads:
         raise ValueError(f"hidden_size {table.hidden_size} must divide by {table.num_heads} heads")

@@ -30,7 +30,7 @@ class _Whole(WholeTable):
     projection_layer_norm_eps: PositiveFloat = 1e-5
 
 
-class _Tower(HubTable):
+class MoonVit(HubTable):
     """MoonViT."""
 
     older_names: ClassVar[Mapping[str, str]] = {
@@ -79,7 +79,7 @@ def _read(
     given: dict[str, Any], name: str, path: Path, *, patches: int, frames: int
 ) -> ModelConfig:
     whole = as_table(_Whole, given, str(path))
-    table = as_table(_Tower, whole.vision_config, inner(path, "vision_config"))
+    table = as_table(MoonVit, whole.vision_config, inner(path, "vision_config"))
     text = as_table(DeepseekV3Text, whole.text_config, inner(path, "text_config"))
     if table.merge_kernel_size[0] != table.merge_kernel_size[1]:
         raise ValueError(f"merge_kernel_size {table.merge_kernel_size} must be a square")

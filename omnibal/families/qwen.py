@@ -41,7 +41,7 @@ class _OlderWhole(_Whole):
     inner_ties_too: ClassVar[bool] = True
 
 
-class _Older(Qwen2Text):
+class Qwen25VLText(Qwen2Text):
     """Language model of Qwen2.5-VL."""
 
     default_theta: ClassVar[float] = 1_000_000.0
@@ -55,7 +55,7 @@ class _Older(Qwen2Text):
     rms_norm_eps: float = 1e-5
 
 
-class _OlderVision(VisionTable):
+class Qwen25VLVision(VisionTable):
     """Tower of Qwen2.5-VL: most layers attend within windows (section 2.1.1 of the paper)."""
 
     older_names: ClassVar[Mapping[str, str]] = {
@@ -75,7 +75,7 @@ class _OlderVision(VisionTable):
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
 
-class _NewerText(Qwen3Text):
+class Qwen3VLText(Qwen3Text):
     """Language model of a dense Qwen3-VL."""
 
     default_theta: ClassVar[float] = 500_000.0
@@ -83,7 +83,7 @@ class _NewerText(Qwen3Text):
     max_position_embeddings: PositiveInt = 128_000
 
 
-class _NewerMoeText(Qwen3MoeText):
+class Qwen3VLMoeText(Qwen3MoeText):
     """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
 
     default_theta: ClassVar[float] = 500_000.0
@@ -98,7 +98,7 @@ class _NewerMoeText(Qwen3MoeText):
     norm_topk_prob: Literal[True] = True
 
 
-class _NewerVision(VisionTable):
+class Qwen3VLVision(VisionTable):
     """Tower of Qwen3-VL: learned positions, and outputs of some layers to the language model."""
 
     depth: PositiveInt = 27
@@ -112,13 +112,13 @@ class _NewerVision(VisionTable):
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 
-class _LatestVision(_NewerVision):
+class Qwen35Vision(Qwen3VLVision):
     """Tower of Qwen3.5, without such outputs."""
 
     deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
 
 
-class _Hybrid(TextTable):
+class HybridText(TextTable):
     """Language model of Qwen3.5: three layers of the gated delta rule, then one of attention."""
 
     older_names: ClassVar[Mapping[str, str]] = {"mtp_num_layers": "mtp_num_hidden_layers"}
@@ -147,7 +147,7 @@ class _Hybrid(TextTable):
     mtp_use_dedicated_embeddings: Literal[False] = False
 
     @model_validator(mode="after")
-    def _has_a_type_for_each_layer(self) -> "_Hybrid":
+    def _has_a_type_for_each_layer(self) -> "HybridText":
         check_layer_types(self.layer_types, self.num_hidden_layers)
         return self
 
@@ -201,7 +201,7 @@ class _Hybrid(TextTable):
         )
 
 
-class _HybridMoe(_Hybrid):
+class HybridMoeText(HybridText):
     """The same with experts in every layer, and a shared one behind a gate."""
 
     hidden_size: PositiveInt = 2048
@@ -243,7 +243,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         outside = {key: value for key, value in given.items() if key not in inside}
         given = outside | {"text_config": inside}
     whole = as_table(_OlderWhole, given, str(path))
-    table = as_table(_OlderVision, whole.vision_config, inner(path, "vision_config"))
+    table = as_table(Qwen25VLVision, whole.vision_config, inner(path, "vision_config"))
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,
@@ -255,38 +255,38 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         full_layers=tuple(sorted(table.fullatt_block_indexes)),
         **pixels(path, sizes, **_OLDER_PIXELS),
     )
-    text = as_table(_Older, whole.text_config, inner(path, "text_config"))
+    text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
     return vision_language(
         name, whole, text, encoder, table.out_hidden_size, chat_template=_TEMPLATE
     )
 
 
-_FLAT = frozenset(_Older.model_fields) - {"tie_word_embeddings"} | _Older.without_effect
+_FLAT = frozenset(Qwen25VLText.model_fields) - {"tie_word_embeddings"} | Qwen25VLText.without_effect
 
 
 def read_qwen3_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3-VL, dense."""
-    return _newer(given, name, path, _NewerText, _NewerVision)
+    return _newer(given, name, path, Qwen3VLText, Qwen3VLVision)
 
 
 def read_qwen3_vl_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3-VL with experts."""
-    return _newer(given, name, path, _NewerMoeText, _NewerVision)
+    return _newer(given, name, path, Qwen3VLMoeText, Qwen3VLVision)
 
 
 def read_qwen3_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3.5, 3.6 and 3.8, dense."""
-    return _newer(given, name, path, _Hybrid, _LatestVision)
+    return _newer(given, name, path, HybridText, Qwen35Vision)
 
 
 def read_qwen3_5_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3.5, 3.6 and 3.8 with experts."""
-    return _newer(given, name, path, _HybridMoe, _LatestVision)
+    return _newer(given, name, path, HybridMoeText, Qwen35Vision)
 
 
 def read_qwen3_5_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """The language model of Qwen3.5 alone."""
-    kind = _HybridMoe if "moe" in str(given.get("model_type")) else _Hybrid
+    kind = HybridMoeText if "moe" in str(given.get("model_type")) else HybridText
     table = as_table(kind, given, str(path))
     language = table.language(tied_head=table.is_tied())
     return ModelConfig(name=name, language=language, chat_template=_TEMPLATE)
@@ -296,8 +296,8 @@ def _newer(
     given: dict[str, Any],
     name: str,
     path: Path,
-    text: type[_Hybrid] | type[GroupedText],
-    vision: type[_NewerVision],
+    text: type[HybridText] | type[GroupedText],
+    vision: type[Qwen3VLVision],
 ) -> ModelConfig:
     whole = as_table(_Whole, given, str(path))
     table = as_table(vision, whole.vision_config, inner(path, "vision_config"))
