@@ -151,6 +151,7 @@ def analytic_cost(
         * (element_bytes if distributed_optimizer else 0),
         bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
         expert_rates=_expert_rates(cluster, parallel, precision, device, distributed_optimizer),
+        expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
     )
 

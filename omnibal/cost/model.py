@@ -137,11 +137,19 @@ class CostModel:
     has it once."""
     expert_rates: ExpertRates = _NO_EXPERTS
     """In place of the four rates per parameter above, for parameters of experts."""
+    expert_peer_bytes: float = 0.0
+    """Buffers of the communication library for the ranks that share out experts, on a device that
+    holds any."""
 
     @property
     def levels(self) -> int:
         """Levels whose features stand side by side; see `omnibal.pipeline.level_costs`."""
         return self.features.count(self.features[0])
+
+    @property
+    def of_experts(self) -> np.ndarray:
+        """Whether units of each kind hold experts. bool [kinds]"""
+        return np.array([unit.expert_parameters > 0 for unit in self.units.values()])
 
     def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
         """Bytes of optimizer state of trained parameters of one device, or of arrays of them.
