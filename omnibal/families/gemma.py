@@ -14,7 +14,7 @@ from omnibal.encoders import ImagesEncoder
 from omnibal.families.hub_table import HubTable, NoDropout, as_table
 from omnibal.families.text import TextTable, check_layer_types, runs_of
 from omnibal.families.vision import processor_of, square
-from omnibal.families.whole import WholeTable, inner, vision_language
+from omnibal.families.whole import WholeTable, family_model, inner, vision_language
 from omnibal.layers import LayerKind
 
 
@@ -143,4 +143,4 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
 def read_gemma3_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """The language model of Gemma 3 alone."""
     table = as_table(GemmaText, given, str(path))
-    return ModelConfig(name=name, language=table.language(tied_head=table.is_tied(by_default=True)))
+    return family_model(name, table.language(tied_head=table.is_tied(by_default=True)))

@@ -58,6 +58,4 @@ def read_llava_onevision_1_5(given: dict[str, Any], name: str, path: Path) -> Mo
         embed_norm=True,
         **pixels(path, sizes, **_PIXELS),
     )
-    return vision_language(
-        name, whole, text, encoder, table.text_hidden_size, chat_template="qwen2.5"
-    )
+    return vision_language(name, whole, text, encoder, table.text_hidden_size)

@@ -23,10 +23,9 @@ from omnibal.families.text import (
     runs_of,
 )
 from omnibal.families.vision import VisionTable, pixels
-from omnibal.families.whole import WholeTable, inner, vision_language
+from omnibal.families.whole import WholeTable, family_model, inner, vision_language
 from omnibal.layers import ExpertsConfig, LayerKind, LinearAttention
 
-_TEMPLATE: Literal["qwen2.5"] = "qwen2.5"
 _OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
 """Of the released Qwen2.5-VL: 3,136 and 12,845,056."""
 _NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
@@ -256,9 +255,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         **pixels(path, sizes, **_OLDER_PIXELS),
     )
     text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
-    return vision_language(
-        name, whole, text, encoder, table.out_hidden_size, chat_template=_TEMPLATE
-    )
+    return vision_language(name, whole, text, encoder, table.out_hidden_size)
 
 
 _FLAT = frozenset(Qwen25VLText.model_fields) - {"tie_word_embeddings"} | Qwen25VLText.without_effect
@@ -289,7 +286,7 @@ def read_qwen3_5_text(given: dict[str, Any], name: str, path: Path) -> ModelConf
     kind = HybridMoeText if "moe" in str(given.get("model_type")) else HybridText
     table = as_table(kind, given, str(path))
     language = table.language(tied_head=table.is_tied())
-    return ModelConfig(name=name, language=language, chat_template=_TEMPLATE)
+    return family_model(name, language)
 
 
 def _newer(
@@ -316,5 +313,4 @@ def _newer(
         as_table(text, whole.text_config, inner(path, "text_config")),
         encoder,
         table.out_hidden_size,
-        chat_template=_TEMPLATE,
     )
