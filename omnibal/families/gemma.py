@@ -10,12 +10,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder
+from omnibal.encoders import ImagesEncoder, ImageText
 from omnibal.families.hub_table import HubTable, NoDropout, as_table
 from omnibal.families.text import TextTable, check_layer_types, runs_of
 from omnibal.families.vision import processor_of, square
 from omnibal.families.whole import WholeTable, family_model, inner, vision_language
 from omnibal.layers import LayerKind
+
+_IMAGE = ImageText(
+    before="\n\n<start_of_image>", each="<image_soft_token>", after="<end_of_image>\n\n"
+)
 
 
 class _Whole(WholeTable):
@@ -134,6 +138,7 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         final_norm=True,
         projector="pooled",
         resize="fixed",
+        image_text=_IMAGE,
         min_pixels=image**2,
         max_pixels=image**2,
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder
+from omnibal.encoders import ImagesEncoder, VideoConfig
 from omnibal.families.hub_table import as_table
 from omnibal.families.text import (
     GroupedText,
@@ -30,6 +30,10 @@ _OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
 """Of the released Qwen2.5-VL: 3,136 and 12,845,056."""
 _NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
 """Of the released Qwen3-VL and Qwen3.5."""
+_NEWER_VIDEO = VideoConfig(
+    min_pixels=4096, max_pixels=24_576 * 32 * 32, counts_frames=True, times="before"
+)
+"""Of theirs too: 24,576 tokens' pixels in all frames together."""
 
 
 class _Whole(WholeTable):
@@ -253,6 +257,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         window_pixels=table.window_size,
         full_layers=tuple(sorted(table.fullatt_block_indexes)),
         **pixels(path, sizes, **_OLDER_PIXELS),
+        video=VideoConfig(),
     )
     text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
     return vision_language(name, whole, text, encoder, table.out_hidden_size)
@@ -306,6 +311,7 @@ def _newer(
         learned_positions=table.num_position_embeddings,
         deepstack_layers=table.deepstack_visual_indexes,
         **pixels(path, sizes, **_NEWER_PIXELS),
+        video=_NEWER_VIDEO,
     )
     return vision_language(
         name,
