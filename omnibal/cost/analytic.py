@@ -40,7 +40,7 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +82,9 @@ OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
 """Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
 
 _BACKWARD_OF_ATTENTION = 2.5
+_TILE_ROWS = 128
+"""Rows of a tile of a grouped product's kernel (CUTLASS's largest for 16 bit), of which every group
+leaves half of one empty on average."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,12 +129,13 @@ def analytic_cost(
     send = _send_line(cluster, parallel, precision)
     exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, parallel.data, precision)
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
-    tied = model.language.tied_head
+    has_copy = model.language.tied_head or model.language.prediction_layers > 0
     return CostModel(
         features=feature_names(model),
         kinds=unit_kinds(model),
         units=units,
-        tied_parameters=units[LANGUAGE_EMBED].parameters if tied else 0,
+        # Multi-token prediction embeds words on the last stage too.
+        tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
@@ -237,6 +241,7 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
     products = rates.products if rates else ()
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
+        fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
         product_times=ProductTimes.of(products) if products else None,
         bytes_per_ms=memory_bytes_per_ms * cluster.memory_efficiency,
         streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
@@ -269,6 +274,12 @@ def _expert_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Li
     between = exchange_line(cluster, ranks, precision)
     between_ms = between.each_ms * (ranks - neighbours) / ranks
     return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
+
+
+def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
+    """Peak in fp32, of products that are in it whatever the precision; where none is given, of
+    that precision."""
+    return cluster.tflops("fp32" if "fp32" in cluster.peak_tflops else precision)
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
@@ -483,7 +494,8 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
 
 def _collective_ms(device: Device, counts: Counts) -> np.ndarray:
     """Time of a unit's collectives in forward, [features]."""
-    return _passes_ms(device, counts.collective_bytes, counts.passes)
+    passes_ms = _passes_ms(device, counts.collective_bytes, counts.passes)
+    return passes_ms + _exchanges_ms(device, counts, counts.exchanges)
 
 
 def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
@@ -493,7 +505,14 @@ def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
         return 0 * counts.back_collective_bytes
     back_sent_bytes = counts.back_collective_bytes + one.trained * counts.gathered_again_bytes
     passes = counts.back_passes + one.trained * counts.passes_again
-    return _passes_ms(device, back_sent_bytes, passes)
+    passes_ms = _passes_ms(device, back_sent_bytes, passes)
+    return passes_ms + _exchanges_ms(device, counts, counts.back_exchanges)
+
+
+def _exchanges_ms(device: Device, counts: Counts, exchanges: int) -> np.ndarray:
+    """Time of so many all-to-alls of the tokens of a unit's experts, [features]."""
+    sent_ms = counts.exchanged_bytes / device.expert_bytes_per_ms
+    return sent_ms + _fixed(exchanges * device.expert_pass_ms, counts.moved_bytes)
 
 
 def _passes_ms(device: Device, sent_bytes: np.ndarray, passes: int) -> np.ndarray:
@@ -510,12 +529,15 @@ def _fixed(value: float, like: np.ndarray) -> np.ndarray:
 
 def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of all matrix products, both [features]."""
-    times = device.product_times
+    times, number = device.product_times, _backward_products(one)
+    fp32 = [product for product in counts.products if product.is_fp32]
+    others = [product for product in counts.products if not product.is_fp32]
+    fp32_ms = _computed_flops(fp32, counts.moved_bytes) / device.fp32_flops_per_ms
     if times is None:
-        matmul_ms = counts.matmul_flops / device.flops_per_ms
-        return matmul_ms, _backward_products(one) * matmul_ms
-    forward_ms = backward_ms = 0 * counts.moved_bytes
-    for each in counts.products:
+        all_ms = _computed_flops(others, counts.moved_bytes) / device.flops_per_ms + fp32_ms
+        return all_ms, number * all_ms
+    forward_ms, backward_ms = fp32_ms, number * fp32_ms
+    for each in others:
         sizes = each.inner, each.outer
         forward_ms = forward_ms + _product_ms(each, times.forward(*sizes))
         if _wants_input_gradient(one):
@@ -525,9 +547,21 @@ def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarra
     return forward_ms, backward_ms
 
 
+def _computed_flops(products: Sequence[Product], like: np.ndarray) -> np.ndarray:
+    """Operations that kernels do for products, [features]."""
+    each = [_computed_rows(one) * 2 * (one.inner * one.outer) for one in products]
+    return np.sum([0 * like, *each], axis=0)
+
+
 def _product_ms(counted: Product, line: Line) -> np.ndarray:
-    """Time of a counted product, [features]."""
-    return counted.rows * line.each_ms + _fixed(counted.groups * line.fixed_ms, counted.rows)
+    """Time of a counted product, [features]; groups are one kernel."""
+    return _computed_rows(counted) * line.each_ms + _fixed(line.fixed_ms, counted.rows)
+
+
+def _computed_rows(product: Product) -> np.ndarray:
+    """Rows that a kernel computes for a product, [features]: in groups, whole tiles of each."""
+    is_grouped = product.groups > 1
+    return product.rows + _fixed(is_grouped * product.groups * _TILE_ROWS / 2, product.rows)
 
 
 def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,8 @@ class UnitCost:
     """Time that recomputing the unit adds to the backward, [features]; it may be less than another
     forward, as caches are warm, and is 0 where there is no backward."""
     collective_ms: np.ndarray
-    """Part of the forward and backward time spent in tensor-parallel collectives, [2, features]."""
+    """Part of the forward and backward time spent in tensor-parallel collectives, and in exchanges
+    of expert-parallel ranks, [2, features]."""
     padding_ms: np.ndarray
     """Part of the forward and backward time spent on padding, [2, features]."""
     context_ms: np.ndarray
@@ -131,8 +132,9 @@ class CostModel:
     """Parameters that the first stage reduces or gathers at a time while it computes. Later stages
     exchange all at once, as in Megatron-core, and so does the first one where this is infinite."""
     tied_parameters: int = 0
-    """Parameters on this device of the matrix that is both language embed and head. Both units
-    count it, but a stage that holds both units has it once."""
+    """Parameters on this device of the matrix that is both language embed and head, or that embeds
+    words for multi-token prediction in the head. Both units count it, but a stage that holds both
+    has it once."""
     expert_rates: ExpertRates = _NO_EXPERTS
     """In place of the four rates per parameter above, for parameters of experts."""
     expert_peer_bytes: float = 0.0

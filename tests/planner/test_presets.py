@@ -57,7 +57,7 @@ PAIRS = {
     "eva-clip-18b-internlm2-20b": (17.5, 19.86),
 }
 
-QUICKSTARTS = {"internvl-digits", "internvl-digits-omni"}
+QUICKSTARTS = {"internvl-digits", "internvl-digits-moe", "internvl-digits-omni"}
 
 TEXT_ONLY = {
     "llama3.1-8b": 16_060_522_496 // 2,

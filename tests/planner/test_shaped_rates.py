@@ -135,8 +135,8 @@ def test_products_hold_every_weight_of_a_layer_once(name, tensor):
     model = load_model(name)
     features = Features(names=feature_names(model))
     device = Device(
-        flops_per_ms=1, product_times=None, bytes_per_ms=1, streamed_bytes_per_ms=1,
-        collective_bytes_per_ms=1, pass_ms=0, kernel_ms=0, tensor=tensor,
+        flops_per_ms=1, fp32_flops_per_ms=1, product_times=None, bytes_per_ms=1,
+        streamed_bytes_per_ms=1, collective_bytes_per_ms=1, pass_ms=0, kernel_ms=0, tensor=tensor,
         sequence_parallel=False, element_bytes=2,
     )  # fmt: skip
     h = model.language.hidden_size

@@ -1,11 +1,18 @@
 """Mixture of experts with expert parallelism: against one process, and across its sizes."""
 
 import functools
+from dataclasses import replace
 
 import pytest
-from test_tensor_parallel import assert_same_training, run
+import torch
+from megatron.core import parallel_state
+from ranks import run_ranks
+from test_tensor_parallel import OPTIONS, assert_same_training, batches_of, run
 from toy import stages_of, toy_model, toy_plan
 
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.expert_balance import take_expert_balance
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.layers import ExpertsConfig, LayerRun
 
 # Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
@@ -111,3 +118,48 @@ def test_resumes_under_another_expert_size(tmp_path, before, after):
     ranks = run(second, STEPS[1:], load=tmp_path, first=1)
     rest = (results[1:], gradients[1:], weights)
     assert_same_training(ranks, second.parallel.tensor, rest, rel=2e-5)
+
+
+def routed_tokens(links, plan, packs):
+    """Balance of a step, the tokens that it tells of, and what a second look finds."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    batches = list(batches_of(plan.model, 0, packs))
+    own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+    result = train_step(trainer, MicroBatchStream.of(own))
+    return result.experts, take_expert_balance(trainer.stage, plan.parallel)
+
+
+def test_balance_is_told_of_once_and_without_padding():
+    """Prevents: recomputed layers that count twice, padding that counts, or ranks left out."""
+    [(expected, again)] = run_ranks(plan_of().parallel, routed_tokens, plan_of(), STEPS[0])
+    assert expected.fullest_expert > expected.fullest_rank == 1
+    assert again.fullest_expert == 1
+    plan = plan_of(6, **IN_PARTS, expert=2, recompute=(0, 1, 2))
+    for balance, _ in run_ranks(plan.parallel, routed_tokens, plan, STEPS[0]):
+        assert balance.fullest_expert == pytest.approx(expected.fullest_expert, rel=1e-6)
+        assert 1 < balance.fullest_rank < balance.fullest_expert
+
+
+def auxiliary_gradients(links, loss_weight):
+    """Gradient of the last layer's router where no token carries loss, and by the definition."""
+    stage = build_trainer(plan_of(), links, OPTIONS, steps=10, seed=3).stage
+    layer = stage.language.layers[-1]
+    batch = replace(next(batches_of(MODEL, 0, STEPS[0])), loss_weight=loss_weight)
+    batch = replace(batch, loss_weights_L=torch.zeros(len(batch.labels_L)))
+    inputs = []
+    layer.mlp.register_forward_pre_hook(lambda module, given: inputs.append(given[0].detach()))
+    stage.set_input_tensor(None)
+    stage(batch).backward()
+    weight_EH = layer.mlp.router.weight.detach().clone().requires_grad_()
+    scores_SE = (inputs[0].flatten(0, 1) @ weight_EH.t()).softmax(-1)
+    chosen_SK = scores_SE.topk(2).indices
+    shares_E = torch.bincount(chosen_SK.flatten(), minlength=8) / chosen_SK.numel()
+    loss = loss_weight * 0.5 * 8 * (shares_E * scores_SE.mean(0)).sum()
+    return layer.mlp.router.weight.main_grad, torch.autograd.grad(loss, weight_EH)[0]
+
+
+def test_auxiliary_loss_is_switch_transformers():
+    """Prevents: an auxiliary loss that is scaled otherwise than its coefficient says."""
+    [(found, expected)] = run_ranks(plan_of().parallel, auxiliary_gradients, 3.0)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

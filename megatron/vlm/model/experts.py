@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,7 +23,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.activations import swiglu
@@ -163,6 +161,9 @@ class Experts(MegatronModule):
 class MixtureOfExperts(MoELayer):
     """Core's layer of a router, a dispatcher and experts."""
 
+    def __init__(self, config: TransformerConfig, layer_number: int | None = None) -> None:
+        super().__init__(config, MoESubmodules(experts=Experts, router=Router), layer_number)
+
     def forward(  # type: ignore[override]
         self, hidden_SBH: torch.Tensor, routing: Routing | None = None
     ) -> tuple[torch.Tensor, None]:
@@ -182,21 +183,9 @@ class MixtureOfExperts(MoELayer):
         return output
 
 
-def mixture_of_experts_spec() -> ModuleSpec:
-    """A mixture of experts in place of a layer's feed-forward, as `TransformerConfig` says."""
-    return ModuleSpec(
-        module=MixtureOfExperts, submodules=MoESubmodules(experts=Experts, router=Router)
-    )
-
-
 def routers(module: torch.nn.Module) -> Iterator[Router]:
     """The routers of a stage, in the order of its layers."""
     return (one for one in module.modules() if isinstance(one, Router))
-
-
-def expert_group(module: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that share out the experts of a stage's layers; None where it has none."""
-    return next((one.ep_group for one in module.modules() if isinstance(one, Experts)), None)
 
 
 def grouped_product(
@@ -235,7 +224,7 @@ class _GroupedProduct(torch.autograd.Function):
 def _products(
     rows_RI: torch.Tensor, matrices_XIO: torch.Tensor, counts: tuple[int, ...]
 ) -> torch.Tensor:
-    if _has_kernel(rows_RI):
+    if _has_kernel(rows_RI, matrices_XIO.shape[-1]):
         return F.grouped_mm(rows_RI, matrices_XIO, offs=_ends(counts, rows_RI.device))
     groups = zip(rows_RI.split(counts), matrices_XIO, strict=True)
     return torch.cat([rows @ matrix for rows, matrix in groups])
@@ -244,15 +233,17 @@ def _products(
 def _weight_gradients(
     gradient_RO: torch.Tensor, rows_RI: torch.Tensor, counts: tuple[int, ...]
 ) -> torch.Tensor:
-    if _has_kernel(rows_RI):
+    if _has_kernel(rows_RI, gradient_RO.shape[-1]):
         return F.grouped_mm(gradient_RO.t(), rows_RI, offs=_ends(counts, rows_RI.device))
     groups = zip(gradient_RO.split(counts), rows_RI.split(counts), strict=True)
     return torch.stack([gradient.t() @ rows for gradient, rows in groups])
 
 
-def _has_kernel(rows_RI: torch.Tensor) -> bool:
-    """Whether torch has one kernel for all groups: in bf16 on CUDA, where there are rows."""
-    return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0
+def _has_kernel(rows_RI: torch.Tensor, outputs: int) -> bool:
+    """Whether torch has one kernel for all groups: in bf16 on CUDA, where there are rows, of widths
+    that are whole runs of 16 bytes."""
+    is_wide = rows_RI.shape[-1] % 8 == 0 and outputs % 8 == 0
+    return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0 and is_wide
 
 
 def _ends(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:

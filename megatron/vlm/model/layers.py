@@ -23,7 +23,7 @@ from megatron.vlm.model.attention import (
     PackedAttention,
     TileAttention,
 )
-from megatron.vlm.model.experts import MixtureOfExperts, Routing, mixture_of_experts_spec
+from megatron.vlm.model.experts import MixtureOfExperts, Routing
 from megatron.vlm.model.fused.activations import bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
     Branch,
@@ -186,8 +186,8 @@ def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleS
             k_layernorm=qk_norm,
         ),
     )
-    feed_forward = None if config.num_moe_experts is None else mixture_of_experts_spec()
-    return _layer_spec(config, attention, parts, None, feed_forward)
+    has_experts = config.num_moe_experts is not None
+    return _layer_spec(config, attention, parts, None, MixtureOfExperts if has_experts else None)
 
 
 def _layer_spec(
@@ -195,7 +195,7 @@ def _layer_spec(
     attention: ModuleSpec,
     parts: LayerParts,
     layer_scale_init: float | None,
-    feed_forward: ModuleSpec | None = None,
+    feed_forward: type[MixtureOfExperts] | None = None,
 ) -> ModuleSpec:
     scale = {
         "hidden_size": config.hidden_size,

@@ -184,6 +184,7 @@ class TrainingLoop:
             replaced_samples=result.replaced_samples,
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
+            experts=result.experts,
             stages=stages,
         )
 

@@ -35,6 +35,7 @@ from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.encoders import Encoders, EncoderStep, StepFeatures
+from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.schedule import (
     PipelineLinks,
@@ -47,6 +48,7 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import Plan
+from omnibal.runlog import ExpertBalance
 from omnibal.units import LANGUAGE, unit_kinds
 
 _SMALLEST_WEIGHT = 1e-12
@@ -411,6 +413,8 @@ class StepResult:
     """Samples of the global batch whose images cannot be read."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
+    experts: ExpertBalance | None
+    """How evenly tokens were spread over experts; None where no layer has any."""
     intervals: tuple[Interval, ...]
     """Intervals of this rank in order, with a forward and a backward of every micro-batch."""
 
@@ -468,6 +472,7 @@ def train_step(
         skipped=grad_norm is None,
         replaced_samples=int(sums.replaced_samples),
         stop_requested=sums.stop_requests > 0,
+        experts=take_expert_balance(trainer.stage, trainer.plan.parallel),
         intervals=clock.stop(),
     )
 
