@@ -20,7 +20,14 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, Encoder, TilesEncoder, TilingConfig
+from omnibal.encoders import (
+    ENCODER_KINDS,
+    ClipsEncoder,
+    Encoder,
+    ImagesEncoder,
+    TilesEncoder,
+    TilingConfig,
+)
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
@@ -261,6 +268,12 @@ class ModelConfig(Frozen):
     def takes_images(self) -> bool:
         """Whether the model has `vision`, an encoder of image tiles."""
         return isinstance(self.encoders.get("vision"), TilesEncoder)
+
+    @property
+    def images(self) -> ImagesEncoder | None:
+        """The encoder of images at their native resolution; None where the model has none."""
+        towers = self.encoders.values()
+        return next((tower for tower in towers if isinstance(tower, ImagesEncoder)), None)
 
     @property
     def audio(self) -> ClipsEncoder:

@@ -20,12 +20,19 @@ both out.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from omnibal.config import ChatTemplate, ModelConfig
+from omnibal.data.native_resolution import (
+    image_text,
+    repeated_tokens,
+    seen_frames,
+    text_places,
+    video_text,
+)
 from omnibal.data.own_template import (
     answer_end_piece,
     control_pieces,
@@ -33,7 +40,7 @@ from omnibal.data.own_template import (
     encode_own_prompt,
     strips_answers,
 )
-from omnibal.data.sample import AUDIO, IMAGE, Sample
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
     AUDIO_END,
@@ -203,7 +210,11 @@ def as_written(text: str, model: ModelConfig) -> str:
 def _pieces(model: ModelConfig) -> tuple[str, ...]:
     """Pieces that only the model's template may write, with those of images and of recordings if it
     takes any."""
-    images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.takes_images else ()
+    images: tuple[str, ...] = ()
+    if model.takes_images:
+        images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END)
+    elif model.images is not None:
+        images = repeated_tokens(model.images)
     recordings = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if model.takes_audio else ()
     return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
 
@@ -216,23 +227,26 @@ def encode_sample(
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
     """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile, and
-    recording i `clips_per_recording[i]` times those of a clip.
+    recording i `clips_per_recording[i]` times those of a clip. Of images at their native resolution
+    it takes so many tokens, at least one, as does every place of a video's text.
 
     Raises:
         UserError: the text turns into control tokens, the tokenizer lacks a piece, or the sample
             has a recording and the model takes none.
     """
     given = (len(tiles_per_image), len(clips_per_recording))
-    if given != (len(sample.images), len(sample.recordings)):
+    needed = (image_places(sample, model), len(sample.recordings))
+    if given != needed:
         raise ValueError(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
-            f"were given for {len(sample.images)} and {len(sample.recordings)}"
+            f"were given for {needed[0]} and {needed[1]}"
         )
     if _is_own(model):
         _check_recordings(sample, model, own=True)
         tokens = _tokens_per_image(tiles_per_image, model)
         system = model.system_message
-        token_ids, loss_mask = encode_conversation(sample, tokens, system, tokenizer)
+        shown = _with_video_as_images(sample, model)
+        token_ids, loss_mask = encode_conversation(shown, tokens, system, tokenizer)
         return EncodedSample(token_ids=token_ids, loss_mask=loss_mask)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting=False)
@@ -293,6 +307,46 @@ def encode_prompt(
     return np.concatenate([_bos(template, tokenizer), token_ids])
 
 
+def image_places(sample: Sample, model: ModelConfig) -> int:
+    """Places of a conversation's text where tokens of images stand: one an image, but for videos
+    at their native resolution."""
+    if model.images is None or not sample.video:
+        return len(sample.images)
+    frames = seen_frames(len(sample.images), model.images.video)
+    return text_places(frames, model.images)
+
+
+def _with_video_as_images(sample: Sample, model: ModelConfig) -> Sample:
+    """A video at native resolution as an image for every place of its text, after or before its
+    time, as a tokenizer's own template writes no video out. There are as many tokens, without
+    those around all of a video (GLM-4.5V's two)."""
+    if model.images is None or not sample.video:
+        return sample
+    rule = model.images
+    written = video_text(seen_frames(len(sample.images), rule.video), rule)
+    if rule.video is not None:
+        text = rule.video.text
+        written = written.removeprefix(rule.video.around[0]).removesuffix(rule.video.around[1])
+        written = written.replace(text.before + text.each + text.after, IMAGE)
+    else:
+        written = written.replace(image_text(rule), IMAGE)
+    turns = tuple(
+        replace(turn, question=turn.question.replace(VIDEO, written)) for turn in sample.turns
+    )
+    return replace(sample, turns=turns)
+
+
+def _with_images(question: str, sample: Sample, model: ModelConfig) -> str:
+    """A question with what the model's template writes for images and for a video."""
+    if model.images is None:
+        return question.replace(IMAGE, IMAGE_START + IMAGE_END)
+    rule = model.images
+    if sample.video:
+        frames = seen_frames(len(sample.images), rule.video)
+        question = question.replace(VIDEO, video_text(frames, rule))
+    return question.replace(IMAGE, image_text(rule))
+
+
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     """Messages in order: the system message and the greeting if any, then questions and answers."""
     template = _TEMPLATES[model.chat_template]
@@ -310,7 +364,7 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
         if not chatting or template.strips_all:
             texts = [as_written(text, model) for text in texts]
         asked, answered = texts
-        question = asked.replace(IMAGE, IMAGE_START + IMAGE_END)
+        question = _with_images(asked, sample, model)
         if sample.recordings:
             question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
         messages.append(f"{template.user}{question}{close}")
@@ -476,6 +530,14 @@ def _item_tokens(
         tokens = np.array(clips_per_recording, np.int64) * model.audio.tokens_per_item
         given.append((AUDIO_START, tokenizer.audio_context, tokens))
     before, contexts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if model.images is not None:
+        repeated = [tokenizer.required(piece) for piece in repeated_tokens(model.images)]
+        places = np.flatnonzero(np.isin(token_ids, repeated))
+        if len(places) != len(tiles_per_image):
+            raise _control_tokens(sample)
+        again = np.array(tiles_per_image, np.int64) - 1
+        before.append(np.repeat(places + 1, again))
+        contexts.append(np.repeat(token_ids[places], again))
     for start, context, tokens in given:
         starts = np.flatnonzero(token_ids == tokenizer.required(start))
         if len(starts) != len(tokens) or (token_ids == context).any():
