@@ -135,9 +135,8 @@ class Experts(MegatronModule):
         """
         counts = tokens_per_expert.tolist()
         inner_RI = grouped_product(rows_RH, self.linear_fc1.weight, counts)
-        active_RF = swiglu(inner_RI)
         # As core does: after a product it would take H values of a row, and not F.
-        active_RF = (active_RF * weights_R.unsqueeze(-1)).to(active_RF.dtype)
+        active_RF = _WeightedSwiglu.apply(inner_RI, weights_R)
         return grouped_product(active_RF, self.linear_fc2.weight, counts), None
 
     def sharded_state_dict(
@@ -198,6 +197,26 @@ def grouped_product(
         counts: how many rows each of the X matrices has; may be 0.
     """
     return _GroupedProduct.apply(rows_RI, weight_XOI, tuple(counts))
+
+
+def _weighted_swiglu(inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+    return (swiglu(inner_RI) * weights_R.unsqueeze(-1)).to(inner_RI.dtype)
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """SwiGLU of every row times its weight, which keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inner_RI, weights_R)
+        return _weighted_swiglu(inner_RI, weights_R)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            active_RF = _weighted_swiglu(*inputs)
+        return torch.autograd.grad(active_RF, inputs, gradients[0])
 
 
 class _GroupedProduct(torch.autograd.Function):
