@@ -32,10 +32,10 @@ Provider = Literal["local", "te"]
 """Where the linears and the attention of layers come from: this project and Megatron-core, or
 Transformer Engine."""
 ChatTemplate = Literal[
-    "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5"
+    "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5", "tokenizer"
 ]
 """Chat templates: those of InternVL, named as `template` in its released configs, then those that
-Llama 3.1 and Qwen2.5 were tuned with."""
+Llama 3.1 and Qwen2.5 were tuned with; "tokenizer" is the one that comes with a tokenizer."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 

@@ -18,6 +18,7 @@ there, and what gpt says before the first question is written and learned, while
 both out.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,13 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.config import ChatTemplate, ModelConfig
+from omnibal.data.own_template import (
+    answer_end_piece,
+    control_pieces,
+    encode_conversation,
+    encode_own_prompt,
+    strips_answers,
+)
 from omnibal.data.sample import AUDIO, IMAGE, Sample
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
@@ -129,11 +137,10 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer has the template's pieces and fits into the model's vocabulary.
 
     Raises:
-        UserError: it lacks pieces, all of which are named, or is larger than the vocabulary.
+        UserError: it lacks pieces, all of which are named, or a chat template of its own that the
+            model has, or is larger than the vocabulary.
     """
-    template = _TEMPLATES[model.chat_template]
-    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
-    needed = [*bos, *_pieces(model)]
+    needed = _needed_pieces(model, tokenizer)
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -147,13 +154,48 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    if _is_own(model):
+        return list(control_pieces(tokenizer))
+    template = _TEMPLATES[model.chat_template]
+    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
+    return [*bos, *_pieces(model)]
+
+
+def _is_own(model: ModelConfig) -> bool:
+    """Whether the template is the tokenizer's own."""
+    return model.chat_template == "tokenizer"
+
+
+def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """SHA-256 of all of the tokenizer's files that determine a conversation's ids."""
+    if not _is_own(model):
+        return tokenizer.sha256
+    return hashlib.sha256(f"{tokenizer.sha256}{tokenizer.template}".encode()).hexdigest()
+
+
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """The id that closes an answer, at which generation stops."""
+    if _is_own(model):
+        piece = answer_end_piece(tokenizer) or tokenizer.named_pieces.get("eos_token")
+        if piece is None:
+            raise UserError(
+                f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
+                "eos_token; add one to tokenizer_config.json"
+            )
+        return tokenizer.required(piece)
     return tokenizer.required(_TEMPLATES[model.chat_template].end)
 
 
+def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """An answer as a model that has learned it writes it."""
+    if _is_own(model):
+        return text.strip() if strips_answers(tokenizer) else text
+    return as_written(text, model)
+
+
 def as_written(text: str, model: ModelConfig) -> str:
-    """A question or an answer as the model's template writes it."""
+    """A question or an answer as one of this project's templates writes it."""
     template = _TEMPLATES[model.chat_template]
     return text.strip() if template.strips or template.strips_all else text
 
@@ -186,6 +228,12 @@ def encode_sample(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
             f"were given for {len(sample.images)} and {len(sample.recordings)}"
         )
+    if _is_own(model):
+        _check_recordings(sample, model, own=True)
+        tokens = _tokens_per_image(tiles_per_image, model)
+        system = model.system_message
+        token_ids, loss_mask = encode_conversation(sample, tokens, system, tokenizer)
+        return EncodedSample(token_ids=token_ids, loss_mask=loss_mask)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting=False)
     answers = _answers(sample, messages, template)
@@ -223,6 +271,13 @@ def encode_prompt(
         chatting: ask as InternVL's `chat` does instead: every text as it is given, after the
             model's system message for that.
     """
+    if _is_own(model):
+        shown = tiles_per_image[: sample.images_until(turn)]
+        system = model.system_message
+        if chatting and model.chat_system_message is not None:
+            system = model.chat_system_message
+        tokens = _tokens_per_image(shown, model)
+        return encode_own_prompt(sample, turn, tokens, system, tokenizer)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
@@ -263,6 +318,13 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     return messages
 
 
+def _tokens_per_image(items: Sequence[int], model: ModelConfig) -> list[int]:
+    if not items:
+        return []
+    per_item = model.encoders["vision"].tokens_per_item
+    return [count * per_item for count in items]
+
+
 def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
     """The system message, empty where its turn is; None where there is no such turn."""
     template = _TEMPLATES[model.chat_template]
@@ -276,8 +338,17 @@ def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
     return given if given or has_empty_turn else None
 
 
-def _check_recordings(sample: Sample, model: ModelConfig) -> None:
-    """Refuse recordings of a model that takes none, and marks of them where there are none."""
+def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> None:
+    """Refuse recordings of a model that takes none, and marks of them where there are none.
+
+    Args:
+        own: the template is the tokenizer's own, none of which is known to write recordings.
+    """
+    if sample.recordings and own:
+        raise UserError(
+            f"{sample.where}: has {len(sample.recordings)} recording(s), which the tokenizer's own "
+            "chat template is not known to write; choose another chat_template"
+        )
     if sample.recordings and not model.takes_audio:
         raise UserError(
             f"{sample.where}: has {len(sample.recordings)} recording(s), but the model has no "

@@ -19,7 +19,7 @@ from omnibal import __version__
 from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.audio_files import AudioFile
-from omnibal.data.chat import check_tokenizer, encode_sample
+from omnibal.data.chat import check_tokenizer, encode_sample, text_sha256
 from omnibal.data.image_files import ImageFile, why_unreadable
 from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, clip_sizes, tile_sizes
 from omnibal.data.recordings import BadRecording, Duration, read_duration
@@ -261,7 +261,7 @@ def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) 
     image_size, tokens_per_tile = tile_sizes(model)
     return LengthsOrigin(
         data_sha256=annotations.sha256,
-        tokenizer_sha256=tokenizer.sha256,
+        tokenizer_sha256=text_sha256(model, tokenizer),
         image_size=image_size,
         tokens_per_tile=tokens_per_tile,
         tiling=model.tiling,

@@ -21,7 +21,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStr
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer
-from omnibal.data.chat import as_written
+from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
 from omnibal.limits import Caps
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
@@ -217,7 +217,7 @@ def _compared(question: _Question, reader: SampleReader) -> EvaluatedAnswer:
     return EvaluatedAnswer(
         sample=question.sample.identity,
         question=turn.question,
-        expected=as_written(turn.answer, reader.model),
+        expected=expected_answer(turn.answer, reader.model, reader.tokenizer),
         answered=reader.tokenizer.decode(words),
         kind=turn.kind or _KIND_OF_PLAIN_DATA,
     )
