@@ -91,9 +91,15 @@ def test_spellings_of_other_versions_are_the_same_model(tmp_path):
     assert read(tmp_path / "m", newer) == read(tmp_path / "m", flat)
     own = config_of("kimi-k2.5")
     vision = {
-        "patch_size": 14, "pos_emb_height": 64, "pos_emb_width": 64, "pos_emb_time": 4,
-        "hidden_size": 1152, "intermediate_size": 4304, "merge_kernel_size": [2, 2],
-        "num_attention_heads": 16, "num_hidden_layers": 27,
+        "patch_size": 14,
+        "pos_emb_height": 64,
+        "pos_emb_width": 64,
+        "pos_emb_time": 4,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "merge_kernel_size": [2, 2],
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
     }
     written = own | {"vision_config": vision, "projection_hidden_size": 1152}
     assert read(tmp_path / "m", written) == read(tmp_path / "m", own)
