@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -72,7 +71,7 @@ class Router(TopKRouter):
         balance = (scores_for_aux_loss.sum(0) * counts_E).sum()
         factor = self.config.num_moe_experts * self.config.moe_aux_loss_coeff / self.topk
         loss = balance * (factor * self.loss_weight) / tokens.square()
-        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
+        weighted: torch.Tensor = _WithLoss.apply(probs, loss)
         return weighted
 
     def _apply_expert_bias(
@@ -85,6 +84,20 @@ class Router(TopKRouter):
         if torch.is_grad_enabled():
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.tokens_of_experts_E += counted.sum(0)
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, whose backward begins that of a loss too, as of one that is added."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        return tensor
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)
 
 
 class StackedLinear(torch.nn.Module):
@@ -179,6 +192,8 @@ class MixtureOfExperts(MoELayer):
             if routing.padding_S is not None:
                 mask_BS = routing.padding_S.unsqueeze(0)
         output: tuple[torch.Tensor, None] = super().forward(hidden_SBH, padding_mask=mask_BS)
+        # Which core's dispatcher would hold until the next micro-batch.
+        self.token_dispatcher.probs = self.token_dispatcher.routing_map = None
         return output
 
 
