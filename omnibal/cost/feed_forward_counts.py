@@ -140,13 +140,15 @@ def _mixture_kept(
     t, size, f = device.tensor, device.element_bytes, experts.ffn_hidden_size
     own, k = tokens * device.whole, experts.experts_per_token
     # Scores for the auxiliary loss; weights in their places and which of them are chosen.
-    maps = FP32_BYTES * (2 if experts.auxiliary_loss else 1) + _BOOL_BYTES
+    has_loss = experts.auxiliary_loss > 0
+    maps = FP32_BYTES * (2 if has_loss else 1) + _BOOL_BYTES
+    places = _INDEX_BYTES * (3 if has_loss else 2)
     lines = [
         Kept(what="scores and choice", made_by="mlp", bytes=own * experts.experts * maps),
         Kept(
             what="chosen weights and places",
             made_by="mlp",
-            bytes=own * k * (FP32_BYTES + 2 * _INDEX_BYTES),
+            bytes=own * k * (FP32_BYTES + places),
         ),
         Kept(what="routed tokens", made_by="mlp", bytes=rows * h * size, for_weights=True),
         Kept(what="gate and value", made_by="mlp.experts", bytes=rows * 2 * f * size),

@@ -12,14 +12,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from toy import OPTIONS, stages_of, toy_plan
 
+from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.model.experts import MixtureOfExperts
+from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.train import build_trainer
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
 from omnibal.cost.attention_counts import CHUNK
 from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
 from omnibal.parallel import Parallel
+from omnibal.plan import Plan
 from omnibal.units import feature_names, unit_names
 
 CLUSTER, ONE = load_cluster("h100-80g"), Parallel(pipeline=1)
@@ -228,3 +235,52 @@ def test_kept_bytes_are_between_what_must_be_kept_and_what_no_fused_operation_ke
     lines = kept_lines(model, CLUSTER, ONE, "bf16")[run.kind.name]
     counted = sum(float((linear + squares) @ line.bytes) for line in lines)
     assert at_least < counted < at_most
+
+
+def saved_by_experts(links: PipelineLinks, plan: Plan, tokens: int) -> int:
+    """Bytes that the one mixture of experts of this rank saves for its backward, on the host."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
+    [layer] = (one for one in trainer.stage.modules() if isinstance(one, MixtureOfExperts))
+    held = {each.untyped_storage().data_ptr() for each in trainer.stage.parameters()}
+    batch = random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0])
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    layer.register_forward_hook(lambda *_: hooks.__exit__())
+    trainer.model(batch)
+    return sum(one.untyped_storage().nbytes() for at, one in saved.items() if at not in held)
+
+
+@pytest.mark.parametrize(("auxiliary_loss", "expert"), [(0.01, 1), (0.0, 1), (0.01, 2)])
+def test_experts_keep_what_is_counted(auxiliary_loss, expert):
+    """Prevents lines of experts, router or dispatcher that are forgotten or of another size.
+
+    Of all ranks together, as these have different numbers of rows; imbalance is for the fullest.
+    """
+    experts = EXPERTS.model_copy(update={"auxiliary_loss": auxiliary_loss, "imbalance": 1.0})
+    language = LanguageConfig(
+        **OURS | {"layers": 1, "qk_norm": True, "runs": (LayerRun(layers=1, experts=experts),)}
+    )
+    model = ModelConfig(name="experts", language=language)
+    plan = toy_plan(model, stages_of(model), data=expert)
+    parallel = plan.parallel.model_copy(update={"expert": expert})
+    plan = plan.model_copy(update={"parallel": parallel, "precision": "bf16"})
+    saved = sum(run_ranks(parallel, saved_by_experts, plan, T))
+    # On a CPU SwiGLU is not fused: it keeps what the value is multiplied by too.
+    rows, size = T * experts.experts_per_token, 2
+    unfused_bytes = rows * experts.ffn_hidden_size * size
+    linear, _ = at_tokens(model)
+    lines = kept_lines(model, CLUSTER, parallel, "bf16")["language_layer_experts8"]
+    of_experts = [
+        line
+        for line in lines
+        if line.made_by.startswith("mlp") or line.what == "second norm's output"
+    ]
+    counted = sum(float(linear @ line.bytes) for line in of_experts) + unfused_bytes
+    # And the loss and how many tokens each expert has.
+    assert 0 <= saved - expert * counted <= expert * 256
