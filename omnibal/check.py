@@ -275,9 +275,12 @@ def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
             f"data the lengths were scanned from: restore the file, or {_ANEW}"
         )
     if model_of_lengths(plan.model, lengths) != plan.model:
+        differs = "another tiling than model.tiling"
+        if plan.model.images is not None:
+            differs = "other min_pixels or max_pixels than the encoder of images"
         raise UserError(
-            "the lengths were scanned with another tiling than model.tiling of plan.json; images "
-            f"must be cut as they were counted: correct model.tiling, or {_ANEW}"
+            f"the lengths were scanned with {differs} of plan.json; images must be cut as they "
+            f"were counted: correct it, or {_ANEW}"
         )
     return "lengths, plan and model agree on where the lengths come from and how images are cut"
 

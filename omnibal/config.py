@@ -20,7 +20,14 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, Encoder, TilesEncoder, TilingConfig
+from omnibal.encoders import (
+    ENCODER_KINDS,
+    ClipsEncoder,
+    Encoder,
+    ImagesEncoder,
+    TilesEncoder,
+    TilingConfig,
+)
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
@@ -263,6 +270,12 @@ class ModelConfig(Frozen):
         return isinstance(self.encoders.get("vision"), TilesEncoder)
 
     @property
+    def images(self) -> ImagesEncoder | None:
+        """The encoder of images at their native resolution; None where the model has none."""
+        towers = self.encoders.values()
+        return next((tower for tower in towers if isinstance(tower, ImagesEncoder)), None)
+
+    @property
     def audio(self) -> ClipsEncoder:
         """The encoder of audio clips that the trainer's recordings are of.
 
@@ -389,6 +402,20 @@ class ClusterConfig(Frozen):
                 f"add {precision} to peak_tflops, or choose a --precision that it has"
             )
         return self.peak_tflops[precision]
+
+
+def with_imbalance(model: ModelConfig, imbalance: float) -> ModelConfig:
+    """The model with another `ExpertsConfig.imbalance` in all layers that have experts."""
+    runs = tuple(
+        run
+        if run.experts is None
+        else run.model_copy(
+            update={"experts": run.experts.model_copy(update={"imbalance": imbalance})}
+        )
+        for run in model.language.runs
+    )
+    language = model.language.model_copy(update={"runs": runs})
+    return model.model_copy(update={"language": language})
 
 
 def load_model(name_or_path: str) -> ModelConfig:

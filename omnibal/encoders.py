@@ -6,7 +6,7 @@ tokens it becomes.
 """
 
 import math
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -165,7 +165,89 @@ class ClipsEncoder(EncoderLayers):
         return self.hidden_size * self.positions_per_token
 
 
-class ImagesEncoder(EncoderLayers):
+class ImageText(Frozen):
+    """Text that a chat template writes for an image, or for a video: pieces around its tokens."""
+
+    before: str = "<|vision_start|>"
+    each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
+    after: str = "<|vision_end|>"
+
+
+class VideoConfig(Frozen):
+    """How a video becomes tokens: which frames, how large, and what text stands between them."""
+
+    frames_per_second: PositiveFloat = Field(
+        default=2.0, description="that are seen, and of the frames in a folder"
+    )
+    max_frames: Count = 768
+    min_pixels: Count = 128 * 28 * 28
+    max_pixels: Count = 768 * 28 * 28
+    counts_frames: bool = Field(
+        default=False,
+        description="whether pixels are of all frames together (Qwen3-VL, GLM-4.5V), or of one",
+    )
+    text: ImageText = ImageText(each="<|video_pad|>")
+    times: Literal["none", "before", "after"] = Field(
+        default="none",
+        description="none: all tokens within one text; before: one text for the frames of every "
+        "patch, after their time such as <1.5 seconds> (Qwen3-VL); after: the time in whole "
+        "seconds behind it (GLM-4.5V)",
+    )
+    around: tuple[str, str] = Field(default=("", ""), description="before and after all of it")
+
+
+class ImageRule(Frozen):
+    """What the number of an image's tokens depends on, and that of a video's."""
+
+    patch_size: Annotated[int, Field(ge=1, le=65_536)]
+    merge_size: Annotated[int, Field(ge=1, le=256)] = 2
+    frames_per_patch: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="neighbouring frames of a video in a patch; an image is repeated"
+    )
+    min_pixels: Count = 56 * 56
+    max_pixels: Count = 28 * 28 * 1280
+    resize: Literal["smart", "repeated", "fixed", "padded"] = Field(
+        default="smart",
+        description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
+        "repeated: the same, of an image whose pixels count for each of frames_per_patch "
+        "(GLM-4.5V); fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and "
+        "padded to whole cells (Kimi-VL)",
+    )
+    max_side_pixels: Count | None = Field(
+        default=None, description="longest side of an image that is padded (Kimi-K2.5)"
+    )
+    image_text: ImageText = ImageText()
+    video: VideoConfig | None = Field(
+        default=None, description="left out: frames of a video are images"
+    )
+
+    @model_validator(mode="after")
+    def _images_have_whole_cells(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} must not exceed max_pixels {self.max_pixels}"
+            )
+        if self.resize == "fixed" and self.tokens_of_fixed_image is None:
+            raise ValueError(
+                f"max_pixels {self.max_pixels} must be a square of whole cells of "
+                f"{self.cell_pixels} pixels, as resize is fixed"
+            )
+        return self
+
+    @property
+    def cell_pixels(self) -> int:
+        """Side of a cell in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def tokens_of_fixed_image(self) -> int | None:
+        """Tokens of every image where all become squares of `max_pixels`; None if these have no
+        whole number of cells."""
+        cells = math.isqrt(self.max_pixels) // self.cell_pixels
+        return cells**2 if (cells * self.cell_pixels) ** 2 == self.max_pixels else None
+
+
+class ImagesEncoder(EncoderLayers, ImageRule):
     """Vision transformer over images at their native resolution, as Qwen2-VL and later have it.
 
     An image is resized to whole cells of `merge_size` x `merge_size` patches, by `resize`, and
@@ -176,11 +258,6 @@ class ImagesEncoder(EncoderLayers):
     feature: ClassVar[str] = "image_tokens"
 
     kind: Literal["images"] = "images"
-    patch_size: Annotated[int, Field(ge=1, le=65_536)]
-    merge_size: Annotated[int, Field(ge=1, le=256)] = 2
-    frames_per_patch: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=1, description="neighbouring frames of a video in a patch; an image is repeated"
-    )
     head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
     gated: bool = Field(default=False, description="whether feed-forwards have a gate (SwiGLU)")
     bias: bool = Field(default=True, description="of layers' linears but q, k and v")
@@ -217,14 +294,6 @@ class ImagesEncoder(EncoderLayers):
     projector_hidden_size: Width | None = Field(
         default=None, description="inside the projector; left out: the width of a folded cell"
     )
-    min_pixels: Count = 56 * 56
-    max_pixels: Count = 28 * 28 * 1280
-    resize: Literal["smart", "fixed", "padded"] = Field(
-        default="smart",
-        description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
-        "fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and padded to "
-        "whole cells (Kimi-VL)",
-    )
 
     @model_validator(mode="after")
     def _layers_are_there(self) -> "ImagesEncoder":
@@ -241,33 +310,17 @@ class ImagesEncoder(EncoderLayers):
         return self
 
     @model_validator(mode="after")
-    def _sizes_divide(self) -> "ImagesEncoder":
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} must not exceed max_pixels {self.max_pixels}"
-            )
+    def _windows_hold_cells(self) -> "ImagesEncoder":
         if self.window_pixels is not None and self.window_pixels < self.cell_pixels:
             raise ValueError(
                 f"window_pixels {self.window_pixels} must hold a cell of {self.cell_pixels}"
             )
-        if self.resize == "fixed" and (self.tokens_of_fixed_image is None):
-            raise ValueError(
-                f"max_pixels {self.max_pixels} must be a square of whole cells of "
-                f"{self.cell_pixels} pixels, as resize is fixed"
-            )
         return self
 
     @property
-    def cell_pixels(self) -> int:
-        """Side of a cell in pixels."""
-        return self.patch_size * self.merge_size
-
-    @property
-    def tokens_of_fixed_image(self) -> int | None:
-        """Tokens of every image where all become squares of `max_pixels`; None if these have no
-        whole number of cells."""
-        cells = math.isqrt(self.max_pixels) // self.cell_pixels
-        return cells**2 if (cells * self.cell_pixels) ** 2 == self.max_pixels else None
+    def image_rule(self) -> ImageRule:
+        """What its images' tokens depend on, alone."""
+        return ImageRule.model_validate(self.model_dump(include=set(ImageRule.model_fields)))
 
     @property
     def window_positions(self) -> int | None:

@@ -26,14 +26,20 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.config import ChatTemplate, ModelConfig
+from omnibal.data.native_resolution import (
+    image_text,
+    repeated_tokens,
+    seen_frames,
+    text_places,
+    video_text,
+)
 from omnibal.data.own_template import (
-    answer_end_piece,
-    control_pieces,
+    OwnTemplate,
     encode_conversation,
     encode_own_prompt,
-    strips_answers,
+    own_template,
 )
-from omnibal.data.sample import AUDIO, IMAGE, Sample
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
     AUDIO_END,
@@ -156,7 +162,7 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
 
 def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
     if _is_own(model):
-        return list(control_pieces(tokenizer))
+        return list(_own_template(model, tokenizer).control_pieces)
     template = _TEMPLATES[model.chat_template]
     bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
     return [*bos, *_pieces(model)]
@@ -165,6 +171,10 @@ def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
 def _is_own(model: ModelConfig) -> bool:
     """Whether the template is the tokenizer's own."""
     return model.chat_template == "tokenizer"
+
+
+def _own_template(model: ModelConfig, tokenizer: Tokenizer) -> OwnTemplate:
+    return own_template(tokenizer, model.images)
 
 
 def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -177,7 +187,9 @@ def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """The id that closes an answer, at which generation stops."""
     if _is_own(model):
-        piece = answer_end_piece(tokenizer) or tokenizer.named_pieces.get("eos_token")
+        piece = _own_template(model, tokenizer).answer_end or tokenizer.named_pieces.get(
+            "eos_token"
+        )
         if piece is None:
             raise UserError(
                 f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
@@ -190,7 +202,7 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
     """An answer as a model that has learned it writes it."""
     if _is_own(model):
-        return text.strip() if strips_answers(tokenizer) else text
+        return text.strip() if _own_template(model, tokenizer).strips_answers else text
     return as_written(text, model)
 
 
@@ -203,7 +215,11 @@ def as_written(text: str, model: ModelConfig) -> str:
 def _pieces(model: ModelConfig) -> tuple[str, ...]:
     """Pieces that only the model's template may write, with those of images and of recordings if it
     takes any."""
-    images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.takes_images else ()
+    images: tuple[str, ...] = ()
+    if model.takes_images:
+        images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END)
+    elif model.images is not None:
+        images = repeated_tokens(model.images)
     recordings = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if model.takes_audio else ()
     return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
 
@@ -216,24 +232,23 @@ def encode_sample(
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
     """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile, and
-    recording i `clips_per_recording[i]` times those of a clip.
+    recording i `clips_per_recording[i]` times those of a clip. Of images at their native resolution
+    it takes so many tokens, at least one, as does every place of a video's text.
 
     Raises:
         UserError: the text turns into control tokens, the tokenizer lacks a piece, or the sample
             has a recording and the model takes none.
     """
     given = (len(tiles_per_image), len(clips_per_recording))
-    if given != (len(sample.images), len(sample.recordings)):
+    needed = (image_places(sample, model), len(sample.recordings))
+    if given != needed:
         raise ValueError(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
-            f"were given for {len(sample.images)} and {len(sample.recordings)}"
+            f"were given for {needed[0]} and {needed[1]}"
         )
     if _is_own(model):
         _check_recordings(sample, model, own=True)
-        tokens = _tokens_per_image(tiles_per_image, model)
-        system = model.system_message
-        token_ids, loss_mask = encode_conversation(sample, tokens, system, tokenizer)
-        return EncodedSample(token_ids=token_ids, loss_mask=loss_mask)
+        return _encode_by_own(sample, tiles_per_image, model, tokenizer)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting=False)
     answers = _answers(sample, messages, template)
@@ -252,6 +267,16 @@ def encode_sample(
         token_ids=np.concatenate([bos, token_ids]),
         loss_mask=np.concatenate([np.zeros(len(bos), bool), loss_mask]),
     )
+
+
+def _encode_by_own(
+    sample: Sample, tiles_per_image: Sequence[int], model: ModelConfig, tokenizer: Tokenizer
+) -> EncodedSample:
+    """The whole conversation, by the tokenizer's own template."""
+    tokens = _tokens_per_image(tiles_per_image, model)
+    template = _own_template(model, tokenizer)
+    encoded = encode_conversation(sample, tokens, model.system_message, template)
+    return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
 
 
 def encode_prompt(
@@ -277,7 +302,7 @@ def encode_prompt(
         if chatting and model.chat_system_message is not None:
             system = model.chat_system_message
         tokens = _tokens_per_image(shown, model)
-        return encode_own_prompt(sample, turn, tokens, system, tokenizer)
+        return encode_own_prompt(sample, turn, tokens, system, _own_template(model, tokenizer))
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
@@ -291,6 +316,26 @@ def encode_prompt(
         token_ids, *_item_tokens(token_ids, tiles, clips, model, tokenizer, sample)
     )
     return np.concatenate([_bos(template, tokenizer), token_ids])
+
+
+def image_places(sample: Sample, model: ModelConfig) -> int:
+    """Places of a conversation's text where tokens of images stand: one an image, but for videos
+    at their native resolution."""
+    if model.images is None or not sample.video:
+        return len(sample.images)
+    frames = seen_frames(len(sample.images), model.images.video)
+    return text_places(frames, model.images)
+
+
+def _with_images(question: str, sample: Sample, model: ModelConfig) -> str:
+    """A question with what the model's template writes for images and for a video."""
+    if model.images is None:
+        return question.replace(IMAGE, IMAGE_START + IMAGE_END)
+    rule = model.images
+    if sample.video:
+        frames = seen_frames(len(sample.images), rule.video)
+        question = question.replace(VIDEO, video_text(frames, rule))
+    return question.replace(IMAGE, image_text(rule))
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
@@ -310,7 +355,7 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
         if not chatting or template.strips_all:
             texts = [as_written(text, model) for text in texts]
         asked, answered = texts
-        question = asked.replace(IMAGE, IMAGE_START + IMAGE_END)
+        question = _with_images(asked, sample, model)
         if sample.recordings:
             question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
         messages.append(f"{template.user}{question}{close}")
@@ -476,6 +521,14 @@ def _item_tokens(
         tokens = np.array(clips_per_recording, np.int64) * model.audio.tokens_per_item
         given.append((AUDIO_START, tokenizer.audio_context, tokens))
     before, contexts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if model.images is not None:
+        repeated = [tokenizer.required(piece) for piece in repeated_tokens(model.images)]
+        places = np.flatnonzero(np.isin(token_ids, repeated))
+        if len(places) != len(tiles_per_image):
+            raise _control_tokens(sample)
+        again = np.array(tiles_per_image, np.int64) - 1
+        before.append(np.repeat(places + 1, again))
+        contexts.append(np.repeat(token_ids[places], again))
     for start, context, tokens in given:
         starts = np.flatnonzero(token_ids == tokenizer.required(start))
         if len(starts) != len(tokens) or (token_ids == context).any():

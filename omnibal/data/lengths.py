@@ -27,7 +27,7 @@ from pydantic import (
 
 from omnibal.config import ChatTemplate, ModelConfig
 from omnibal.data.columns import Columns, no_items
-from omnibal.encoders import SQUARED_FEATURES, TilingConfig, squares_of
+from omnibal.encoders import SQUARED_FEATURES, ImageRule, TilingConfig, squares_of
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_text
 from omnibal.frozen import Frozen
@@ -76,6 +76,8 @@ class LengthsOrigin(Frozen):
     """How images are cut into tiles; None, as the two before it, where the model takes none."""
     clips: ClipSizes | None = None
     """None where the model takes no recordings."""
+    images: ImageRule | None = None
+    """How images at their native resolution become tokens; None where the model takes none."""
     chat_template: ChatTemplate
     system_message: str | None
 
@@ -83,9 +85,10 @@ class LengthsOrigin(Frozen):
     def _without_what_is_not_taken(
         self, serialize: SerializerFunctionWrapHandler
     ) -> dict[str, Any]:
-        # As before there were clips: plans are known by the hash of what is written.
+        # As before there were these: plans are known by the hash of what is written.
         fields: dict[str, Any] = serialize(self)
-        return {name: value for name, value in fields.items() if name != "clips" or value}
+        later = ("clips", "images")
+        return {name: value for name, value in fields.items() if name not in later or value}
 
 
 def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
@@ -100,6 +103,11 @@ def clip_sizes(model: ModelConfig) -> ClipSizes | None:
     if not model.takes_audio:
         return None
     return ClipSizes(frames=model.audio.frames, tokens_per_clip=model.audio.tokens_per_item)
+
+
+def image_rule(model: ModelConfig) -> ImageRule | None:
+    """How images at their native resolution become tokens; None where the model takes none."""
+    return model.images.image_rule if model.images is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.families.hub_table import as_table
 from omnibal.families.text import TextTable, runs_of
+from omnibal.families.whole import family_model
 from omnibal.layers import ExpertsConfig, LatentAttention, LayerKind
 
 
@@ -156,4 +157,4 @@ def read_deepseek_v3(given: dict[str, Any], name: str, path: Path) -> ModelConfi
 
 
 def _text_only(table: DeepseekText, name: str) -> ModelConfig:
-    return ModelConfig(name=name, language=table.language(tied_head=table.is_tied()))
+    return family_model(name, table.language(tied_head=table.is_tied()))

@@ -10,12 +10,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder
+from omnibal.encoders import ImagesEncoder, ImageText
 from omnibal.families.hub_table import HubTable, NoDropout, as_table
 from omnibal.families.text import TextTable, check_layer_types, runs_of
 from omnibal.families.vision import processor_of, square
-from omnibal.families.whole import WholeTable, inner, vision_language
+from omnibal.families.whole import WholeTable, family_model, inner, vision_language
 from omnibal.layers import LayerKind
+
+_IMAGE = ImageText(
+    before="\n\n<start_of_image>", each="<image_soft_token>", after="<end_of_image>\n\n"
+)
 
 
 class _Whole(WholeTable):
@@ -24,7 +28,7 @@ class _Whole(WholeTable):
     mm_tokens_per_image: PositiveInt = 256
 
 
-class _Text(TextTable):
+class GemmaText(TextTable):
     older_names: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
         "rope_local_base_freq",
@@ -51,7 +55,7 @@ class _Text(TextTable):
     use_bidirectional_attention: Literal[False] = False
 
     @model_validator(mode="after")
-    def _has_a_type_for_each_layer(self) -> "_Text":
+    def _has_a_type_for_each_layer(self) -> "GemmaText":
         check_layer_types(self.layer_types, self.num_hidden_layers)
         return self
 
@@ -82,7 +86,7 @@ class _Text(TextTable):
         )
 
 
-class _Tower(HubTable):
+class SiglipVision(HubTable):
     """SigLIP, whose pooling head the model does without."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"vision_use_head"})
@@ -102,8 +106,8 @@ class _Tower(HubTable):
 def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Gemma 3 of 4B and more."""
     whole = as_table(_Whole, given, str(path))
-    table = as_table(_Tower, whole.vision_config, inner(path, "vision_config"))
-    text = as_table(_Text, whole.text_config, inner(path, "text_config"))
+    table = as_table(SiglipVision, whole.vision_config, inner(path, "vision_config"))
+    text = as_table(GemmaText, whole.text_config, inner(path, "text_config"))
     image = square(table.image_size, "image_size")
     patch = square(table.patch_size, "patch_size")
     side = image // patch
@@ -134,6 +138,7 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         final_norm=True,
         projector="pooled",
         resize="fixed",
+        image_text=_IMAGE,
         min_pixels=image**2,
         max_pixels=image**2,
     )
@@ -142,5 +147,5 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
 
 def read_gemma3_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """The language model of Gemma 3 alone."""
-    table = as_table(_Text, given, str(path))
-    return ModelConfig(name=name, language=table.language(tied_head=table.is_tied(by_default=True)))
+    table = as_table(GemmaText, given, str(path))
+    return family_model(name, table.language(tied_head=table.is_tied(by_default=True)))

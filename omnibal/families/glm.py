@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder
+from omnibal.encoders import ImagesEncoder, ImageText, VideoConfig
 from omnibal.families.hub_table import NoDropout, as_table
 from omnibal.families.text import TextTable, runs_of
 from omnibal.families.vision import VisionTable, pixels, square
@@ -19,13 +19,24 @@ from omnibal.layers import ExpertsConfig, LayerKind
 
 _PIXELS = {"least": 112 * 112, "most": 14 * 14 * 2 * 2 * 2 * 6144}
 """Of the released models, over the two frames that an image counts as."""
+_IMAGE = ImageText(before="<|begin_of_image|>", each="<|image|>", after="<|end_of_image|>")
+_VIDEO = VideoConfig(
+    max_frames=600,
+    min_pixels=112 * 112,
+    max_pixels=28 * 28 * 2 * 30_000,
+    counts_frames=True,
+    text=_IMAGE,
+    times="after",
+    around=("<|begin_of_video|>", "<|end_of_video|>"),
+)
+"""Two frames a second of five minutes at most."""
 
 
 class _Whole(WholeTable):
     inner_ties_too: ClassVar[bool] = True
 
 
-class _Tower(VisionTable):
+class GlmVision(VisionTable):
     without_effect: ClassVar[frozenset[str]] = frozenset({"hidden_dropout_prob"})
 
     depth: PositiveInt = 24
@@ -41,7 +52,7 @@ class _Tower(VisionTable):
     intermediate_size: PositiveInt = 13_696
 
 
-class _Text(TextTable):
+class GlmText(TextTable):
     older_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
         "n_group",
@@ -105,8 +116,8 @@ class _Text(TextTable):
 def read_glm4v_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """GLM-4.5V and GLM-4.6V."""
     whole = as_table(_Whole, given, str(path))
-    table = as_table(_Tower, whole.vision_config, inner(path, "vision_config"))
-    text = as_table(_Text, whole.text_config, inner(path, "text_config"))
+    table = as_table(GlmVision, whole.vision_config, inner(path, "vision_config"))
+    text = as_table(GlmText, whole.text_config, inner(path, "text_config"))
     sizes = table.sizes
     if table.hidden_size % table.num_heads:
         raise ValueError(f"hidden_size {table.hidden_size} must divide by {table.num_heads} heads")
@@ -125,6 +136,9 @@ def read_glm4v_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         learned_positions=side**2,
         projector="gated",
         projector_hidden_size=table.intermediate_size,
-        **pixels(path, sizes, frames=table.temporal_patch_size, **_PIXELS),
+        **pixels(path, sizes, **_PIXELS),
+        resize="repeated",
+        image_text=_IMAGE,
+        video=_VIDEO,
     )
     return vision_language(name, whole, text, encoder, table.out_hidden_size)

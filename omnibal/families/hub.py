@@ -10,16 +10,25 @@ from pydantic import ValidationError
 from omnibal.config import ModelConfig
 from omnibal.errors import UserError
 from omnibal.families import deepseek, gemma, glm, kimi, llava_onevision, qwen, text_only
+from omnibal.families.folder import CONFIG_FILE, model_name
+from omnibal.families.internvl import read_internvl
 from omnibal.files import complaint, read_text
 
-CONFIG_FILE = "config.json"
 _REMEDY = "pass a config.json of a model hub, or the folder of one"
 Reader = Callable[[dict[str, Any], str, Path], ModelConfig]
+
+
+def _internvl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    return read_internvl(path)
+
+
 _READERS: dict[str, Reader] = {
     "llama": text_only.read_llama,
     "qwen2": text_only.read_qwen2,
     "qwen3": text_only.read_qwen3,
     "qwen3_moe": text_only.read_qwen3_moe,
+    "internvl_chat": _internvl,
+    "internvl": _internvl,
     "qwen2_5_vl": qwen.read_qwen2_5_vl,
     "qwen3_vl": qwen.read_qwen3_vl,
     "qwen3_vl_moe": qwen.read_qwen3_vl_moe,
@@ -75,13 +84,6 @@ def read_hub_config(path: Path) -> ModelConfig:
         raise UserError(f"{path}: {complaint(error.errors()[0])}") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def model_name(directory: Path) -> str:
-    """The folder's name, or in a cache of Hugging Face's hub, where that is a hash, the model's."""
-    path = directory.resolve() if ".." in directory.parts else directory.absolute()
-    in_hub = path.parent.name == "snapshots"
-    return (path.parents[1].name.rpartition("--")[2] if in_hub else path.name).lower()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,19 +5,41 @@ Kimi-VL: arXiv 2504.07491. K2.5 is written with its authors' names of keys, or T
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.config import ModelConfig
-from omnibal.encoders import ImagesEncoder
+from omnibal.encoders import ImagesEncoder, ImageText
 from omnibal.families.deepseek import DeepseekV3Text
 from omnibal.families.hub_table import HubTable, as_table
 from omnibal.families.vision import processor_of
 from omnibal.families.whole import WholeTable, inner, vision_language
 
-_PATCHES, _LATER_PATCHES = 4096, 16_384
-"""Most patches of an image, of the released Kimi-VL and of Kimi-K2.5."""
+
+class _Images(NamedTuple):
+    """What a release's processor does with an image."""
+
+    patches: int
+    side: int | None
+    """Most patches of a side; None: any number."""
+    text: ImageText
+
+
+_OWN = _Images(
+    4096,
+    None,
+    ImageText(
+        before="<|media_start|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
+    ),
+)
+_LATER = _Images(
+    16_384,
+    512,
+    ImageText(
+        before="<|media_begin|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
+    ),
+)
 
 
 class _Whole(WholeTable):
@@ -30,7 +52,7 @@ class _Whole(WholeTable):
     projection_layer_norm_eps: PositiveFloat = 1e-5
 
 
-class _Tower(HubTable):
+class MoonVit(HubTable):
     """MoonViT."""
 
     older_names: ClassVar[Mapping[str, str]] = {
@@ -67,20 +89,18 @@ class _Tower(HubTable):
 
 def read_kimi_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Kimi-VL."""
-    return _read(given, name, path, patches=_PATCHES, frames=1)
+    return _read(given, name, path, _OWN)
 
 
 def read_kimi_k2_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Kimi-K2.5, whose video frames are taken four at a time and averaged behind the tower."""
-    return _read(given, name, path, patches=_LATER_PATCHES, frames=1)
+    """Kimi-K2.5; frames of its videos are planned as images, though four share their tokens."""
+    return _read(given, name, path, _LATER)
 
 
-def _read(
-    given: dict[str, Any], name: str, path: Path, *, patches: int, frames: int
-) -> ModelConfig:
+def _read(given: dict[str, Any], name: str, path: Path, images: _Images) -> ModelConfig:
     whole = as_table(_Whole, given, str(path))
-    table = as_table(_Tower, whole.vision_config, inner(path, "vision_config"))
-    text = as_table(DeepseekV3Text, whole.text_config, inner(path, "text_config"))
+    table = as_table(MoonVit, whole.vision_config, inner(path, "vision_config"))
+    language = as_table(DeepseekV3Text, whole.text_config, inner(path, "text_config"))
     if table.merge_kernel_size[0] != table.merge_kernel_size[1]:
         raise ValueError(f"merge_kernel_size {table.merge_kernel_size} must be a square")
     for width in (whole.projection_hidden_size, table.mm_hidden_size):
@@ -95,9 +115,8 @@ def _read(
         "ffn_hidden_size": table.intermediate_size,
         "patch_size": table.patch_size,
         "merge_size": table.merge_kernel_size[0],
-        "frames_per_patch": frames,
     }
-    most = processor_of(path, sizes).most_patches or patches
+    patches = processor_of(path, sizes).most_patches or images.patches
     encoder = ImagesEncoder(
         **sizes,
         normalization="LayerNorm",
@@ -108,6 +127,9 @@ def _read(
         final_norm=True,
         resize="padded",
         min_pixels=1,
-        max_pixels=most * table.patch_size**2,
+        max_pixels=patches * table.patch_size**2,
+        max_side_pixels=None if images.side is None else images.side * table.patch_size,
+        image_text=images.text,
     )
-    return vision_language(name, whole, text, encoder, table.text_hidden_size or text.hidden_size)
+    width = table.text_hidden_size or language.hidden_size
+    return vision_language(name, whole, language, encoder, width)

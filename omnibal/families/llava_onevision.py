@@ -25,7 +25,7 @@ class _Whole(WholeTable):
     without_effect: ClassVar[frozenset[str]] = frozenset({"vocab_size"})
 
 
-class _Tower(VisionTable):
+class RiceVit(VisionTable):
     """RICE-ViT, whose embed_dim is hidden_size again."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"embed_dim"})
@@ -45,7 +45,7 @@ class _Tower(VisionTable):
 def read_llava_onevision_1_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """LLaVA-OneVision-1.5."""
     whole = as_table(_Whole, given, str(path))
-    table = as_table(_Tower, whole.vision_config, inner(path, "vision_config"))
+    table = as_table(RiceVit, whole.vision_config, inner(path, "vision_config"))
     text = as_table(Qwen3Text, whole.text_config, inner(path, "text_config"))
     sizes = table.sizes
     encoder = ImagesEncoder(
@@ -58,6 +58,4 @@ def read_llava_onevision_1_5(given: dict[str, Any], name: str, path: Path) -> Mo
         embed_norm=True,
         **pixels(path, sizes, **_PIXELS),
     )
-    return vision_language(
-        name, whole, text, encoder, table.text_hidden_size, chat_template="qwen2.5"
-    )
+    return vision_language(name, whole, text, encoder, table.text_hidden_size)

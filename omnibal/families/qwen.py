@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder
+from omnibal.encoders import ImagesEncoder, VideoConfig
 from omnibal.families.hub_table import as_table
 from omnibal.families.text import (
     GroupedText,
@@ -23,14 +23,17 @@ from omnibal.families.text import (
     runs_of,
 )
 from omnibal.families.vision import VisionTable, pixels
-from omnibal.families.whole import WholeTable, inner, vision_language
+from omnibal.families.whole import WholeTable, family_model, inner, vision_language
 from omnibal.layers import ExpertsConfig, LayerKind, LinearAttention
 
-_TEMPLATE: Literal["qwen2.5"] = "qwen2.5"
 _OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
 """Of the released Qwen2.5-VL: 3,136 and 12,845,056."""
 _NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
 """Of the released Qwen3-VL and Qwen3.5."""
+_NEWER_VIDEO = VideoConfig(
+    min_pixels=4096, max_pixels=24_576 * 32 * 32, counts_frames=True, times="before"
+)
+"""Of theirs too: 24,576 tokens' pixels in all frames together."""
 
 
 class _Whole(WholeTable):
@@ -41,7 +44,7 @@ class _OlderWhole(_Whole):
     inner_ties_too: ClassVar[bool] = True
 
 
-class _Older(Qwen2Text):
+class Qwen25VLText(Qwen2Text):
     """Language model of Qwen2.5-VL."""
 
     default_theta: ClassVar[float] = 1_000_000.0
@@ -55,7 +58,7 @@ class _Older(Qwen2Text):
     rms_norm_eps: float = 1e-5
 
 
-class _OlderVision(VisionTable):
+class Qwen25VLVision(VisionTable):
     """Tower of Qwen2.5-VL: most layers attend within windows (section 2.1.1 of the paper)."""
 
     older_names: ClassVar[Mapping[str, str]] = {
@@ -75,7 +78,7 @@ class _OlderVision(VisionTable):
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
 
-class _NewerText(Qwen3Text):
+class Qwen3VLText(Qwen3Text):
     """Language model of a dense Qwen3-VL."""
 
     default_theta: ClassVar[float] = 500_000.0
@@ -83,7 +86,7 @@ class _NewerText(Qwen3Text):
     max_position_embeddings: PositiveInt = 128_000
 
 
-class _NewerMoeText(Qwen3MoeText):
+class Qwen3VLMoeText(Qwen3MoeText):
     """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
 
     default_theta: ClassVar[float] = 500_000.0
@@ -98,7 +101,7 @@ class _NewerMoeText(Qwen3MoeText):
     norm_topk_prob: Literal[True] = True
 
 
-class _NewerVision(VisionTable):
+class Qwen3VLVision(VisionTable):
     """Tower of Qwen3-VL: learned positions, and outputs of some layers to the language model."""
 
     depth: PositiveInt = 27
@@ -112,13 +115,13 @@ class _NewerVision(VisionTable):
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 
-class _LatestVision(_NewerVision):
+class Qwen35Vision(Qwen3VLVision):
     """Tower of Qwen3.5, without such outputs."""
 
     deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
 
 
-class _Hybrid(TextTable):
+class HybridText(TextTable):
     """Language model of Qwen3.5: three layers of the gated delta rule, then one of attention."""
 
     older_names: ClassVar[Mapping[str, str]] = {"mtp_num_layers": "mtp_num_hidden_layers"}
@@ -147,7 +150,7 @@ class _Hybrid(TextTable):
     mtp_use_dedicated_embeddings: Literal[False] = False
 
     @model_validator(mode="after")
-    def _has_a_type_for_each_layer(self) -> "_Hybrid":
+    def _has_a_type_for_each_layer(self) -> "HybridText":
         check_layer_types(self.layer_types, self.num_hidden_layers)
         return self
 
@@ -201,7 +204,7 @@ class _Hybrid(TextTable):
         )
 
 
-class _HybridMoe(_Hybrid):
+class HybridMoeText(HybridText):
     """The same with experts in every layer, and a shared one behind a gate."""
 
     hidden_size: PositiveInt = 2048
@@ -243,7 +246,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         outside = {key: value for key, value in given.items() if key not in inside}
         given = outside | {"text_config": inside}
     whole = as_table(_OlderWhole, given, str(path))
-    table = as_table(_OlderVision, whole.vision_config, inner(path, "vision_config"))
+    table = as_table(Qwen25VLVision, whole.vision_config, inner(path, "vision_config"))
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,
@@ -254,50 +257,49 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         window_pixels=table.window_size,
         full_layers=tuple(sorted(table.fullatt_block_indexes)),
         **pixels(path, sizes, **_OLDER_PIXELS),
+        video=VideoConfig(),
     )
-    text = as_table(_Older, whole.text_config, inner(path, "text_config"))
-    return vision_language(
-        name, whole, text, encoder, table.out_hidden_size, chat_template=_TEMPLATE
-    )
+    text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
+    return vision_language(name, whole, text, encoder, table.out_hidden_size)
 
 
-_FLAT = frozenset(_Older.model_fields) - {"tie_word_embeddings"} | _Older.without_effect
+_FLAT = frozenset(Qwen25VLText.model_fields) - {"tie_word_embeddings"} | Qwen25VLText.without_effect
 
 
 def read_qwen3_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3-VL, dense."""
-    return _newer(given, name, path, _NewerText, _NewerVision)
+    return _newer(given, name, path, Qwen3VLText, Qwen3VLVision)
 
 
 def read_qwen3_vl_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3-VL with experts."""
-    return _newer(given, name, path, _NewerMoeText, _NewerVision)
+    return _newer(given, name, path, Qwen3VLMoeText, Qwen3VLVision)
 
 
 def read_qwen3_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3.5, 3.6 and 3.8, dense."""
-    return _newer(given, name, path, _Hybrid, _LatestVision)
+    return _newer(given, name, path, HybridText, Qwen35Vision)
 
 
 def read_qwen3_5_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3.5, 3.6 and 3.8 with experts."""
-    return _newer(given, name, path, _HybridMoe, _LatestVision)
+    return _newer(given, name, path, HybridMoeText, Qwen35Vision)
 
 
 def read_qwen3_5_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """The language model of Qwen3.5 alone."""
-    kind = _HybridMoe if "moe" in str(given.get("model_type")) else _Hybrid
+    kind = HybridMoeText if "moe" in str(given.get("model_type")) else HybridText
     table = as_table(kind, given, str(path))
     language = table.language(tied_head=table.is_tied())
-    return ModelConfig(name=name, language=language, chat_template=_TEMPLATE)
+    return family_model(name, language)
 
 
 def _newer(
     given: dict[str, Any],
     name: str,
     path: Path,
-    text: type[_Hybrid] | type[GroupedText],
-    vision: type[_NewerVision],
+    text: type[HybridText] | type[GroupedText],
+    vision: type[Qwen3VLVision],
 ) -> ModelConfig:
     whole = as_table(_Whole, given, str(path))
     table = as_table(vision, whole.vision_config, inner(path, "vision_config"))
@@ -309,6 +311,7 @@ def _newer(
         learned_positions=table.num_position_embeddings,
         deepstack_layers=table.deepstack_visual_indexes,
         **pixels(path, sizes, **_NEWER_PIXELS),
+        video=_NEWER_VIDEO,
     )
     return vision_language(
         name,
@@ -316,5 +319,4 @@ def _newer(
         as_table(text, whole.text_config, inner(path, "text_config")),
         encoder,
         table.out_hidden_size,
-        chat_template=_TEMPLATE,
     )

@@ -53,22 +53,16 @@ def square(sides: int | list[int], name: str) -> int:
     return sides[0]
 
 
-def pixels(
-    config: Path, sizes: dict[str, Any], *, least: int, most: int, frames: int = 1
-) -> dict[str, int]:
+def pixels(config: Path, sizes: dict[str, Any], *, least: int, most: int) -> dict[str, int]:
     """Fields of an ImagesEncoder about the area of an image.
 
     Args:
         config: the `config.json`, beside which the image processor's file may be.
         sizes: of the tower, with its patches and cells.
         least, most: what the family's released models have, for a folder without that file.
-        frames: frames that the family's limits count for an image, of which it fills a patch.
     """
     limits = processor_of(config, sizes)
-    return {
-        "min_pixels": max(1, (limits.least_pixels or least) // frames),
-        "max_pixels": (limits.most_pixels or most) // frames,
-    }
+    return {"min_pixels": limits.least_pixels or least, "max_pixels": limits.most_pixels or most}
 
 
 def processor_of(config: Path, sizes: dict[str, Any]) -> Processor:

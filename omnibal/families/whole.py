@@ -40,13 +40,11 @@ def vision_language(
     text: TextLike,
     encoder: Encoder,
     output_size: int,
-    **fields: Any,
 ) -> ModelConfig:
     """Put a model of one tower and a language model together.
 
     Args:
         output_size: width that the projector makes, by the tower's table.
-        fields: others of the ModelConfig.
 
     Raises:
         ValueError: the projector does not make what the language model takes.
@@ -58,8 +56,16 @@ def vision_language(
         )
     tied = text.is_tied(whole.tie_word_embeddings, by_default=whole.tied_by_default)
     tied = tied or (whole.inner_ties_too and text.is_tied())
+    language = text.language(tied_head=tied)
+    return family_model(name, language, {"vision": encoder})
+
+
+def family_model(
+    name: str, language: LanguageConfig, encoders: dict[str, Encoder] | None = None
+) -> ModelConfig:
+    """A model whose conversations are written by the template that comes with its tokenizer."""
     return ModelConfig(
-        name=name, encoders={"vision": encoder}, language=text.language(tied_head=tied), **fields
+        name=name, encoders=encoders or {}, language=language, chat_template="tokenizer"
     )
 
 

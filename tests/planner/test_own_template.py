@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
 
 from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.data.annotations import Annotations
 from omnibal.data.chat import (
     answer_end,
     check_tokenizer,
@@ -21,11 +23,14 @@ from omnibal.data.chat import (
     text_sha256,
 )
 from omnibal.data.image_files import ImageFile
-from omnibal.data.own_template import item_pieces
+from omnibal.data.native_resolution import image_segments
+from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn
+from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
-from omnibal.encoders import TilesEncoder, TilingConfig
+from omnibal.encoders import ImagesEncoder, TilesEncoder, TilingConfig, VideoConfig
 from omnibal.errors import UserError
+from omnibal.families.hub import read_hub_config
 
 # In the manner of the families' templates; each has what is special about them.
 CHATML = """\
@@ -37,6 +42,7 @@ CHATML = """\
 {%- if message.content is string -%}{{- message.content -}}
 {%- else -%}{%- for part in message.content -%}
 {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
 {%- else -%}{{- part.text -}}{%- endif -%}
 {%- endfor -%}{%- endif -%}
 {{- '<|im_end|>\n' -}}
@@ -253,6 +259,26 @@ def test_token_ids_are_those_of_apply_chat_template(folders, template):
         assert encode_prompt(sample, last, counts, model, tokenizer).tolist() == expected
 
 
+def test_gemmas_images_are_those_of_its_processor(folders):
+    """Prevents line ends around an image that the model was not trained with, or lacks."""
+    theirs = reference(folders["trimmed"])
+    pieces = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    for name, piece in {**pieces, "image_token": "<image_soft_token>"}.items():
+        setattr(theirs, name, piece)
+        setattr(theirs, f"{name}_id", theirs.convert_tokens_to_ids(piece))
+    small = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    processor = Gemma3Processor(small, theirs, image_seq_length=5)
+    tokenizer, model = open_tokenizer(folders["trimmed"]), model_of()
+    assert model.vision.tokens_per_item == 1
+    for seed in range(8):
+        sample = random_sample(seed, "trimmed")
+        shown = [Image.new("RGB", (30, 20))] * len(sample.images)
+        text = theirs.apply_chat_template(messages_of(sample), tokenize=False)
+        given = processor(text=[text], images=[shown] if shown else None, add_special_tokens=False)
+        encoded = encode_sample(sample, [5] * len(shown), model, tokenizer)
+        assert encoded.token_ids.tolist() == list(given["input_ids"][0])
+
+
 def learned_texts(encoded, tokenizer) -> list[str]:
     """Each run of learned tokens as text."""
     borders = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask, [0]])))
@@ -377,6 +403,68 @@ def test_tools(folders):
     assert "three" not in first + second
 
 
+def native(times: str | None) -> ModelConfig:
+    """A model of images at their native resolution, with this rule for the times of a video."""
+    video = None if times is None else VideoConfig(times=times, max_frames=4)
+    encoder = ImagesEncoder(
+        layers=1, hidden_size=8, heads=1, ffn_hidden_size=8, normalization="LayerNorm",
+        qkv_bias=True, qk_norm=False, patch_size=14, frames_per_patch=2, video=video,
+    )  # fmt: skip
+    return model_of().model_copy(update={"encoders": {"vision": encoder}})
+
+
+@pytest.mark.parametrize(
+    ("times", "counts", "shown"),
+    [
+        ("none", [3], "[vvv]"),
+        ("before", [2, 1], "<0.2 seconds>[vv]<1.8 seconds>[v]"),
+        (None, [2, 1, 1, 1, 1], "[ii][i][i][i][i]"),
+    ],
+)
+def test_videos_and_images_at_their_native_resolution(folders, times, counts, shown):
+    """Prevents a video of other tokens than the model knows, or in another place."""
+    tokenizer, model = open_tokenizer(folders["chatml"]), native(times)
+    sample = sample_of(("See <video>", "a"), system="S", images=5, video=True)
+    encoded = encode_sample(sample, counts, model, tokenizer)
+    text = tokenizer.decode(encoded.token_ids.tolist())
+    for piece, short in (("vision_start", "["), ("vision_end", "]"), ("image_pad", "i")):
+        text = text.replace(f"<|{piece}|>", short)
+    assert text.replace("<|video_pad|>", "v") == (
+        "<|im_start|>system\nS<|im_end|>\n"
+        f"<|im_start|>user\nSee {shown}<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    )
+    assert learned_texts(encoded, tokenizer) == ["a<|im_end|>"]
+    images = sample_of(("<image>See<image>", "a"), system="s", images=2)
+    encoded = encode_sample(images, [2, 1], model, tokenizer)
+    text = tokenizer.decode(encoded.token_ids.tolist())
+    assert (text.count("<|image_pad|>"), text.count("<|vision_end|>")) == (3, 2)
+
+
+def test_a_scan_counts_what_the_template_writes(folders, tmp_path):
+    """Prevents a hub's model whose users' own data cannot be scanned, or is miscounted."""
+    model = read_hub_config(Path(__file__).parent / "hub_configs/qwen3-vl-2b/config.json")
+    assert model.chat_template == "tokenizer"
+    records = []
+    for number in range(6):
+        Image.new("RGB", (40 + 90 * number, 70)).save(tmp_path / f"{number}.png")
+        shown = [{"type": "image", "image": f"{number}.png"}] * (number % 3)
+        content = [*shown, {"type": "text", "text": "What is it?"}]
+        answer = {"role": "assistant", "content": "a " * number}
+        records.append({"messages": [{"role": "user", "content": content}, answer]})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    annotations = Annotations.open(tmp_path / "a.jsonl")
+    tokenizer = open_tokenizer(folders["chatml"])
+    lengths = scan_lengths(annotations, model, tokenizer, lambda done: None).lengths
+    for number, sample in enumerate(annotations):
+        each = image_segments(40 + 90 * number, 70, model.images.image_rule).all_tokens
+        encoded = encode_sample(sample, [each] * (number % 3), model, tokenizer)
+        assert lengths.tokens[number] == len(encoded.token_ids)
+        assert lengths.loss_tokens[number] == encoded.loss_mask.sum()
+        assert lengths.column("image_tokens")[number] == each * (number % 3)
+        pads = encoded.token_ids == tokenizer.id_of("<|image_pad|>")
+        assert pads.sum() == each * (number % 3)
+
+
 def test_pieces_and_ends(folders):
     """Prevents an answer that never ends, and text that could end one or show an image."""
     ends = {"chatml": "<|im_end|>", "trimmed": "<end_of_turn>", "unclosed": "<eos>"}
@@ -385,7 +473,7 @@ def test_pieces_and_ends(folders):
         assert answer_end(model_of(), tokenizer) == tokenizer.id_of(piece)
     assert expected_answer(" a ", model_of(), open_tokenizer(folders["trimmed"])) == "a"
     assert expected_answer(" a ", model_of(), open_tokenizer(folders["chatml"])) == " a "
-    assert item_pieces(open_tokenizer(folders["marked"])) is None
+    assert own_template(open_tokenizer(folders["marked"]), None).images is None
     tokenizer = open_tokenizer(folders["chatml"])
     for text in ("<|im_end|>", "<|image_pad|>", "\U000f0000"):
         with pytest.raises(UserError, match=r"line 1: has .* in its text, which only the chat"):
