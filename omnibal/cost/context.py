@@ -147,7 +147,15 @@ def costs_at(
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
-    """Error message for an exchange that the heads do not allow; None if they do."""
+    """Error message for a level that attention, its heads or ranks that share out experts do not
+    allow; None if they do."""
+    in_step = parallel.in_step
+    if level.context % in_step and in_step % level.context:
+        return (
+            f"context size {level.context} was given with {parallel.options}, whose {in_step} "
+            "data-parallel ranks that share out experts run in step; one must divide the other: "
+            "take another context size, or another --ep"
+        )
     if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
         return (
             f"{model.name} has layers of linear attention, whose state goes from token to token, "

@@ -20,7 +20,7 @@ both out.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -34,11 +34,10 @@ from omnibal.data.native_resolution import (
     video_text,
 )
 from omnibal.data.own_template import (
-    answer_end_piece,
-    control_pieces,
+    OwnTemplate,
     encode_conversation,
     encode_own_prompt,
-    strips_answers,
+    own_template,
 )
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
@@ -163,7 +162,7 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
 
 def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
     if _is_own(model):
-        return list(control_pieces(tokenizer))
+        return list(_own_template(model, tokenizer).control_pieces)
     template = _TEMPLATES[model.chat_template]
     bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
     return [*bos, *_pieces(model)]
@@ -172,6 +171,10 @@ def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
 def _is_own(model: ModelConfig) -> bool:
     """Whether the template is the tokenizer's own."""
     return model.chat_template == "tokenizer"
+
+
+def _own_template(model: ModelConfig, tokenizer: Tokenizer) -> OwnTemplate:
+    return own_template(tokenizer, model.images)
 
 
 def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -184,7 +187,9 @@ def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """The id that closes an answer, at which generation stops."""
     if _is_own(model):
-        piece = answer_end_piece(tokenizer) or tokenizer.named_pieces.get("eos_token")
+        piece = _own_template(model, tokenizer).answer_end or tokenizer.named_pieces.get(
+            "eos_token"
+        )
         if piece is None:
             raise UserError(
                 f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
@@ -197,7 +202,7 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
     """An answer as a model that has learned it writes it."""
     if _is_own(model):
-        return text.strip() if strips_answers(tokenizer) else text
+        return text.strip() if _own_template(model, tokenizer).strips_answers else text
     return as_written(text, model)
 
 
@@ -243,11 +248,7 @@ def encode_sample(
         )
     if _is_own(model):
         _check_recordings(sample, model, own=True)
-        tokens = _tokens_per_image(tiles_per_image, model)
-        system = model.system_message
-        shown = _with_video_as_images(sample, model)
-        token_ids, loss_mask = encode_conversation(shown, tokens, system, tokenizer)
-        return EncodedSample(token_ids=token_ids, loss_mask=loss_mask)
+        return _encode_by_own(sample, tiles_per_image, model, tokenizer)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting=False)
     answers = _answers(sample, messages, template)
@@ -266,6 +267,16 @@ def encode_sample(
         token_ids=np.concatenate([bos, token_ids]),
         loss_mask=np.concatenate([np.zeros(len(bos), bool), loss_mask]),
     )
+
+
+def _encode_by_own(
+    sample: Sample, tiles_per_image: Sequence[int], model: ModelConfig, tokenizer: Tokenizer
+) -> EncodedSample:
+    """The whole conversation, by the tokenizer's own template."""
+    tokens = _tokens_per_image(tiles_per_image, model)
+    template = _own_template(model, tokenizer)
+    encoded = encode_conversation(sample, tokens, model.system_message, template)
+    return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
 
 
 def encode_prompt(
@@ -291,7 +302,7 @@ def encode_prompt(
         if chatting and model.chat_system_message is not None:
             system = model.chat_system_message
         tokens = _tokens_per_image(shown, model)
-        return encode_own_prompt(sample, turn, tokens, system, tokenizer)
+        return encode_own_prompt(sample, turn, tokens, system, _own_template(model, tokenizer))
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
@@ -314,26 +325,6 @@ def image_places(sample: Sample, model: ModelConfig) -> int:
         return len(sample.images)
     frames = seen_frames(len(sample.images), model.images.video)
     return text_places(frames, model.images)
-
-
-def _with_video_as_images(sample: Sample, model: ModelConfig) -> Sample:
-    """A video at native resolution as an image for every place of its text, after or before its
-    time, as a tokenizer's own template writes no video out. There are as many tokens, without
-    those around all of a video (GLM-4.5V's two)."""
-    if model.images is None or not sample.video:
-        return sample
-    rule = model.images
-    written = video_text(seen_frames(len(sample.images), rule.video), rule)
-    if rule.video is not None:
-        text = rule.video.text
-        written = written.removeprefix(rule.video.around[0]).removesuffix(rule.video.around[1])
-        written = written.replace(text.before + text.each + text.after, IMAGE)
-    else:
-        written = written.replace(image_text(rule), IMAGE)
-    turns = tuple(
-        replace(turn, question=turn.question.replace(VIDEO, written)) for turn in sample.turns
-    )
-    return replace(sample, turns=turns)
 
 
 def _with_images(question: str, sample: Sample, model: ModelConfig) -> str:

@@ -22,8 +22,10 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from omnibal.data.sample import IMAGE, VIDEO, Sample
+from omnibal.data.native_resolution import seen_frames, video_text
+from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
 from omnibal.data.tokenizer import Tokenizer
+from omnibal.encoders import ImageRule
 from omnibal.errors import UserError
 
 # Of a private plane of Unicode: no text has them but to deceive.
@@ -71,100 +73,159 @@ class WrittenConversation:
     """First character, and the one behind the last, of what carries loss."""
 
 
-def item_pieces(tokenizer: Tokenizer) -> ItemPieces | None:
-    """How the tokenizer's template writes an image; None where it writes none that is known."""
-    template = _template(tokenizer)
-    return next((pieces for pieces in _FAMILIES if pieces.written in template), None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTemplate:
+    """A tokenizer's chat template, and what is found out about it once."""
 
+    tokenizer: Tokenizer
+    text: str
+    rule: ImageRule | None
+    """How images and videos at their native resolution become tokens, if the model takes such."""
+    images: ItemPieces | None
+    """How it writes an image; None where it writes none that is known."""
+    video: str | None
+    """What it writes for a video, in whose place the text of its frames goes."""
+    answer_end: str | None
+    """The special piece that closes an answer; None where it writes none (GLM-4.5)."""
+    strips_answers: bool
+    """Whether it removes the spaces around an answer."""
 
-def control_pieces(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Pieces that only the template may write: special ones in it, and those of images."""
-    template, images = _template(tokenizer), item_pieces(tokenizer)
-    shown = () if images is None else (images.written, images.repeated)
-    special = [piece for piece in tokenizer.special_pieces if piece in template]
-    return tuple(dict.fromkeys((*special, *shown)))
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """Pieces that stand once for every token of images and videos."""
+        shown = () if self.images is None else (self.images.repeated,)
+        watched = (
+            () if self.rule is None or self.rule.video is None else (self.rule.video.text.each,)
+        )
+        return tuple(dict.fromkeys((*shown, *watched)))
+
+    @property
+    def control_pieces(self) -> tuple[str, ...]:
+        """Pieces that only the template may write: special ones in it, and those of images."""
+        shown = () if self.images is None else (self.images.written, self.images.repeated)
+        special = [piece for piece in self.tokenizer.special_pieces if piece in self.text]
+        return tuple(dict.fromkeys((*special, *shown)))
 
 
 @lru_cache(maxsize=16)
-def answer_end_piece(tokenizer: Tokenizer) -> str | None:
-    """The special piece that closes an answer; None where the template writes none (GLM-4.5)."""
-    said = [_message("user", "a"), _message("assistant", _STAND_IN)]
-    behind = _render(tokenizer, said, "the chat template").partition(_STAND_IN)[2]
-    return _opening_piece(behind, tokenizer)
+def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
+    """The chat template that comes with a tokenizer.
+
+    Args:
+        rule: of the model's encoder of images at their native resolution, if it has one.
+
+    Raises:
+        UserError: there is none, or it cannot write a question and an answer.
+    """
+    text = tokenizer.template
+    if text is None:
+        raise UserError(
+            f"{tokenizer.path}: has no chat template beside it, and the model's is the tokenizer's "
+            "own; pass the folder of the checkpoint, with its chat_template.jinja or "
+            "tokenizer_config.json"
+        )
+
+    def answered(answer: str) -> str:
+        said = [_message("user", "a"), _message("assistant", answer)]
+        return _rendered(tokenizer, said, "its chat template")
+
+    images = next((pieces for pieces in _FAMILIES if pieces.written in text), None)
+    behind = answered(_STAND_IN).partition(_STAND_IN)[2]
+    has_videos = images is not None and rule is not None and rule.video is not None
+    return OwnTemplate(
+        tokenizer=tokenizer,
+        text=text,
+        rule=rule,
+        images=images,
+        video=_written_video(tokenizer) if has_videos else None,
+        answer_end=_opening_piece(behind, tokenizer),
+        strips_answers=f" {_STAND_IN} " not in answered(f" {_STAND_IN} "),
+    )
 
 
-@lru_cache(maxsize=16)
-def strips_answers(tokenizer: Tokenizer) -> bool:
-    """Whether the template removes the spaces around an answer."""
-    said = [_message("user", "a"), _message("assistant", f" {_STAND_IN} ")]
-    return f" {_STAND_IN} " not in _render(tokenizer, said, "the chat template")
+def _written_video(tokenizer: Tokenizer) -> str | None:
+    """What the template writes for a video; None where it writes none."""
+    around = {"type": "text", "text": _STAND_IN}
+    question = _message("user", [around, {"type": "video"}, around])
+    try:
+        text = _rendered(tokenizer, [question], "its chat template")
+    except UserError:
+        return None
+    _, written, _ = (*text.split(_STAND_IN), "", "")[:3]
+    return written or None
 
 
 def encode_conversation(
-    sample: Sample, tokens_per_image: Sequence[int], system: str | None, tokenizer: Tokenizer
+    sample: Sample, tokens_per_place: Sequence[int], system: str | None, template: OwnTemplate
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of the whole conversation, int64 [tokens], and whether each is learned, bool.
 
     A token is learned if it begins in what is.
 
+    Args:
+        tokens_per_place: of every image, or of every place of a video's text.
+        system: message of the model's config, for samples without their own.
+
     Raises:
         UserError: as `write_conversation` has it, or the template does not write every image once.
     """
-    written = write_conversation(sample, system, tokenizer)
-    ids, starts = tokenizer.encode_with_places(written.text)
+    written = write_conversation(sample, system, template)
+    ids, starts = template.tokenizer.encode_with_places(written.text)
     token_ids, first = np.array(ids, np.int64), np.array(starts, np.int64)
     learned = np.zeros(len(token_ids), bool)
     for begin, end in written.learned:
         learned |= (begin <= first) & (first < end)
-    counts = _counts(token_ids, tokens_per_image, tokenizer, sample)
+    counts = _counts(token_ids, tokens_per_place, template, sample)
     return np.repeat(token_ids, counts), np.repeat(learned, counts)
 
 
 def encode_own_prompt(
     sample: Sample,
     turn: int,
-    tokens_per_image: Sequence[int],
+    tokens_per_place: Sequence[int],
     system: str | None,
-    tokenizer: Tokenizer,
+    template: OwnTemplate,
 ) -> np.ndarray:
     """Token ids of everything before the answer of `turn`, int64 [tokens].
 
     Args:
-        tokens_per_image: of the images that are shown so far.
+        tokens_per_place: as `encode_conversation` has it, of what is shown so far.
     """
-    text = write_prompt(sample, turn, system, tokenizer)
-    token_ids = np.array(tokenizer.encode(text), np.int64)
-    return np.repeat(token_ids, _counts(token_ids, tokens_per_image, tokenizer, sample))
+    conversation = _conversation(sample, system, template)
+    answers = [k for k, said in enumerate(conversation.messages) if said["role"] == "assistant"]
+    place = answers[len(answers) - len(sample.turns) + turn]
+    text = conversation.rendered(conversation.messages[:place], prompt=True)
+    token_ids = np.array(template.tokenizer.encode(_unmarked(text)), np.int64)
+    return np.repeat(token_ids, _counts(token_ids, tokens_per_place, template, sample))
 
 
 def _counts(
-    token_ids: np.ndarray, tokens_per_image: Sequence[int], tokenizer: Tokenizer, sample: Sample
+    token_ids: np.ndarray, tokens_per_place: Sequence[int], template: OwnTemplate, sample: Sample
 ) -> np.ndarray:
     """How often each token stands: 1, or as the image needs it, int64 [tokens]."""
     counts = np.ones(len(token_ids), np.int64)
-    pieces = item_pieces(tokenizer)
-    if pieces is None and not len(tokens_per_image):
-        return counts
-    known = ", ".join(family.written for family in _FAMILIES)
-    if pieces is None:
+    path = template.tokenizer.path
+    if not template.repeated and len(tokens_per_place):
+        known = ", ".join(family.written for family in _FAMILIES)
         raise UserError(
-            f"{sample.where}: has images, and the chat template of {tokenizer.path} writes none of "
-            f"the pieces that stand for one ({known}); choose a model that takes images, or its "
-            "own tokenizer"
+            f"{sample.where}: has images, and the chat template of {path} writes none of the "
+            f"pieces that stand for one ({known}); choose a model that takes images, or its own "
+            "tokenizer"
         )
-    places = np.flatnonzero(token_ids == tokenizer.required(pieces.repeated))
-    if len(places) != len(tokens_per_image):
+    repeated = [template.tokenizer.required(piece) for piece in template.repeated]
+    places = np.flatnonzero(np.isin(token_ids, repeated))
+    if len(places) != len(tokens_per_place):
         raise UserError(
-            f"{sample.where}: the chat template of {tokenizer.path} writes {len(places)} "
-            f"{pieces.repeated} for {len(tokens_per_image)} image(s); the template must write "
-            "each once"
+            f"{sample.where}: the chat template of {path} writes {len(places)} "
+            f"{' and '.join(template.repeated)} where {len(tokens_per_place)} were to stand for "
+            "images; the template must write each once"
         )
-    counts[places] = tokens_per_image
+    counts[places] = tokens_per_place
     return counts
 
 
 def write_conversation(
-    sample: Sample, system: str | None, tokenizer: Tokenizer
+    sample: Sample, system: str | None, template: OwnTemplate
 ) -> WrittenConversation:
     """The whole conversation with what of it is learned.
 
@@ -175,100 +236,139 @@ def write_conversation(
         UserError: the template cannot write it, or writes earlier answers otherwise once another
             question follows.
     """
-    messages, learned = _messages(sample, system)
-    _check(sample, tokenizer)
-    tools = _tools(sample)
-    marked = _render(tokenizer, messages, sample.where, tools)
-    text = marked.replace(_BEGIN, "").replace(_END, "")
-    if _GENERATION.search(_template(tokenizer)):
-        spans = _marked_spans(marked)
-        places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(spans) != len(places):
-            raise UserError(
-                f"{sample.where}: the chat template of {tokenizer.path} marks {len(spans)} answers "
-                f"of {len(places)} with {{% generation %}}; mend the template"
-            )
-        kept = [span for span, place in zip(spans, places, strict=True) if place in learned]
-        return WrittenConversation(text, tuple(kept))
-    found = _Spans(tokenizer, sample, messages, tools, text)
-    return WrittenConversation(text, tuple(found.of(place) for place in learned))
-
-
-def write_prompt(sample: Sample, turn: int, system: str | None, tokenizer: Tokenizer) -> str:
-    """Everything before the answer of `turn`, with what the template asks it by."""
-    _check(sample, tokenizer)
-    messages, _ = _messages(sample, system)
-    answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    place = answers[len(answers) - len(sample.turns) + turn]
-    asked = _render(tokenizer, messages[:place], sample.where, _tools(sample), prompt=True)
-    return asked.replace(_BEGIN, "").replace(_END, "")
+    conversation = _conversation(sample, system, template)
+    messages, learned = conversation.messages, conversation.learned
+    marked = conversation.rendered(messages)
+    text = _unmarked(marked)
+    if not _GENERATION.search(template.text):
+        return WrittenConversation(text, tuple(conversation.span(k, text) for k in learned))
+    spans = _marked_spans(marked)
+    places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) != len(places):
+        raise UserError(
+            f"{sample.where}: the chat template of {template.tokenizer.path} marks {len(spans)} "
+            f"answers of {len(places)} with {{% generation %}}; mend the template"
+        )
+    kept = [span for span, place in zip(spans, places, strict=True) if place in learned]
+    return WrittenConversation(text, tuple(kept))
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
-    """Where answers stand in a conversation whose template does not mark them."""
+class _Conversation:
+    """A sample's messages as templates take them."""
 
-    tokenizer: Tokenizer
-    sample: Sample
+    template: OwnTemplate
+    where: str
     messages: list[dict[str, Any]]
+    learned: list[int]
+    """Numbers of the messages that are learned."""
     tools: list | None
-    text: str
-    """The whole conversation."""
+    video: str
+    """Text of the video's frames, if it shows one."""
 
-    def of(self, place: int) -> tuple[int, int]:
-        """The answer that is the message of this number, with the piece that closes it."""
-        asked = self._rendered(self.messages[:place], prompt=True)
-        answered = self._rendered(self.messages[: place + 1])
-        if self.text.startswith(answered) and answered.startswith(asked):
-            return len(asked), self._closed(len(answered))
-        return self._found(place, asked)
+    def rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        """These messages as the template writes them, with images and videos as text, and marks
+        around what the template marks."""
+        text = _rendered(self.template.tokenizer, messages, self.where, self.tools, prompt)
+        if self.video and self.template.video is not None:
+            text = text.replace(self.template.video, self.video)
+        images = self.template.images
+        return text if images is None else text.replace(images.written, images.text)
 
-    def _found(self, place: int, asked: str) -> tuple[int, int]:
+    def span(self, place: int, text: str) -> tuple[int, int]:
+        """Where the answer that is the message of this number stands, with the piece that closes
+        it, in the text of a template that does not mark answers."""
+        asked = self.rendered(self.messages[:place], prompt=True)
+        is_last = place + 1 == len(self.messages)
+        answered = text if is_last else self.rendered(self.messages[: place + 1])
+        if text.startswith(answered) and answered.startswith(asked):
+            return len(asked), self._closed(len(answered), text)
+        return self._found(place, asked, text)
+
+    def _found(self, place: int, asked: str, text: str) -> tuple[int, int]:
         """The same where the template writes an answer otherwise once another question follows, as
         Qwen3's does, which shows no more what was thought before earlier answers."""
-        message = self.messages[place]
+        message, path = self.messages[place], self.template.tokenizer.path
         if "reasoning_content" in message or _REASONED in message["content"]:
             raise UserError(
-                f"{self.sample.where}: has an answer with reasoning before another question, where "
-                f"the chat template of {self.tokenizer.path} leaves the reasoning out, so that it "
-                "cannot be learned; make a sample of each answer, with what was said before it, or "
-                "remove the reasoning"
+                f"{self.where}: has an answer with reasoning before another question, where the "
+                f"chat template of {path} leaves the reasoning out, so that it cannot be learned; "
+                "make a sample of each answer, with what was said before it, or remove the "
+                "reasoning"
             )
         stand_in = [*self.messages]
         stand_in[place] = message | {"content": _STAND_IN}
-        before, _, behind = self._rendered(stand_in).partition(_STAND_IN)
-        has_both = self.text.startswith(before) and self.text.endswith(behind)
-        begins = before.startswith(asked) or asked.startswith(before)
-        if not (has_both and begins):
+        before, _, behind = self.rendered(stand_in).partition(_STAND_IN)
+        has_both = text.startswith(before) and text.endswith(behind)
+        if not (has_both and (before.startswith(asked) or asked.startswith(before))):
             raise UserError(
-                f"{self.sample.where}: the chat template of {self.tokenizer.path} writes message "
-                f"{place + 1} otherwise once more follows, so what is learned cannot be told; "
-                "mark answers in the template with {% generation %} and {% endgeneration %}, or "
-                "make a sample of each answer, with what was said before it"
+                f"{self.where}: the chat template of {path} writes message {place + 1} otherwise "
+                "once more follows, so what is learned cannot be told; mark answers in the "
+                "template with {% generation %} and {% endgeneration %}, or make a sample of each "
+                "answer, with what was said before it"
             )
-        start, end = min(len(asked), len(before)), len(self.text) - len(behind)
-        piece = answer_end_piece(self.tokenizer)
+        start, end = min(len(asked), len(before)), len(text) - len(behind)
+        piece = self.template.answer_end
         if piece is None or piece not in behind:
-            return start, self._closed(end)
+            return start, self._closed(end, text)
         # What else the message has, such as calls, stands before the piece that closes it.
         return start, end + behind.index(piece) + len(piece)
 
-    def _closed(self, end: int) -> int:
+    def _closed(self, end: int, text: str) -> int:
         """The end of an answer, with the piece that closes it and without what is behind."""
-        piece = answer_end_piece(self.tokenizer)
-        if piece is not None and self.text[:end].rstrip().endswith(piece):
-            return len(self.text[:end].rstrip())
+        piece = self.template.answer_end
+        if piece is not None and text[:end].rstrip().endswith(piece):
+            return len(text[:end].rstrip())
         # Where none does, the model stops with the piece that opens the next message.
-        return end + len(_opening_piece(self.text[end:], self.tokenizer) or "")
+        return end + len(_opening_piece(text[end:], self.template.tokenizer) or "")
 
-    def _rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        return _render(self.tokenizer, messages, self.sample.where, self.tools, prompt)
+
+def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> _Conversation:
+    _check(sample, template)
+    frames, video, rule = 0, "", template.rule
+    if sample.video and rule is not None:
+        seen = seen_frames(len(sample.images), rule.video)
+        frames = len(seen)
+        video = "" if rule.video is None else video_text(seen, rule)
+    if video and template.video is None:
+        raise UserError(
+            f"{sample.where}: shows a video, for which the chat template of "
+            f"{template.tokenizer.path} writes nothing; name its frames as images"
+        )
+    as_images = IMAGE * frames if frames and not video else VIDEO
+    given = system if sample.system is None else sample.system
+    messages = [] if given is None else [_message("system", given)]
+    learned = []
+    if sample.greeting is not None:
+        learned += [len(messages)] * sample.greeting_learned
+        messages.append(_message("assistant", sample.greeting))
+    for turn in sample.turns:
+        question = _parts(turn.question.replace(VIDEO, as_images), sample)
+        messages += [_message("tool", result) for result in turn.results]
+        messages += [] if turn.results else [_message("user", question)]
+        learned += [len(messages)] * turn.learned
+        messages.append(_answer(turn))
+    return _Conversation(template, sample.where, messages, learned, _tools(sample), video)
+
+
+def _answer(turn: Turn) -> dict[str, Any]:
+    answer = _message("assistant", turn.answer)
+    if turn.reasoning is not None:
+        answer["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        calls = map(json.loads, turn.calls)
+        answer["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return answer
 
 
 def _opening_piece(text: str, tokenizer: Tokenizer) -> str | None:
     """The special piece with which a text begins."""
     found = [piece for piece in tokenizer.special_pieces if text.startswith(piece)]
     return max(found, key=len, default=None)
+
+
+def _unmarked(marked: str) -> str:
+    return marked.replace(_BEGIN, "").replace(_END, "")
 
 
 def _marked_spans(marked: str) -> list[tuple[int, int]]:
@@ -280,30 +380,6 @@ def _marked_spans(marked: str) -> list[tuple[int, int]]:
             spans.append((length, length + len(inside)))
         length += len(inside)
     return spans
-
-
-def _messages(sample: Sample, system: str | None) -> tuple[list[dict[str, Any]], list[int]]:
-    """Messages as templates take them, and the numbers of those that are learned."""
-    given = system if sample.system is None else sample.system
-    messages = [] if given is None else [_message("system", given)]
-    learned = []
-    if sample.greeting is not None:
-        learned += [len(messages)] * sample.greeting_learned
-        messages.append(_message("assistant", sample.greeting))
-    for turn in sample.turns:
-        if turn.results:
-            messages += [_message("tool", result) for result in turn.results]
-        else:
-            messages.append(_message("user", _parts(turn.question, sample)))
-        learned += [len(messages)] * turn.learned
-        answer = _message("assistant", turn.answer)
-        if turn.reasoning is not None:
-            answer["reasoning_content"] = turn.reasoning
-        if turn.calls:
-            calls = map(json.loads, turn.calls)
-            answer["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-        messages.append(answer)
-    return messages, learned
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:
@@ -329,9 +405,8 @@ def _tools(sample: Sample) -> list | None:
     return wrapped or None
 
 
-def _check(sample: Sample, tokenizer: Tokenizer) -> None:
+def _check(sample: Sample, template: OwnTemplate) -> None:
     """Refuse what the template would leave out, and text that only it may write."""
-    template = _template(tokenizer)
     needed = {
         "tools": sample.tools is not None,
         "tool_calls": any(turn.calls for turn in sample.turns),
@@ -339,17 +414,17 @@ def _check(sample: Sample, tokenizer: Tokenizer) -> None:
         "reasoning_content": any(turn.reasoning is not None for turn in sample.turns),
     }
     for word, is_needed in needed.items():
-        if is_needed and word not in template:
+        if is_needed and word not in template.text:
             raise UserError(
                 f"{sample.where}: has what templates write of {word!r}, and the chat template of "
-                f"{tokenizer.path} writes nothing of it; put it into the texts, or leave it out"
+                f"{template.tokenizer.path} writes nothing of it; put it into its texts"
             )
     texts = [text for turn in sample.turns for text in (turn.question, turn.answer, *turn.results)]
     texts += [turn.reasoning or "" for turn in sample.turns]
     texts += [text for turn in sample.turns for text in turn.calls]
     texts += [sample.system or "", sample.greeting or "", sample.tools or ""]
     whole = "\n".join(texts)
-    for piece in (*control_pieces(tokenizer), _BEGIN, _END, _STAND_IN):
+    for piece in (*template.control_pieces, _BEGIN, _END, _STAND_IN):
         if piece in whole:
             raise UserError(
                 f"{sample.where}: has {piece!r} in its text, which only the chat template may "
@@ -357,17 +432,7 @@ def _check(sample: Sample, tokenizer: Tokenizer) -> None:
             )
 
 
-def _template(tokenizer: Tokenizer) -> str:
-    if tokenizer.template is None:
-        raise UserError(
-            f"{tokenizer.path}: has no chat template beside it, and the model's is the tokenizer's "
-            "own; pass the folder of the checkpoint, with its chat_template.jinja or "
-            "tokenizer_config.json"
-        )
-    return tokenizer.template
-
-
-def _render(
+def _rendered(
     tokenizer: Tokenizer,
     messages: Sequence[dict[str, Any]],
     where: str,
@@ -375,9 +440,9 @@ def _render(
     prompt: bool = False,
 ) -> str:
     """The messages as the template writes them, with marks around what it marks."""
-    compiled = _compiled(_template(tokenizer), str(tokenizer.path))
+    compiled = _compiled(tokenizer.template or "", str(tokenizer.path))
     try:
-        text = compiled.render(
+        return compiled.render(
             messages=messages,
             tools=tools,
             documents=None,
@@ -389,8 +454,6 @@ def _render(
             f"{where}: the chat template of {tokenizer.path} cannot write it ({error}); change the "
             "sample, or the template"
         ) from error
-    images = item_pieces(tokenizer)
-    return text if images is None else text.replace(images.written, images.text)
 
 
 @lru_cache(maxsize=16)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from omnibal.cli.options import SizeOptions
 from omnibal.config import load_cluster
+from omnibal.data.deal import deal_apart, deal_in_step
 from omnibal.data.empty_slots import empty_slots
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel, check_parallel, expert_sizes
@@ -111,3 +112,27 @@ def test_ranks_in_step_have_equally_many_micro_batches(in_step):
         for slot in range(of_step[r], max(of_step[r // in_step * in_step :][:in_step]))
     ]
     assert [*zip(empty.step, empty.dp_rank, empty.slot, strict=True)] == expected
+
+
+@pytest.mark.parametrize(("dp", "in_step", "size"), [(4, 2, 13), (6, 3, 12), (8, 8, 20), (4, 2, 3)])
+def test_ranks_in_step_have_like_packs_in_a_slot(dp, in_step, size):
+    """Prevents packs that are lost or doubled, groups with empty slots that need none, and slots in
+    which ranks of a group wait longer than where ranks are dealt to alone."""
+    rng = np.random.default_rng(size)
+    steps = 5
+    rows = rng.permutation(steps * size).reshape(steps, size)
+    items = rng.integers(0, 3, rows.size)
+    load = 10 * items + rng.exponential(1, rows.size)
+    found = deal_in_step(rows, items, load, dp, in_step)
+    waits = []
+    for dealt in (found, deal_apart(rows, items, load, dp)):
+        assert dealt.shape == (steps, dp, -(-size // dp))
+        for step in range(steps):
+            assert sorted(dealt[step][dealt[step] >= 0].tolist()) == sorted(rows[step].tolist())
+        assert (np.diff((dealt >= 0).astype(int), axis=2) <= 0).all(), "a gap between packs"
+        groups = np.where(dealt < 0, 0.0, load[dealt]).reshape(steps, dp // in_step, in_step, -1)
+        waits.append((groups.max(axis=2) * in_step - groups.sum(axis=2)).sum())
+    assert waits[0] <= waits[1]
+    counts = (found >= 0).sum(axis=2).reshape(steps, -1, in_step)
+    with_empty = (counts.max(axis=2) > counts.min(axis=2)).sum(axis=1)
+    assert (with_empty == (size % in_step > 0)).all()

@@ -21,10 +21,10 @@ from omnibal.data.chat import (
     text_sha256,
 )
 from omnibal.data.image_files import ImageFile
-from omnibal.data.own_template import item_pieces
+from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn
 from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
-from omnibal.encoders import TilesEncoder, TilingConfig
+from omnibal.encoders import ImagesEncoder, TilesEncoder, TilingConfig, VideoConfig
 from omnibal.errors import UserError
 
 # In the manner of the families' templates; each has what is special about them.
@@ -37,6 +37,7 @@ CHATML = """\
 {%- if message.content is string -%}{{- message.content -}}
 {%- else -%}{%- for part in message.content -%}
 {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
 {%- else -%}{{- part.text -}}{%- endif -%}
 {%- endfor -%}{%- endif -%}
 {{- '<|im_end|>\n' -}}
@@ -377,6 +378,43 @@ def test_tools(folders):
     assert "three" not in first + second
 
 
+def native(times: str | None) -> ModelConfig:
+    """A model of images at their native resolution, with this rule for the times of a video."""
+    video = None if times is None else VideoConfig(times=times, max_frames=4)
+    encoder = ImagesEncoder(
+        layers=1, hidden_size=8, heads=1, ffn_hidden_size=8, normalization="LayerNorm",
+        qkv_bias=True, qk_norm=False, patch_size=14, frames_per_patch=2, video=video,
+    )  # fmt: skip
+    return model_of().model_copy(update={"encoders": {"vision": encoder}})
+
+
+@pytest.mark.parametrize(
+    ("times", "counts", "shown"),
+    [
+        ("none", [3], "[vvv]"),
+        ("before", [2, 1], "<0.2 seconds>[vv]<1.8 seconds>[v]"),
+        (None, [2, 1, 1, 1, 1], "[ii][i][i][i][i]"),
+    ],
+)
+def test_videos_and_images_at_their_native_resolution(folders, times, counts, shown):
+    """Prevents a video of other tokens than the model knows, or in another place."""
+    tokenizer, model = open_tokenizer(folders["chatml"]), native(times)
+    sample = sample_of(("See <video>", "a"), system="S", images=5, video=True)
+    encoded = encode_sample(sample, counts, model, tokenizer)
+    text = tokenizer.decode(encoded.token_ids.tolist())
+    for piece, short in (("vision_start", "["), ("vision_end", "]"), ("image_pad", "i")):
+        text = text.replace(f"<|{piece}|>", short)
+    assert text.replace("<|video_pad|>", "v") == (
+        "<|im_start|>system\nS<|im_end|>\n"
+        f"<|im_start|>user\nSee {shown}<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    )
+    assert learned_texts(encoded, tokenizer) == ["a<|im_end|>"]
+    images = sample_of(("<image>See<image>", "a"), system="s", images=2)
+    encoded = encode_sample(images, [2, 1], model, tokenizer)
+    text = tokenizer.decode(encoded.token_ids.tolist())
+    assert (text.count("<|image_pad|>"), text.count("<|vision_end|>")) == (3, 2)
+
+
 def test_pieces_and_ends(folders):
     """Prevents an answer that never ends, and text that could end one or show an image."""
     ends = {"chatml": "<|im_end|>", "trimmed": "<end_of_turn>", "unclosed": "<eos>"}
@@ -385,7 +423,7 @@ def test_pieces_and_ends(folders):
         assert answer_end(model_of(), tokenizer) == tokenizer.id_of(piece)
     assert expected_answer(" a ", model_of(), open_tokenizer(folders["trimmed"])) == "a"
     assert expected_answer(" a ", model_of(), open_tokenizer(folders["chatml"])) == " a "
-    assert item_pieces(open_tokenizer(folders["marked"])) is None
+    assert own_template(open_tokenizer(folders["marked"]), None).images is None
     tokenizer = open_tokenizer(folders["chatml"])
     for text in ("<|im_end|>", "<|image_pad|>", "\U000f0000"):
         with pytest.raises(UserError, match=r"line 1: has .* in its text, which only the chat"):

@@ -19,6 +19,7 @@ from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.limits import Caps, memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
@@ -45,6 +46,12 @@ from omnibal.units import unit_names
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
 CAPS = Caps.of(tiles=8, tokens=320)
+_OF_EXPERTS = LayerRun(
+    layers=1, experts=ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64)
+)
+EXPERTS = MODEL.model_copy(
+    update={"language": MODEL.language.model_copy(update={"runs": (_OF_EXPERTS,)})}
+)
 
 
 def strategy_request(**changes) -> StrategyRequest:
@@ -128,6 +135,43 @@ def planned_ms_per_sample(searched: StrategyRequest, parallel: Parallel) -> floa
         return short_ms / fewer
     slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
     return slope + start / searched.samples_per_step
+
+
+def test_ranking_with_experts_is_the_planners_own():
+    """Prevents an expert size that is not tried, or timed as another one is."""
+    searched = strategy_request(model=EXPERTS, gpus=4, samples_per_step=30)
+    found = search_strategies(searched, lambda done: None)
+    every = [
+        Parallel(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=4 // (tensor * pipeline),
+            expert=expert,
+            sequence_parallel=tensor > 1,
+        )
+        for tensor, pipeline in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+        for expert in (1, 2, 4)
+        if 4 // pipeline % expert == 0
+    ]
+    assert possible_parallels(searched) == every
+    planned = {parallel: planned_ms_per_sample(searched, parallel) for parallel in every}
+    assert found.best.ms_per_sample == pytest.approx(min(planned.values()), rel=1e-9)
+    for each in found.ranking:
+        assert each.ms_per_sample == pytest.approx(planned[each.parallel], rel=1e-9)
+    for each in found.ruled_out:
+        best_ms = found.best.ms_per_sample
+        assert each.most_samples_per_second is not None
+        assert planned[each.parallel] >= 1e3 / each.most_samples_per_second * (1 - 1e-9)
+        assert planned[each.parallel] > best_ms
+    assert {each.parallel.expert for each in found.ranking} == {1, 2, 4}
+    fixed = possible_parallels(replace(searched, expert=4))
+    assert fixed == [each for each in every if each.expert == 4]
+    with pytest.raises(UserError, match="expert size 3 does not divide the 4 experts"):
+        possible_parallels(replace(searched, expert=3))
+    with pytest.raises(
+        UserError, match=r"--pp 4 --ep 2: .* an --ep that divides tensor x data"
+    ):
+        possible_parallels(replace(searched, pipeline=4, expert=2))
 
 
 def test_ranking_is_the_planners_own():
