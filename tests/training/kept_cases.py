@@ -25,6 +25,7 @@ from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.encoder_counts import LAST_OUTPUT
 from omnibal.job import JobSpec
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.parallel import Parallel
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
@@ -57,8 +58,14 @@ UNITS = {
     "audio_layer": "audio.layers.1",
     "audio_projector": "audio_projector",
     "language_layer": "language.layers.1",
+    "language_layer_experts32": "language.layers.1",
 }
 """Kinds of unit, and the module of one of each."""
+
+WITH_EXPERTS = " with experts"
+EXPERTS = ExpertsConfig(
+    experts=32, experts_per_token=4, ffn_hidden_size=512, auxiliary_loss=0.01
+)  # fmt: skip
 
 CASES = (
     ("internvl-chat-1.5-6b-20b", 2, True, ()),
@@ -70,16 +77,25 @@ CASES = (
     ("eva-clip-18b-internlm2-20b", 2, True, ()),
     ("internvl2.5-1b", 1, False, ()),
     ("qwen2.5-32b", 4, True, ()),
+    ("internvl3.5-1b", 1, False, ("vision", "projector")),
+    ("internvl3.5-38b", 4, True, ()),
     ("internvl3-8b-whisper", 1, False, ()),
     ("internvl3-8b-whisper", 4, True, ()),
     ("internvl3-8b-whisper", 2, True, ("vision", "audio")),
+    (f"internvl2.5-1b{WITH_EXPERTS}", 1, False, ()),
+    (f"internvl2.5-8b{WITH_EXPERTS}", 2, True, ()),
 )
 
 
 def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str, ...]) -> Plan:
     """A model of few layers in one stage."""
-    model = load_model(name)
+    preset = name.removesuffix(WITH_EXPERTS)
+    model = load_model(preset)
     model = model.with_layers(**dict.fromkeys(model.towers, LAYERS))
+    if preset != name:
+        runs = (LayerRun(layers=1, experts=EXPERTS),)
+        language = model.language.model_copy(update={"runs": runs})
+        model = model.model_copy(update={"language": language})
     [stage] = stages_from_cuts(model, ())
     parallel = Parallel(pipeline=1, tensor=tensor, sequence_parallel=sequence_parallel)
     return Plan(
@@ -137,7 +153,9 @@ def maker(where: str, operation: str) -> str:
         made = f"{where}.{name}".strip(".")
     else:
         made = where or f"{library}.{name}"
-    return "" if made in INPUTS else made
+    # What a router keeps, and rows' weights, count as the mixture's; products as their experts'.
+    mixture = {"mlp.router": "mlp", "mlp.experts.swiglu": "mlp.experts"}
+    return "" if made in INPUTS else mixture.get(made, made)
 
 
 def check(pretence: Pretence, name: str, *layout: object) -> None:
@@ -188,9 +206,13 @@ def copies_keys(plan: Plan) -> bool:
 def copy_for_every_head(plan: Plan, expected: dict[str, float]) -> None:
     """Attention keeps the copies, and nothing the keys and values that they are of."""
     language = plan.model.language
-    all_heads_bytes = 2 * sum(SEGMENTS) * language.hidden_size // plan.parallel.tensor * 2
+    width = language.heads * language.head_width // plan.parallel.tensor
+    all_heads_bytes = 2 * sum(SEGMENTS) * width * 2
     of_groups_bytes = all_heads_bytes * language.kv_heads // language.heads
-    expected["self_attention.split_and_rotate"] -= of_groups_bytes
+    if language.qk_norm:  # values are a view of what is kept anyway
+        expected["self_attention.norm_and_rotate"] -= of_groups_bytes // 2
+    else:
+        expected["self_attention.split_and_rotate"] -= of_groups_bytes
     expected["self_attention.core_attention"] += all_heads_bytes
 
 
