@@ -87,6 +87,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     copied = (5 * sent + own) * h * size
     sorted_bytes = sorts * rows * 2 * h * size
     weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
+    again = 3 * size + weighted  # which backward does once more, as the product is not kept
     mapped = own * experts.experts * FP32_BYTES
     routed = own * h * (size + FP32_BYTES)
     gate = 3 * own * h * size if experts.shared_gate else 0 * own
@@ -109,7 +110,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
         + summed,
         back_moved_bytes=copied
         + sorted_bytes
-        + rows * f * (5 * size + back_weighted)
+        + rows * f * (5 * size + back_weighted + again)
         + _BACK_MAPS * mapped
         + 2 * routed
         + tokens * 5 * shared / t * size
