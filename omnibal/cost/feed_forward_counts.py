@@ -194,16 +194,18 @@ def _mixture_working(
     weighted = ("weighted product",)
     active = (*weighted, "weights of rows")
     experts = (*active, "gate and value")
-    fp32_bytes = rows * f * FP32_BYTES
+    fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
     return (
         # Rows sorted by expert; the second product's gradients; that of the weights, in fp32;
         # SwiGLU's; the first product's; rows sorted back.
         Working(bytes=part_bytes + 2 * rows_bytes),
         Working(bytes=part_bytes + rows_bytes + inner_bytes, weight=held * h * f),
         Working(bytes=part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted),
-        Working(bytes=part_bytes + 3 * inner_bytes, gone=active),
+        Working(bytes=part_bytes + weights_bytes + 3 * inner_bytes, gone=active),
         Working(
-            bytes=part_bytes + 2 * inner_bytes + rows_bytes, weight=held * 2 * h * f, gone=experts
+            bytes=part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
+            weight=held * 2 * h * f,
+            gone=experts,
         ),
         Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, "routed tokens")),
     )
