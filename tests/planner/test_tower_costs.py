@@ -15,11 +15,14 @@ from omnibal.config import (
     load_model,
 )
 from omnibal.cost.analytic import analytic_cost, model_flops
+from omnibal.cost.context import exchange_mistake
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.encoders import ClipsEncoder
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.levels import ContextExchange, Level
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.units import feature_names, model_parts, unit_kinds, unit_names
 
@@ -158,6 +161,28 @@ def test_prediction_is_a_layer_and_a_head_more_in_the_last_unit():
     kept = texts @ after.units["head"].activation_bytes
     assert kept > texts @ (2 * head.activation_bytes + layer.activation_bytes)
     assert after.units["language_layer"].parameters == layer.parameters
+
+
+def test_shared_packs_need_attention_that_is_exchanged():
+    """Prevents a state of linear attention that ranks are said to share at no cost; and heads of
+    latent attention that are counted as grouped keys."""
+    level = Level(caps=Caps.of(tokens=4096), context=4, exchange=ContextExchange.HEADS)
+    linear = LinearAttention(key_heads=2, value_heads=4, key_head_size=32, value_head_size=32)
+    latent = LatentAttention(
+        key_value_rank=64, head_size=32, rotary_head_size=16, value_head_size=32
+    )
+    few = MIXTRAL.model_copy(update={"kv_heads": 1})
+    for run, refused in (
+        (LayerRun(layers=1, linear=linear), "linear attention"),
+        (LayerRun(layers=1), "key-value heads"),
+        (LayerRun(layers=1, latent=latent), None),
+    ):
+        language = few.model_copy(update={"runs": (run,)})
+        mistake = exchange_mistake(
+            ModelConfig(name="m", language=language), Parallel(pipeline=1), level
+        )
+        assert (refused is None) == (mistake is None)
+        assert refused is None or refused in mistake
 
 
 def test_a_window_costs_the_pairs_within_it():
