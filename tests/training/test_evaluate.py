@@ -132,9 +132,7 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
     ("name", "sizes"),
     [
         pytest.param("internvl-digits", {}, id="pipeline"),
-        pytest.param(
-            "internvl-digits", {"tensor": 2, "sequence_parallel": True}, id="with-tensor"
-        ),
+        pytest.param("internvl-digits", {"tensor": 2, "sequence_parallel": True}, id="with-tensor"),
         pytest.param("internvl-digits-moe", {"data": 2, "expert": 2}, id="with-experts"),
     ],
 )
