@@ -168,9 +168,7 @@ def test_ranking_with_experts_is_the_planners_own():
     assert fixed == [each for each in every if each.expert == 4]
     with pytest.raises(UserError, match="expert size 3 does not divide the 4 experts"):
         possible_parallels(replace(searched, expert=3))
-    with pytest.raises(
-        UserError, match=r"--pp 4 --ep 2: .* an --ep that divides tensor x data"
-    ):
+    with pytest.raises(UserError, match=r"--pp 4 --ep 2: .* an --ep that divides tensor x data"):
         possible_parallels(replace(searched, pipeline=4, expert=2))
 
 
