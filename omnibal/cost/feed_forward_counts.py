@@ -87,6 +87,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     copied = (5 * sent + own) * h * size
     sorted_bytes = sorts * rows * 2 * h * size
     weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
+    again = 3 * size + weighted  # which backward does once more, as the product is not kept
     mapped = own * experts.experts * FP32_BYTES
     routed = own * h * (size + FP32_BYTES)
     gate = 3 * own * h * size if experts.shared_gate else 0 * own
@@ -109,7 +110,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
         + summed,
         back_moved_bytes=copied
         + sorted_bytes
-        + rows * f * (5 * size + back_weighted)
+        + rows * f * (5 * size + back_weighted + again)
         + _BACK_MAPS * mapped
         + 2 * routed
         + tokens * 5 * shared / t * size
@@ -143,21 +144,17 @@ def _mixture_kept(
     # Scores for the auxiliary loss; weights in their places and which of them are chosen.
     has_loss = experts.auxiliary_loss > 0
     maps = FP32_BYTES * (2 if has_loss else 1) + _BOOL_BYTES
-    places = _INDEX_BYTES * (3 if has_loss else 2)
     lines = [
         Kept(what="scores and choice", made_by="mlp", bytes=own * experts.experts * maps),
         Kept(
             what="chosen weights and places",
             made_by="mlp",
-            bytes=own * k * (FP32_BYTES + places),
+            bytes=own * k * (FP32_BYTES + 2 * _INDEX_BYTES),
         ),
         Kept(what="routed tokens", made_by="mlp", bytes=rows * h * size, for_weights=True),
         Kept(what="gate and value", made_by="mlp.experts", bytes=rows * 2 * f * size),
-        Kept(
-            what="their product, and weights",
-            made_by="mlp.experts",
-            bytes=rows * (f * size + FP32_BYTES),
-        ),
+        # Made once more in backward: their product.
+        Kept(what="weights of rows", made_by="mlp", bytes=rows * FP32_BYTES),
         Kept(
             what="weighted product",
             made_by="mlp.experts",
@@ -195,18 +192,20 @@ def _mixture_working(
     size = device.element_bytes
     part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
     weighted = ("weighted product",)
-    active = (*weighted, "their product, and weights")
+    active = (*weighted, "weights of rows")
     experts = (*active, "gate and value")
-    fp32_bytes = rows * f * FP32_BYTES
+    fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
     return (
         # Rows sorted by expert; the second product's gradients; that of the weights, in fp32;
         # SwiGLU's; the first product's; rows sorted back.
         Working(bytes=part_bytes + 2 * rows_bytes),
         Working(bytes=part_bytes + rows_bytes + inner_bytes, weight=held * h * f),
         Working(bytes=part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted),
-        Working(bytes=part_bytes + 3 * inner_bytes, gone=active),
+        Working(bytes=part_bytes + weights_bytes + 3 * inner_bytes, gone=active),
         Working(
-            bytes=part_bytes + 2 * inner_bytes + rows_bytes, weight=held * 2 * h * f, gone=experts
+            bytes=part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
+            weight=held * 2 * h * f,
+            gone=experts,
         ),
         Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, "routed tokens")),
     )

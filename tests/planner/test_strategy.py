@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
+from expert_cases import DIGITS
 from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, request
 from rate_cases import tiled_rates
 from rich.console import Console
@@ -19,7 +20,6 @@ from omnibal.cost.profile import model_sha256
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.limits import Caps, memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
@@ -46,12 +46,6 @@ from omnibal.units import unit_names
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
 CAPS = Caps.of(tiles=8, tokens=320)
-_OF_EXPERTS = LayerRun(
-    layers=1, experts=ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64)
-)
-EXPERTS = MODEL.model_copy(
-    update={"language": MODEL.language.model_copy(update={"runs": (_OF_EXPERTS,)})}
-)
 
 
 def strategy_request(**changes) -> StrategyRequest:
@@ -139,7 +133,7 @@ def planned_ms_per_sample(searched: StrategyRequest, parallel: Parallel) -> floa
 
 def test_ranking_with_experts_is_the_planners_own():
     """Prevents an expert size that is not tried, or timed as another one is."""
-    searched = strategy_request(model=EXPERTS, gpus=4, samples_per_step=30)
+    searched = strategy_request(model=DIGITS, gpus=4, samples_per_step=30)
     found = search_strategies(searched, lambda done: None)
     every = [
         Parallel(
