@@ -15,6 +15,7 @@ from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.check import model_obstacle
 from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.parallel import Parallel
 
 # Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
 # whose tokens carry no loss.
@@ -88,6 +89,14 @@ def test_ranks_without_a_pack_join(plan):
     """Prevents: a rank that waits for another's tokens for ever, or empty packs that count."""
     ranks = run(plan, UNEVEN)
     assert_same_training(ranks, plan.parallel.tensor, alone_uneven(), rel=2e-5)
+
+
+def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(monkeypatch):
+    """Prevents: gradients of experts that are reduced before they are whole, or weights that a
+    forward does not wait for, where a stage has many buckets of both."""
+    monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
+    plan = plan_of(data=4, expert=2)
+    assert_same_training(run(plan, UNEVEN), 1, alone_uneven(), rel=2e-5)
 
 
 @pytest.mark.parametrize(
