@@ -163,12 +163,37 @@ def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:
 def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
     """Least possible value of the largest of the stages' sizes [options]; infinite if no way leads
     through all of them."""
-    reached = np.where(np.arange(units + 1) == 0, 0.0, np.inf)
+    return float(_least_largest_so_far(edges, sizes, units)[-1][-1])
+
+
+def least_largest_path(
+    edges: Edges, sizes: Sequence[np.ndarray], units: int
+) -> tuple[float, list[int]]:
+    """The same, and the options [stages] of a way of which the largest is that; there must be one.
+
+    Every stage of the way is as small as the rest of it allows.
+    """
+    so_far, position = _least_largest_so_far(edges, sizes, units), units
+    path = []
+    for (start, end), size, reached in zip(
+        reversed(edges), reversed(sizes), reversed(so_far[:-1]), strict=True
+    ):
+        largest = np.where(end == position, np.maximum(reached[start], size), np.inf)
+        path.append(int(largest.argmin()))
+        position = int(start[path[-1]])
+    return float(so_far[-1][-1]), path[::-1]
+
+
+def _least_largest_so_far(
+    edges: Edges, sizes: Sequence[np.ndarray], units: int
+) -> list[np.ndarray]:
+    """Least largest size on a way to each position, through no stage to all. [units + 1] each"""
+    so_far = [np.where(np.arange(units + 1) == 0, 0.0, np.inf)]
     for (start, end), size in zip(edges, sizes, strict=True):
-        largest = np.maximum(reached[start], size)
         reached = np.full(units + 1, np.inf)
-        np.minimum.at(reached, end, largest)
-    return float(reached[-1])
+        np.minimum.at(reached, end, np.maximum(so_far[-1][start], size))
+        so_far.append(reached)
+    return so_far
 
 
 def least_sums(

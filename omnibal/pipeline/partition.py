@@ -33,14 +33,13 @@ import numpy as np
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
-from omnibal.pipeline.bounds import Runs, Structure, least_largest, least_sums, possible_runs
+from omnibal.pipeline.bounds import Structure, least_largest, least_sums
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
+from omnibal.pipeline.least_peak import least_peak_of_tables
 from omnibal.pipeline.operation_graph import planned_graph
-from omnibal.pipeline.recompute import least_peak_bytes
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
-    MemoryTable,
     fits_cap,
     heaviest_passes,
     memory_tables,
@@ -240,18 +239,6 @@ def sampled_steps(workload: Workload) -> Workload:
     return workload.some_steps(int(wanted))
 
 
-def least_peak_of_splits(
-    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
-) -> float:
-    """Bytes of the smallest memory cap that some split and recomputed sets fit.
-
-    Of several levels it is by the passes that are heaviest for many stages, which another pass of
-    the run may exceed a little.
-    """
-    tables = memory_tables(cost, workload, pipeline_size)
-    return _least_peak(possible_runs(cost, model), tables)
-
-
 def _problem(
     cost: CostModel,
     model: ModelConfig,
@@ -286,11 +273,11 @@ def _descend(problem: SearchProblem) -> "_Search":
         if found:
             return search if search.best_ms <= limit_ms else search.with_options_of_better()
         if not tried:
-            need = _least_peak(problem.structure.runs, problem.tables)
+            need = least_peak_of_tables(problem.structure.runs, problem.tables)
             if not fits_cap(need, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    need = _least_peak(problem.structure.runs, problem.tables)
+    need = least_peak_of_tables(problem.structure.runs, problem.tables)
     raise DoesNotFit(_infeasible(problem, need))
 
 
@@ -305,13 +292,6 @@ def _even_ms(problem: SearchProblem) -> float:
     work_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
     row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
-
-
-def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:
-    """Least peak of the fullest stage, over all splits, in bytes."""
-    counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
-    peaks = [least_peak_bytes(table, counts)[kind] for table in tables]
-    return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
 
 
 def _infeasible(problem: SearchProblem, least_peak: float) -> str:

@@ -8,12 +8,14 @@ re-computation, recomputes from the front of the stage, as is done here within e
 earliest layers bring back comes when later ones have let go.)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.units import layer_kinds
+from omnibal.units import UnitKind
 
 _CHUNK_ENTRIES = 4_000_000
 """Entries of [stages, sets of micro-batches] at a time: bounds memory to some 100 MB."""
@@ -54,9 +56,12 @@ def useful_recomputes(
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     """Smallest peak that recomputing can reach in each of many possible stages. [stages]"""
-    every, kinds = np.zeros_like(counts), layer_kinds(table.kinds)
-    every[:, kinds] = counts[:, kinds]
-    return _peak_bytes(table, counts, np.tile(every, table.levels))
+    return _peak_bytes(table, counts, every_layer(table.kinds, counts, table.levels))
+
+
+def every_layer(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
+    """All layers of stages of these units [..., kinds] at each level. [..., levels * kinds]"""
+    return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

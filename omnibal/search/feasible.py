@@ -19,7 +19,7 @@ from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
 from omnibal.parallel import Parallel, check_parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.partition import least_peak_of_splits
+from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.placement import least_peak_beside
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload

@@ -19,7 +19,8 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline import partition
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
-from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
+from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_run
