@@ -27,6 +27,10 @@ from omnibal.pipeline.units import holds_both_ends, holds_one_end, layer_kinds
 from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
 
+_PATHS = 8
+"""Structural paths through a stage on one row of every step, of which the first goes through all
+that the stage does."""
+
 Edges = Sequence[tuple[np.ndarray, np.ndarray]]
 """Start and end positions of every stage's options."""
 
@@ -105,6 +109,20 @@ class Structure:
         """Number of pipeline stages."""
         return len(self.weights)
 
+    @property
+    def own_ms(self) -> np.ndarray:
+        """Time of all forwards and backwards of each run, which is on a path through it as any
+        stage. [runs]"""
+        compute = slice(self.layout.forward.start, self.layout.backward.stop)
+        of_everything = self.weights[0, ::_PATHS, 0, compute]
+        return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
+
+    def longest_of_runs_ms(self, stage: int, chosen: np.ndarray) -> np.ndarray:
+        """`longest_ms` of some of the runs, by their indices, without recomputation. [chosen]"""
+        runs = self.runs
+        terms = runs.with_buckets(runs.terms[chosen], chosen, stage)
+        return self.longest_ms(stage, runs.start[chosen], runs.end[chosen], terms)
+
     def longest_ms(
         self, stage: int, start: np.ndarray, end: np.ndarray, terms: np.ndarray
     ) -> np.ndarray:
@@ -130,6 +148,23 @@ class Structure:
         return np.where(at_start & at_end, length.max(axis=1), np.inf)
 
 
+def _least_slowest_ms(structure: Structure) -> float:
+    """Longest structural path through the slowest stage of a split, least over all splits.
+
+    A split that is good by the stages' own work alone says what is too long to be in the best.
+    """
+    runs, own_ms = structure.runs, structure.own_ms
+    edges = [(runs.start, runs.end)] * structure.stages
+    _, good = least_largest_path(edges, [own_ms] * structure.stages, runs.units)
+    limit_ms = max(
+        structure.longest_of_runs_ms(stage, np.array([run]))[0] for stage, run in enumerate(good)
+    )
+    short = np.flatnonzero(own_ms <= limit_ms)
+    bounds_ms = [structure.longest_of_runs_ms(stage, short) for stage in range(structure.stages)]
+    few = [(runs.start[short], runs.end[short])] * structure.stages
+    return min(least_largest(few, bounds_ms, runs.units), limit_ms)
+
+
 def least_step_ms(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
@@ -141,16 +176,7 @@ def least_step_ms(
         pipeline_size: stages; at most as many as the model has layers.
     """
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
-    structure = Structure.of(cost, model, steps, pipeline_size)
-    runs = structure.runs
-    every = np.arange(len(runs.start))
-    bounds_ms = [
-        structure.longest_ms(
-            stage, runs.start, runs.end, runs.with_buckets(runs.terms, every, stage)
-        )
-        for stage in range(pipeline_size)
-    ]
-    return least_largest([(runs.start, runs.end)] * pipeline_size, bounds_ms, runs.units)
+    return _least_slowest_ms(Structure.of(cost, model, steps, pipeline_size))
 
 
 def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:

@@ -134,6 +134,7 @@ def search_stages(
     memory_cap_bytes: float,
     *,
     prove: bool = True,
+    effort: float = 1.0,
 ) -> SearchResult:
     """The stages of least simulated step time that are found, and what is proven of them.
 
@@ -143,6 +144,8 @@ def search_stages(
         memory_cap_bytes: of one device.
         prove: False to end with a good split: a fraction of the time, and a bound that is of the
             slowest stage alone.
+        effort: share of the usual work after which improving and proving end, each with what it
+            has; a small search ends before.
 
     Raises:
         DoesNotFit: no split fits the cap.
@@ -151,26 +154,28 @@ def search_stages(
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
-        search = _descend(problem)
+        search = _descend(problem, effort)
         heavier = _heavier(problem, cost, workload, _stages_at(problem, search.best_options))
         if heavier is None:
-            found = _found(problem, search, prove)
+            found = _found(problem, search, prove, effort)
             heavier = _heavier(problem, cost, workload, found.stages_at)
     return found
 
 
-def _found(problem: SearchProblem, search: "_Search", prove: bool) -> SearchResult:
+def _found(problem: SearchProblem, search: "_Search", prove: bool, effort: float) -> SearchResult:
     """The best stages by the problem's own memory tables."""
     complete = search.choices.complete
     if prove:
-        lower_bound_ms = search.prove(_MAX_WORK if complete else _MAX_DESCENT_WORK)
+        lower_bound_ms = search.prove(effort * (_MAX_WORK if complete else _MAX_DESCENT_WORK))
     else:
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
         best, best_ms, more = _changed(problem, search)
         optimistic = search.over_optimistic(best_ms)
-        lower_bound_ms = optimistic.prove(_MAX_WORK) if prove else optimistic.quick_bound_ms()
+        lower_bound_ms = (
+            optimistic.prove(effort * _MAX_WORK) if prove else optimistic.quick_bound_ms()
+        )
         simulated += more + optimistic.simulated
     return SearchResult(
         stages_at=_stages_at(problem, best),
@@ -259,7 +264,7 @@ def _problem(
     )
 
 
-def _descend(problem: SearchProblem) -> "_Search":
+def _descend(problem: SearchProblem, effort: float) -> "_Search":
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Raises:
@@ -269,7 +274,7 @@ def _descend(problem: SearchProblem) -> "_Search":
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = _Search(problem, choices_within(problem, limit_ms))
-        found = search.descend()
+        found = search.descend(effort * _MAX_DESCENT_WORK)
         if found:
             return search if search.best_ms <= limit_ms else search.with_options_of_better()
         if not tried:
@@ -364,14 +369,15 @@ class _Search:
         self.cuts = np.zeros((0, problem.stages, len(problem.structure.layout)))
         self.seen: set[bytes] = set()
 
-    def descend(self) -> bool:
-        """Find a split and improve it by small changes; whether there is any."""
+    def descend(self, most_work: float = _MAX_DESCENT_WORK) -> bool:
+        """Find a split and improve it by small changes until none helps or the work allowed is
+        done; whether there is any."""
         if not all(map(len, self.options)):
             return False
         splits = _seeds(self.options, self.problem.units)
         self._simulate(splits)
         improved = True
-        while improved and self.work < _MAX_DESCENT_WORK:
+        while improved and self.work < most_work:
             # Most changes do not touch what made the step long.
             self._learn(self.best[None])
             splits = _neighbours(self.options, self.best, self.problem.units)

@@ -45,6 +45,8 @@ from omnibal.search.trial import (
 CLEARLY_WORSE = 1.15
 """Factor over the best time per sample; a choice whose bound is above it is not planned."""
 
+_TRIAL_EFFORT = 0.1
+"""Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
 _MOVE = 2**0.25
@@ -361,7 +363,8 @@ class _Evaluate:
         if not fits_cap(need_gib, setting.request.job.memory_cap_gib):
             return choice, need_gib
         trial, micro_batches = setting.trial(choice), setting.micro_batches(choice)
-        timed = time_per_sample(trial, setting.request.samples_per_step, micro_batches)
+        wanted = setting.request.samples_per_step
+        timed = time_per_sample(trial, wanted, micro_batches, _TRIAL_EFFORT)
         assert timed.plan.prediction is not None
         return choice, Strategy(
             parallel=parallel,
