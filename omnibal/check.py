@@ -14,7 +14,7 @@ from omnibal.data.shares import shares_of
 from omnibal.data.steps import steps_of
 from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.errors import UserError
-from omnibal.layers import LayerKind
+from omnibal.layers import ExpertsConfig, LayerKind
 from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
@@ -111,14 +111,50 @@ def model_obstacle(model: ModelConfig) -> str | None:
         for name, tower in model.encoders.items()
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
-    layers = [kind.name for kind in dict.fromkeys(model.language.kinds) if kind != LayerKind()]
-    foreign = encoders + [f"layers of kind {name}" for name in layers]
+    language = model.language
+    parts = {
+        "gates of attention's output": language.output_gate,
+        "norms after blocks": language.post_norms,
+        "layers of multi-token prediction": bool(language.prediction_layers),
+    }
+    foreign = encoders + _foreign_layers(model)
+    foreign += [part for part, has in parts.items() if has]
     if not foreign:
         return None
     return (
-        "the trainer has an encoder vision of tiles, one audio of clips, full attention and dense "
-        f"feed-forwards, and {model.name} has {', '.join(foreign)}"
+        "the trainer has an encoder vision of tiles, one audio of clips, full attention, and in "
+        "all layers dense feed-forwards or Qwen3's mixture of experts, behind one norm each; "
+        f"{model.name} has {', '.join(foreign)}"
     )
+
+
+def _foreign_layers(model: ModelConfig) -> list[str]:
+    """Kinds of language layers that the trainer does not have, in words."""
+    kinds = list(dict.fromkeys(model.language.kinds))
+    foreign = [
+        f"layers of kind {kind.name}{_foreign_experts(kind.experts)}"
+        for kind in kinds
+        if kind != LayerKind(experts=kind.experts) or _foreign_experts(kind.experts)
+    ]
+    if not foreign and len(kinds) > 1:
+        foreign = ["layers of kinds " + " and ".join(kind.name for kind in kinds) + " together"]
+    return foreign
+
+
+def _foreign_experts(experts: ExpertsConfig | None) -> str:
+    """What of a mixture of experts the trainer does not have, in words; empty if it has all."""
+    if experts is None:
+        return ""
+    foreign = {
+        "shared_ffn_hidden_size": experts.shared_ffn_hidden_size is not None,
+        "selection_bias": experts.selection_bias,
+        # Core's router normalizes sigmoids always, and refuses a softmax over one expert.
+        "sigmoid scores that are not normalized": experts.score == "sigmoid"
+        and not experts.normalized,
+        "one expert a token, normalized": experts.experts_per_token == 1 and experts.normalized,
+    }
+    named = [name for name, is_so in foreign.items() if is_so]
+    return f" (its experts have {', '.join(named)})" if named else ""
 
 
 def _described(plan: Plan) -> str:
@@ -239,9 +275,12 @@ def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
             f"data the lengths were scanned from: restore the file, or {_ANEW}"
         )
     if model_of_lengths(plan.model, lengths) != plan.model:
+        differs = "another tiling than model.tiling"
+        if plan.model.images is not None:
+            differs = "other min_pixels or max_pixels than the encoder of images"
         raise UserError(
-            "the lengths were scanned with another tiling than model.tiling of plan.json; images "
-            f"must be cut as they were counted: correct model.tiling, or {_ANEW}"
+            f"the lengths were scanned with {differs} of plan.json; images must be cut as they "
+            f"were counted: correct it, or {_ANEW}"
         )
     return "lengths, plan and model agree on where the lengths come from and how images are cut"
 

@@ -20,7 +20,14 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, Encoder, TilesEncoder, TilingConfig
+from omnibal.encoders import (
+    ENCODER_KINDS,
+    ClipsEncoder,
+    Encoder,
+    ImagesEncoder,
+    TilesEncoder,
+    TilingConfig,
+)
 from omnibal.errors import UserError
 from omnibal.files import read_toml_model
 from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
@@ -32,10 +39,10 @@ Provider = Literal["local", "te"]
 """Where the linears and the attention of layers come from: this project and Megatron-core, or
 Transformer Engine."""
 ChatTemplate = Literal[
-    "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5"
+    "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5", "tokenizer"
 ]
 """Chat templates: those of InternVL, named as `template` in its released configs, then those that
-Llama 3.1 and Qwen2.5 were tuned with."""
+Llama 3.1 and Qwen2.5 were tuned with; "tokenizer" is the one that comes with a tokenizer."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -261,6 +268,12 @@ class ModelConfig(Frozen):
     def takes_images(self) -> bool:
         """Whether the model has `vision`, an encoder of image tiles."""
         return isinstance(self.encoders.get("vision"), TilesEncoder)
+
+    @property
+    def images(self) -> ImagesEncoder | None:
+        """The encoder of images at their native resolution; None where the model has none."""
+        towers = self.encoders.values()
+        return next((tower for tower in towers if isinstance(tower, ImagesEncoder)), None)
 
     @property
     def audio(self) -> ClipsEncoder:

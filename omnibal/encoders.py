@@ -6,7 +6,7 @@ tokens it becomes.
 """
 
 import math
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -165,25 +165,112 @@ class ClipsEncoder(EncoderLayers):
         return self.hidden_size * self.positions_per_token
 
 
-class ImagesEncoder(EncoderLayers):
-    """Vision transformer over images at their native resolution, as Qwen2-VL and later have it.
+class ImageText(Frozen):
+    """Text that a chat template writes for an image, or for a video: pieces around its tokens."""
 
-    An image is resized to whole cells of `merge_size` x `merge_size` patches, by `resize`, and
-    every cell becomes one token, which is the item. Positions attend within their image, or frame
-    of a video; those of windowed layers within their window.
-    """
+    before: str = "<|vision_start|>"
+    each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
+    after: str = "<|vision_end|>"
 
-    feature: ClassVar[str] = "image_tokens"
 
-    kind: Literal["images"] = "images"
+class VideoConfig(Frozen):
+    """How a video becomes tokens: which frames, how large, and what text stands between them."""
+
+    frames_per_second: PositiveFloat = Field(
+        default=2.0, description="that are seen, and of the frames in a folder"
+    )
+    max_frames: Count = 768
+    min_pixels: Count = 128 * 28 * 28
+    max_pixels: Count = 768 * 28 * 28
+    counts_frames: bool = Field(
+        default=False,
+        description="whether pixels are of all frames together (Qwen3-VL, GLM-4.5V), or of one",
+    )
+    text: ImageText = ImageText(each="<|video_pad|>")
+    times: Literal["none", "before", "after"] = Field(
+        default="none",
+        description="none: all tokens within one text; before: one text for the frames of every "
+        "patch, after their time such as <1.5 seconds> (Qwen3-VL); after: the time in whole "
+        "seconds behind it (GLM-4.5V)",
+    )
+    around: tuple[str, str] = Field(default=("", ""), description="before and after all of it")
+
+
+class ImageRule(Frozen):
+    """What the number of an image's tokens depends on, and that of a video's."""
+
     patch_size: Annotated[int, Field(ge=1, le=65_536)]
     merge_size: Annotated[int, Field(ge=1, le=256)] = 2
     frames_per_patch: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="neighbouring frames of a video in a patch; an image is repeated"
     )
+    min_pixels: Count = 56 * 56
+    max_pixels: Count = 28 * 28 * 1280
+    resize: Literal["smart", "repeated", "fixed", "padded"] = Field(
+        default="smart",
+        description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
+        "repeated: the same, of an image whose pixels count for each of frames_per_patch "
+        "(GLM-4.5V); fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and "
+        "padded to whole cells (Kimi-VL)",
+    )
+    max_side_pixels: Count | None = Field(
+        default=None, description="longest side of an image that is padded (Kimi-K2.5)"
+    )
+    image_text: ImageText = ImageText()
+    video: VideoConfig | None = Field(
+        default=None, description="left out: frames of a video are images"
+    )
+
+    @model_validator(mode="after")
+    def _images_have_whole_cells(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} must not exceed max_pixels {self.max_pixels}"
+            )
+        if self.resize == "fixed" and self.tokens_of_fixed_image is None:
+            raise ValueError(
+                f"max_pixels {self.max_pixels} must be a square of whole cells of "
+                f"{self.cell_pixels} pixels, as resize is fixed"
+            )
+        return self
+
+    @property
+    def cell_pixels(self) -> int:
+        """Side of a cell in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def tokens_of_fixed_image(self) -> int | None:
+        """Tokens of every image where all become squares of `max_pixels`; None if these have no
+        whole number of cells."""
+        cells = math.isqrt(self.max_pixels) // self.cell_pixels
+        return cells**2 if (cells * self.cell_pixels) ** 2 == self.max_pixels else None
+
+
+class ImagesEncoder(EncoderLayers, ImageRule):
+    """Vision transformer over images at their native resolution, as Qwen2-VL and later have it.
+
+    An image is resized to whole cells of `merge_size` x `merge_size` patches, by `resize`, and
+    every cell becomes one token, which is the item. Positions attend within their image, or frames
+    of a video that share a patch; those of windowed layers within their window.
+    """
+
+    feature: ClassVar[str] = "image_tokens"
+
+    kind: Literal["images"] = "images"
     head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
     gated: bool = Field(default=False, description="whether feed-forwards have a gate (SwiGLU)")
-    bias: bool = Field(default=True, description="of all linears but q, k and v")
+    bias: bool = Field(default=True, description="of layers' linears but q, k and v")
+    patch_bias: bool = Field(default=True, description="of the product that embeds patches")
+    class_token: bool = Field(
+        default=False,
+        description="a position more in every image, with an embedding and a rotation of its own "
+        "(LLaVA-OneVision-1.5); its time is not counted, as it is one in thousands",
+    )
+    embed_norm: bool = Field(default=False, description="a norm before the first layer")
+    final_norm: bool = Field(
+        default=False, description="a norm after the last layer, besides the projector's"
+    )
     learned_positions: Annotated[int, Field(ge=0, le=2**24)] = Field(
         default=0, description="learned embeddings, interpolated to an image; 0: RoPE alone"
     )
@@ -200,19 +287,12 @@ class ImagesEncoder(EncoderLayers):
     )
     projector: Literal["mlp", "pooled", "gated"] = Field(
         default="mlp",
-        description="mlp: cells folded, two products; pooled: cells averaged, one product "
-        "(Gemma 3); gated: a product that folds, then a gated MLP (GLM-4.5V)",
+        description="mlp: positions normed, cells folded, two products; pooled: cells averaged and "
+        "normed, one product without bias (Gemma 3); gated: a product that folds cells, another, a "
+        "norm and a gated MLP, without biases but the first (GLM-4.5V)",
     )
     projector_hidden_size: Width | None = Field(
         default=None, description="inside the projector; left out: the width of a folded cell"
-    )
-    min_pixels: Count = 56 * 56
-    max_pixels: Count = 28 * 28 * 1280
-    resize: Literal["smart", "fixed", "padded"] = Field(
-        default="smart",
-        description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
-        "fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and padded to "
-        "whole cells (Kimi-VL)",
     )
 
     @model_validator(mode="after")
@@ -221,13 +301,43 @@ class ImagesEncoder(EncoderLayers):
             ("full_layers", self.full_layers),
             ("deepstack_layers", self.deepstack_layers),
         ):
-            if any(layer >= self.layers for layer in layers) or len(set(layers)) < len(layers):
-                raise ValueError(f"{name} {layers} must be different layers below {self.layers}")
-        if self.min_pixels > self.max_pixels:
+            if any(layer >= self.layers for layer in layers) or sorted(set(layers)) != [*layers]:
+                raise ValueError(
+                    f"{name} {layers} must be different layers below {self.layers}, in order"
+                )
+        if self.full_layers and self.window_pixels is None:
+            raise ValueError("full_layers are apart from windows; give window_pixels too")
+        return self
+
+    @model_validator(mode="after")
+    def _windows_hold_cells(self) -> "ImagesEncoder":
+        if self.window_pixels is not None and self.window_pixels < self.cell_pixels:
             raise ValueError(
-                f"min_pixels {self.min_pixels} must not exceed max_pixels {self.max_pixels}"
+                f"window_pixels {self.window_pixels} must hold a cell of {self.cell_pixels}"
             )
         return self
+
+    @property
+    def image_rule(self) -> ImageRule:
+        """What its images' tokens depend on, alone."""
+        return ImageRule.model_validate(self.model_dump(include=set(ImageRule.model_fields)))
+
+    @property
+    def window_positions(self) -> int | None:
+        """Positions of a whole window; None where all layers attend fully."""
+        if self.window_pixels is None:
+            return None
+        return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head of q, of k and of v."""
+        return self.head_size or self.hidden_size // self.heads
+
+    @property
+    def squares(self) -> str:
+        """Feature of full attention: sum over images and frames of their tokens squared."""
+        return squares_of(self.feature)
 
     @property
     def positions_per_item(self) -> int:
@@ -245,10 +355,17 @@ class ImagesEncoder(EncoderLayers):
         return self.hidden_size * self.merge_size**2
 
 
-Encoder = Annotated[TilesEncoder | ClipsEncoder, Field(discriminator="kind")]
+def squares_of(feature: str) -> str:
+    """Name of the feature that sums the squares of an image's or a frame's items."""
+    return f"squared_{feature}"
+
+
+Encoder = Annotated[TilesEncoder | ClipsEncoder | ImagesEncoder, Field(discriminator="kind")]
 """Any kind of encoder; a new kind joins here, told apart by its `kind`."""
 _CLASSES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])
 ENCODER_KINDS = tuple(each.model_fields["kind"].default for each in _CLASSES)
 """Every `kind` that an encoder may be of."""
 ITEM_FEATURES = tuple(sorted({each.feature for each in _CLASSES}))
 """Features that encoders count items of, each a column of a lengths file."""
+SQUARED_FEATURES = (squares_of(ImagesEncoder.feature),)
+"""Sums of squares that a lengths file has beside columns of items."""

@@ -116,6 +116,7 @@ class JobSpec:
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
         workload = Workload.of_shares(shares, features, self.parallel.data)
+        workload = workload.in_groups_of(self.parallel.in_step)
         if self.beside is None:
             return workload
         assert self.encoders_cost is not None

@@ -30,6 +30,7 @@ from omnibal.data.steps import (
     steps_of,
 )
 from omnibal.dispatch.windows import WindowRequest, schedule_windows
+from omnibal.encoders import ImageRule, ImagesEncoder
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import FillRule, Level
@@ -425,7 +426,8 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
 
 
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
-    """Return the model with the tiling of the lengths, as training must cut images the same way.
+    """Return the model with the tiling of the lengths, or with their limits of images' pixels, as
+    training must make images the same way.
 
     Raises:
         UserError: the lengths count items that no encoder takes, or were scanned for tiles of other
@@ -457,6 +459,12 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"the lengths were scanned for {_tiles_in_words(given)}, but {model.name} has "
             f"{_tiles_in_words(needed)}; scan them for this model with `omnibal lengths`"
         )
+    if (origin.images is None) != (model.images is None):
+        raise UserError(
+            "the lengths were scanned for a model "
+            f"{'with' if origin.images else 'without'} images at their native resolution, unlike "
+            f"{model.name}; scan them for this model with `omnibal lengths`"
+        )
     clips = clip_sizes(model)
     if origin.clips != clips:
         raise UserError(
@@ -470,7 +478,22 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
             "`omnibal lengths`"
         )
+    if model.images is not None and origin.images is not None:
+        return _with_pixels(model, model.images, origin.images)
     return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
+
+
+def _with_pixels(model: ModelConfig, tower: ImagesEncoder, rule: ImageRule) -> ModelConfig:
+    """The model with the least and most pixels of the lengths' images, if all else is as it is."""
+    pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
+    if tower.image_rule.model_copy(update=pixels) != rule:
+        raise UserError(
+            f"the lengths were scanned for images in patches of {rule.patch_size} pixels, by rule "
+            f"{rule.resize!r} and text {rule.image_text.each!r}, and {model.name} differs in this "
+            "or in how it takes videos; scan them for this model with `omnibal lengths`"
+        )
+    (name,) = (name for name, each in model.encoders.items() if each is tower)
+    return model.with_tower(name, **pixels)
 
 
 def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:

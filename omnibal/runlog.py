@@ -64,6 +64,19 @@ class StageRecord(Frozen):
     the most of any rank; each stops the device. CPU: 0."""
 
 
+class ExpertBalance(Frozen):
+    """How evenly the tokens of a step were spread over experts, 1 where evenly; means over layers.
+
+    A single micro-batch's spread is wider.
+    """
+
+    fullest_expert: NonNegativeFloat
+    """Tokens of a layer's fullest expert over the mean of its experts."""
+    fullest_rank: NonNegativeFloat
+    """Tokens of the fullest expert-parallel rank over the mean of them, all groups together: what
+    is planned for as `imbalance` of every micro-batch."""
+
+
 class StepRecord(Frozen):
     """One trained step."""
 
@@ -90,6 +103,8 @@ class StepRecord(Frozen):
     """Samples that were replaced, as their images could not be read."""
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
+    experts: ExpertBalance | None = Field(default=None, exclude_if=lambda balance: balance is None)
+    """Spread of the tokens; None where no layer has experts."""
     stages: tuple[StageRecord, ...]
 
 

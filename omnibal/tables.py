@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omnibal.beside import EncoderPlacement
-from omnibal.config import ClusterConfig, ModelConfig, Provider
+from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.data.metrics import PackMetrics
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
 from omnibal.report.table import Column, Facts, Row, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.cost.parameters import ModelParameters
     from omnibal.cost.profile import FitResidual
     from omnibal.replay import ReplaySummary, StageReplay
     from omnibal.report.summary import RunSummary
@@ -23,17 +24,35 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 _SHOWN_CANDIDATES = 10
 
 
-def models_table(models: Sequence[ModelConfig]) -> Table:
-    """The model presets: layers x hidden size, and pixels and tokens of a tile."""
-    rows = []
-    for model in models:
-        vision, sizes = "-", ("-", "-")
-        if model.takes_images:
-            vision = f"{model.vision.layers} x {model.vision.hidden_size}"
-            sizes = str(model.vision.image_size), str(model.vision.tokens_per_item)
-        language = f"{model.language.layers} x {model.language.hidden_size}"
-        rows.append((model.name, vision, language, *sizes))
-    return _table("Models", ("name", "vision", "language", "pixels", "tokens"), rows)
+def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Table:
+    """The model presets: parameters, and layers x hidden size of every tower.
+
+    Args:
+        models: each with its parameters.
+    """
+    rows = [
+        (
+            model.name,
+            _billions(parameters.stored),
+            _billions(parameters.active) if parameters.active < parameters.stored else "",
+            "\n".join(f"{one.layers} x {one.hidden_size}" for one in model.encoders.values()),
+            f"{model.language.layers} x {model.language.hidden_size}",
+            _experts_words(model.language),
+        )
+        for model, parameters in models
+    ]
+    titles = ("name", "10^9", "active", "encoders", "language", "experts")
+    return _table("Models, with billions of parameters", titles, rows)
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g}" if parameters < 1e12 else f"{parameters / 1e9:.0f}"
+
+
+def _experts_words(language: LanguageConfig) -> str:
+    """Experts of a layer that has some, and how many of them a token is sent to."""
+    given = {kind.experts for kind in language.kinds if kind.experts is not None}
+    return ", ".join(f"{one.experts_per_token} of {one.experts}" for one in given)
 
 
 def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:

@@ -5,12 +5,17 @@
 
 A pipeline stage is a contiguous run of this list. Units of one kind cost the same. Where there is
 one encoder, its projector is called "projector", else "NAME_projector".
+
+Layers of a native-resolution encoder may attend in windows, and some have a deepstack projector,
+whose features a language layer of their own takes: they cross every cut in between, so that layers
+are of as many kinds as they carry features on.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omnibal.config import ModelConfig
+from omnibal.encoders import Encoder, ImagesEncoder
 from omnibal.layers import LayerKind
 from omnibal.levels import Level
 
@@ -39,10 +44,23 @@ class UnitKind:
     """Whether it is a transformer layer, which can be recomputed."""
     layer: LayerKind | None = None
     """Attention and feed-forward of a language layer; None for all other kinds."""
+    is_windowed: bool = False
+    """Whether positions of an encoder's layer attend within windows."""
+    has_deepstack: bool = False
+    """Whether a projector of its own takes an encoder layer's output to a language layer."""
+    carried: int = 0
+    """Deepstack features that a cut right after the unit sends on."""
+    without_carried: str = ""
+    """Name that it shares with kinds which differ only in what they carry; empty: its own."""
     period: int = 1
     """Number of layers after which the kinds of layer of the tower repeat."""
     places: tuple[int, ...] = (0,)
     """Layers of the first period that are of this kind."""
+
+    def is_like(self, other: "UnitKind") -> bool:
+        """Whether two kinds differ in nothing but what they carry over cuts."""
+        own, others = (each.without_carried or each.name for each in (self, other))
+        return self.tower == other.tower and own == others
 
     @property
     def is_embed(self) -> bool:
@@ -67,48 +85,97 @@ class UnitKind:
 
 def unit_kinds(model: ModelConfig) -> tuple[UnitKind, ...]:
     """List the kinds of unit that the model has, in the order in which they first occur."""
-    kinds = []
-    for name in model.encoders:
-        part = projector_name(model, name)
-        kinds += [
-            UnitKind(name=f"{name}_embed", tower=name, part=name, is_layer=False),
-            UnitKind(name=f"{name}_layer", tower=name, part=name, is_layer=True),
-            UnitKind(name=part, tower=name, part=part, is_layer=False),
-        ]
-    kinds.append(_language_kind(LANGUAGE_EMBED))
-    layers = model.language.kinds
-    period = sum(run.layers for run in model.language.runs) or 1
-    for layer in dict.fromkeys(layers):
-        places = tuple(n for n, kind in enumerate(layers[:period]) if kind == layer)
-        kinds.append(_language_kind(layer.name, layer=layer, period=period, places=places))
-    kinds.append(_language_kind(HEAD))
-    return tuple(kinds)
-
-
-def _language_kind(
-    name: str,
-    *,
-    layer: LayerKind | None = None,
-    period: int = 1,
-    places: tuple[int, ...] = (0,),
-) -> UnitKind:
-    return UnitKind(
-        name=name,
-        tower=LANGUAGE,
-        part=LANGUAGE,
-        is_layer=layer is not None,
-        layer=layer,
-        period=period,
-        places=places,
-    )
+    return _units(model)[0]
 
 
 def unit_names(model: ModelConfig) -> tuple[str, ...]:
     """List the name of every unit's kind, in model order."""
+    return _units(model)[1]
+
+
+def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
+    kinds: dict[str, UnitKind] = {}
     names: list[str] = []
+    carried = 0
     for name, tower in model.encoders.items():
-        names += [f"{name}_embed", *[f"{name}_layer"] * tower.layers, projector_name(model, name)]
-    return (*names, LANGUAGE_EMBED, *(kind.name for kind in model.language.kinds), HEAD)
+        part = projector_name(model, name)
+        embed, *layers = _encoder_units(name, tower, carried)
+        carried = layers[-1].carried if layers else carried
+        projector = UnitKind(name=part, tower=name, part=part, is_layer=False, carried=carried)
+        each = [embed, *layers, projector]
+        kinds |= {kind.name: kind for kind in (embed, *_with_places(layers), projector)}
+        names += [kind.name for kind in each]
+    embed, *layers, head = _language_units(model, carried)
+    period = None if carried else sum(run.layers for run in model.language.runs) or 1
+    kinds |= {kind.name: kind for kind in (embed, *_with_places(layers, period), head)}
+    names += [kind.name for kind in (embed, *layers, head)]
+    return tuple(kinds.values()), tuple(names)
+
+
+def _encoder_units(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
+    """Embed and layers of an encoder; `carried` features of earlier ones cross its cuts too."""
+
+    embed = UnitKind(name=f"{name}_embed", tower=name, part=name, is_layer=False, carried=carried)
+    base = UnitKind(name=f"{name}_layer", tower=name, part=name, is_layer=True, carried=carried)
+    if not isinstance(tower, ImagesEncoder):
+        return [embed, *[base] * tower.layers]
+    return [embed, *(_image_layer(base, tower, number) for number in range(tower.layers))]
+
+
+def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
+    windowed = tower.window_pixels is not None and number not in tower.full_layers
+    deepstack = number in tower.deepstack_layers
+    alike = f"{base.name}{'_window' * windowed}{'_deepstack' * deepstack}"
+    carried = base.carried + sum(each <= number for each in tower.deepstack_layers)
+    return replace(
+        base,
+        name=f"{alike}{_carrying(carried)}",
+        is_windowed=windowed,
+        has_deepstack=deepstack,
+        carried=carried,
+        without_carried=alike,
+    )
+
+
+def _language_units(model: ModelConfig, carried: int) -> list[UnitKind]:
+    """All units of the language model, to whose first layers `carried` features go, one each."""
+    units = [_language_kind(LANGUAGE_EMBED, carried=carried)]
+    for number, layer in enumerate(model.language.kinds):
+        left = max(carried - 1 - number, 0)
+        units.append(_language_kind(layer.name, layer=layer, carried=left))
+    return [*units, _language_kind(HEAD)]
+
+
+def _language_kind(name: str, *, layer: LayerKind | None = None, carried: int = 0) -> UnitKind:
+    return UnitKind(
+        # The language embed is one of its kind.
+        name=f"{name}{_carrying(carried if layer else 0)}",
+        tower=LANGUAGE,
+        part=LANGUAGE,
+        is_layer=layer is not None,
+        layer=layer,
+        carried=carried,
+        without_carried=name,
+    )
+
+
+def _carrying(features: int) -> str:
+    return f"_carrying{features}" if features else ""
+
+
+def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[UnitKind]:
+    """The kinds of a tower's layers, each with its places in a period; by default all layers."""
+    period = period or len(layers) or 1
+    if len({kind.name for kind in layers}) == 1:
+        period = 1
+    return [
+        replace(
+            kind,
+            period=period,
+            places=tuple(n for n, each in enumerate(layers[:period]) if each == kind),
+        )
+        for kind in dict.fromkeys(layers)
+    ]
 
 
 def projector_name(model: ModelConfig, encoder: str) -> str:
@@ -146,12 +213,16 @@ def frozen_mistake(model: ModelConfig, frozen: Collection[str]) -> str | None:
 def feature_names(model: ModelConfig) -> tuple[str, ...]:
     """List the features of a micro-batch that the times and memory of units are linear in.
 
-    One; the items of every encoder; tokens, and the sum over samples of tokens squared; for every
-    width of attention window, what of the square is within it; and tokens that carry loss.
+    One; the items of every encoder, and of images the sum of their tokens squared; tokens, and the
+    sum over samples of tokens squared; for every width of attention window, what of the square is
+    within it; and tokens that carry loss.
     """
+    squares = dict.fromkeys(
+        tower.squares for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)
+    )
     windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
     windowed = (attended_feature(LayerKind(window=window)) for window in windows)
-    return ("fixed", *model.item_features, "tokens", _SQUARED, *windowed, "loss_tokens")
+    return ("fixed", *model.item_features, *squares, "tokens", _SQUARED, *windowed, "loss_tokens")
 
 
 def feature_names_at(features: Sequence[str], levels: Sequence[Level]) -> tuple[str, ...]:

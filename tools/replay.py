@@ -50,7 +50,10 @@ class DataOptions:
     """Samples to replay in place of random content."""
 
     data: Annotated[
-        Path | None, typer.Option(help="meta.json (default: random content of the same sizes)")
+        Path | None,
+        typer.Option(
+            help="annotation file or meta.json (default: random content of the same sizes)"
+        ),
     ] = None
     tokenizer_model: Annotated[Path | None, typer.Option(help="of that data")] = None
 

@@ -3,7 +3,7 @@
 Megatron-core 0.16.1 names CUDA in many places even where it does nothing that needs it: it asks for
 `torch.cuda.current_device()`, writes `device="cuda"`, compares type strings, forks the CUDA random
 state. `prepare_megatron_core` points each of these at the CPU when there is no CUDA device, and
-touches none of them when there is one. Three repairs apply on every device: see `_repair_*`.
+touches none of them when there is one. Four repairs apply on every device: see `_repair_*`.
 
 Shapes: R rows (tokens), I inputs and O outputs of a linear.
 """
@@ -59,12 +59,14 @@ def prepare_megatron_core() -> None:
         _route_cuda_calls_to_cpu()
         _route_cuda_tensors_to_cpu()
         route_random_state_to_cpu()
+        _route_split_sizes_to_cpu()
         # Core compiles small fusions through Inductor, which costs minutes of g++ on a CPU.
         torch._dynamo.config.disable = True
     provide_weight_gradients()
     _repair_distributed_optimizer_load()
     _repair_distributed_optimizer_save()
     _repair_checkpoint_results_queue()
+    _repair_router()
 
 
 def is_core_on_cpu() -> bool:
@@ -178,6 +180,24 @@ def route_random_state_to_cpu() -> None:
     core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     core_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     core_random.CudaRNGStatesTracker.fork = fork
+
+
+def _route_split_sizes_to_cpu() -> None:
+    """Give the all-to-all of a mixture of experts its split sizes as numbers.
+
+    Core makes numpy's of them as it brings them from a device; tensors that are on the host already
+    it leaves as they are, and torch's exchange refuses them.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def move_to_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor) and tensor.device == _CPU:
+            return tensor.numpy()
+        return move(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_to_numbers
 
 
 class WeightGradients:
@@ -303,3 +323,14 @@ def _repair_checkpoint_results_queue() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
+
+
+def _repair_router() -> None:
+    """Let a mixture of experts' router do without Transformer Engine.
+
+    Core 0.16.1 asks whether it has that library's product by a name that it never gives a value
+    where the library is missing.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)

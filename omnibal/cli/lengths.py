@@ -5,25 +5,70 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import ValidationError
 
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
-from omnibal.config import ModelConfig, load_model, model_file
+from omnibal.config import ModelConfig
 from omnibal.data.lengths import write_lengths
 from omnibal.encoders import MAX_TILES_OF_IMAGE
 from omnibal.errors import UserError
+from omnibal.families.named import named_model, named_model_file
 from omnibal.files import is_stream
+from omnibal.frozen import MAX_COUNT
+from omnibal.limits import words
 from omnibal.outputs import check_files
 
 _PARQUET_MAGIC = b"PAR1"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSizeOptions:
+    """Options for how images become tokens."""
+
+    max_dynamic_patch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_TILES_OF_IMAGE, help="tiles of one image, in place of the model's"
+        ),
+    ] = None
+    min_pixels: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_COUNT, help="of a native-resolution image, in place of the model's"
+        ),
+    ] = None
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_COUNT, help="of a native-resolution image, in place of the model's"
+        ),
+    ] = None
+
+    def applied(self, model: ModelConfig) -> ModelConfig:
+        """The model with these sizes.
+
+        Raises:
+            UserError: it takes no such images, or the sizes do not suit it.
+        """
+        changed = _with_max_dynamic_patch(model, self.max_dynamic_patch)
+        return _with_pixels(changed, self.min_pixels, self.max_pixels)
+
+
 def lengths(
-    meta: Annotated[Path, typer.Argument(help="InternVL meta JSON that names the annotations")],
+    meta: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA",
+            help="annotation file of messages or conversations (JSONL, or a JSON array), or "
+            "InternVL's meta JSON that names some",
+        ),
+    ],
     model: ModelOption,
     tokenizer_model: Annotated[
         Path,
@@ -33,12 +78,7 @@ def lengths(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
-    max_dynamic_patch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_TILES_OF_IMAGE, help="tiles of one image, in place of the model's"
-        ),
-    ] = None,
+    image_sizes: ImageSizeOptions,
     processes: Annotated[
         int | None,
         typer.Option(
@@ -53,7 +93,9 @@ def lengths(
     ] = "stop",
     as_json: JsonOption = False,
 ) -> None:
-    """Scan a dataset: tiles, clips and tokens of every sample, from headers of files and text."""
+    """Scan a dataset: items and tokens of every sample, from headers of files and text.
+
+    DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
@@ -69,8 +111,8 @@ def lengths(
     if keeps_files:
         outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
     _check_earlier_lengths(output)
-    check_files(outputs, [meta, model_file(model), *tokenizer_files(tokenizer_model)])
-    config = _with_max_dynamic_patch(load_model(model), max_dynamic_patch)
+    check_files(outputs, [meta, named_model_file(model), *tokenizer_files(tokenizer_model)])
+    config = image_sizes.applied(named_model(model))
     tokenizer = open_tokenizer(tokenizer_model)
     annotations = Annotations.open(meta)
     check_files(outputs, annotations.files)
@@ -133,3 +175,25 @@ def _with_max_dynamic_patch(model: ModelConfig, max_dynamic_patch: int | None) -
         )
     tiling = tiling.model_copy(update={"max_dynamic_patch": max_dynamic_patch})
     return model.with_tower("vision", tiling=tiling)
+
+
+def _with_pixels(model: ModelConfig, min_pixels: int | None, max_pixels: int | None) -> ModelConfig:
+    given = {
+        name: pixels
+        for name, pixels in (("min_pixels", min_pixels), ("max_pixels", max_pixels))
+        if pixels is not None
+    }
+    if not given:
+        return model
+    options = words([f"--{name.replace('_', '-')}" for name in given])
+    tower = model.images
+    if tower is None:
+        raise UserError(
+            f"{options}: {model.name} takes no images at their native resolution; leave it out"
+        )
+    try:
+        changed = tower.model_validate(tower.model_dump() | given)
+    except ValidationError as error:
+        raise UserError(f"{options}: {error.errors()[0]['msg']}; give others") from error
+    (name,) = (name for name, each in model.encoders.items() if each is tower)
+    return model.model_copy(update={"encoders": model.encoders | {name: changed}})

@@ -17,11 +17,10 @@ from omnibal.config import (
     Provider,
     cluster_file,
     load_cluster,
-    load_model,
-    model_file,
 )
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
+from omnibal.families.named import named_model, named_model_file
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
 from omnibal.parallel import MAX_DEVICES, Parallel
@@ -44,7 +43,10 @@ def preset_help(kind: str) -> str:
     return f"{kind} preset (`omnibal presets` lists them) or TOML file"
 
 
-ModelOption = Annotated[str, typer.Option("--model", help=preset_help("model"))]
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", help=f"{preset_help('model')}, or a model hub's config.json or folder"),
+]
 ClusterOption = Annotated[str, typer.Option(help=preset_help("cluster"))]
 ProfileOption = Annotated[
     Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
@@ -164,7 +166,7 @@ class JobOptions:
     def files(self) -> list[Path]:
         """List the files that the job is read from."""
         own = [] if self.profile is None else [self.profile]
-        return [model_file(self.model), cluster_file(self.cluster), *own]
+        return [named_model_file(self.model), cluster_file(self.cluster), *own]
 
     def job(
         self,
@@ -179,7 +181,7 @@ class JobOptions:
         from omnibal.cost.profile import read_profile
         from omnibal.job import JobSpec
 
-        model, cluster = load_model(self.model), self._cluster()
+        model, cluster = named_model(self.model), self._cluster()
         profile = None if self.profile is None else read_profile(self.profile)
         if parallel is None:
             parallel = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)

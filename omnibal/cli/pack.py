@@ -22,13 +22,14 @@ from omnibal.cli.options import (
     limits_given,
     preset_help,
 )
-from omnibal.config import cluster_file, load_cluster, load_model, model_file
+from omnibal.config import cluster_file, load_cluster
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import write_packs
 from omnibal.encoders import ITEM_FEATURES
 from omnibal.errors import UserError
+from omnibal.families.named import named_model, named_model_file
 from omnibal.files import is_stream
 from omnibal.limits import Caps, check_limits, check_packs_per_step
 from omnibal.outputs import check_files
@@ -102,12 +103,12 @@ def pack(
     from omnibal.report.loads import LoadSetting, write_loads
     from omnibal.search.caps import isf_note
 
-    inputs = [*length_files(lengths), model_file(load.model), cluster_file(load.cluster)]
+    inputs = [*length_files(lengths), named_model_file(load.model), cluster_file(load.cluster)]
     check_files({"-o": output, "--picture": picture}, inputs)
     _check_picture(picture)
     check_packs_per_step(steps.dp, steps.micro_batches)
     job = JobSpec(
-        model=load_model(load.model),
+        model=named_model(load.model),
         cluster=load_cluster(load.cluster),
         parallel=Parallel(pipeline=1, data=steps.dp),
         precision="bf16",

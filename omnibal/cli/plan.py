@@ -33,10 +33,11 @@ from omnibal.cli.options import (
     limits_given,
 )
 from omnibal.cli.windows import Dispatch, window_facts
-from omnibal.config import ModelConfig, load_model
+from omnibal.config import ModelConfig
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
+from omnibal.families.named import named_model
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import Caps, check_limits, memory_cap_gib, option_of, words
 from omnibal.outputs import check_folder
@@ -293,7 +294,7 @@ def _planned(asked: _Asked) -> tuple[_Planned, "PlacementChoice"]:
     from omnibal.search.encoder_placement import PlacementChoice, fastest, neither
 
     asked_for, placements = asked.partition.encoder, asked.partition.encoder.placements
-    if asked_for is EncoderChoice.AUTO and not load_model(asked.given.model).encoders:
+    if asked_for is EncoderChoice.AUTO and not named_model(asked.given.model).encoders:
         placements = (EncoderPlacement.PIPELINE,)
     plans: dict[EncoderPlacement, _Planned] = {}
     refused: dict[EncoderPlacement, UserError] = {}

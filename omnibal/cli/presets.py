@@ -7,11 +7,18 @@ from omnibal.config import load_cluster, load_model, preset_names
 
 
 def presets(as_json: JsonOption = False) -> None:
-    """List the models and clusters that can be named."""
+    """List the models and clusters that can be named, and the models' parameters."""
+    from omnibal.cost.parameters import model_parameters
+
     models = [load_model(name) for name in preset_names("models")]
+    counted = [(model, model_parameters(model)) for model in models]
     clusters = [load_cluster(name) for name in preset_names("clusters")]
     result = {
-        "models": [model.model_dump(mode="json") for model in models],
+        "models": [
+            model.model_dump(mode="json")
+            | {"parameters": parameters.stored, "active_parameters": parameters.active}
+            for model, parameters in counted
+        ],
         "clusters": [cluster.model_dump(mode="json") for cluster in clusters],
     }
-    print_result(as_json, result, tables.models_table(models), tables.clusters_table(clusters))
+    print_result(as_json, result, tables.models_table(counted), tables.clusters_table(clusters))

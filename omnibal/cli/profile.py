@@ -30,11 +30,10 @@ from omnibal.config import (
     cluster_file,
     cluster_toml,
     load_cluster,
-    load_model,
-    model_file,
 )
 from omnibal.data.lengths import length_files, read_lengths
 from omnibal.errors import UserError
+from omnibal.families.named import named_model, named_model_file
 from omnibal.files import atomic
 from omnibal.frozen import MAX_COUNT, MAX_LAYERS
 from omnibal.limits import check_limits
@@ -163,10 +162,10 @@ def profile(
                 'install it with: pip install ".[train]" in its repository'
             )
     # A mistake is found here, before several processes start and each reports it.
-    read = [model_file(model), *length_files(measured.lengths or []), *preset.files()]
+    read = [named_model_file(model), *length_files(measured.lengths or []), *preset.files()]
     check_files({"-o": output, **preset.outputs()}, read)
     base = preset.base()
-    profiled_model = load_model(model)
+    profiled_model = named_model(model)
     caps = limits.given()
     _check_model(profiled_model, caps)
     tokens_per_sample = measured.typical_tokens()

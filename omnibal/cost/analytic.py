@@ -35,11 +35,12 @@ that spans nodes pays the network's price at every cut, also where two stages sh
 moved and numbers of kernels are those of this project's fused layers, as `tools/replay.py
 --pretend` counts them.
 
-What each unit counts is in `omnibal.cost.encoder_counts` and `omnibal.cost.language_counts`.
+What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_counts` and
+`omnibal.cost.language_counts`.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,9 +56,16 @@ from omnibal.cost.counts import (
     Product,
 )
 from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
+from omnibal.cost.image_counts import (
+    deepstack_bytes,
+    images_embed,
+    images_layer,
+    images_projector,
+)
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
 from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
+from omnibal.encoders import ImagesEncoder
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
 from omnibal.units import (
@@ -74,6 +82,9 @@ OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
 """Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
 
 _BACKWARD_OF_ATTENTION = 2.5
+_TILE_ROWS = 128
+"""Rows of a tile of a grouped product's kernel (CUTLASS's largest for 16 bit), of which every group
+leaves half of one empty on average."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +99,10 @@ class _Counted:
     before_trained: bool
     """Whether anything that the unit's input comes from is trained."""
     carried_bytes: np.ndarray
-    """Features of earlier encoders, which a cut after this unit sends on too."""
+    """Features of earlier encoders, and of deepstack projectors, which a cut after this unit sends
+    on too."""
     carried_gradient_bytes: np.ndarray
-    """Gradient of them, sent back: 0 where those encoders are frozen."""
+    """Gradient of them, sent back: 0 where what made them is frozen."""
 
 
 def analytic_cost(
@@ -117,12 +129,13 @@ def analytic_cost(
     send = _send_line(cluster, parallel, precision)
     exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, parallel.data, precision)
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
-    tied = model.language.tied_head
+    has_copy = model.language.tied_head or model.language.prediction_layers > 0
     return CostModel(
         features=feature_names(model),
         kinds=unit_kinds(model),
         units=units,
-        tied_parameters=units[LANGUAGE_EMBED].parameters if tied else 0,
+        # Multi-token prediction embeds words on the last stage too.
+        tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
         weight_bytes_per_parameter=element_bytes,
         gradient_bytes_per_parameter=GRADIENT_BYTES,
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
@@ -138,6 +151,7 @@ def analytic_cost(
         * (element_bytes if distributed_optimizer else 0),
         bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
         expert_rates=_expert_rates(cluster, parallel, precision, device, distributed_optimizer),
+        expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
     )
 
@@ -227,6 +241,7 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
     products = rates.products if rates else ()
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
+        fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
         product_times=ProductTimes.of(products) if products else None,
         bytes_per_ms=memory_bytes_per_ms * cluster.memory_efficiency,
         streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
@@ -259,6 +274,12 @@ def _expert_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Li
     between = exchange_line(cluster, ranks, precision)
     between_ms = between.each_ms * (ranks - neighbours) / ranks
     return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
+
+
+def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
+    """Peak in fp32, of products that are in it whatever the precision; where none is given, of
+    that precision."""
+    return cluster.tflops("fp32" if "fp32" in cluster.peak_tflops else precision)
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
@@ -351,7 +372,7 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
     """Counts of every kind of unit, in model order."""
     features = Features(names=feature_names(model))
     carried, carried_gradient, before_trained = features.none, features.none, False
-    any_encoder_trained = False
+    any_encoder_trained = deepstack_returns = False
     for kind in unit_kinds(model):
         is_language = kind.tower == LANGUAGE
         if kind.is_embed:
@@ -359,14 +380,18 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
             before_trained = is_language and any_encoder_trained
         trained = kind.part not in frozen
         counts, unpadded = _counts(model, kind, device, features)
+        deepstack = deepstack_bytes(model, kind, device, features)
+        deepstack_returns = deepstack_returns or (kind.has_deepstack and trained)
         yield _Counted(
             kind=kind,
             counts=counts,
             unpadded=unpadded,
             trained=trained,
             before_trained=before_trained,
-            carried_bytes=features.none if is_language else carried,
-            carried_gradient_bytes=features.none if is_language else carried_gradient,
+            carried_bytes=deepstack + (features.none if is_language else carried),
+            carried_gradient_bytes=(
+                deepstack_returns * deepstack + (features.none if is_language else carried_gradient)
+            ),
         )
         before_trained = before_trained or trained
         any_encoder_trained = any_encoder_trained or trained
@@ -389,6 +414,8 @@ def _counts(
             return head(*sizes_of_head), head(*sizes_of_head, padded=False)
         return counts, counts
     tower = model.encoders[kind.tower]
+    if isinstance(tower, ImagesEncoder):
+        return _image_counts(model, tower, kind, device, features)
     if kind.is_layer:
         sizes = tower, device, features.one(tower.feature), tower.positions_per_item
         return encoder_layer(*sizes), encoder_layer(*sizes, padded=False)
@@ -396,6 +423,19 @@ def _counts(
         counts = encoder_embed(tower, device, features)
     else:
         counts = encoder_projector(tower, model, device, features)
+    return counts, counts
+
+
+def _image_counts(
+    model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device, features: Features
+) -> tuple[Counts, Counts]:
+    if kind.is_layer:
+        sizes = model, tower, kind, device, features
+        return images_layer(*sizes), images_layer(*sizes, padded=False)
+    if kind.is_embed:
+        counts = images_embed(tower, device, features)
+    else:
+        counts = images_projector(tower, model, device, features)
     return counts, counts
 
 
@@ -454,7 +494,8 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
 
 def _collective_ms(device: Device, counts: Counts) -> np.ndarray:
     """Time of a unit's collectives in forward, [features]."""
-    return _passes_ms(device, counts.collective_bytes, counts.passes)
+    passes_ms = _passes_ms(device, counts.collective_bytes, counts.passes)
+    return passes_ms + _exchanges_ms(device, counts, counts.exchanges)
 
 
 def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
@@ -464,7 +505,14 @@ def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
         return 0 * counts.back_collective_bytes
     back_sent_bytes = counts.back_collective_bytes + one.trained * counts.gathered_again_bytes
     passes = counts.back_passes + one.trained * counts.passes_again
-    return _passes_ms(device, back_sent_bytes, passes)
+    passes_ms = _passes_ms(device, back_sent_bytes, passes)
+    return passes_ms + _exchanges_ms(device, counts, counts.back_exchanges)
+
+
+def _exchanges_ms(device: Device, counts: Counts, exchanges: int) -> np.ndarray:
+    """Time of so many all-to-alls of the tokens of a unit's experts, [features]."""
+    sent_ms = counts.exchanged_bytes / device.expert_bytes_per_ms
+    return sent_ms + _fixed(exchanges * device.expert_pass_ms, counts.moved_bytes)
 
 
 def _passes_ms(device: Device, sent_bytes: np.ndarray, passes: int) -> np.ndarray:
@@ -481,12 +529,15 @@ def _fixed(value: float, like: np.ndarray) -> np.ndarray:
 
 def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of all matrix products, both [features]."""
-    times = device.product_times
+    times, number = device.product_times, _backward_products(one)
+    fp32 = [product for product in counts.products if product.is_fp32]
+    others = [product for product in counts.products if not product.is_fp32]
+    fp32_ms = _computed_flops(fp32, counts.moved_bytes) / device.fp32_flops_per_ms
     if times is None:
-        matmul_ms = counts.matmul_flops / device.flops_per_ms
-        return matmul_ms, _backward_products(one) * matmul_ms
-    forward_ms = backward_ms = 0 * counts.moved_bytes
-    for each in counts.products:
+        all_ms = _computed_flops(others, counts.moved_bytes) / device.flops_per_ms + fp32_ms
+        return all_ms, number * all_ms
+    forward_ms, backward_ms = fp32_ms, number * fp32_ms
+    for each in others:
         sizes = each.inner, each.outer
         forward_ms = forward_ms + _product_ms(each, times.forward(*sizes))
         if _wants_input_gradient(one):
@@ -496,9 +547,21 @@ def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarra
     return forward_ms, backward_ms
 
 
+def _computed_flops(products: Sequence[Product], like: np.ndarray) -> np.ndarray:
+    """Operations that kernels do for products, [features]."""
+    each = [_computed_rows(one) * 2 * (one.inner * one.outer) for one in products]
+    return np.sum([0 * like, *each], axis=0)
+
+
 def _product_ms(counted: Product, line: Line) -> np.ndarray:
-    """Time of a counted product, [features]."""
-    return counted.rows * line.each_ms + _fixed(counted.groups * line.fixed_ms, counted.rows)
+    """Time of a counted product, [features]; groups are one kernel."""
+    return _computed_rows(counted) * line.each_ms + _fixed(line.fixed_ms, counted.rows)
+
+
+def _computed_rows(product: Product) -> np.ndarray:
+    """Rows that a kernel computes for a product, [features]: in groups, whole tiles of each."""
+    is_grouped = product.groups > 1
+    return product.rows + _fixed(is_grouped * product.groups * _TILE_ROWS / 2, product.rows)
 
 
 def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ Gradients are summed over all ranks of the job, with the last backward behind th
 gathered before the first forward: neither is hidden behind computation.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -23,12 +24,13 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost, exchange_line, tensor_line
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
+from omnibal.cost.image_counts import patch_values
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.profile import Profile, fitted_cost, link_line
 from omnibal.cost.shaped_rates import Line
-from omnibal.encoders import ClipsEncoder, Encoder, TilesEncoder
+from omnibal.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
 from omnibal.parallel import Parallel
-from omnibal.units import BESIDE_MS, LANGUAGE, LANGUAGE_EMBED, projector_name
+from omnibal.units import BESIDE_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
 _PASS, _ITEM = 0, 1
 """Places of what a pass costs, and of what each of its items does."""
@@ -184,8 +186,8 @@ def saved_by_first_rank_bytes(
 
 def _held(model: ModelConfig, cost: CostModel, name: str) -> list[tuple[int, UnitCost]]:
     """Costs of an encoder's units of every kind, each with their number."""
-    layers, projector = model.encoders[name].layers, projector_name(model, name)
-    numbers = {f"{name}_embed": 1, f"{name}_layer": layers, projector: 1}
+    own = {kind.name for kind in unit_kinds(model) if kind.tower == name}
+    numbers = Counter(unit for unit in unit_names(model) if unit in own)
     return [(number, cost.units[kind]) for kind, number in numbers.items()]
 
 
@@ -227,6 +229,8 @@ def _values_of_item(tower: Encoder) -> int:
             return 3 * tower.image_size**2
         case ClipsEncoder():
             return tower.frames * tower.mel_bins
+        case ImagesEncoder():
+            return tower.positions_per_item * patch_values(tower)
 
 
 def _columns(features: Sequence[str], feature: str) -> list[int]:

@@ -31,8 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Precision
+from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import context_line
+from omnibal.cost.attention_counts import AttentionWidths, attention_widths
 from omnibal.cost.counts import ELEMENT_BYTES, Features
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.profile import Profile, measured_exchange
@@ -147,6 +148,12 @@ def costs_at(
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
     """Error message for an exchange that the heads do not allow; None if they do."""
+    if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
+        return (
+            f"{model.name} has layers of linear attention, whose state goes from token to token, "
+            f"and context size {level.context} divides samples over ranks; no exchange is counted "
+            "for that: keep packs whole, with levels of context size 1"
+        )
     heads, rest = divmod(model.language.kv_heads, parallel.tensor)
     is_gather = level.exchange is ContextExchange.GATHER
     if is_gather or level.context == 1 or (not rest and heads % level.context == 0):
@@ -196,7 +203,10 @@ def _at_level(
     for kind in cost.kinds:
         unit = units[kind.name]
         if kind.layer is not None:
-            added = _of_attention(model.language, parallel.tensor, level, features, size)
+            widths = attention_widths(model.language, kind.layer)
+            added = _of_attention(
+                model.language.hidden_size, widths, parallel.tensor, level, features, size
+            )
             measured = measured_exchange(profile, model, kind, level) if profile else None
             times = _as_measured(*measured, added) if measured else rates.of(added)
             units[kind.name] = _with_exchange(unit, added, times, bool(unit.backward_ms.any()))
@@ -213,13 +223,19 @@ def _as_measured(forward_ms: np.ndarray, backward_ms: np.ndarray, added: _Added)
 
 
 def _of_attention(
-    language: LanguageConfig, tensor: int, level: Level, features: Features, size: int
+    hidden_size: int,
+    widths: AttentionWidths,
+    tensor: int,
+    level: Level,
+    features: Features,
+    size: int,
 ) -> _Added:
     """Exchange of a language layer, with elements of `size` bytes."""
-    query_bytes = language.hidden_size / tensor * size
-    key_value_bytes = 2 * query_bytes * language.kv_heads / language.heads
+    query_bytes = widths.query / tensor * size
+    key_value_bytes = (widths.key + widths.value) / tensor * size
+    output_bytes = widths.output / tensor * size
     # Gradients of the residual, of attention's output and of its query, key and value.
-    each_bytes = language.hidden_size * size + 2 * query_bytes + key_value_bytes
+    each_bytes = hidden_size * size + query_bytes + output_bytes + key_value_bytes
     running_bytes = features.one("tokens") * each_bytes
     if level.exchange is ContextExchange.GATHER:
         return _of_gather(level.context, features, key_value_bytes, running_bytes)

@@ -44,7 +44,9 @@ class Product:
     inner: float
     outer: float
     groups: int = 1
-    """Products of these sizes that share the rows evenly, as experts do."""
+    """Products of these sizes that share the rows evenly, in one kernel, as experts do."""
+    is_fp32: bool = False
+    """Whether it is in fp32 whatever the precision, as routers are."""
 
     @property
     def flops(self) -> np.ndarray:
@@ -58,6 +60,8 @@ class Device:
 
     flops_per_ms: float
     """Of attention, and of matrix products where their times were not measured."""
+    fp32_flops_per_ms: float
+    """Of products in fp32."""
     product_times: ProductTimes | None
     """Times of matrix products by shape, where they were measured."""
     bytes_per_ms: float
@@ -139,6 +143,11 @@ class Counts:
     backward, as the bytes are."""
     back_passes: int = 0
     passes_again: int = 0
+    exchanged_bytes: np.ndarray | float = 0.0
+    """Bytes of tensors that expert-parallel ranks exchange in forward, and as many in backward."""
+    exchanges: int = 0
+    """All-to-alls of them in forward; then in backward."""
+    back_exchanges: int = 0
     kernels: int
     kept: tuple[Kept, ...]
     """What is kept where the unit has a backward, its input included."""

@@ -1,4 +1,6 @@
-"""Counts of encoders: their embeddings by kind of input, and the layers and projector of all.
+"""Counts of encoders of tiles and clips: embeddings by kind of input, layers and projectors.
+
+Those of images at their native resolution are in `omnibal.cost.image_counts`.
 
 Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padding.
 """
@@ -7,7 +9,7 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
-from omnibal.encoders import ClipsEncoder, Encoder, EncoderLayers, TilesEncoder
+from omnibal.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
 
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
 _SECOND_GELU = "into the second GELU"
@@ -15,7 +17,7 @@ LAST_OUTPUT = "last layer's output"
 """What a norm before the projector's stacking keeps; the tower's last layer makes it."""
 
 
-def encoder_embed(tower: Encoder, device: Device, features: Features) -> Counts:
+def encoder_embed(tower: TilesEncoder | ClipsEncoder, device: Device, features: Features) -> Counts:
     """Count the input embedding of an encoder."""
     items = features.one(tower.feature)
     match tower:
@@ -254,7 +256,7 @@ def _layer_kept(
 
 
 def encoder_projector(
-    tower: Encoder, model: ModelConfig, device: Device, features: Features
+    tower: TilesEncoder | ClipsEncoder, model: ModelConfig, device: Device, features: Features
 ) -> Counts:
     """Count neighbouring positions folded into one token, a norm, and an MLP of two products.
 
@@ -305,7 +307,7 @@ def encoder_projector(
 
 
 def _projector_norm(
-    tower: Encoder, items: np.ndarray, element_bytes: int
+    tower: TilesEncoder | ClipsEncoder, items: np.ndarray, element_bytes: int
 ) -> tuple[tuple[Kept, Kept, Kept], int]:
     """What a projector keeps before its first product, and the parameters of its norm."""
     wide = tower.projector_input_size

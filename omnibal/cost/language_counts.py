@@ -1,20 +1,21 @@
 """Counts of the language model: its embedding, layers of every kind, and head.
 
-Letters: h hidden, f feed-forward, t tensor size.
+Letters: h hidden, t tensor size.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.cost.attention_counts import attention
+from omnibal.cost.block_counts import Block, names_of
 from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
+from omnibal.cost.feed_forward_counts import feed_forward
 from omnibal.layers import LayerKind
-from omnibal.units import attended_feature
 
 _TOKEN_ID_BYTES = 8
-_KERNELS_OF_EXPERTS = 12
-"""Kernels of a router's product and choice, and of copies to and from experts."""
 
 
 def language_embed(model: ModelConfig, device: Device, features: Features) -> Counts:
@@ -52,97 +53,74 @@ def language_layer(
     language: LanguageConfig, kind: LayerKind, device: Device, features: Features
 ) -> Counts:
     """Count a layer of one kind of attention and feed-forward."""
-    t, size, whole = device.tensor, device.element_bytes, device.whole
-    tokens = features.one("tokens")
-    attended = features.one(attended_feature(kind))
-    h, feed_forward = language.hidden_size, _feed_forward(language, kind, device)
-    f, routed = feed_forward.used_width, feed_forward.experts_per_token * language.hidden_size
-    key_value = 2 * h * language.kv_heads // language.heads
-    divided = 2 * h * h + h * key_value
-    biases = h + key_value if language.qkv_bias else 0
+    size, whole, tokens = device.element_bytes, device.whole, features.one("tokens")
+    h, post_norms = language.hidden_size, 2 if language.post_norms else 0
+    first = attention(language, kind, device, features)
+    second = feed_forward(language, kind, device, features)
+    blocks, sent = (first, second), (first.collectives, second.collectives)
     # Read and written by fused kernels between blocks: the first norm, an add with the norm after
-    # it, an add; backward each norm's input, and the residual's gradient with the norm's. Divided:
-    # q, k and v into their own places, rotated, and SwiGLU. Copies to and from experts.
-    rotated = 2 * (h + key_value)
-    moved = (2 + 4 + 3) * h * whole + (rotated + 3 * f) / t + 4 * routed
-    back_moved = 2 * 4 * h * whole + (rotated + 5 * f) / t + 6 * routed
-    block_bytes = tokens * h * size
-    part_bytes, inner_bytes = block_bytes * whole, tokens * f / t * size
-    gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
-    routed_bytes = tokens * routed * size
-    # Gathered and scattered are both blocks' inputs and outputs either way (section 4.2.2).
-    collective_bytes = 2 * 2 * device.sent * block_bytes
+    # it, an add; backward each norm's input, and the residual's gradient with the norm's. Norms
+    # after blocks read and write one tensor, backward two.
+    moved_bytes = tokens * (2 + 4 + 3 + 2 * post_norms) * h * whole * size
+    back_moved_bytes = tokens * (2 * 4 + 3 * post_norms) * h * whole * size
+    part_bytes = tokens * h * whole * size
+    divided = sum(block.divided_parameters for block in blocks)
+    experts = sum(block.expert_parameters for block in blocks)
+    later = ("second norm's output", *names_of(second.kept))
     return Counts(
-        products=(
-            Product(rows=tokens, inner=h, outer=(h + key_value) / t),
-            Product(rows=tokens, inner=h / t, outer=h),
-            *_feed_forward_products(language, kind, device, tokens),
-        ),
-        attention_flops=attended * 2 * h / t,
-        moved_bytes=tokens * moved * size,
-        back_moved_bytes=tokens * back_moved * size,
-        collective_bytes=collective_bytes,
-        back_collective_bytes=collective_bytes,
-        gathered_again_bytes=collective_bytes / 2 if device.sequence_parallel else 0 * tokens,
-        passes=2 * 2,
-        back_passes=2 * 2,
-        passes_again=2 if device.sequence_parallel else 0,
-        kernels=10 + (_KERNELS_OF_EXPERTS if kind.experts else 0),
-        kept=_layer_kept(language, kind, device, tokens),
+        products=first.products + second.products,
+        attention_flops=first.attention_flops + second.attention_flops,
+        moved_bytes=moved_bytes + first.moved_bytes + second.moved_bytes,
+        back_moved_bytes=back_moved_bytes + first.back_moved_bytes + second.back_moved_bytes,
+        collective_bytes=np.sum([each.forward_bytes for each in sent], axis=0),
+        back_collective_bytes=np.sum([each.backward_bytes for each in sent], axis=0),
+        gathered_again_bytes=np.sum([each.again_bytes for each in sent], axis=0),
+        passes=sum(each.passes for each in sent),
+        back_passes=sum(each.back_passes for each in sent),
+        passes_again=sum(each.passes_again for each in sent),
+        exchanged_bytes=first.exchanged_bytes + second.exchanged_bytes,
+        exchanges=first.exchanges + second.exchanges,
+        back_exchanges=first.back_exchanges + second.back_exchanges,
+        kernels=3 + post_norms + first.kernels + second.kernels,
+        kept=_layer_kept(language, device, tokens, first, second),
         boundary_bytes=part_bytes,
         output_bytes=part_bytes,
         working=(
-            # The second product's gradients, of its output as a whole; SwiGLU's; the first's, of
-            # its input as a whole and, divided again, as this rank's part.
-            Working(
-                bytes=part_bytes + gathered_bytes + inner_bytes + routed_bytes, weight=h * f / t
-            ),
-            Working(bytes=part_bytes + 3 * inner_bytes + routed_bytes, gone=("their product",)),
-            Working(
-                bytes=part_bytes
-                + 2 * inner_bytes
-                + block_bytes
-                + gathered_bytes * whole
-                + routed_bytes,
-                weight=2 * h * f / t,
-                gone=("gate and value", "their product"),
-            ),
+            *second.working,
+            *(replace(moment, gone=(*later, *moment.gone)) for moment in first.working),
         ),
         # A layer's gathered input.
-        shared_bytes=gathered_bytes,
-        parameters=2 * h
-        + feed_forward.router_parameters
-        + feed_forward.expert_parameters
-        + -(-(divided + 3 * h * feed_forward.held_width + biases) // t),
-        expert_parameters=feed_forward.expert_parameters,
+        shared_bytes=np.maximum(*(each.gathered_bytes for each in sent)),
+        parameters=(2 + post_norms) * h
+        + sum(block.whole_parameters for block in blocks)
+        + experts
+        + -(-divided // device.tensor),
+        expert_parameters=experts,
     )
 
 
 def _layer_kept(
-    language: LanguageConfig, kind: LayerKind, device: Device, tokens: np.ndarray
+    language: LanguageConfig, device: Device, tokens: np.ndarray, first: Block, second: Block
 ) -> tuple[Kept, ...]:
-    """List what a layer keeps of `tokens` [features]."""
-    t, size = device.tensor, device.element_bytes
-    h, feed_forward = language.hidden_size, _feed_forward(language, kind, device)
+    """List what a layer keeps of `tokens` [features], in the order in which it is made."""
     between = tokens * device.whole
-    hidden_bytes, moments_bytes = between * h * size, between * FP32_BYTES
-    width = h + 2 * h * language.kv_heads // language.heads
-    inner_bytes = tokens * feed_forward.used_width / t * size
-    attended_bytes = tokens * (h * size + FP32_BYTES * language.heads) / t
-    lines = [
+    hidden_bytes = between * language.hidden_size * device.element_bytes
+    moments_bytes = between * FP32_BYTES
+
+    def after(block: str) -> tuple[Kept, ...]:
+        if not language.post_norms:
+            return ()
+        return (
+            Kept(what=f"{block}'s output", made_by=block, bytes=hidden_bytes),
+            Kept(what=f"moments of {block}'s norm", made_by="norm", bytes=moments_bytes),
+        )
+
+    return (
         Kept(what="input", made_by="", bytes=hidden_bytes),
         Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
         Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
-        Kept(
-            what="rotated q and k, and v",
-            made_by="self_attention.split_and_rotate",
-            bytes=tokens * width / t * size,
-        ),
-        Kept(
-            what="attention's output and log-sum-exp",
-            made_by="self_attention.core_attention",
-            bytes=attended_bytes,
-        ),
+        *first.kept,
+        *after("self_attention"),
         Kept(what="middle residual", made_by="scaled_add_norm", bytes=hidden_bytes),
         Kept(
             what="second norm's output",
@@ -151,81 +129,119 @@ def _layer_kept(
             for_weights=True,
         ),
         Kept(what="second norm's moments", made_by="scaled_add_norm", bytes=moments_bytes),
-        Kept(what="gate and value", made_by="mlp.linear_fc1", bytes=2 * inner_bytes),
-        Kept(what="their product", made_by="swiglu", bytes=inner_bytes, for_weights=True),
-    ]
-    if kind.experts:
-        # A copy of every token for each expert that it is routed to, and what that one gives, which
-        # the gradient of its weight needs.
-        routed_bytes = tokens * feed_forward.experts_per_token * h * size
-        lines += [
-            Kept(what="routed tokens", made_by="dispatch", bytes=routed_bytes, for_weights=True),
-            Kept(what="experts' outputs", made_by="experts", bytes=routed_bytes),
-        ]
-    return tuple(lines)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FeedForward:
-    """Sizes of a layer's feed-forward. Expert-parallel ranks share out the experts, none of which
-    is divided; tensor-parallel ranks divide all else."""
-
-    used_width: int
-    """Width that a token passes."""
-    held_width: int
-    """Width of all weights but the experts'."""
-    experts_per_token: int
-    router_parameters: int
-    expert_parameters: int
-    """Those of the experts on one device."""
-
-
-def _feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> _FeedForward:
-    f, experts = language.ffn_hidden_size, kind.experts
-    if experts is None:
-        return _FeedForward(
-            used_width=f,
-            held_width=f,
-            experts_per_token=0,
-            router_parameters=0,
-            expert_parameters=0,
-        )
-    width, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size or 0
-    return _FeedForward(
-        used_width=experts.experts_per_token * width + shared,
-        held_width=shared,
-        experts_per_token=experts.experts_per_token,
-        router_parameters=language.hidden_size * experts.experts,
-        expert_parameters=-(-experts.experts // device.expert) * 3 * language.hidden_size * width,
-    )
-
-
-def _feed_forward_products(
-    language: LanguageConfig, kind: LayerKind, device: Device, tokens: np.ndarray
-) -> tuple[Product, ...]:
-    """Products of SwiGLU, whose gate and value are one; or of a router and its experts."""
-    h, t, experts = language.hidden_size, device.tensor, kind.experts
-    if experts is None:
-        return _swiglu(h, language.ffn_hidden_size / t, tokens)
-    own, shared = tokens * device.whole, experts.shared_ffn_hidden_size
-    routed = own * experts.experts_per_token * (experts.imbalance if device.expert > 1 else 1.0)
-    held = -(-experts.experts // device.expert)
-    return (
-        Product(rows=own, inner=h, outer=experts.experts),
-        *_swiglu(h, experts.ffn_hidden_size, routed, groups=held),
-        *(_swiglu(h, shared / t, tokens) if shared else ()),
-    )
-
-
-def _swiglu(h: int, width: float, rows: np.ndarray, groups: int = 1) -> tuple[Product, Product]:
-    return (
-        Product(rows=rows, inner=h, outer=2 * width, groups=groups),
-        Product(rows=rows, inner=width, outer=h, groups=groups),
+        *second.kept,
+        *after("mlp"),
     )
 
 
 def head(
     language: LanguageConfig, device: Device, features: Features, *, padded: bool = True
+) -> Counts:
+    """Count the final norm, logits and loss; and layers of multi-token prediction before them.
+
+    A prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; in Megatron-core
+    `multi_token_prediction.py`) is a layer of the last kind, between what joins hidden states with
+    the next token's embedding and a norm, logits and a loss of its own. Words are embedded by the
+    model's own matrix, of which the last stage holds a copy whose gradient it exchanges with the
+    first; the head's matrix is the same for all.
+    """
+    last = _logits(language, device, features, padded=padded)
+    if not language.prediction_layers:
+        return last
+    again = replace(last, parameters=language.hidden_size)
+    layer = language_layer(language, language.kinds[-1], device, features)
+    prediction = (_joined(language, device, features), layer, again)
+    units = (*prediction * language.prediction_layers, last)
+    copied = 0 if language.tied_head else language.words_of_rank(device.tensor)
+    counts = _one_after_another(units)
+    return replace(counts, parameters=counts.parameters + copied * language.hidden_size)
+
+
+def _joined(language: LanguageConfig, device: Device, features: Features) -> Counts:
+    """Embedding of the next tokens and hidden states, each normed, and their product to one."""
+    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    h, own, sequence = language.hidden_size, tokens * device.whole, device.sequence_parallel
+    hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
+    block_bytes = tokens * h * size
+    embedded = 1 if sequence else 2  # scattered, or all-reduced
+    return Counts(
+        products=(Product(rows=tokens, inner=2 * h, outer=h / t),),
+        attention_flops=0 * tokens,
+        # Embedded; both norms; side by side.
+        moved_bytes=(2 + 2 * 2 + 4) * hidden_bytes,
+        back_moved_bytes=(3 + 2 * 3 + 4) * hidden_bytes,
+        # Its input is gathered, or its gradient all-reduced; its output gathered either way.
+        collective_bytes=device.sent * block_bytes * (embedded + 1 + (2 if sequence else 0)),
+        back_collective_bytes=device.sent * block_bytes * (1 + 2 if sequence else 2 * 2),
+        gathered_again_bytes=device.sent * block_bytes * (2 if sequence else 0),
+        passes=embedded + 1 + (1 if sequence else 0),
+        back_passes=2,
+        passes_again=1 if sequence else 0,
+        kernels=6,
+        kept=(
+            Kept(what="token ids", made_by="", bytes=tokens * _TOKEN_ID_BYTES),
+            Kept(what="normed", made_by="norm", bytes=2 * (hidden_bytes + moments_bytes)),
+            Kept(what="joined", made_by="cat", bytes=2 * hidden_bytes, for_weights=True),
+        ),
+        boundary_bytes=hidden_bytes,
+        output_bytes=hidden_bytes,
+        working=(
+            Working(bytes=block_bytes + 2 * hidden_bytes, weight=2 * h * h / t),
+            Working(
+                bytes=hidden_bytes, weight=language.words_of_rank(t) * h, gone=("normed", "joined")
+            ),
+        ),
+        shared_bytes=2 * block_bytes if sequence else 0 * tokens,
+        parameters=2 * h + -(-2 * h * h // t),
+    )
+
+
+def _one_after_another(units: Sequence[Counts]) -> Counts:
+    """Counts of several as of one, whose backward goes through them from the last."""
+    kept: list[Kept] = []
+    working: list[Working] = []
+    for place, unit in enumerate(units):
+        later = tuple(
+            f"{number}: {line.what}"
+            for number, other in enumerate(units[place + 1 :], place + 1)
+            for line in other.kept
+        )
+        kept += [replace(line, what=f"{place}: {line.what}") for line in unit.kept]
+        for moment in unit.working:
+            gone = (*later, *(f"{place}: {what}" for what in moment.gone))
+            working.append(replace(moment, gone=gone))
+    nothing = 0 * units[-1].moved_bytes
+
+    def total(bytes_of: Callable[[Counts], np.ndarray | float]) -> np.ndarray:
+        return np.sum([nothing + bytes_of(unit) for unit in units], axis=0)
+
+    return Counts(
+        products=tuple(product for unit in units for product in unit.products),
+        attention_flops=total(lambda unit: unit.attention_flops),
+        moved_bytes=total(lambda unit: unit.moved_bytes),
+        back_moved_bytes=total(lambda unit: unit.back_moved_bytes),
+        collective_bytes=total(lambda unit: unit.collective_bytes),
+        back_collective_bytes=total(lambda unit: unit.back_collective_bytes),
+        gathered_again_bytes=total(lambda unit: unit.gathered_again_bytes),
+        passes=sum(unit.passes for unit in units),
+        back_passes=sum(unit.back_passes for unit in units),
+        passes_again=sum(unit.passes_again for unit in units),
+        exchanged_bytes=total(lambda unit: unit.exchanged_bytes),
+        exchanges=sum(unit.exchanges for unit in units),
+        back_exchanges=sum(unit.back_exchanges for unit in units),
+        kernels=sum(unit.kernels for unit in units),
+        kept=tuple(kept),
+        boundary_bytes=units[0].boundary_bytes,
+        output_bytes=units[-1].output_bytes,
+        working=tuple(working),
+        shared_bytes=np.max([nothing + unit.shared_bytes for unit in units], axis=0),
+        parameters=sum(unit.parameters for unit in units),
+        expert_parameters=sum(unit.expert_parameters for unit in units),
+    )
+
+
+def _logits(
+    language: LanguageConfig, device: Device, features: Features, *, padded: bool
 ) -> Counts:
     """Final norm over all tokens; logits and loss only where there is one."""
     h, size = language.hidden_size, device.element_bytes

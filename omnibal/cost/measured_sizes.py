@@ -42,9 +42,9 @@ def measured_sizes(
 
     The head's vocabulary is left out: its products are the largest and few.
     """
-    products = list(chain.from_iterable(_on_ranks(model, cluster)))
+    products = [one for one in chain.from_iterable(_on_ranks(model, cluster)) if not one.is_fp32]
     at_caps = np.array([_at_caps(name, caps) for name in feature_names(model)])
-    rows = [float(one.rows @ at_caps) / one.groups for one in products]
+    rows = [float(one.rows @ at_caps) for one in products]
     tensor_bytes = caps["tokens"] * model.language.hidden_size * ELEMENT_BYTES[precision]
     return MeasuredSizes(
         rows=_spanning(rows, _SMALL_BATCH),

@@ -38,7 +38,8 @@ class UnitCost:
     """Time that recomputing the unit adds to the backward, [features]; it may be less than another
     forward, as caches are warm, and is 0 where there is no backward."""
     collective_ms: np.ndarray
-    """Part of the forward and backward time spent in tensor-parallel collectives, [2, features]."""
+    """Part of the forward and backward time spent in tensor-parallel collectives, and in exchanges
+    of expert-parallel ranks, [2, features]."""
     padding_ms: np.ndarray
     """Part of the forward and backward time spent on padding, [2, features]."""
     context_ms: np.ndarray
@@ -131,15 +132,24 @@ class CostModel:
     """Parameters that the first stage reduces or gathers at a time while it computes. Later stages
     exchange all at once, as in Megatron-core, and so does the first one where this is infinite."""
     tied_parameters: int = 0
-    """Parameters on this device of the matrix that is both language embed and head. Both units
-    count it, but a stage that holds both units has it once."""
+    """Parameters on this device of the matrix that is both language embed and head, or that embeds
+    words for multi-token prediction in the head. Both units count it, but a stage that holds both
+    has it once."""
     expert_rates: ExpertRates = _NO_EXPERTS
     """In place of the four rates per parameter above, for parameters of experts."""
+    expert_peer_bytes: float = 0.0
+    """Buffers of the communication library for the ranks that share out experts, on a device that
+    holds any."""
 
     @property
     def levels(self) -> int:
         """Levels whose features stand side by side; see `omnibal.pipeline.level_costs`."""
         return self.features.count(self.features[0])
+
+    @property
+    def of_experts(self) -> np.ndarray:
+        """Whether units of each kind hold experts. bool [kinds]"""
+        return np.array([unit.expert_parameters > 0 for unit in self.units.values()])
 
     def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
         """Bytes of optimizer state of trained parameters of one device, or of arrays of them.

@@ -1,4 +1,4 @@
-"""InternVL's training data (a meta JSON that names annotation files) as lazily read samples.
+"""Training data (an annotation file, or a meta JSON that names some) as lazily read samples.
 
     {source: {"root": folder of files, "annotation": file.jsonl, "repeat_time": 1, ...}}
     {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records
@@ -6,8 +6,9 @@
     {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
     {source: {"energon": folder, "split": "train"}}
 
-Relative paths in the meta start at its folder. Only the places of the records stay in memory; a
-sample's record is read and parsed each time it is asked for.
+The meta is InternVL's. An annotation file alone is a source of its own name, whose files are named
+from its folder. Relative paths in a meta start at the meta's folder. Only the places of the records
+stay in memory; a sample's record is read and parsed each time it is asked for.
 """
 
 import hashlib
@@ -21,15 +22,15 @@ from pydantic import Field, PositiveInt, model_validator
 
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
-from omnibal.data.record_files import RecordIndex, index_array, index_lines, is_array
-from omnibal.data.records import (
-    InvalidRecordError,
-    Media,
-    read_conversation,
-    read_images,
-    read_recordings,
-    video_file,
+from omnibal.data.messages import InvalidRecordError
+from omnibal.data.record_files import (
+    RecordIndex,
+    holds_records,
+    index_array,
+    index_lines,
+    is_array,
 )
+from omnibal.data.records import Media, read_record, video_file
 from omnibal.data.sample import Sample
 from omnibal.data.stored_files import natural_order
 from omnibal.data.tar_shards import (
@@ -199,6 +200,9 @@ class Annotations:
     def open(cls, meta_path: Path) -> "Annotations":
         """Index every annotation file of the meta; records are checked when they are asked for.
 
+        Args:
+            meta_path: of a meta, or of one annotation file.
+
         Raises:
             UserError: the meta is missing, malformed or leaves no sample, or an annotation file or
                 shard is missing, empty, or not of the length that the meta states.
@@ -254,9 +258,7 @@ class Annotations:
             record = json.loads(content)
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
-            images, video = read_images(record, media)
-            recordings = read_recordings(record, media)
-            said = read_conversation(record, len(images), video, len(recordings))
+            read = read_record(record, media)
         except UserError:
             raise
         except OSError as error:
@@ -265,16 +267,19 @@ class Annotations:
             raise UserError(f"{where} {error}") from None
         except (ValueError, RecursionError) as error:  # also too long a number, too deep a nesting
             raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
+        said = read.said
         return Sample(
             identity=f"{source.name}/{record.get('id', name)}",
             source=source.name,
             where=where,
-            images=images,
+            images=read.images,
             turns=said.turns,
-            recordings=recordings,
+            recordings=read.recordings,
             system=said.system,
-            greeting=said.greeting,
-            video=video,
+            greeting=None if said.greeting is None else said.greeting.text,
+            greeting_learned=said.greeting is None or said.greeting.learned,
+            tools=read.tools,
+            video=read.video,
             augment=source.augment,
             max_dynamic_patch=source.max_dynamic_patch,
         )
@@ -293,10 +298,12 @@ class Annotations:
 
 
 def _read_meta(path: Path) -> dict[str, _SourceMeta]:
-    remedy = "pass the JSON that names the annotation files"
+    remedy = "pass an annotation file, or the JSON that names some"
     try:
         if not path.is_file():
             raise UserError(f"{path}: no such meta file; {remedy}")
+        if holds_records(path):
+            return {path.stem: _SourceMeta(annotation=path.name)}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     entries = read_json_model(

@@ -18,6 +18,7 @@ there, and what gpt says before the first question is written and learned, while
 both out.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +26,20 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.config import ChatTemplate, ModelConfig
-from omnibal.data.sample import AUDIO, IMAGE, Sample
+from omnibal.data.native_resolution import (
+    image_text,
+    repeated_tokens,
+    seen_frames,
+    text_places,
+    video_text,
+)
+from omnibal.data.own_template import (
+    OwnTemplate,
+    encode_conversation,
+    encode_own_prompt,
+    own_template,
+)
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
     AUDIO_END,
@@ -129,11 +143,10 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer has the template's pieces and fits into the model's vocabulary.
 
     Raises:
-        UserError: it lacks pieces, all of which are named, or is larger than the vocabulary.
+        UserError: it lacks pieces, all of which are named, or a chat template of its own that the
+            model has, or is larger than the vocabulary.
     """
-    template = _TEMPLATES[model.chat_template]
-    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
-    needed = [*bos, *_pieces(model)]
+    needed = _needed_pieces(model, tokenizer)
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -147,13 +160,54 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    if _is_own(model):
+        return list(_own_template(model, tokenizer).control_pieces)
+    template = _TEMPLATES[model.chat_template]
+    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
+    return [*bos, *_pieces(model)]
+
+
+def _is_own(model: ModelConfig) -> bool:
+    """Whether the template is the tokenizer's own."""
+    return model.chat_template == "tokenizer"
+
+
+def _own_template(model: ModelConfig, tokenizer: Tokenizer) -> OwnTemplate:
+    return own_template(tokenizer, model.images)
+
+
+def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """SHA-256 of all of the tokenizer's files that determine a conversation's ids."""
+    if not _is_own(model):
+        return tokenizer.sha256
+    return hashlib.sha256(f"{tokenizer.sha256}{tokenizer.template}".encode()).hexdigest()
+
+
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """The id that closes an answer, at which generation stops."""
+    if _is_own(model):
+        piece = _own_template(model, tokenizer).answer_end or tokenizer.named_pieces.get(
+            "eos_token"
+        )
+        if piece is None:
+            raise UserError(
+                f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
+                "eos_token; add one to tokenizer_config.json"
+            )
+        return tokenizer.required(piece)
     return tokenizer.required(_TEMPLATES[model.chat_template].end)
 
 
+def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """An answer as a model that has learned it writes it."""
+    if _is_own(model):
+        return text.strip() if _own_template(model, tokenizer).strips_answers else text
+    return as_written(text, model)
+
+
 def as_written(text: str, model: ModelConfig) -> str:
-    """A question or an answer as the model's template writes it."""
+    """A question or an answer as one of this project's templates writes it."""
     template = _TEMPLATES[model.chat_template]
     return text.strip() if template.strips or template.strips_all else text
 
@@ -161,7 +215,11 @@ def as_written(text: str, model: ModelConfig) -> str:
 def _pieces(model: ModelConfig) -> tuple[str, ...]:
     """Pieces that only the model's template may write, with those of images and of recordings if it
     takes any."""
-    images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END) if model.takes_images else ()
+    images: tuple[str, ...] = ()
+    if model.takes_images:
+        images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END)
+    elif model.images is not None:
+        images = repeated_tokens(model.images)
     recordings = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if model.takes_audio else ()
     return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
 
@@ -174,18 +232,23 @@ def encode_sample(
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
     """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile, and
-    recording i `clips_per_recording[i]` times those of a clip.
+    recording i `clips_per_recording[i]` times those of a clip. Of images at their native resolution
+    it takes so many tokens, at least one, as does every place of a video's text.
 
     Raises:
         UserError: the text turns into control tokens, the tokenizer lacks a piece, or the sample
             has a recording and the model takes none.
     """
     given = (len(tiles_per_image), len(clips_per_recording))
-    if given != (len(sample.images), len(sample.recordings)):
+    needed = (image_places(sample, model), len(sample.recordings))
+    if given != needed:
         raise ValueError(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
-            f"were given for {len(sample.images)} and {len(sample.recordings)}"
+            f"were given for {needed[0]} and {needed[1]}"
         )
+    if _is_own(model):
+        _check_recordings(sample, model, own=True)
+        return _encode_by_own(sample, tiles_per_image, model, tokenizer)
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting=False)
     answers = _answers(sample, messages, template)
@@ -206,6 +269,16 @@ def encode_sample(
     )
 
 
+def _encode_by_own(
+    sample: Sample, tiles_per_image: Sequence[int], model: ModelConfig, tokenizer: Tokenizer
+) -> EncodedSample:
+    """The whole conversation, by the tokenizer's own template."""
+    tokens = _tokens_per_image(tiles_per_image, model)
+    template = _own_template(model, tokenizer)
+    encoded = encode_conversation(sample, tokens, model.system_message, template)
+    return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
+
+
 def encode_prompt(
     sample: Sample,
     turn: int,
@@ -223,6 +296,13 @@ def encode_prompt(
         chatting: ask as InternVL's `chat` does instead: every text as it is given, after the
             model's system message for that.
     """
+    if _is_own(model):
+        shown = tiles_per_image[: sample.images_until(turn)]
+        system = model.system_message
+        if chatting and model.chat_system_message is not None:
+            system = model.chat_system_message
+        tokens = _tokens_per_image(shown, model)
+        return encode_own_prompt(sample, turn, tokens, system, _own_template(model, tokenizer))
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
@@ -238,10 +318,31 @@ def encode_prompt(
     return np.concatenate([_bos(template, tokenizer), token_ids])
 
 
+def image_places(sample: Sample, model: ModelConfig) -> int:
+    """Places of a conversation's text where tokens of images stand: one an image, but for videos
+    at their native resolution."""
+    if model.images is None or not sample.video:
+        return len(sample.images)
+    frames = seen_frames(len(sample.images), model.images.video)
+    return text_places(frames, model.images)
+
+
+def _with_images(question: str, sample: Sample, model: ModelConfig) -> str:
+    """A question with what the model's template writes for images and for a video."""
+    if model.images is None:
+        return question.replace(IMAGE, IMAGE_START + IMAGE_END)
+    rule = model.images
+    if sample.video:
+        frames = seen_frames(len(sample.images), rule.video)
+        question = question.replace(VIDEO, video_text(frames, rule))
+    return question.replace(IMAGE, image_text(rule))
+
+
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     """Messages in order: the system message and the greeting if any, then questions and answers."""
     template = _TEMPLATES[model.chat_template]
     _check_recordings(sample, model)
+    _check_tools(sample, model)
     _check_texts(sample, model)
     close = template.end + template.after_end
     system = _system(sample, model, chatting)
@@ -254,12 +355,19 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
         if not chatting or template.strips_all:
             texts = [as_written(text, model) for text in texts]
         asked, answered = texts
-        question = asked.replace(IMAGE, IMAGE_START + IMAGE_END)
+        question = _with_images(asked, sample, model)
         if sample.recordings:
             question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
         messages.append(f"{template.user}{question}{close}")
         messages.append(f"{template.assistant}{answered}{close}")
     return messages
+
+
+def _tokens_per_image(items: Sequence[int], model: ModelConfig) -> list[int]:
+    if not items:
+        return []
+    per_item = model.encoders["vision"].tokens_per_item
+    return [count * per_item for count in items]
 
 
 def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
@@ -275,8 +383,17 @@ def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
     return given if given or has_empty_turn else None
 
 
-def _check_recordings(sample: Sample, model: ModelConfig) -> None:
-    """Refuse recordings of a model that takes none, and marks of them where there are none."""
+def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> None:
+    """Refuse recordings of a model that takes none, and marks of them where there are none.
+
+    Args:
+        own: the template is the tokenizer's own, none of which is known to write recordings.
+    """
+    if sample.recordings and own:
+        raise UserError(
+            f"{sample.where}: has {len(sample.recordings)} recording(s), which the tokenizer's own "
+            "chat template is not known to write; choose another chat_template"
+        )
     if sample.recordings and not model.takes_audio:
         raise UserError(
             f"{sample.where}: has {len(sample.recordings)} recording(s), but the model has no "
@@ -286,6 +403,21 @@ def _check_recordings(sample: Sample, model: ModelConfig) -> None:
         raise UserError(
             f'{sample.where}: has {AUDIO} in its text and no recording; name it as "audio", or '
             f"spell or remove {AUDIO}"
+        )
+
+
+def _check_tools(sample: Sample, model: ModelConfig) -> None:
+    """Refuse what this project's own templates have no words for."""
+    calls = any(turn.calls or turn.results for turn in sample.turns)
+    reasons = any(turn.reasoning is not None for turn in sample.turns)
+    given = [
+        *["tools"] * (sample.tools is not None or calls),
+        *['"reasoning_content"'] * reasons,
+    ]
+    if given:
+        raise UserError(
+            f"{sample.where}: has {' and '.join(given)}, which chat_template "
+            f"{model.chat_template!r} cannot write; put them into its texts, or leave it out"
         )
 
 
@@ -312,8 +444,9 @@ def _check_texts(sample: Sample, model: ModelConfig) -> None:
 def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
     """Indices of the messages that are learned."""
     first = len(messages) - 2 * len(sample.turns) + 1
-    greeting = [first - 2] if _greets(sample, template) else []
-    return [*greeting, *range(first, len(messages), 2)]
+    greeting = [first - 2] if _greets(sample, template) and sample.greeting_learned else []
+    learned = [first + 2 * place for place, turn in enumerate(sample.turns) if turn.learned]
+    return [*greeting, *learned]
 
 
 def _greets(sample: Sample, template: _Template) -> bool:
@@ -388,6 +521,14 @@ def _item_tokens(
         tokens = np.array(clips_per_recording, np.int64) * model.audio.tokens_per_item
         given.append((AUDIO_START, tokenizer.audio_context, tokens))
     before, contexts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if model.images is not None:
+        repeated = [tokenizer.required(piece) for piece in repeated_tokens(model.images)]
+        places = np.flatnonzero(np.isin(token_ids, repeated))
+        if len(places) != len(tiles_per_image):
+            raise _control_tokens(sample)
+        again = np.array(tiles_per_image, np.int64) - 1
+        before.append(np.repeat(places + 1, again))
+        contexts.append(np.repeat(token_ids[places], again))
     for start, context, tokens in given:
         starts = np.flatnonzero(token_ids == tokenizer.required(start))
         if len(starts) != len(tokens) or (token_ids == context).any():

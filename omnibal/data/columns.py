@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from omnibal.encoders import ITEM_FEATURES
+from omnibal.encoders import ITEM_FEATURES, SQUARED_FEATURES
 from omnibal.errors import UserError
 
 
@@ -46,7 +46,18 @@ class Columns:
         Raises:
             UserError: two columns have the same name.
         """
-        found = [name for name in ITEM_FEATURES if name in self.table.column_names]
+        return self._once(ITEM_FEATURES)
+
+    def square_names(self) -> list[str]:
+        """Names of the columns of sums of squares of items.
+
+        Raises:
+            UserError: two columns have the same name.
+        """
+        return self._once(SQUARED_FEATURES)
+
+    def _once(self, names: Sequence[str]) -> list[str]:
+        found = [name for name in names if name in self.table.column_names]
         for name in found:
             if self.table.column_names.count(name) > 1:
                 raise UserError(f"{self.path}: has column {name} more than once; {self.remedy}")

@@ -2,13 +2,15 @@
 
 A row counts `tokens` (language tokens, those of images and recordings included), `loss_tokens`
 (tokens that carry loss) and, in a column each, the items that the model's encoders take: `tiles`
-(of images, thumbnail included) and `clips` (of recordings). Only where a scan skipped samples does
-it also say which `sample` of the annotations it is of.
+(of images, thumbnail included), `clips` (of recordings) and `image_tokens` (of images at their
+native resolution), these with `squared_image_tokens`, the sum over images and frames of the square
+of each one's tokens. Only where a scan skipped samples does it also say which `sample` of the
+annotations it is of.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +27,7 @@ from pydantic import (
 
 from omnibal.config import ChatTemplate, ModelConfig
 from omnibal.data.columns import Columns, no_items
-from omnibal.encoders import TilingConfig
+from omnibal.encoders import SQUARED_FEATURES, ImageRule, TilingConfig, squares_of
 from omnibal.errors import UserError
 from omnibal.files import atomic, parse_json_model, read_text
 from omnibal.frozen import Frozen
@@ -74,6 +76,8 @@ class LengthsOrigin(Frozen):
     """How images are cut into tiles; None, as the two before it, where the model takes none."""
     clips: ClipSizes | None = None
     """None where the model takes no recordings."""
+    images: ImageRule | None = None
+    """How images at their native resolution become tokens; None where the model takes none."""
     chat_template: ChatTemplate
     system_message: str | None
 
@@ -81,9 +85,10 @@ class LengthsOrigin(Frozen):
     def _without_what_is_not_taken(
         self, serialize: SerializerFunctionWrapHandler
     ) -> dict[str, Any]:
-        # As before there were clips: plans are known by the hash of what is written.
+        # As before there were these: plans are known by the hash of what is written.
         fields: dict[str, Any] = serialize(self)
-        return {name: value for name, value in fields.items() if name != "clips" or value}
+        later = ("clips", "images")
+        return {name: value for name, value in fields.items() if name not in later or value}
 
 
 def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
@@ -100,6 +105,11 @@ def clip_sizes(model: ModelConfig) -> ClipSizes | None:
     return ClipSizes(frames=model.audio.frames, tokens_per_clip=model.audio.tokens_per_item)
 
 
+def image_rule(model: ModelConfig) -> ImageRule | None:
+    """How images at their native resolution become tokens; None where the model takes none."""
+    return model.images.image_rule if model.images is not None else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
     """One entry per sample, in the order of the meta file; arrays are int32 of one length."""
@@ -113,6 +123,9 @@ class Lengths:
     source_names: tuple[str, ...]
     origin: LengthsOrigin | None
     """None when the lengths did not come from a scan, so that no training data can be matched."""
+    squares: dict[str, np.ndarray] = field(default_factory=dict)
+    """Sums over images and frames of their items squared, int64, by the feature's name, such as
+    `squared_image_tokens`; what is missing counts as if every sample had one image."""
     sample: np.ndarray | None = None
     """Index of every row's sample in the annotations, int64, ascending; None where nothing was
     skipped and a row's index is its sample's."""
@@ -133,6 +146,9 @@ class Lengths:
             digest.update(repr(self.item_names).encode())
         for name in (*self.item_names, *_TOKENS):
             digest.update(np.ascontiguousarray(self.column(name), dtype="<i4").tobytes())
+        for name, squares in sorted(self.squares.items()):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(squares, dtype="<i8").tobytes())
         digest.update(np.ascontiguousarray(self.source, dtype="<i4").tobytes())
         if self.sample is not None:
             digest.update(_SAMPLE.encode())
@@ -140,13 +156,27 @@ class Lengths:
         return digest.hexdigest()
 
     def column(self, name: str) -> np.ndarray:
-        """Count of one feature in every sample, int32 [samples].
+        """Count of one feature in every sample, int32 [samples], or int64 of squares.
 
-        The feature is `tokens`, `loss_tokens` or the name of items, of which there are none where
-        the lengths do not count them: texts have no tiles.
+        The feature is `tokens`, `loss_tokens`, the name of items, of which there are none where the
+        lengths do not count them (texts have no tiles), or that of their squares.
         """
+        if name in SQUARED_FEATURES:
+            return self._squares(name)
         columns = {**self.items, "tokens": self.tokens, "loss_tokens": self.loss_tokens}
         return columns[name] if name in columns else no_items(len(self))
+
+    def _squares(self, name: str) -> np.ndarray:
+        """Sum of squares of every sample; the most that it can be where none were counted."""
+        if name in self.squares:
+            return self.squares[name]
+        return self.column(name.removeprefix("squared_")).astype(np.int64) ** 2
+
+    @property
+    def without_squares(self) -> tuple[str, ...]:
+        """Names of items whose squares should be there and were not counted."""
+        counted = [name for name in self.item_names if squares_of(name) in SQUARED_FEATURES]
+        return tuple(name for name in counted if squares_of(name) not in self.squares)
 
     def sizes(self, names: Sequence[str]) -> np.ndarray:
         """Counts of these features in every sample, int64 [names, samples]."""
@@ -160,6 +190,7 @@ class Lengths:
             tokens=self.tokens[rows],
             loss_tokens=self.loss_tokens[rows],
             source=self.source[rows],
+            squares={name: column[rows] for name, column in self.squares.items()},
             sample=self.annotation_indices(rows),
         )
 
@@ -202,14 +233,18 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
 
 
 def write_lengths(lengths: Lengths, path: Path) -> None:
-    """Write Parquet: items, tokens, loss_tokens, source (dictionary of names), sample if any."""
+    """Write Parquet: items, tokens, loss_tokens, squares of items if any, source (dictionary of
+    names), sample if any."""
     source = pa.DictionaryArray.from_arrays(
         pa.array(lengths.source, pa.int32()), pa.array(lengths.source_names, pa.string())
     )
     counts = {
         name: pa.array(lengths.column(name), pa.int32()) for name in (*lengths.item_names, *_TOKENS)
     }
-    table = pa.table({**counts, "source": source})
+    squares = {
+        name: pa.array(column, pa.int64()) for name, column in sorted(lengths.squares.items())
+    }
+    table = pa.table({**counts, **squares, "source": source})
     if lengths.sample is not None:
         table = table.append_column(_SAMPLE, pa.array(lengths.sample, pa.int64()))
     if lengths.origin is not None:
@@ -240,6 +275,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
         source=np.concatenate(codes),
         source_names=names,
+        squares=_joined_squares(parts),
         origin=parts[0].origin if len(parts) == 1 else None,
         sample=parts[0].sample if len(parts) == 1 else None,
     )
@@ -249,6 +285,16 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         )
     _check_counts(joined, paths)
     return joined
+
+
+def _joined_squares(parts: Sequence[Lengths]) -> dict[str, np.ndarray]:
+    """Squares of all parts, where every part with such items has them."""
+    names = {name for part in parts for name in part.squares}
+    lacking = {squares_of(name) for part in parts for name in part.without_squares}
+    return {
+        name: np.concatenate([part.column(name) for part in parts])
+        for name in sorted(names - lacking)
+    }
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
@@ -277,6 +323,16 @@ def _check_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
             f"{words([*lengths.item_names, 'loss_tokens'])} must be at least 0 and tokens at least "
             "1; rebuild the file with `omnibal lengths`"
         )
+    for name, squares in lengths.squares.items():
+        items = lengths.column(name.removeprefix("squared_")).astype(np.int64)
+        wrong = (squares < items) | (squares > items**2)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise UserError(
+                f"{', '.join(map(str, paths))}: row {row} has {name} {squares[row]}; of "
+                f"{items[row]} {name.removeprefix('squared_')} it must be at least as much and at "
+                "most the square; rebuild the file with `omnibal lengths`"
+            )
 
 
 def _read_file(path: Path) -> list[Lengths]:
@@ -298,6 +354,7 @@ def _read_file(path: Path) -> list[Lengths]:
             loss_tokens=columns.integers("loss_tokens", pa.int32()),
             source=source,
             source_names=source_names,
+            squares={name: columns.integers(name, pa.int64()) for name in columns.square_names()},
             origin=origin,
             sample=_sample(columns) if origin is not None else None,
         )

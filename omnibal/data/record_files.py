@@ -22,6 +22,7 @@ _OPENING_BYTES = 80
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
 _DECODER = json.JSONDecoder()
 
 
@@ -43,6 +44,30 @@ def is_array(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(_CHUNK_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+
+
+def holds_records(path: Path) -> bool:
+    """Whether a file is an annotation file, by its name or how it begins, and not a meta.
+
+    Raises:
+        UserError: it is compressed.
+    """
+    if path.suffix.lower() == ".jsonl" or is_array(path):
+        return True
+    with path.open("rb") as file:
+        if file.read(len(_GZIP)) == _GZIP:
+            raise UserError(
+                f"{path}: is compressed, and samples are read by their places; decompress it, as "
+                f"with `gunzip {path.name}`"
+            )
+        file.seek(0)
+        first = file.readline().removeprefix(_BYTE_ORDER_MARK)
+    # A meta's values are objects; a record has a list of messages.
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and any(isinstance(v, list) for v in record.values())
 
 
 def index_lines(path: Path) -> tuple[RecordIndex, str]:

@@ -1,47 +1,66 @@
 """Checked reading of one sample's JSON record: its images, recordings and conversation."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any, Protocol
 
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import ImageFile
+from omnibal.data.messages import (
+    InvalidRecordError,
+    Medium,
+    Message,
+    Messages,
+    read_messages,
+)
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Turn
 
 _PATHS = "a path, a list of paths, or absent"
 _VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))
-
-
-class InvalidRecordError(ValueError):
-    """A record is malformed; the caller adds its file and number."""
+_ITEM_KEYS: dict[Medium, tuple[str, str]] = {
+    "image": ("image", "images"),
+    "video": ("video", "videos"),
+    "audio": ("audio", "audios"),
+}
+"""Keys of what a record shows and says: of InternVL, then of ms-swift and LLaMA-Factory."""
+_KEYS = (
+    *("conversations", "messages", "system", "tools", "kinds"),
+    *(key for keys in _ITEM_KEYS.values() for key in keys),
+    "id",
+)
+_REFUSED_KEYS = (
+    *("chosen", "rejected", "rejected_images", "rejected_messages", "rejected_response"),
+    *("negative_messages", "positive_messages", "kto_tag", "history", "objects"),
+    *("chat_template_kwargs", "documents"),
+)
+"""Keys that other trainers train by, each in a way that is not followed here."""
+_FILE_SCHEME = "file://"
+_NO_FILES = ("data:", "http:", "https:", "oss:", "s3:")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages of a record; None where there is no such message."""
+    """What a record says; None where there is no such message."""
 
     system: str | None
-    greeting: str | None
+    greeting: Message | None
     """Message of the model before the first question."""
     turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Form:
-    """Names by which a record gives its messages."""
+class Record:
+    """What a record shows and says."""
 
-    key: str
-    speaker: str
-    text: str
-    user: str
-    model: str
-
-
-_FORMS = (
-    # ShareGPT's, which LLaVA and InternVL took over, and that of chat templates.
-    _Form(key="conversations", speaker="from", text="value", user="human", model="gpt"),
-    _Form(key="messages", speaker="role", text="content", user="user", model="assistant"),
-)
+    images: tuple[ImageFile, ...]
+    video: bool
+    """Whether the images are the frames of one video."""
+    recordings: tuple[AudioFile, ...]
+    said: Conversation
+    tools: str | None
+    """Tools that the model may call, a JSON list."""
 
 
 class Media(Protocol):
@@ -63,39 +82,20 @@ class Media(Protocol):
         """List the recordings of a record that names none."""
 
 
-def read_images(record: dict[str, Any], media: Media) -> tuple[tuple[ImageFile, ...], bool]:
-    """The record's images or frames, and whether they are frames.
+def read_record(record: dict[str, Any], media: Media) -> Record:
+    """Read and check a whole record; a video's mark is left in place.
 
     Raises:
-        InvalidRecordError: they are not named as they must be.
+        InvalidRecordError: it is malformed; names the key.
     """
-    video = record.get("video") or []
-    if not video and record.get("image") is None:
-        return media.unnamed(), False
-    images = _names(record.get("image") or [], "image", _PATHS)
-    if not video:
-        return tuple(map(media.image, images)), False
-    if images:
-        raise InvalidRecordError('has an "image" and a "video"; a sample may show one of them')
-    named = _names(video, "video", "a folder of frames, or a list of their paths")
-    for name in named:
-        if is_video_file(name):
-            raise video_file(name)
-    if isinstance(video, str):
-        return media.frames(video), True
-    return tuple(map(media.image, named)), True
-
-
-def read_recordings(record: dict[str, Any], media: Media) -> tuple[AudioFile, ...]:
-    """The record's recordings.
-
-    Raises:
-        InvalidRecordError: they are not named as they must be.
-    """
-    named = record.get("audio")
-    if named is None:
-        return media.unnamed_recordings()
-    return tuple(map(media.recording, _names(named or [], "audio", _PATHS)))
+    _check_keys(record)
+    messages = read_messages(record)
+    images, video = _read_images(record, messages, media)
+    named = _named_items(record, messages, "audio")
+    recordings = media.unnamed_recordings() if named is None else tuple(map(media.recording, named))
+    said = _read_conversation(record, messages, len(images), video, len(recordings))
+    tools = _read_tools(record)
+    return Record(images=images, video=video, recordings=recordings, said=said, tools=tools)
 
 
 def is_video_file(name: str) -> bool:
@@ -113,26 +113,132 @@ def video_file(name: str) -> InvalidRecordError:
     )
 
 
-def read_conversation(
-    record: dict[str, Any], images: int, video: bool, recordings: int
-) -> Conversation:
-    """Read the messages of a record; a video's `<video>` line is left in place.
+def _check_keys(record: dict[str, Any]) -> None:
+    """Refuse keys that change what other trainers learn, and misspelt ones; others are ignored."""
+    for key in record:
+        if record[key] is None or key in _KEYS:
+            continue
+        if key in _REFUSED_KEYS:
+            raise InvalidRecordError(f'has "{key}", by which nothing is trained here; remove it')
+        meant = get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)
+        if meant:
+            raise InvalidRecordError(f'has "{key}"; did it mean "{meant[0]}"? rename or remove it')
 
-    Raises:
-        InvalidRecordError: it is malformed, or does not place the images or the recordings.
-    """
-    system, greeting, values = _conversation_values(record)
-    questions, answers = values[::2], values[1::2]
-    # Without recordings <audio> is text, such as that of a page in HTML.
-    for mark in (IMAGE, AUDIO) if recordings else (IMAGE,):
-        if any(mark in text for text in [system or "", greeting or "", *answers]):
+
+def _read_images(
+    record: dict[str, Any], messages: Messages, media: Media
+) -> tuple[tuple[ImageFile, ...], bool]:
+    """The record's images or frames, and whether they are frames."""
+    video = _named_video(record, messages)
+    images = _named_items(record, messages, "image")
+    if not video and images is None:
+        return media.unnamed(), False
+    if not video:
+        return tuple(map(media.image, images or ())), False
+    if images:
+        raise InvalidRecordError('has an "image" and a "video"; a sample may show one of them')
+    if isinstance(video, str):
+        if is_video_file(video):
+            raise video_file(video)
+        return media.frames(video), True
+    frames = _names(video, "video", "a folder of frames, or a list of their paths")
+    for name in frames:
+        if is_video_file(name):
+            raise video_file(name)
+    return tuple(map(media.image, frames)), True
+
+
+def _named_video(record: dict[str, Any], messages: Messages) -> Any:
+    """The folder of the video's frames, or a list of their paths; nothing if there is no video."""
+    key, named = _items_given(record, messages, "video")
+    if key == "video" or not named:
+        return named
+    videos = [named] if isinstance(named, str) else named
+    if not isinstance(videos, list) or len(videos) != 1:
+        count = len(videos) if isinstance(videos, list) else 0
+        raise InvalidRecordError(
+            f'has {count} videos in "{key}"; a sample may show one, given as a folder of frames or '
+            "a list of their paths"
+        )
+    return _path(videos[0], key) if isinstance(videos[0], dict | str) else videos[0]
+
+
+def _named_items(record: dict[str, Any], messages: Messages, medium: Medium) -> list[str] | None:
+    """Paths of all images or recordings; None where the record names none."""
+    key, named = _items_given(record, messages, medium)
+    return None if named is None else _names(named or [], key, _PATHS)
+
+
+def _items_given(record: dict[str, Any], messages: Messages, medium: Medium) -> tuple[str, Any]:
+    """What a record names of one kind, and by which key; None if nothing."""
+    in_parts = messages.items.get(medium)
+    keys = [key for key in _ITEM_KEYS[medium] if record.get(key)]
+    given = [f'"{key}"' for key in keys] + [f'"{messages.key}"'] * (in_parts is not None)
+    if len(given) > 1:
+        raise InvalidRecordError(
+            f"names what it shows or says in {' and in '.join(given)}; give each item in one place"
+        )
+    if in_parts is not None:
+        return f"{medium}s", in_parts
+    empty = next((key for key in _ITEM_KEYS[medium] if record.get(key) is not None), None)
+    key = keys[0] if keys else empty
+    return (medium, None) if key is None else (key, record[key])
+
+
+def _names(value: Any, key: str, remedy: str) -> list[str]:
+    names = [value] if isinstance(value, str | dict) else value
+    if not isinstance(names, list):
+        raise _odd(key, remedy)
+    paths = [_path(name, key) for name in names]
+    if not all(isinstance(path, str) and path for path in paths):
+        raise _odd(key, remedy)
+    return paths
+
+
+def _odd(key: str, remedy: str) -> InvalidRecordError:
+    return InvalidRecordError(f'has an odd "{key}"; it must be {remedy}')
+
+
+def _path(name: Any, key: str) -> Any:
+    """The path of an item, which some data wraps as {"path", "bytes"} or writes as a URL."""
+    if isinstance(name, dict):
+        given = {field: value for field, value in name.items() if value is not None}
+        if list(given) != ["path"]:
             raise InvalidRecordError(
-                f"has {mark} in an answer or system message; it may stand only in a question"
+                f'has in "{key}" an item with {", ".join(given) or "nothing"}; it must be a path, '
+                "or have a path alone: write bytes to a file"
             )
+        name = given["path"]
+    if isinstance(name, str) and name.startswith(_NO_FILES):
+        raise InvalidRecordError(
+            f'has in "{key}" {name[:40]!r}, which is no file; write it to a file and name that'
+        )
+    return name.removeprefix(_FILE_SCHEME) if isinstance(name, str) else name
+
+
+def _read_tools(record: dict[str, Any]) -> str | None:
+    given = record.get("tools")
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given else given
+    except (ValueError, RecursionError):
+        tools = given
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRecordError('has an odd "tools"; it must be a list of objects, or its JSON')
+    return json.dumps(tools, ensure_ascii=False)
+
+
+def _read_conversation(
+    record: dict[str, Any], messages: Messages, images: int, video: bool, recordings: int
+) -> Conversation:
+    said = _assembled(record, messages)
+    questions = [turn.question for turn in said.turns]
+    _check_marks(said, recordings)
     if recordings:
         _place(questions, AUDIO, recordings, "recording")
     if video:
-        _place_video(questions)
+        _place_video(questions, loose=not record.get("video"))
     else:
         _place(questions, IMAGE, images, "image")
     kinds = record.get("kinds", [None] * len(questions))
@@ -141,15 +247,24 @@ def read_conversation(
         raise InvalidRecordError(
             f'must have in "kinds" one name for each of its {len(questions)} turn(s)'
         )
-    turns = tuple(Turn(*fields) for fields in zip(questions, answers, kinds, strict=True))
-    return Conversation(system=system, greeting=greeting, turns=turns)
+    turns = tuple(
+        replace(turn, question=question, kind=kind)
+        for turn, question, kind in zip(said.turns, questions, kinds, strict=True)
+    )
+    return replace(said, turns=turns)
 
 
-def _names(value: Any, key: str, remedy: str) -> list[str]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise InvalidRecordError(f'has an odd "{key}"; it must be {remedy}')
-    return names
+def _check_marks(said: Conversation, recordings: int) -> None:
+    """Refuse marks anywhere but in questions."""
+    greeting = "" if said.greeting is None else said.greeting.text
+    others = [said.system or "", greeting, *(turn.answer for turn in said.turns)]
+    others += [result for turn in said.turns for result in turn.results]
+    # Without recordings <audio> is text, such as that of a page in HTML.
+    for mark in (IMAGE, AUDIO) if recordings else (IMAGE,):
+        if any(mark in text for text in others):
+            raise InvalidRecordError(
+                f"has {mark} in an answer or system message; it may stand only in a question"
+            )
 
 
 def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
@@ -165,59 +280,98 @@ def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
         )
 
 
-def _place_video(questions: list[str]) -> None:
-    """Put the video first where the first question does not show it."""
+def _place_video(questions: list[str], loose: bool) -> None:
+    """Put the video first where the first question does not show it.
+
+    Args:
+        loose: its mark needs no line break behind it, as in the forms that have "videos".
+    """
     questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
     if VIDEO not in questions[0]:
         questions[0] = VIDEO_LINE + questions[0]
     shown = sum(question.count(VIDEO) for question in questions)
-    if shown != 1 or VIDEO_LINE not in questions[0] or any(IMAGE in text for text in questions):
+    has_line = loose or VIDEO_LINE in questions[0]
+    if shown != 1 or not has_line or any(IMAGE in text for text in questions):
         raise InvalidRecordError(
             f"is about a video; its first question must have {VIDEO} once, with a line break "
             f"behind it, and no other {VIDEO} or {IMAGE} may stand in a question"
         )
 
 
-def _conversation_values(record: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
-    """The system message, what the model says first, and then: question, answer, ..., answer."""
-    form = _form_of(record)
-    messages = record.get(form.key)
-    well_formed = (
-        isinstance(messages, list)
-        and all(isinstance(message, dict) for message in messages)
-        and all(isinstance(message.get(form.text), str) for message in messages)
+def _assembled(record: dict[str, Any], messages: Messages) -> Conversation:
+    """The system message, what the model says first, and then turns."""
+    rest = list(messages.messages)
+    for message in rest:
+        _check_text(message)
+    system = _system_of(record)
+    if rest[0].role == "system":
+        if system is not None:
+            raise InvalidRecordError(f'has "system" and a system message in "{messages.key}"')
+        system = rest.pop(0).text
+    greeting = rest.pop(0) if rest and rest[0].role == "assistant" else None
+    if greeting is not None and (greeting.calls or greeting.reasoning):
+        raise _not_alternating(messages)
+    turns = []
+    while rest:
+        turns.append(_next_turn(rest, messages))
+    if not turns:
+        raise _not_alternating(messages)
+    return Conversation(system=system, greeting=greeting, turns=tuple(turns))
+
+
+def _system_of(record: dict[str, Any]) -> str | None:
+    system = record.get("system") or None
+    if system is not None and not isinstance(system, str):
+        raise InvalidRecordError('has an odd "system"; it must be a text')
+    if system is not None:
+        _check_text(Message(role="system", text=system))
+    return system
+
+
+def _next_turn(rest: list[Message], messages: Messages) -> Turn:
+    """Take a turn's messages: a question, or what tools answered, then the answer and its calls."""
+    asked = []
+    while rest and rest[0].role == "tool":
+        asked.append(rest.pop(0).text)
+    results = tuple(asked)
+    if not results:
+        if not rest or rest[0].role != "user":
+            raise _not_alternating(messages)
+        asked.append(rest.pop(0).text)
+    if not rest or rest[0].role != "assistant":
+        raise _not_alternating(messages)
+    answer = rest.pop(0)
+    while rest and rest[0].role == "assistant" and rest[0].calls and not rest[0].text:
+        more = rest.pop(0)  # calls that are messages of their own
+        if more.learned != answer.learned:
+            raise InvalidRecordError(
+                f'has in "{messages.key}" an answer and its call with different "loss"; give both '
+                "the same"
+            )
+        answer = replace(answer, calls=(*answer.calls, *more.calls))
+    return Turn(
+        question="" if results else asked[0],
+        answer=answer.text,
+        kind=None,
+        results=results,
+        reasoning=answer.reasoning,
+        calls=answer.calls,
+        learned=answer.learned,
     )
-    if not messages or not well_formed:
-        raise InvalidRecordError(
-            f'must have "{form.key}": a list of {{"{form.speaker}", "{form.text}"}}'
-        )
-    values = [message[form.text] for message in messages]
-    _check_texts(values)
-    speakers = [message.get(form.speaker) for message in messages]
-    begin = int(speakers[0] == "system")
-    system = values[0] if begin else None
-    greets = speakers[begin : begin + 1] == [form.model]
-    greeting = values[begin] if greets else None
-    begin += int(greets)
-    talk = values[begin:]
-    if not talk or speakers[begin:] != [form.user, form.model] * (len(talk) // 2):
-        raise InvalidRecordError(
-            f'has "{form.key}" from {", ".join(map(str, speakers))}; {form.user} and {form.model} '
-            f"must alternate, {form.user} first and {form.model} last"
-        )
-    return system, greeting, talk
 
 
-def _form_of(record: dict[str, Any]) -> "_Form":
-    given = [form for form in _FORMS if record.get(form.key) is not None]
-    if len(given) > 1:
-        raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
-    return given[0] if given else _FORMS[0]
+def _not_alternating(messages: Messages) -> InvalidRecordError:
+    user, model = ("human", "gpt") if messages.key == "conversations" else ("user", "assistant")
+    return InvalidRecordError(
+        f'has "{messages.key}" from {", ".join(messages.speakers)}; {user} and {model} must '
+        f"alternate, {user} first and {model} last; what tools answer may stand in place of {user}"
+    )
 
 
-def _check_texts(values: list[str]) -> None:
+def _check_text(message: Message) -> None:
+    texts = (message.text, message.reasoning or "", *message.calls)
     try:
-        "".join(values).encode()
+        "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise InvalidRecordError(
             f"has text that is not Unicode ({error.reason}); mend its \\u escapes"

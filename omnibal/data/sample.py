@@ -26,6 +26,14 @@ class Turn:
     answer: str
     kind: str | None
     """Kind of question that accuracy is reported by; from the record's optional "kinds"."""
+    results: tuple[str, ...] = ()
+    """What tools answered, in place of a question, which is then empty."""
+    reasoning: str | None = None
+    """What the model thinks before it answers, where the record has it apart from the answer."""
+    calls: tuple[str, ...] = ()
+    """Calls of tools that the answer makes, each a JSON object of "name" and "arguments"."""
+    learned: bool = True
+    """Whether the answer is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +54,10 @@ class Sample:
     """System message that replaces the template's own."""
     greeting: str | None = None
     """Message of the model ("gpt") before the first question."""
+    greeting_learned: bool = True
+    """Whether it is trained on, in templates that write it."""
+    tools: str | None = None
+    """Tools that the model may call, a JSON list."""
     video: bool = False
     """Whether the images are the frames of one video."""
     augment: bool = False
@@ -96,7 +108,8 @@ class Sample:
         """Replace the video's frames, each named in the question as InternVL does."""
         first, *others = self.turns
         named = "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, len(frames) + 1))
-        asked = replace(first, question=first.question.replace(VIDEO_LINE, named))
+        question = first.question.replace(VIDEO_LINE, VIDEO).replace(VIDEO, named)
+        asked = replace(first, question=question)
         return replace(self, images=frames, turns=(asked, *others))
 
 

@@ -1,4 +1,4 @@
-"""Scan of a dataset: tiles, clips and tokens of every sample, from headers and text alone.
+"""Scan of a dataset: items and tokens of every sample, from headers and text alone.
 
 No pixel is decoded, except of a file whose end looks wrong, and no sound but the last of a FLAC.
 Neither the number of processes nor where an earlier scan was killed changes the result.
@@ -19,15 +19,30 @@ from omnibal import __version__
 from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.audio_files import AudioFile
-from omnibal.data.chat import check_tokenizer, encode_sample
+from omnibal.data.chat import check_tokenizer, encode_sample, image_places, text_sha256
 from omnibal.data.image_files import ImageFile, why_unreadable
-from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, clip_sizes, tile_sizes
+from omnibal.data.lengths import (
+    Lengths,
+    LengthsOrigin,
+    check_positions,
+    clip_sizes,
+    image_rule,
+    tile_sizes,
+)
+from omnibal.data.native_resolution import (
+    OddImage,
+    Segments,
+    image_segments,
+    seen_frames,
+    video_segments,
+)
 from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
 from omnibal.data.scan_pool import map_unordered
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
+from omnibal.encoders import SQUARED_FEATURES, ImageRule, squares_of
 from omnibal.errors import UserError
 from omnibal.files import atomic
 
@@ -76,8 +91,8 @@ def scan_lengths(
     on_error: OnError = "stop",
     journal: ScanJournal | None = None,
 ) -> Scan:
-    """Tiles, clips, tokens and loss tokens of every sample; what stands for images and recordings
-    is counted, not built.
+    """Items, tokens and loss tokens of every sample; what stands for images and recordings is
+    counted, not built.
 
     Args:
         on_progress: called now and then with the number of samples done since the last call.
@@ -107,7 +122,8 @@ def scan_lengths(
             yield _Task(indices, annotations.take(indices))
 
     processes = max(1, min(processes, -(-len(left) // _SAMPLES_PER_TASK)))
-    with closing(map_unordered(_Scanner(model, tokenizer), tasks(), processes)) as results:
+    scanner = _Scanner(model, tokenizer, image_rule(model))
+    with closing(map_unordered(scanner, tasks(), processes)) as results:
         for scanned in results:
             parts.append(scanned.rows)
             bad += scanned.bad
@@ -177,6 +193,8 @@ class _Scanner:
 
     model: ModelConfig
     tokenizer: Tokenizer
+    rule: ImageRule | None
+    """How images at their native resolution become tokens; None where the model takes none."""
     size_of: dict[ImageFile, tuple[int, int] | str] = field(default_factory=dict)
     """Width and height of an image in pixels, or what is wrong with it."""
     duration_of: dict[AudioFile, Duration | str] = field(default_factory=dict)
@@ -193,25 +211,65 @@ class _Scanner:
                 bad.append(BadSample(index=index, where=where, message=str(error)))
         return _Scanned(np.array(rows, COUNTED), bad)
 
-    def _counts(self, sample: Sample) -> tuple[int, int, int, int]:
-        """Tiles, clips, tokens and loss tokens."""
-        sample = sample.shown(self.model.tiling)
-        nothing = [0] * len(sample.images), [0] * len(sample.recordings)
-        text = encode_sample(sample, nothing[0], self.model, self.tokenizer, nothing[1])
-        tiles, clips, tokens = 0, 0, len(text.token_ids)
-        if sample.images:
-            vision = self.model.vision
-            tiling = sample.tiling(vision.tiling)
-            sizes = [self._image_size(image, sample) for image in sample.images]
-            tiles = sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
-            tokens += tiles * vision.tokens_per_item
+    def _counts(self, sample: Sample) -> tuple[int, ...]:
+        """The fields of COUNTED but the index."""
+        if self.rule is None:
+            sample = sample.shown(self.model.tiling)
+        places = image_places(sample, self.model)
+        # One token stands for every image at its native resolution, none for one of tiles.
+        standing = [1 if self.rule else 0] * places
+        silent = [0] * len(sample.recordings)
+        text = encode_sample(sample, standing, self.model, self.tokenizer, silent)
+        tokens = len(text.token_ids) - sum(standing)
+        tiles = self._tiles(sample)
+        if tiles:
+            tokens += tiles * self.model.vision.tokens_per_item
+        segments = self._segments(sample)
+        image_tokens = sum(segment.all_tokens for segment in segments)
+        squares = sum(segment.squares for segment in segments)
+        clips = 0
         if sample.recordings:
             audio = self.model.audio
             durations = [self._duration(recording, sample) for recording in sample.recordings]
             clips = sum(duration.clips(audio.frames) for duration in durations)
             tokens += clips * audio.tokens_per_item
+        tokens += image_tokens
         check_positions(tokens, self.model, f"{sample.where}: the sample")
-        return tiles, clips, tokens, int(text.loss_mask.sum())
+        return squares, tiles, clips, image_tokens, tokens, int(text.loss_mask.sum())
+
+    def _tiles(self, sample: Sample) -> int:
+        """Tiles of all images; none where the model takes them at their native resolution."""
+        if not sample.images or self.rule is not None:
+            return 0
+        vision = self.model.vision
+        tiling = sample.tiling(vision.tiling)
+        sizes = [self._image_size(image, sample) for image in sample.images]
+        return sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
+
+    def _segments(self, sample: Sample) -> list[Segments]:
+        """Tokens of every image, or of the video, at their native resolution."""
+        rule = self.rule
+        if rule is None or not sample.images:
+            return []
+        images = sample.images
+        if sample.video:
+            images = tuple(images[frame] for frame in seen_frames(len(images), rule.video))
+        sizes = [self._image_size(image, sample) for image in images]
+        try:
+            if not sample.video:
+                return [image_segments(*size, rule) for size in sizes]
+            other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
+            if other is not None:
+                raise UserError(
+                    f"{sample.where}: frame {images[other]} has {sizes[other]} pixels, and the "
+                    f"video's first {sizes[0]}; frames of a video must be equally large: make "
+                    "them so, or name them as images"
+                )
+            return [video_segments(len(images), *sizes[0], rule)]
+        except OddImage as error:
+            raise UserError(
+                f"{sample.where}: one of its images {error}; crop it or remove the sample"
+            ) from error
 
     def _duration(self, recording: AudioFile, sample: Sample) -> Duration:
         if recording not in self.duration_of:
@@ -245,9 +303,11 @@ def _lengths(
     rows: np.ndarray, annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer
 ) -> Lengths:
     indices = np.ascontiguousarray(rows["index"])
-    taken = [("tiles", model.takes_images), ("clips", model.takes_audio)]
+    names = model.item_features
+    squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
     return Lengths(
-        items={name: np.ascontiguousarray(rows[name]) for name, takes in taken if takes},
+        items={name: np.ascontiguousarray(rows[name]) for name in sorted(names)},
+        squares={name: np.ascontiguousarray(rows[name]) for name in squares},
         tokens=np.ascontiguousarray(rows["tokens"]),
         loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
         source=annotations.source[indices],
@@ -261,11 +321,12 @@ def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) 
     image_size, tokens_per_tile = tile_sizes(model)
     return LengthsOrigin(
         data_sha256=annotations.sha256,
-        tokenizer_sha256=tokenizer.sha256,
+        tokenizer_sha256=text_sha256(model, tokenizer),
         image_size=image_size,
         tokens_per_tile=tokens_per_tile,
         tiling=model.tiling,
         clips=clip_sizes(model),
+        images=image_rule(model),
         chat_template=model.chat_template,
         system_message=model.system_message,
     )

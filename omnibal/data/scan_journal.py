@@ -15,12 +15,19 @@ import numpy as np
 
 from omnibal.errors import UserError
 
-_COUNTS = ("tiles", "clips", "tokens", "loss_tokens")
-COUNTED = np.dtype([("index", "<i8"), *((name, "<i4") for name in _COUNTS)])
+_COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
+_SQUARES = ("squared_image_tokens",)
+COUNTED = np.dtype(
+    [
+        ("index", "<i8"),
+        *((name, "<i8") for name in _SQUARES),
+        *((name, "<i4") for name in _COUNTS),
+    ]
+)
 """A scanned sample: its index in the annotations, and its counts."""
 
 _TITLE = b"omnibal scan journal "
-_FORM = b"2 "
+_FORM = b"3 "
 """Of what the records hold; a journal of another form is discarded."""
 _PREFIX = struct.Struct("<II")
 

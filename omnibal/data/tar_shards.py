@@ -22,8 +22,9 @@ import numpy as np
 
 from omnibal.data.audio_files import AUDIO_SUFFIXES, AudioFile
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
+from omnibal.data.messages import InvalidRecordError
 from omnibal.data.record_files import RecordIndex
-from omnibal.data.records import InvalidRecordError, is_video_file
+from omnibal.data.records import is_video_file
 from omnibal.data.stored_files import natural_order, open_range
 from omnibal.errors import UserError
 

@@ -31,6 +31,7 @@ LLAMA_TURN_END = "<|eot_id|>"
 
 FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
+_TEMPLATE_FILE, _OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 # `normalizer_spec.add_dummy_prefix = false`: of a field that a message holds twice, the last wins.
@@ -51,6 +52,12 @@ class Tokenizer(ABC):
     add_bos: bool
     """Whether the tokenizer's own settings have texts begin with `bos_piece`."""
     bos_piece: str
+    template: str | None
+    """Jinja text of the chat template that stands beside the tokenizer; `sha256` is not of it."""
+    named_pieces: dict[str, str]
+    """Pieces with a role, such as "eos_token", which a template may write."""
+    special_pieces: tuple[str, ...] = ()
+    """Added tokens that are special."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -63,6 +70,18 @@ class Tokenizer(ABC):
     @abstractmethod
     def id_of(self, piece: str) -> int | None:
         """The id of a piece that is one token, if there is such."""
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of `text`, and the first character of each.
+
+        Raises:
+            UserError: this kind of tokenizer does not tell.
+        """
+        raise UserError(
+            f"{self.path}: does not tell which characters a token is of, which loss by the "
+            f"tokenizer's own chat template needs; save it as {FAST_FILE} (save_pretrained of a "
+            "fast tokenizer does)"
+        )
 
     def required(self, piece: str) -> int:
         """The id of a piece.
@@ -98,7 +117,8 @@ def lacking(pieces: Sequence[str]) -> str:
 def tokenizer_files(path: Path) -> list[Path]:
     """List the files that `open_tokenizer` may read for a path, whether they exist or not."""
     folder = path if path.is_dir() else path.parent
-    beside = [folder / CONFIG_FILE, folder / ADDED_FILE]
+    names = (CONFIG_FILE, ADDED_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
+    beside = [folder / name for name in names]
     models = [folder / FAST_FILE, folder / _SENTENCEPIECE_FILE] if path.is_dir() else [path]
     return [*models, *beside]
 
@@ -181,6 +201,14 @@ class _Settings(BaseModel):
         return _name(self.unk_token) or _UNKNOWN
 
     @property
+    def named_pieces(self) -> dict[str, str]:
+        """Pieces by their role, of the roles that have one."""
+        roles = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+        given = (self.bos_token, self.eos_token, self.unk_token, self.sep_token, self.pad_token)
+        pieces = map(_name, (*given, self.cls_token, self.mask_token))
+        return {f"{role}_token": p for role, p in zip(roles, pieces, strict=True) if p is not None}
+
+    @property
     def special_tokens(self) -> list[AddedToken]:
         """Special tokens: those with a role, then additional ones, in the order of Hugging Face's
         tokenizers, in which what they add gets its ids."""
@@ -203,6 +231,41 @@ class _Settings(BaseModel):
         before the first piece even if that is an added token, and never after an added token."""
         llama = self.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
         return llama and self.legacy is False
+
+
+class _NamedTemplate(BaseModel):
+    name: str
+    template: str
+
+
+class _TemplateHolder(BaseModel):
+    """A chat template in a JSON file, alone or one of several; other fields are ignored."""
+
+    chat_template: str | list[_NamedTemplate] | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The template, or of several the one that chats."""
+        if not isinstance(self.chat_template, list):
+            return self.chat_template
+        return {each.name: each.template for each in self.chat_template}.get("default")
+
+
+def _read_template(path: Path) -> str | None:
+    """The chat template beside a tokenizer: the first that there is, as Transformers looks."""
+    alone = path.with_name(_TEMPLATE_FILE)
+    if alone.is_file():
+        try:
+            return alone.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{alone}: cannot be read ({error}); restore it") from error
+    for name in (CONFIG_FILE, _OLD_TEMPLATE_FILE):
+        file = path.with_name(name)
+        if file.is_file():
+            held = read_json_model(_TemplateHolder, file, f"restore the checkpoint's own {name}")
+            if held.text is not None:
+                return held.text
+    return None
 
 
 def _name(token: _Named) -> str | None:
@@ -252,6 +315,8 @@ class _SentencePiece(Tokenizer):
         self.vocab_size = max([self._pieces - 1, *self._content_of]) + 1
         self.bos_piece = self._settings.bos_piece
         self.add_bos = self._settings.add_bos_token is not False
+        self.template = _read_template(path)
+        self.named_pieces = self._settings.named_pieces
 
     def encode(self, text: str) -> list[int]:
         if not (self._added or self._keeps_first_space):
@@ -355,9 +420,17 @@ class _Fast(Tokenizer):
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_piece = settings.bos_piece
         self.add_bos = settings.add_bos_token is True
+        self.template = _read_template(path)
+        self.named_pieces = settings.named_pieces
+        added = self._model.get_added_tokens_decoder().values()
+        self.special_pieces = tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        encoded = self._model.encode(text, add_special_tokens=False)
+        return encoded.ids, [first for first, _ in encoded.offsets]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids), skip_special_tokens=False)

@@ -249,7 +249,7 @@ def least_sums(
 
 def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
     """All runs of units that hold a layer."""
-    kinds, layout, unit_terms = cost.kinds, TermLayout(len(cost.features)), _unit_terms(cost)
+    kinds, layout, unit_terms = cost.kinds, TermLayout.of(cost), _unit_terms(cost)
     indices = {kind.name: index for index, kind in enumerate(kinds)}
     sequence = np.array([indices[name] for name in unit_names(model)])
     before = np.zeros((len(sequence) + 1, len(kinds)), np.int64)
@@ -269,6 +269,8 @@ def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
     tied_ms = cost.tied_exchange_ms * holds_one_end(kinds, counts)
     terms[:, layout.reduction] += tied_ms
     terms[:, layout.optimizer] -= cost.optimizer_ms_per_parameter * once
+    if layout.has_experts:
+        terms[:, layout.without_experts] = counts @ cost.of_experts == 0
     prefix = before @ unit_terms
     cut = np.zeros_like(prefix)
     cut[1:-1] = unit_terms[sequence[:-1]]
@@ -282,7 +284,7 @@ def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
     """Terms that a unit of each kind, and a cut right after it, add to a stage. [kinds, terms]"""
-    layout = TermLayout(len(cost.features))
+    layout = TermLayout.of(cost)
     # The first feature of every level is 1.
     fixed = np.zeros(layout.features)
     fixed[:: layout.features // cost.levels] = cost.link_latency_ms
@@ -295,10 +297,10 @@ def _unit_terms(cost: CostModel) -> np.ndarray:
         terms[kind, layout.receive] = (
             fixed * returns + cost.link_ms_per_byte * unit_cost.output_gradient_bytes
         )
-        trained = unit_cost.trained_parameters
-        terms[kind, layout.reduction] = cost.gradient_reduction_ms_per_parameter * trained
-        terms[kind, layout.gather] = cost.weight_gather_ms_per_parameter * trained
-        terms[kind, layout.optimizer] = cost.optimizer_ms_per_parameter * trained
+        trained = unit_cost.trained_parameters, unit_cost.trained_expert_parameters
+        terms[kind, layout.reduction] = cost.reduction_ms(*trained)
+        terms[kind, layout.gather] = cost.gather_ms(*trained)
+        terms[kind, layout.optimizer] = cost.update_ms(*trained)
     return terms
 
 
@@ -327,14 +329,14 @@ def _paths_on(steps: SampledSteps, row: np.ndarray, orders: Sequence[StageOrder]
     features = steps.features[row]
     total = np.concatenate([np.zeros_like(features[:, :1]), features.cumsum(axis=1)], axis=1)
     paths = [
-        _paths_through(steps.weight, total, steps.counts[row], order, stage, len(orders))
+        _paths_through(steps, total, steps.counts[row], order, stage, len(orders))
         for stage, order in enumerate(orders)
     ]
     return np.stack(paths)
 
 
 def _paths_through(
-    weight: np.ndarray,
+    steps: SampledSteps,
     total: np.ndarray,
     count: np.ndarray,
     order: StageOrder,
@@ -346,12 +348,11 @@ def _paths_through(
     Four ways through, each followed by the stage's reduction or by the last backwards before it.
 
     Args:
-        weight: [steps].
         total: [steps, m + 1, features]; features of the micro-batches before each one and of all.
         count: [steps] micro-batches.
         order: of the stage.
     """
-    every = np.arange(len(count))
+    weight, every = steps.weight, np.arange(len(count))
     last = np.maximum(count - 1, 0)
     # Forwards 1 to `ahead` run before the first backward, and `behind` backwards between the last
     # forward and the last backward.
@@ -369,7 +370,7 @@ def _paths_through(
         (everything, backwards, closing),
         (forwards, np.where(both, backwards, everything), opening + np.where(both, closing, 0.0)),
     )
-    layout = TermLayout(total.shape[2])
+    layout = steps.layout
     weights = np.zeros((2, len(ways), stages, len(layout)))
     pairs = (layout.forward, layout.backward), (layout.send, layout.receive)
     for i, (own_forward, own_backward, later) in enumerate(ways):

@@ -15,7 +15,10 @@ that of the last bucket after all of it (`omnibal.pipeline.stage_cost.OnceAStep`
 
 Ranks that share a pack start every pass of it together, when the last of them can, and take as long
 as the slowest. A path then goes on with the rank that was the last, or takes the time of the
-slowest: it is a sum of the same terms. Costs and features are of all levels, one after another
+slowest: it is a sum of the same terms. So it is with ranks that share out experts, but in stages
+that hold experts alone: a path that has gone over to another rank there is none of a candidate
+whose stage holds no experts. It counts against that candidate so much that it bounds nothing, by a
+term that is 1 in stages without experts. Costs and features are of all levels, one after another
 (`omnibal.pipeline.level_costs`).
 """
 
@@ -38,6 +41,8 @@ from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 1_000_000
 """Entries of [operations, candidates, rows] computed at a time: bounds memory."""
+_NO_PATH_MS = -1e12
+"""Length of a path that a candidate does not have; far below any, and exact beside other times."""
 _NEVER_MS = -1e30
 """Arrival at a micro-batch that does not exist, which waits for nothing."""
 
@@ -48,14 +53,22 @@ class TermLayout:
 
     features: int
     """Number of features of a micro-batch."""
+    has_experts: bool = False
+    """Whether the model has experts, and stages a term that says which hold none."""
+
+    @classmethod
+    def of(cls, cost: CostModel) -> "TermLayout":
+        """The layout of a model's costs."""
+        return cls(len(cost.features), bool(cost.of_experts.any()))
 
     @classmethod
     def of_length(cls, length: int) -> "TermLayout":
         """The layout of so many terms."""
-        return cls((length - 5) // 6)
+        features, more = divmod(length - 5, 6)
+        return cls(features, bool(more))
 
     def __len__(self) -> int:
-        return 6 * self.features + 5
+        return 6 * self.features + 5 + self.has_experts
 
     def _block(self, index: int) -> slice:
         return slice(index * self.features, (index + 1) * self.features)
@@ -120,6 +133,11 @@ class TermLayout:
         """Time of the weight update."""
         return 6 * self.features + 4
 
+    @property
+    def without_experts(self) -> int:
+        """1 where the stage holds no experts, else 0; only where the model has any."""
+        return 6 * self.features + 5
+
 
 _FORWARD, _BACKWARD, _SEND, _FORWARD_SHARE, _BACKWARD_SHARE = 0, 1, 2, 4, 5
 """Blocks of the layout."""
@@ -143,12 +161,17 @@ class SampledSteps:
     """Weight of every step, [steps], 1 in all."""
     context: np.ndarray
     """Rows that share the micro-batch, an aligned block of them, [rows, m]."""
+    in_step: int
+    """Rows that run stages with experts in step, an aligned block of them."""
+    layout: TermLayout
+    """Layout of the terms of what a stage costs on these steps."""
 
     @classmethod
     def of(cls, workload: Workload, cost: CostModel) -> "SampledSteps":
         """All steps of the workload, with features as `cost` has them."""
         _, step_index = np.unique(workload.step, return_inverse=True)
-        ranks, block = workload.data_parallel_size, int(workload.context.max())
+        ranks = workload.data_parallel_size
+        block = max(int(workload.context.max()), workload.in_step)
         of_packs = features_of(workload, cost)
         micro_batches, features = int(workload.slot.max()) + 1, of_packs.shape[1]
         shape = int(step_index[-1]) + 1, ranks, micro_batches
@@ -174,12 +197,9 @@ class SampledSteps:
             rows=(block * steps[:, :, None] + within).reshape(len(steps), -1),
             weight=times / times.sum(),
             context=context.reshape(-1, micro_batches)[chosen],
+            in_step=workload.in_step,
+            layout=TermLayout.of(cost),
         )
-
-    @property
-    def layout(self) -> TermLayout:
-        """Layout of the terms of what a stage costs on these steps."""
-        return TermLayout(self.features.shape[2])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -199,8 +219,10 @@ class PipelineSimulator:
     """Operation that its stage runs before each one, [operations]; before stage s's first one, the
     number of operations + 1 + s."""
     shared: Mapping[int, np.ndarray]
-    """Whether so many rows share the operation's micro-batch, [operations, rows], by size of the
-    blocks; only where there are any."""
+    """Whether so many rows run the operation together, [operations, rows], by size of the blocks;
+    only where there are any."""
+    in_step: Mapping[int, np.ndarray]
+    """The same in stages with experts, where rows that share these out run in step."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
@@ -210,7 +232,7 @@ class PipelineSimulator:
         missing = graph.micro_batch[:, None] >= steps.counts
         firsts = graph.before == len(graph)
         context = steps.context.T[graph.micro_batch]
-        sizes = np.unique(steps.context[steps.context > 1]).tolist()
+        grouped = np.maximum(context, steps.in_step if steps.layout.has_experts else 1)
         if missing.any():
             require_shortens(graph.schedule)
         return cls(
@@ -220,7 +242,8 @@ class PipelineSimulator:
             delay_ms=np.where(missing, _NEVER_MS, 0.0)[:, None],
             last=graph.last_of_stages(),
             before=np.where(firsts, len(graph) + 1 + graph.stage, graph.before),
-            shared={size: context == size for size in sizes},
+            shared=_by_size(context),
+            in_step=_by_size(grouped),
         )
 
     @property
@@ -276,11 +299,18 @@ class PipelineSimulator:
         exposed = self._exposed(terms)
         self._take_exposed(exposed[1], weights, of_kind, (candidate, step, stage, row))
         graph, backwards = self.graph, self._backwards
+        is_in_step = self._is_in_step(terms)
         while len(operation):
-            slowest = self._leading(alone_ms, operation, candidate, row)
-            row = self._leading(ready_ms, operation, candidate, row)
-            features = self.steps.features[slowest, graph.micro_batch[operation]]
             backward, stage = backwards[operation], graph.stage[operation]
+            place = operation, candidate, row
+            together = is_in_step[stage, candidate]
+            slowest, last = (self._leading(of, place, together) for of in (alone_ms, ready_ms))
+            left = np.flatnonzero(together & ((slowest != row) | (last != row)))
+            if len(left):
+                gone = candidate[left], step[left], stage[left], layout.without_experts
+                weights[gone] = _NO_PATH_MS
+            row = last
+            features = self.steps.features[slowest, graph.micro_batch[operation]]
             of_kind[candidate, step, stage, backward] += features
             before, sender = self.before[operation], graph.source[operation]
             arrival = end[sender, candidate, row] + link[operation, candidate, row]
@@ -304,27 +334,40 @@ class PipelineSimulator:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Time of every operation on each row, and when the row can start it; [operations, n, rows]
         each, or nothing where no rows share any."""
-        if not self.shared:
+        if not self.in_step:
             return np.empty((0, 0, 0)), np.empty((0, 0, 0))
         ready_ms = np.maximum(end[self.graph.source] + link, end[self.before])
         return self._alone_ms(terms), ready_ms
 
+    def _is_in_step(self, terms: np.ndarray) -> np.ndarray:
+        """Whether rows that share out experts run each stage in step, by candidate. [p, n]"""
+        layout = self.steps.layout
+        if self.steps.in_step == 1 or not layout.has_experts:
+            return np.zeros((self.stages, len(terms)), bool)
+        return terms[:, :, layout.without_experts].T == 0
+
     def _leading(
-        self, values_ms: np.ndarray, operation: np.ndarray, candidate: np.ndarray, row: np.ndarray
+        self,
+        values_ms: np.ndarray,
+        at: tuple[np.ndarray, np.ndarray, np.ndarray],
+        together: np.ndarray,
     ) -> np.ndarray:
         """Rows of the same blocks in which a value is the largest. [paths]
 
         Args:
             values_ms: [operations, n, rows].
-            operation: that each path has come to, [paths], of this candidate and row.
+            at: operation, candidate and row that each path has come to.
+            together: whether rows run the stage in step, [paths].
         """
+        operation, candidate, row = at
         found = row
-        for size, shared in self.shared.items():
-            at = np.flatnonzero(shared[operation, row])
-            members = (row[at] // size * size)[:, None] + np.arange(size)
-            most = values_ms[operation[at, None], candidate[at, None], members].argmax(axis=1)
-            found = found.copy()
-            found[at] = members[np.arange(len(at)), most]
+        for blocks, of_these in ((self.shared, ~together), (self.in_step, together)):
+            for size, shared in blocks.items():
+                here = np.flatnonzero(shared[operation, row] & of_these)
+                members = (row[here] // size * size)[:, None] + np.arange(size)
+                values = values_ms[operation[here, None], candidate[here, None], members]
+                found = found.copy()
+                found[here] = members[np.arange(len(here)), values.argmax(axis=1)]
         return found
 
     @staticmethod
@@ -354,7 +397,8 @@ class PipelineSimulator:
         graph, backwards = self.graph, self._backwards
         of_kind = terms[:, :, self.steps.layout.by_feature]
         of_kind = of_kind.reshape(n, self.stages, 6, -1).transpose(1, 2, 0, 3)
-        duration = self._of_block(self._alone_ms(terms), slice(None))
+        together = self._is_in_step(terms)[graph.stage]
+        duration = self._of_block(self._alone_ms(terms), slice(None), together)
         cut = np.where(backwards, graph.stage, graph.stage - 1)
         sent = of_kind[cut, _SEND + backwards]
         sent[graph.source == len(graph)] = 0
@@ -369,7 +413,7 @@ class PipelineSimulator:
             start = end[graph.source[level]]
             start += link[level]
             np.maximum(start, end[self.before[level]], out=start)
-            np.add(self._of_block(start, level), duration[level], out=end[level])
+            np.add(self._of_block(start, level, together[level]), duration[level], out=end[level])
         return end, link
 
     def _alone_ms(self, terms: np.ndarray) -> np.ndarray:
@@ -378,21 +422,21 @@ class PipelineSimulator:
         of_kind = of_kind.reshape(len(terms), self.stages, 6, -1).transpose(1, 2, 0, 3)
         return np.matmul(of_kind[self.graph.stage, self._backwards], self.features)
 
-    def _of_block(self, values_ms: np.ndarray, chosen: slice) -> np.ndarray:
-        """The largest value of the rows that share a micro-batch, on each. [operations, n, rows]
+    def _of_block(self, values_ms: np.ndarray, chosen: slice, together: np.ndarray) -> np.ndarray:
+        """The largest value of the rows that run an operation together, on each. [operations, n,
+        rows]
 
         Args:
             values_ms: of the chosen operations, [operations, n, rows].
+            together: whether rows run them in step, [operations, n].
         """
-        for size, shared in self.shared.items():
-            is_shared = shared[chosen]
-            if is_shared.any():
-                blocks = values_ms.reshape(*values_ms.shape[:2], -1, size)
-                while (half := blocks.shape[3] // 2) > 0:
-                    blocks = np.maximum(blocks[..., :half], blocks[..., half:])
-                largest = np.repeat(blocks[..., 0], size, axis=2)
-                values_ms = np.where(is_shared[:, None], largest, values_ms)
-        return values_ms
+        if not together.any():
+            return _most_of_blocks(values_ms, self.shared, chosen)
+        in_step_ms = _most_of_blocks(values_ms, self.in_step, chosen)
+        if together.all():
+            return in_step_ms
+        shared_ms = _most_of_blocks(values_ms, self.shared, chosen)
+        return np.where(together[..., None], in_step_ms, shared_ms)
 
     def _exposed(self, terms: np.ndarray) -> tuple["_Exposed", "_Exposed"]:
         """What the first forwards do not hide of the gather, and the last backwards of the
@@ -412,6 +456,32 @@ class PipelineSimulator:
         """End of every stage's reduction, did it wait for this rank alone. [n, steps, ranks, p]"""
         reduced_ms = end[self.last].transpose(1, 0, 2) + self._exposed(terms)[1].ms
         return reduced_ms[:, :, self.steps.rows].transpose(0, 2, 3, 1)
+
+
+def _by_size(sizes: np.ndarray) -> dict[int, np.ndarray]:
+    """Where blocks have each size above 1. [operations, rows] each"""
+    return {size: sizes == size for size in np.unique(sizes[sizes > 1]).tolist()}
+
+
+def _most_of_blocks(
+    values_ms: np.ndarray, blocks: Mapping[int, np.ndarray], chosen: slice
+) -> np.ndarray:
+    """The largest value of every block of rows, on each of them. [operations, n, rows]
+
+    Args:
+        values_ms: of the chosen operations, [operations, n, rows].
+        blocks: where there are any of each size, [operations, rows].
+    """
+    for size, of_size in blocks.items():
+        is_block = of_size[chosen]
+        if is_block.any():
+            left = values_ms.reshape(*values_ms.shape[:2], -1, size)
+            while (half := left.shape[3] // 2) > 0:
+                # Of an odd number, the middle one is in both halves.
+                left = np.maximum(left[..., : left.shape[3] - half], left[..., half:])
+            largest = np.repeat(left[..., 0], size, axis=2)
+            values_ms = np.where(is_block[:, None], largest, values_ms)
+    return values_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

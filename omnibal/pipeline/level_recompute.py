@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.pipeline.recompute import Cap, Recomputes, undominated_sets, useful_recomputes
+from omnibal.pipeline.recompute import Alike, Cap, Recomputes, undominated_sets, useful_recomputes
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.units import layer_kinds
 
@@ -37,30 +37,47 @@ class LevelFit:
     """Stages, what they hold, and whether they fit with what they recompute."""
 
     cap: Cap
+    alike: Alike
     counts: np.ndarray
     """Units, [stages, kinds]."""
-    columns: np.ndarray
-    """Columns of layers among those of a memory table's recomputed units, [columns]."""
     held: np.ndarray
-    """Layers that can be recomputed, [stages, columns]."""
+    """Layers that can be recomputed of every group of alike kinds at every level, [stages,
+    columns]."""
 
     @classmethod
     def of(cls, table: MemoryTable, counts: np.ndarray, memory_cap_bytes: float) -> "LevelFit":
-        layers = np.array(layer_kinds(table.kinds))
-        first = len(table.kinds) * np.arange(table.levels)
+        alike = Alike.of(table.kinds)
         return cls(
             cap=Cap.of(table, memory_cap_bytes),
+            alike=alike,
             counts=counts,
-            columns=(first[:, None] + layers).ravel(),
-            held=np.tile(counts[:, layers], table.levels),
+            held=np.tile(alike.together(counts[:, layer_kinds(table.kinds)]), table.levels),
         )
 
     def holds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Whether stages [n] fit that recompute so many layers [n, columns]. [n]"""
-        counts = self.counts[stage]
-        recomputed = np.zeros((len(stage), counts.shape[1] * self.cap.table.levels), np.int64)
-        recomputed[:, self.columns] = layers
+        counts, levels = self.counts[stage], self.cap.table.levels
+        recomputed = np.zeros((len(stage), levels, counts.shape[1]), np.int64)
+        apart = self.of_kinds(stage, layers)
+        kinds = layer_kinds(self.cap.table.kinds)
+        recomputed[..., kinds] = apart.reshape(len(stage), levels, len(kinds))
+        recomputed = recomputed.reshape(len(stage), levels * counts.shape[1])
         return self.cap.holds(counts, recomputed)
+
+    def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
+        """Layers of every kind at every level, of stages [n] that recompute so many of every group
+        [n, columns]. [n, levels * layer kinds]"""
+        held = self.counts[stage][:, None, layer_kinds(self.cap.table.kinds)]
+        levels = self.cap.table.levels
+        of_groups = layers.reshape(len(stage), levels, len(self.alike.groups))
+        apart = self.alike.apart(np.repeat(held, levels, axis=1), of_groups)
+        return apart.reshape(len(stage), levels * held.shape[-1])
+
+    def of_groups(self, layers: np.ndarray) -> np.ndarray:
+        """Layers of every group at every level, given those of every kind [sets, levels * layer
+        kinds]. [sets, columns]"""
+        of_levels = layers.reshape(len(layers), self.cap.table.levels, -1)
+        return self.alike.together(of_levels).reshape(len(layers), -1)
 
     def fewest(
         self,
@@ -114,7 +131,7 @@ def recomputes_of_levels(
     far = np.concatenate([none, *(grid.far for grid in grids)])
     at_near, near_fits = _with_fewest(fit, stage[row], near, last, high[row])
     if all(grid.complete for grid in grids):
-        found = _sorted(stage[row][near_fits], at_near[near_fits], extreme_ms)
+        found = _sorted(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
         return LevelRecomputes(fitting=found, optimistic=found, complete=True)
     at_far, far_fits = _with_fewest(fit, stage[row], far, last, high[row])
     rows = np.concatenate([row[near_fits], row[far_fits]])
@@ -124,8 +141,8 @@ def recomputes_of_levels(
     # than go with the far corner.
     bounds = np.where(np.arange(far.shape[1]) == last[:, None], at_far, near)
     return LevelRecomputes(
-        fitting=_sorted(stage[rows], fitting, extreme_ms),
-        optimistic=_sorted(stage[row][far_fits], bounds[far_fits], extreme_ms),
+        fitting=_sorted(fit, stage[rows], fitting, extreme_ms),
+        optimistic=_sorted(fit, stage[row][far_fits], bounds[far_fits], extreme_ms),
         complete=False,
     )
 
@@ -151,18 +168,21 @@ def _each_level_alone(
 
 
 def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
-    """Least sets that differ little from one of a single stage, which fits. [sets, columns]
+    """Least sets that differ little from one of a single stage, which fits. [sets, levels * layer
+    kinds], as is the given one [levels * layer kinds].
 
     Some more layers of one column are recomputed, and then as few of the others as fit: one column
     after another, each of them first.
     """
+    layers = fit.of_groups(layers[None])[0]
     columns = len(layers)
     more = np.array([0, *_MORE])
     column, number, first = (axis.ravel() for axis in np.indices((columns, len(more), columns)))
     sets = np.repeat(layers[None], len(column), axis=0)
     each = np.arange(len(sets))
     sets[each, column] = np.minimum(sets[each, column] + more[number], fit.held[0, column])
-    return np.unique(least_below(fit, np.zeros_like(each), sets, first), axis=0)
+    least = np.unique(least_below(fit, np.zeros_like(each), sets, first), axis=0)
+    return fit.of_kinds(np.zeros(len(least), np.int64), least)
 
 
 def _box(fit: LevelFit, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -257,8 +277,12 @@ def least_below(
     return layers
 
 
-def _sorted(stage: np.ndarray, layers: np.ndarray, extreme_ms: np.ndarray) -> Recomputes:
-    """Sets without those that take as long as another of their stage on every micro-batch."""
+def _sorted(
+    fit: LevelFit, stage: np.ndarray, layers: np.ndarray, extreme_ms: np.ndarray
+) -> Recomputes:
+    """Sets [sets, columns] without those that take as long as another of their stage on every
+    micro-batch."""
+    layers = fit.of_kinds(stage, layers)
     kept = undominated_sets(stage, layers @ extreme_ms.T)
     kept = kept[np.lexsort((*layers[kept].T[::-1], stage[kept]))]
     return Recomputes(stage=stage[kept], layers=layers[kept])

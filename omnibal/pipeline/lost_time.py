@@ -47,6 +47,15 @@ class CauseTimes:
     needed: StageTimes
     """Times without either and without work on padding."""
 
+    def rows(self, picked: np.ndarray) -> "CauseTimes":
+        """The same of some of the micro-batches."""
+        return CauseTimes(
+            all=self.all.rows(picked),
+            local=self.local.rows(picked),
+            silent=self.silent.rows(picked),
+            needed=self.needed.rows(picked),
+        )
+
 
 def causes_of(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
@@ -69,6 +78,12 @@ def lost_time_of(
     causes: CauseTimes, workload: Workload, once: OnceAStep, step_ms: float
 ) -> LostTime:
     """`lost_time` of times that need not be a cost model's."""
+    steps_of_all = len(np.unique(workload.step))
+    loose_ms = step_ms
+    if workload.in_step > 1:
+        causes = causes.rows(workload.is_needed)
+        workload = replace(workload.rows(workload.is_needed), in_step=1)
+        loose_ms = float(predict_steps(causes.all, workload, once).step_ms.mean())
     alone = workload.each_rank_alone()
     update, nothing = once.without_exchange(), once.nothing()
     bare = _without_links(causes.silent)
@@ -86,8 +101,8 @@ def lost_time_of(
         (replace(times, waits_ms=needed), nothing),
         (replace(_evened_out(times), waits_ms=needed), nothing),
     )
-    ranks = len(np.unique(workload.step)) * workload.data_parallel_size
-    left = [step_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
+    ranks = steps_of_all * workload.data_parallel_size
+    left = [loose_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
     # Unequal stages can suit few micro-batches better than equal ones, and then cost nothing.
     left[-1] = min(left[-2:])
     work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum())
@@ -96,6 +111,7 @@ def lost_time_of(
     lost = [before - after for before, after in pairwise(left)]
     return LostTime(
         rank_imbalance_ms=lost[0],
+        expert_wait_ms=step_ms - loose_ms,
         context_exchange_ms=lost[1],
         communication_ms=lost[2],
         weight_update_ms=lost[3],

@@ -43,6 +43,9 @@ class LostTime(Frozen):
 
     rank_imbalance_ms: float
     """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
+    expert_wait_ms: float = 0.0
+    """Waiting of ranks that share out experts for one another in every pass, and the empty
+    micro-batches by which they stay in step."""
     context_exchange_ms: float = 0.0
     """Exchange of the ranks that share a pack, for its attention and its encoders' features."""
     communication_ms: float
@@ -63,15 +66,16 @@ class LostTime(Frozen):
 
     @model_serializer(mode="wrap")
     def _without_empty_exchange(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # As before packs were shared: a plan without such packs is the same bytes.
+        # As before packs and experts were shared: a plan without either is the same bytes.
         fields: dict[str, Any] = serialize(self)
-        if not self.context_exchange_ms:
-            fields.pop("context_exchange_ms")
+        for name in ("expert_wait_ms", "context_exchange_ms"):
+            if not fields[name]:
+                fields.pop(name)
         return fields
 
     def named(self) -> dict[str, float]:
-        """The entries from the ideal up, by their names in words; that of shared packs only where
-        there are any."""
+        """The entries from the ideal up, by their names in words; those of shared packs and experts
+        only where there are any."""
         entries = reversed(list(self.model_dump().items()))
         return {name.removesuffix("_ms").replace("_", " "): ms for name, ms in entries}
 

@@ -1,11 +1,12 @@
 """Sets of layers that a stage may recompute so that it fits: every set that can be the best one.
 
-Layers of one kind cost the same, so a set is a count of each kind. For every choice of the others
-the fewest layers of the stage's last kind that fit are found by bisection: recomputing one more
-layer never needs more memory (`MemoryTable.pass_bytes`). Of those sets, one that takes at least as
-long as another on every micro-batch cannot be better. (OmniBal, section on adaptive
-re-computation, recomputes from the front of the stage, as is done here within each kind: what the
-earliest layers bring back comes when later ones have let go.)
+Layers of one kind cost the same, so a set is a count of each kind. Kinds that differ only in what
+they carry over cuts count as one here, of which the earliest layers are recomputed. For every
+choice of the others the fewest layers of the stage's last kind that fit are found by bisection:
+recomputing one more layer never needs more memory (`MemoryTable.pass_bytes`). Of those sets, one
+that takes at least as long as another on every micro-batch cannot be better. (OmniBal, section on
+adaptive re-computation, recomputes from the front of the stage, as is done here within each kind:
+what the earliest layers bring back comes when later ones have let go.)
 """
 
 from collections.abc import Sequence
@@ -41,17 +42,53 @@ def useful_recomputes(
         extreme_ms: [extremes, layer kinds]; times to recompute a layer of each kind, such that
             those on any micro-batch are a sum of these, each times a number that is not negative.
     """
-    kinds = layer_kinds(table.kinds)
+    kinds, alike = layer_kinds(table.kinds), Alike.of(table.kinds)
     cap = Cap.of(table, memory_cap_bytes)
     nothing = cap.holds(counts, np.zeros_like(counts))
     without = np.flatnonzero(nothing)
-    stage, layers = _with_all_but_last(counts[:, kinds], np.flatnonzero(~nothing))
-    layers, fits = _fewest_of_last(cap, counts[stage], layers)
+    stage, layers = _with_all_but_last(alike.together(counts[:, kinds]), np.flatnonzero(~nothing))
+    layers, fits = _fewest_of_last(cap, alike, counts[stage], layers)
     stage = np.concatenate([without, stage[fits]])
     layers = np.concatenate([np.zeros((len(without), len(kinds)), np.int64), layers[fits]])
     kept = undominated_sets(stage, layers @ extreme_ms.T)
     kept = kept[np.lexsort((*layers[kept].T[::-1], stage[kept]))]
     return Recomputes(stage=stage[kept], layers=layers[kept])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Alike:
+    """Groups of kinds of layer that cost the same, of which the earliest layers are recomputed."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Places among the kinds of layer, in model order."""
+
+    @classmethod
+    def of(cls, kinds: Sequence[UnitKind]) -> "Alike":
+        """Group a model's kinds."""
+        layers = [kinds[index] for index in layer_kinds(kinds)]
+        groups = [
+            tuple(place for place, other in enumerate(layers) if other.is_like(kind))
+            for kind in layers
+        ]
+        return cls(groups=tuple(dict.fromkeys(groups)))
+
+    def together(self, layers: np.ndarray) -> np.ndarray:
+        """Layers of every group, given those of every kind. [..., groups]"""
+        return np.stack([layers[..., group].sum(axis=-1) for group in self.groups], axis=-1)
+
+    def apart(self, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
+        """Layers of every kind, the earliest of a group first. [..., layer kinds]
+
+        Args:
+            held: that there are of every kind, [..., layer kinds].
+            layers: of every group, [..., groups].
+        """
+        apart = np.empty_like(held)
+        for place, group in enumerate(self.groups):
+            of_group = held[..., group]
+            before = of_group.cumsum(axis=-1) - of_group
+            apart[..., group] = np.clip(layers[..., place, None] - before, 0, of_group)
+        return apart
 
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
@@ -109,19 +146,19 @@ def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) 
 
 
 def _last_held(layers: np.ndarray) -> np.ndarray:
-    """Index of the last kind of layer that each stage [stages, layer kinds] holds. [stages]"""
+    """Index of the last group of layers that each stage [stages, groups] holds. [stages]"""
     return layers.shape[1] - 1 - (layers[:, ::-1] > 0).argmax(axis=1)
 
 
 def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stages with each choice of recomputed layers of all kinds but the last that it holds.
+    """Stages with each choice of recomputed layers of all groups but the last that it holds.
 
     Args:
-        layers: [all stages, layer kinds] that each holds.
+        layers: [all stages, groups of alike kinds] that each holds.
         stages: [stages] to choose for.
 
     Returns:
-        Stage [choices] and recomputed layers [choices, layer kinds], of the last kind none.
+        Stage [choices] and recomputed layers [choices, groups], of the last group none.
     """
     held, kinds = layers[stages], layers.shape[1]
     numbers = np.where(np.arange(kinds) < _last_held(held)[:, None], held + 1, 1)
@@ -135,31 +172,32 @@ def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarr
 
 
 def _fewest_of_last(
-    cap: Cap, counts: np.ndarray, layers: np.ndarray
+    cap: Cap, alike: Alike, counts: np.ndarray, layers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Add the fewest recomputed layers of each stage's last kind that fit, and whether any do.
+    """Add the fewest recomputed layers of each stage's last group that fit, and whether any do.
 
     Args:
         counts: [stages, kinds].
-        layers: [stages, layer kinds] that are recomputed besides.
+        layers: [stages, groups of alike kinds] that are recomputed besides.
 
     Returns:
         [stages, layer kinds] and [stages].
     """
     kinds = np.array(layer_kinds(cap.table.kinds))
-    recomputed = np.zeros_like(counts)
-    recomputed[:, kinds] = layers
-    last = kinds[_last_held(counts[:, kinds])]
+    held = counts[:, kinds]
+    of_groups, recomputed = alike.together(held), np.zeros_like(counts)
+    last, layers = _last_held(of_groups), layers.copy()
 
     def fits(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-        recomputed[rows, last[rows]] = number
+        layers[rows, last[rows]] = number
+        recomputed[rows[:, None], kinds] = alike.apart(held[rows], layers[rows])
         return cap.holds(counts[rows], recomputed[rows])
 
     everyone = np.arange(len(counts))
-    held = counts[everyone, last]
-    fitting = fits(everyone, held)
+    most = of_groups[everyone, last]
+    fitting = fits(everyone, most)
     rows = everyone[fitting]
-    low, high = np.zeros_like(held)[rows], held[rows]
+    low, high = np.zeros_like(most)[rows], most[rows]
     while (low < high).any():
         middle = (low + high) // 2
         enough = fits(rows, middle)
@@ -167,8 +205,8 @@ def _fewest_of_last(
             np.where(enough, low, np.minimum(middle + 1, high)),
             np.where(enough, middle, high),
         )
-    recomputed[rows, last[rows]] = high
-    return recomputed[:, kinds], fitting
+    layers[rows, last[rows]] = high
+    return alike.apart(held, layers), fitting
 
 
 def undominated_sets(group: np.ndarray, costs: np.ndarray) -> np.ndarray:

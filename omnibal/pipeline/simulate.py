@@ -6,6 +6,7 @@ after has. Sends do not occupy the sender.
 
 Several ranks may share a micro-batch and exchange what its attention needs: in every stage each of
 its passes starts on all of them when the last one can start, and takes as long as the slowest's.
+Ranks that share out experts do so with every micro-batch, in the stages that hold experts.
 
 Axes: m micro-batches, p stages, k parts of the model: one for every chunk of every stage
 (`omnibal.pipeline.schedules`), so k is p unless schedules are interleaved. All steps (and
@@ -64,6 +65,16 @@ class Timeline:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class InStep:
+    """Rows that run in step, as they share out experts."""
+
+    ranks: int
+    """Size of their aligned blocks: of any context a divisor or a multiple."""
+    parts: np.ndarray
+    """Parts of the model whose passes they start together, bool [k]."""
+
+
 def simulate_step(
     forward_ms: np.ndarray,
     backward_ms: np.ndarray,
@@ -100,6 +111,7 @@ def simulate_steps(
     counts: np.ndarray,
     ready_ms: np.ndarray | None = None,
     context: np.ndarray | None = None,
+    in_step: InStep | None = None,
 ) -> Timeline:
     """Many steps side by side, in the schedule that plans are made for.
 
@@ -109,6 +121,7 @@ def simulate_steps(
         counts: [steps] micro-batches of each step.
         ready_ms: when each stage may begin, [steps, p]; None for all at 0.
         context: consecutive steps that compute a micro-batch together, [steps, m]; None for 1.
+        in_step: consecutive steps that run in step; None for none.
     """
     _, micro_batches, stages = forward_ms.shape
     return simulate_schedule(
@@ -119,6 +132,7 @@ def simulate_steps(
         counts,
         ready_ms,
         context,
+        in_step,
     )
 
 
@@ -130,6 +144,7 @@ def simulate_schedule(
     counts: np.ndarray,
     ready_ms: np.ndarray | None = None,
     context: np.ndarray | None = None,
+    in_step: InStep | None = None,
 ) -> Timeline:
     """Many steps side by side, in any schedule.
 
@@ -143,6 +158,8 @@ def simulate_schedule(
         ready_ms: when each stage may begin, [steps, p]; None for all at 0.
         context: steps that compute a micro-batch together, [steps, m]: an aligned block of so many
             rows, which all say the same; None for 1.
+        in_step: rows that have equally many micro-batches and run some parts in step; None for
+            none.
 
     Raises:
         ValueError: some steps have fewer micro-batches than the schedule, and it is another one
@@ -157,12 +174,12 @@ def simulate_schedule(
     # Steps last, so that every operation below is on one contiguous vector of them.
     duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
-    blocks = _blocks(context)
+    blocks = _blocks_of_parts(context, in_step, duration.shape[1:])
     took = duration
     if blocks:
         took = duration.copy()
-        for micro_batch, block in blocks.items():
-            took[:, micro_batch] = block.most(duration[:, micro_batch])
+        for (micro_batch, part), block in blocks.items():
+            took[:, micro_batch, part] = block.most(duration[:, micro_batch, part])
     end = np.empty_like(duration)  # [kinds, m, k, steps]
     free = np.zeros((schedule.stages, steps)) if ready_ms is None else ready_ms.T.copy()
     for stage, place, sender, over in _orders(graph):
@@ -170,8 +187,8 @@ def simulate_schedule(
         if sender is not None:
             arrival = end[sender] + link[over]
             start = np.maximum(start, arrival * real[place[1]] if padded else arrival)
-        if place[1] in blocks:
-            start = blocks[place[1]].most(start)
+        if place[1:] in blocks:
+            start = blocks[place[1:]].most(start)
         free[stage] = start + took[place]
         end[place] = free[stage]
     begin = end - took
@@ -200,6 +217,28 @@ class _Blocks:
     def most(self, values: np.ndarray) -> np.ndarray:
         """The largest value of the block, in all of its rows. [..., rows]"""
         return np.repeat(np.maximum.reduceat(values, self.first, axis=-1), self.size, axis=-1)
+
+
+def _blocks_of_parts(
+    context: np.ndarray | None, in_step: InStep | None, shape: tuple[int, int, int]
+) -> dict[tuple[int, int], _Blocks]:
+    """Blocks of every micro-batch and part that any rows run together.
+
+    Args:
+        shape: micro-batches, parts and rows.
+    """
+    micro_batches, parts, rows = shape
+    plain = grouped = _blocks(context)
+    if in_step is not None:
+        alone = np.ones((rows, micro_batches), np.int64) if context is None else context
+        grouped = _blocks(np.maximum(alone, in_step.ranks))
+    return {
+        (micro_batch, part): block
+        for part in range(parts)
+        for micro_batch, block in (
+            grouped if in_step is not None and in_step.parts[part] else plain
+        ).items()
+    }
 
 
 def _blocks(context: np.ndarray | None) -> dict[int, _Blocks]:
@@ -335,6 +374,8 @@ class _Rows:
     """Micro-batches of every row."""
     context: np.ndarray | None
     """Rows that share each micro-batch, [rows, m]; None where none is shared."""
+    in_step: InStep | None
+    """Rows that run in step; None where none do."""
     waits_ms: np.ndarray | None
     """Part of the first stage's forwards and backwards that is the wait for encoders beside the
     pipeline, [rows, 2]; None where there are none."""
@@ -366,6 +407,7 @@ class _Rows:
             backward_link_ms=_padded(times.backward_link_ms[chosen], row, slot, shape),
             counts=np.bincount(row, minlength=shape[0]),
             context=_contexts(workload.context[chosen], row, slot, shape),
+            in_step=_in_step(times, workload),
             waits_ms=waits_ms,
         )
 
@@ -379,7 +421,14 @@ class _Rows:
             self.counts,
             ready_ms,
             self.context,
+            self.in_step,
         )
+
+
+def _in_step(times: StageTimes, workload: Workload) -> InStep | None:
+    if workload.in_step == 1 or times.has_experts is None:
+        return None
+    return InStep(ranks=workload.in_step, parts=times.has_experts)
 
 
 def _contexts(

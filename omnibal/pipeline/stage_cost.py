@@ -41,6 +41,21 @@ class StageTimes:
     waits_ms: np.ndarray | None = None
     """Time before the forward, and after the backward, of encoders beside the pipeline, [packs, 2];
     None where there are none."""
+    has_experts: np.ndarray | None = None
+    """Whether each stage holds experts, so that ranks that share these out run its passes in step,
+    bool [stages]; None where none does."""
+
+    def rows(self, picked: np.ndarray) -> "StageTimes":
+        """The same of some packs, given by a mask or by their indices."""
+        return replace(
+            self,
+            forward_ms=self.forward_ms[picked],
+            backward_ms=self.backward_ms[picked],
+            recompute_ms=self.recompute_ms[picked],
+            forward_link_ms=self.forward_link_ms[picked],
+            backward_link_ms=self.backward_link_ms[picked],
+            waits_ms=None if self.waits_ms is None else self.waits_ms[picked],
+        )
 
 
 def workload_times(
@@ -81,6 +96,7 @@ def _times(
         backward_link_ms=cost.link_latency_ms * returns
         + cost.link_ms_per_byte * (features @ backward_bytes.T),
         waits_ms=waits_ms,
+        has_experts=(held @ cost.of_experts > 0) if cost.of_experts.any() else None,
     )
 
 
@@ -119,6 +135,13 @@ def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
     per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     return counts @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, counts)
+
+
+def trained_expert_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
+    """Those of `trained_parameters` that are experts'. [stages]"""
+    per_unit = [unit.trained_expert_parameters for unit in cost.units.values()]
+    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
+    return counts @ np.array(per_unit, np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -171,15 +194,16 @@ class OnceAStep:
 def once_a_step(cost: CostModel, stages: Sequence[Stage]) -> OnceAStep:
     """Exchange with data-parallel ranks and weight update of every stage."""
     parameters = trained_parameters(cost, stages)
+    of_experts = trained_expert_parameters(cost, stages)
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     buckets = np.ones(len(stages))
     buckets[0] = bucket_counts(cost, parameters[0])
     return OnceAStep(
-        reduction_ms=cost.gradient_reduction_ms_per_parameter * parameters,
-        gather_ms=cost.weight_gather_ms_per_parameter * parameters,
+        reduction_ms=cost.reduction_ms(parameters, of_experts),
+        gather_ms=cost.gather_ms(parameters, of_experts),
         buckets=buckets,
         tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, counts),
-        update_ms=cost.optimizer_ms_fixed + cost.optimizer_ms_per_parameter * parameters,
+        update_ms=cost.optimizer_ms_fixed + cost.update_ms(parameters, of_experts),
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.cost.model import CostModel
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline.encoding import EncoderRoom
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
@@ -35,7 +35,7 @@ from omnibal.pipeline.operation_graph import (
 )
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import trained_parameters
+from omnibal.pipeline.stage_cost import trained_expert_parameters, trained_parameters
 from omnibal.pipeline.units import (
     UnitRun,
     counts_of_runs,
@@ -206,6 +206,9 @@ class MemoryTable:
     shared_bytes: np.ndarray
     """Room that all units of a kind share through the run, and the kinds too: the largest counts.
     [kinds]"""
+    expert_bytes: np.ndarray
+    """Buffers of the communication library for the ranks that share out experts, which a stage with
+    any has once. [kinds]"""
     has_backward: np.ndarray
     """Whether the unit has a backward, [kinds]."""
     room: EncoderRoom
@@ -261,6 +264,8 @@ class MemoryTable:
             for kind in kinds:
                 column = first + kind
                 every_again = (whole[..., column] == 0) & (recomputed[..., column] > 0)
+                for other in _alike(self.kinds, kind):
+                    every_again &= whole[..., first + other] == 0
                 brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
                 running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
                 held = counts[..., kind, None] > 0
@@ -307,6 +312,7 @@ class MemoryTable:
         first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
         links = self.first_bytes.T[first] + self.last_bytes.T[last]
         shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
+        shared = shared + ((counts > 0) * self.expert_bytes).max(axis=-1)
         return links + shared[..., None], self.own_gradient_bytes.T[last]
 
     def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
@@ -369,6 +375,14 @@ _OF_PASSES = (
 def _last_kind(counts: np.ndarray) -> np.ndarray:
     """Index of the last kind of unit that stages [..., kinds] hold. [...]"""
     return counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
+
+
+def _alike(kinds: Sequence[UnitKind], kind: int) -> list[int]:
+    """Indices of other kinds of layer that differ from one only in what they carry over cuts: as
+    long as one of theirs is kept, this one's bring back no more than was kept before."""
+    return [
+        index for index, each in enumerate(kinds) if index != kind and each.is_like(kinds[kind])
+    ]
 
 
 def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
@@ -590,9 +604,7 @@ def memory_table(
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
     first_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
-    state_bytes = [
-        unit_state_bytes(cost, unit.parameters, unit.trained_parameters) for unit in units
-    ]
+    state_bytes = [unit_bytes(cost, unit) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
         state_bytes=np.array(state_bytes),
@@ -607,6 +619,7 @@ def memory_table(
         last_bytes=last_bytes,
         own_gradient_bytes=own_gradient_bytes,
         shared_bytes=np.array(shared),
+        expert_bytes=cost.expert_peer_bytes * cost.of_experts,
         has_backward=np.array([unit.has_backward for unit in units]),
         room=room,
         tied_gradient_bytes=_tied_gradient_bytes(cost),
@@ -686,10 +699,22 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
     return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
 
 
-def unit_state_bytes(cost: CostModel, parameters: int, trained: int) -> float:
-    """Bytes of weights, gradients and optimizer state of so many parameters of one device."""
+def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
+    """Bytes of weights, gradients and optimizer state of a unit on one device."""
+    trained, of_experts = unit.trained_parameters, unit.trained_expert_parameters
+    return unit_state_bytes(cost, unit.parameters, trained, of_experts)
+
+
+def unit_state_bytes(cost: CostModel, parameters: int, trained: int, of_experts: int = 0) -> float:
+    """Bytes of weights, gradients and optimizer state of so many parameters of one device.
+
+    Args:
+        of_experts: those of `trained` that are experts'.
+    """
     trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
-    return parameters * cost.weight_bytes_per_parameter + trained * trained_bytes
+    more_bytes = cost.expert_rates.optimizer_bytes - cost.optimizer_bytes_per_parameter
+    state_bytes = parameters * cost.weight_bytes_per_parameter + trained * trained_bytes
+    return state_bytes + of_experts * more_bytes
 
 
 def stage_memories(
@@ -741,13 +766,14 @@ def _stage_memory(
     )
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
     trained = float(trained_parameters(cost, [stage])[0])
+    of_experts = float(trained_expert_parameters(cost, [stage])[0])
     room, embeds = table.room, stage.holds(_EMBED_WORDS)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
     running_bytes = max(float(table.stage_bytes(runs).max()), room.phase)
     return StageMemory(
         weights_gib=(parameters * cost.weight_bytes_per_parameter + room.weights) / GIB,
         gradients_gib=(trained * cost.gradient_bytes_per_parameter + room.gradients) / GIB,
-        optimizer_gib=(trained * cost.optimizer_bytes_per_parameter + room.optimizer) / GIB,
+        optimizer_gib=(cost.optimizer_bytes(trained, of_experts) + room.optimizer) / GIB,
         activations_gib=(held_bytes + room.kept + room.features * embeds) / GIB,
         transient_gib=(running_bytes - held_bytes + room.buffers) / GIB,
     )

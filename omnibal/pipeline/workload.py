@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from omnibal.data.empty_slots import empty_slots
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.shares import Shares
 from omnibal.pipeline.encoding import Encoding
@@ -15,6 +16,10 @@ from omnibal.pipeline.encoding import Encoding
 
 def _unset() -> np.ndarray:
     return np.zeros(0, np.int32)
+
+
+def _none_empty() -> np.ndarray:
+    return np.zeros(0, bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,6 +40,12 @@ class Workload:
     context: np.ndarray = field(default_factory=_unset)
     """Ranks that share the row's pack, an aligned block of them, [rows]; 1 where it is not given.
     All have the pack in the same slot, and start each pass of it together."""
+    in_step: int = 1
+    """Neighbouring ranks that share out experts, and start each pass of every slot together in
+    stages that hold any; a divisor of the ranks, and of any context or a multiple of it."""
+    is_empty: np.ndarray = field(default_factory=_none_empty)
+    """Whether the row is an empty micro-batch, which a rank runs to be in step, [rows]; False where
+    it is not given."""
     encoding: Encoding | None = None
     """Encoders beside the pipeline, whose waits are features of the rows too; None where they are
     units of the stages, or not chosen yet."""
@@ -44,6 +55,8 @@ class Workload:
             object.__setattr__(self, "level", np.zeros(len(self.step), np.int32))
         if not len(self.context):
             object.__setattr__(self, "context", np.ones(len(self.step), np.int32))
+        if not len(self.is_empty):
+            object.__setattr__(self, "is_empty", np.zeros(len(self.step), bool))
 
     @classmethod
     def of(cls, packs: ScheduledPacks, features: np.ndarray, data_parallel_size: int) -> "Workload":
@@ -77,6 +90,39 @@ class Workload:
         """Whether any pack is shared."""
         return bool((self.context > 1).any())
 
+    def in_groups_of(self, in_step: int) -> "Workload":
+        """Make so many neighbouring ranks run in step: with empty micro-batches where others of the
+        group have a pack more."""
+        if in_step == 1:
+            return self
+        empty = empty_slots(self.step, self.dp_rank, self.data_parallel_size, in_step)
+        step = np.concatenate([self.step, empty.step])
+        dp_rank = np.concatenate([self.dp_rank, empty.dp_rank])
+        slot = np.concatenate([self.slot, empty.slot])
+        features = np.zeros((len(step), self.features.shape[1]))
+        features[:, 0] = 1  # what every micro-batch costs
+        features[: len(self)] = self.features
+        whole = Workload(
+            features=features,
+            step=step,
+            dp_rank=dp_rank,
+            slot=slot,
+            data_parallel_size=self.data_parallel_size,
+            level=np.concatenate([self.level, np.zeros(len(empty), self.level.dtype)]),
+            context=np.concatenate([self.context, np.ones(len(empty), self.context.dtype)]),
+            in_step=in_step,
+            is_empty=np.arange(len(step)) >= len(self),
+        )
+        return whole.rows(np.lexsort((slot, dp_rank, step)))
+
+    @property
+    def is_needed(self) -> np.ndarray:
+        """Whether the row would be there if no ranks shared out experts, [rows].
+
+        Empty micro-batches would not, but where they carry waits for encoders.
+        """
+        return ~self.is_empty if self.encoding is None else np.ones(len(self), bool)
+
     def some_steps(self, most: int) -> "Workload":
         """Select at most `most` steps, spread evenly over the run; step numbers are unchanged."""
         steps = np.unique(self.step)
@@ -98,6 +144,7 @@ class Workload:
             slot=self.slot[picked],
             level=self.level[picked],
             context=self.context[picked],
+            is_empty=self.is_empty[picked],
             encoding=None if self.encoding is None else self.encoding.rows(picked),
         )
 
@@ -110,4 +157,5 @@ class Workload:
             dp_rank=np.zeros_like(self.dp_rank),
             data_parallel_size=1,
             context=np.ones_like(self.context),
+            in_step=1,
         )

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from omnibal.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
@@ -38,7 +40,7 @@ def headline_cards(
         cards += _rate(prediction, run)
     cards += _length(plan, prediction) if prediction else []
     cards += [_loss(run, records)] if run else []
-    return cards
+    return cards + _experts(plan, records)
 
 
 def _beside(
@@ -131,3 +133,17 @@ def _loss(run: RunSummary, records: Sequence[StepRecord]) -> Card:
         value=f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}",
         note=f"at step {records[0].step:,} and at step {records[-1].step:,}",
     )
+
+
+def _experts(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
+    """How full experts were beside what was planned for; nothing where no layer has any."""
+    balances = [record.experts for record in records if record.experts is not None]
+    planned = [kind.experts.imbalance for kind in plan.model.language.kinds if kind.experts]
+    if not balances or not planned:
+        return []
+    experts = np.median([balance.fullest_expert for balance in balances])
+    note = f"tokens over the mean of a step; the fullest expert {number(float(experts))}"
+    value = f"{number(float(np.median([balance.fullest_rank for balance in balances])))}"
+    if plan.parallel.expert > 1:
+        note += f"; planned for {number(max(planned))} in every micro-batch"
+    return [Card(title="Fullest expert rank", value=value, source="measured", note=note)]

@@ -21,7 +21,7 @@ from omnibal.data.packs import Packs
 from omnibal.job import JobSpec
 from omnibal.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
 from omnibal.limits import Caps
-from omnibal.pipeline.stage_memory import GIB, unit_state_bytes
+from omnibal.pipeline.stage_memory import GIB, unit_bytes
 from omnibal.units import unit_names
 
 _FORMS = (
@@ -74,9 +74,7 @@ class WholeModel:
             kept_bytes=np.sum([n * u.activation_bytes for n, u in units], axis=0),
             saved_bytes=np.stack([n * (u.activation_bytes - u.boundary_bytes) for n, u in layers]),
             working_bytes=np.vstack([u.transient_bytes for _, u in units]),
-            state_bytes=sum(
-                n * unit_state_bytes(cost, u.parameters, u.trained_parameters) for n, u in units
-            ),
+            state_bytes=sum(n * unit_bytes(cost, u) for n, u in units),
         )
 
     def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: int) -> float:

@@ -135,6 +135,9 @@ def stage_peak(
     """Most bytes of one of `stages` stages, by walking every rank's passes."""
     of_unit = [costs[0].units[unit] for unit in stage.units]
     state = sum(unit.parameters * 2 + unit.trained_parameters * 16 for unit in of_unit)
+    experts = sum(unit.trained_expert_parameters for unit in of_unit)
+    state += experts * (costs[0].expert_rates.optimizer_bytes - 12)
+    state += costs[0].expert_peer_bytes * holds_experts(costs, stage)
     every = range(len(packs.step))
     unkept = [_unkept_input(costs, stage, packs, row) for row in every]
     kept = [sum(_kept(costs, stage, packs, row), unkept[row]) for row in every]
@@ -158,6 +161,10 @@ def stage_peak(
             held ^= {row}  # from its forward to its backward
             links.run(kind)
     return state + most
+
+
+def holds_experts(costs: Sequence[CostModel], stage: WalkedStage) -> bool:
+    return any(costs[0].units[unit].expert_parameters for unit in stage.units)
 
 
 def _kept(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int) -> list[float]:
@@ -233,17 +240,20 @@ def walked_step_ms(
     Without gather and overlap of gradients, which levels do not touch.
     """
     first = costs[0]
-    trained = [
-        sum(first.units[unit].trained_parameters for unit in stage.units) for stage in stages
-    ]
-    update_ms = first.optimizer_ms_fixed + first.optimizer_ms_per_parameter * max(trained)
+    units = [[first.units[unit] for unit in stage.units] for stage in stages]
+    experts = np.array([sum(unit.trained_expert_parameters for unit in of) for of in units])
+    others = np.array([sum(unit.trained_parameters for unit in of) for of in units]) - experts
+    rates = first.expert_rates
+    update_ms = first.optimizer_ms_fixed + max(
+        first.optimizer_ms_per_parameter * others + rates.optimizer_ms * experts
+    )
+    reduction_ms = (
+        first.gradient_reduction_ms_per_parameter * others + rates.gradient_reduction_ms * experts
+    )
     step_ms = []
     for step in np.unique(packs.step):
         ends = _StepWalk(costs, stages, packs, int(step)).ends()
-        reduced = [
-            end + first.gradient_reduction_ms_per_parameter * trained[stage]
-            for (_, stage), end in ends.items()
-        ]
+        reduced = [end + reduction_ms[stage] for (_, stage), end in ends.items()]
         step_ms.append(max(reduced) + update_ms)
     return float(np.mean(step_ms))
 
@@ -285,6 +295,8 @@ class _StepWalk:
         if operation is None:
             return False
         context = int(self.packs.context[self.rows[rank][operation.micro_batch]])
+        if holds_experts(self.costs, self.stages[stage]):
+            context = max(context, self.packs.in_step)
         first = rank // context * context
         block = [(each, stage) for each in range(first, first + context)]
         starts = [self._start(place, operation) for place in block]

@@ -85,6 +85,10 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
             "has an encoder vision of clips, an encoder sound of clips: ",
         ),
         (model_of("runs", 7), "has layers of kind language_layer_window4: "),
+        (
+            model_of("language", 4).with_tower("language", post_norms=True, prediction_layers=1),
+            "has norms after blocks, layers of multi-token prediction: ",
+        ),
     ):
         assert ended(planned(model, tmp_path)) == 0
         assert expected in training_obstacles(read_plan(tmp_path / "plan"))[-1]

@@ -48,8 +48,8 @@ STAGE_KEYS = (
     "backward_ms wait_fraction peak_gib"
 ).split()
 FLAGS = {
-    "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --processes --on-error "
-    "--json",
+    "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --min-pixels "
+    "--max-pixels --processes --on-error --json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
     "--limit --cluster --bound --output -o --picture --json",
     "caps": "--model --cluster --tp --pp --dp --sequence-parallel --freeze --limit "
@@ -355,7 +355,7 @@ def test_lengths_scan(capsys, tmp_path, digits):
         ("pack {lengths} --dp 2", "give --max-tiles MAX and --max-tokens MAX"),
         ("pack {lengths} --max-tiles 8 --limit tiles=8 --max-tokens 9 --dp 2", "given twice"),
         ("pack {lengths} --max-tiles 8 --limit clip=4 --max-tokens 9 --dp 2",
-         "the features to limit are clips, tiles, loss_tokens and tokens"),
+         "the features to limit are clips, image_tokens, tiles, loss_tokens"),
         ("pack {lengths} --max-tiles 8 --limit clips=99999999999 --dp 2", "from 1 to"),
         ("pack {lengths} --max-tiles 8 --limit tokens=0 --dp 2", "from 1 to"),
         ("pack {lengths} --max-tiles 8 --limit 512 --dp 2", "a feature and a count"),

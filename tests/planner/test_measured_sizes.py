@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from plan_cases import PLAIN_PRESETS
 
-from omnibal.config import load_cluster, load_model, preset_names
+from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import layer_products
 from omnibal.cost.measured_sizes import measured_sizes
 from omnibal.limits import Caps
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.quick
 CLUSTER = load_cluster("h100-80g")
 
 
-@pytest.mark.parametrize("name", preset_names("models"))
+@pytest.mark.parametrize("name", PLAIN_PRESETS)
 def test_few_sizes_span_what_models_compute(name):
     """Prevents: rates held constant where a model's slices are, or minutes of measuring."""
     model = load_model(name)

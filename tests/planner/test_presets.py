@@ -5,6 +5,9 @@ EVA-CLIP and EVA-CLIP-18B papers for encoders; 5.54 B of InternViT-6B by its 45 
 text-only models: half of `total_size`, bytes in bf16, of their `model.safetensors.index.json`.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
@@ -57,7 +60,7 @@ PAIRS = {
     "eva-clip-18b-internlm2-20b": (17.5, 19.86),
 }
 
-QUICKSTARTS = {"internvl-digits", "internvl-digits-omni"}
+QUICKSTARTS = {"internvl-digits", "internvl-digits-moe", "internvl-digits-omni"}
 
 TEXT_ONLY = {
     "llama3.1-8b": 16_060_522_496 // 2,
@@ -67,6 +70,8 @@ TEXT_ONLY = {
 """Parameters of whole checkpoints without an encoder, exactly."""
 
 OMNI = "internvl3-8b-whisper"
+HUB = json.loads((Path(__file__).parent / "hub_configs" / "sources.json").read_text())
+"""Presets made of a hub's files, which `test_hub_presets.py` compares."""
 
 
 def linear(inputs: int, outputs: int, bias: bool) -> int:
@@ -168,7 +173,10 @@ def test_omni_is_internvl3_8b_and_whisper_large_v3():
     assert units["audio_projector"].parameters == projector
 
 
-@pytest.mark.parametrize("name", sorted({*preset_names("models")} - TEXT_ONLY.keys()))
+TILED = [name for name in preset_names("models") if load_model(name).takes_images]
+
+
+@pytest.mark.parametrize("name", TILED)
 def test_only_eva_clip_has_no_layer_scale(name):
     """Prevents a preset that forgets its layer scale, which is then left out unnoticed."""
     init = load_model(name).vision.layer_scale_init
@@ -185,7 +193,7 @@ HERMES = {
 def test_template_is_the_released_one(name):
     """Prevents a released model from being trained in words that it never saw."""
     model = load_model(name)
-    expected = "internlm2-chat"
+    expected = "internlm2-chat" if model.takes_images else "tokenizer"
     if name.startswith(("internvl2.5", "internvl3")) or name in QUICKSTARTS:
         expected = "internvl2_5"
     elif name in HERMES:
@@ -201,7 +209,7 @@ def test_template_is_the_released_one(name):
 def test_every_preset_is_checked():
     """Prevents a preset whose sizes nobody compares; the quickstarts' were never published."""
     assert CHECKPOINTS.keys().isdisjoint(PAIRS)
-    assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, OMNI, *QUICKSTARTS} == set(preset_names("models"))
+    assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, OMNI, *QUICKSTARTS, *HUB} == {*preset_names("models")}
 
 
 @pytest.mark.parametrize(

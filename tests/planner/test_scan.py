@@ -450,7 +450,7 @@ def test_a_mended_file_needs_only_the_rest(tmp_path, tokenizer, monkeypatch):
 
 
 def rows_of(*indices: int) -> np.ndarray:
-    return np.array([(k, k + 1, k + 2, k + 3, k + 4) for k in indices], COUNTED)
+    return np.array([tuple(range(k, k + len(COUNTED))) for k in indices], COUNTED)
 
 
 def test_a_torn_journal_holds_what_was_whole(tmp_path):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import PLAIN_PRESETS
 from pydantic import ValidationError
 from rate_cases import ring_ms, tiled_ms, tiled_rates
 
-from omnibal.config import ClusterConfig, cluster_toml, load_cluster, load_model, preset_names
+from omnibal.config import ClusterConfig, cluster_toml, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.counts import Counts, Device, Features
 from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
@@ -128,15 +129,15 @@ def products_of(counts: Counts) -> float:
     return sum(each.inner * each.outer * each.groups for each in counts.products)
 
 
-@pytest.mark.parametrize("name", preset_names("models"))
+@pytest.mark.parametrize("name", PLAIN_PRESETS)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_products_hold_every_weight_of_a_layer_once(name, tensor):
     """Prevents: a linear layer that is counted at a wrong size, twice, or not at all."""
     model = load_model(name)
     features = Features(names=feature_names(model))
     device = Device(
-        flops_per_ms=1, product_times=None, bytes_per_ms=1, streamed_bytes_per_ms=1,
-        collective_bytes_per_ms=1, pass_ms=0, kernel_ms=0, tensor=tensor,
+        flops_per_ms=1, fp32_flops_per_ms=1, product_times=None, bytes_per_ms=1,
+        streamed_bytes_per_ms=1, collective_bytes_per_ms=1, pass_ms=0, kernel_ms=0, tensor=tensor,
         sequence_parallel=False, element_bytes=2,
     )  # fmt: skip
     h = model.language.hidden_size

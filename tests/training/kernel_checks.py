@@ -12,7 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.vlm.model.fused import activations, cross_entropy, head_norms, residual, rotary
+from megatron.vlm.model.fused import (
+    activations,
+    cross_entropy,
+    head_norms,
+    normed_rotary,
+    residual,
+    rotary,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 BF16_ROUNDING = 2.0**-8
@@ -257,6 +264,39 @@ def check_rotary(case: Case) -> None:
         promised(rotary._rotate_back, *parts, *tables)
 
 
+def _normed_rotary(qkv: Any, query_weight: Any, key_weight: Any, *rest: Any) -> Any:
+    per_group, cosines, sines, eps = rest
+    arguments = (qkv, per_group, cosines, sines, query_weight, key_weight, eps)
+    query, key, value = normed_rotary.NormAndRotate.apply(*arguments)
+    return query, key, value * 1
+
+
+def _eager_normed_rotary(qkv: Any, query_weight: Any, key_weight: Any, *rest: Any) -> Any:
+    per_group, cosines, sines, eps = rest
+    query, key, value = normed_rotary.eager_split_norm_and_rotate(
+        qkv, per_group, rotary.Rotation(cosines, sines),
+        normed_rotary.HeadWeights(query_weight, key_weight, eps),
+    )  # fmt: skip
+    return query, key, value * 1
+
+
+def check_normed_rotary(case: Case) -> None:
+    """Norms of q's and k's heads, and their rotation, of sizes that are no power of two too."""
+    cases = [((3, 1, 6), 2, 3, 8), ((1,), 1, 1, 2), ((0,), 1, 2, 4), ((2, 70), 3, 2, 96)]
+    for samples, groups, per_group, size in case.few(cases):
+        borders = torch.tensor([0, *samples], device=case.device).cumsum(0).to(torch.int32)
+        tokens = sum(samples)
+        frequencies = 0.1 ** torch.arange(size // 2, device=case.device)
+        tables = rotary.rotation(borders, tokens, frequencies)
+        qkv = case.random(tokens, groups, (per_group + 2) * size)
+        weights = [case.random(size) for _ in range(2)]
+        fixed = [per_group, *tables, 1e-3]
+        case.compare(_normed_rotary, _eager_normed_rotary, [qkv, *weights], fixed, roundings=2)
+        promised(normed_rotary._forward, qkv, per_group, *tables, weights, 1e-3)
+        query, key, rstds = normed_rotary._forward(qkv, per_group, *tables, weights, 1e-3)
+        promised(normed_rotary._backward, query, key, key, qkv, *tables, weights, rstds)
+
+
 def check_cross_entropy(case: Case) -> None:
     """The loss with and without padded words, on one rank and as two ranks share the words."""
     for positions, width, count in case.few([(5, 130, 130), (3, 5001, 4999), (0, 8, 7), (1, 2, 1)]):
@@ -316,7 +356,7 @@ if __name__ == "__main__":
     name, device = sys.argv[1:]
     checks = (
         *(check_activations, check_residual, check_head_norms, check_rotary),
-        check_cross_entropy,
+        *(check_normed_rotary, check_cross_entropy),
     )
     for dtype in DTYPES:
         {check.__name__.removeprefix("check_"): check for check in checks}[name](

@@ -16,7 +16,12 @@ from omnibal.config import load_cluster
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
 
-MODELS = (toy_model(), toy_model(normalization="RMSNorm", qkv_bias=False))
+MODELS = (
+    toy_model(),
+    toy_model(normalization="RMSNorm", qkv_bias=False).with_tower(
+        "language", qk_norm=True, head_size=10
+    ),
+)
 SAMPLES = [(2, 9), (0, 12), (1, 6)]
 
 

@@ -598,7 +598,7 @@ BAD = {
         "internlm2", edit_config(llm_config__architectures=["Phi3ForCausalLM"]), "Phi3ForCausalLM"
     ),
     "other-template": ("internlm2", edit_config(template="vicuna"), "template 'vicuna'"),
-    "head-size": ("transformers", edit_config(text_config__head_dim=8), "head_dim 8"),
+    "head-size": ("transformers", edit_config(text_config__head_dim=8), "k_proj.weight is"),
     "biases": ("internlm2", edit_config(llm_config__bias=True), "biases in the language model"),
     "no-heads": (
         "internlm2", edit_config(llm_config__num_attention_heads=0), "greater than 0 (given: 0)"
@@ -607,13 +607,13 @@ BAD = {
         "transformers", edit_config(vision_config__num_attention_heads=0), "greater than 0"
     ),
     "language-model-that-scales-otherwise": (
-        "transformers", edit_config(text_config__model_type="granite"), "of type 'granite'"
+        "transformers", edit_config(text_config__model_type="granite"), "model is granite"
     ),
     "language-model-with-windows": (
-        "transformers", edit_config(text_config__model_type="mistral"), "of type 'mistral'"
+        "transformers", edit_config(text_config__model_type="mistral"), "model is mistral"
     ),
     "language-model-with-norms-of-heads": (
-        "transformers", edit_config(text_config__model_type="qwen3"), "must be qwen2 or llama"
+        "transformers", edit_config(text_config__model_type="qwen3"), "q_norm.weight"
     ),
     "heads-do-not-divide": (
         "internlm2", edit_config(llm_config__num_attention_heads=5), "must be a multiple of heads 5"

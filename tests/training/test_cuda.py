@@ -52,7 +52,7 @@ def test_on_device(check, tmp_path):
 
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
 @pytest.mark.parametrize(
-    "check", ["activations", "residual", "head_norms", "rotary", "cross_entropy"]
+    "check", ["activations", "residual", "head_norms", "rotary", "normed_rotary", "cross_entropy"]
 )
 def test_kernels_on_device(check):
     """Prevents: a kernel that is right in Triton's interpreter only."""

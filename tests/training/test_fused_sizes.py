@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.vlm.model.fused import activations, cross_entropy, head_norms, residual, rotary
+from megatron.vlm.model.fused import (
+    activations,
+    cross_entropy,
+    head_norms,
+    normed_rotary,
+    residual,
+    rotary,
+)
 
 
 def of(*shape):
@@ -64,6 +71,17 @@ OPERATIONS = {
         rotary._rotate_back,
         lambda: (of(5, 4, 4), of(5, 2, 4), of(5, 2, 4), of(5, 2), of(5, 2)),
     ),
+    "norm_and_rotate": (
+        normed_rotary._forward,
+        lambda: (of(5, 2, 16), 2, of(5, 2), of(5, 2), [of(4), of(4)], 1e-6),
+    ),
+    "norm_and_rotate_backward": (
+        normed_rotary._backward,
+        lambda: (
+            of(5, 4, 4), of(5, 2, 4), of(5, 2, 4), of(5, 2, 16), of(5, 2), of(5, 2),
+            [of(4), of(4)], of(5, 2, 3),
+        ),
+    ),
 }  # fmt: skip
 """Every operation, with arguments that go together."""
 
@@ -73,6 +91,7 @@ FREE = {
     ("norm", "hidden_SBH"): (0, 1),
     ("head_squares", "qkv_SBN3D"): (0, 1, 2),
     ("split_and_rotate", "qkv"): (1,),
+    ("norm_and_rotate", "qkv"): (1,),
 }
 """Axes of which nothing else says how long they are."""
 
@@ -128,7 +147,7 @@ def test_refusals_name_the_argument_and_what_it_must():
 
 def test_all_operations_are_here():
     """Prevents: an operation that is added without its sizes being checked."""
-    modules = (activations, cross_entropy, head_norms, residual, rotary)
+    modules = (activations, cross_entropy, head_norms, normed_rotary, residual, rotary)
     made = {
         value for module in modules for value in vars(module).values()
         if isinstance(value, torch.library.CustomOpDef)

@@ -12,7 +12,7 @@ CHECKS = Path(__file__).parent / "kernel_checks.py"
 
 
 @pytest.mark.parametrize(
-    "check", ["activations", "residual", "head_norms", "rotary", "cross_entropy"]
+    "check", ["activations", "residual", "head_norms", "rotary", "normed_rotary", "cross_entropy"]
 )
 def test_kernels_compute_what_torch_computes(check):
     """Prevents: a kernel that gives other numbers or gradients than the layers on a CPU have, or

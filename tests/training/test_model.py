@@ -112,18 +112,20 @@ def stage_and_reference_loss(links, model):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "model",
     [
-        {},
-        {"normalization": "RMSNorm", "qkv_bias": False},
-        {"qk_norm": False},
-        {"qk_norm": False, "layer_scale_init": None},
+        toy_model(),
+        toy_model(normalization="RMSNorm", qkv_bias=False),
+        toy_model(qk_norm=False),
+        toy_model(qk_norm=False, layer_scale_init=None),
+        toy_model().with_tower("language", qk_norm=True, head_size=10),
     ],
-    ids=["300M-like", "6B-like", "without-qk-norm", "EVA-CLIP-like"],
+    ids=["300M-like", "6B-like", "without-qk-norm", "EVA-CLIP-like", "Qwen3-like"],
 )
-def test_model_equals_plain_pytorch(changes):
-    """Prevents: a wrong reading of InternVL: layer scale, qk-norm, pixel shuffle, GQA, RoPE."""
-    [(got, expected)] = run_ranks(ONE, stage_and_reference_loss, toy_model(**changes))
+def test_model_equals_plain_pytorch(model):
+    """Prevents: a wrong reading of InternVL: layer scale, q and k norms, pixel shuffle, GQA,
+    RoPE."""
+    [(got, expected)] = run_ranks(ONE, stage_and_reference_loss, model)
     assert got == pytest.approx(sum(expected), rel=1e-5)
 
 
@@ -135,7 +137,7 @@ def reference_loss(model, weights, sample):
     if len(sample.pixels_TCPP):
         hidden[ids == 0] = reference_image_features(model, w, sample.pixels_TCPP)
     language = model.language
-    head_size = language.hidden_size // language.heads
+    head_size = language.head_width
     for layer in range(language.layers):
         p = f"language.layers.{layer}."
         x = F.rms_norm(
@@ -145,8 +147,12 @@ def reference_loss(model, weights, sample):
             len(ids), language.kv_heads, -1, head_size
         )
         # InternLM2's rows: per key/value head its query heads, then k, then v.
-        query = rope(qkv[:, :, :-2].flatten(1, 2), language.rope_base)
-        key, value = rope(qkv[:, :, -2], language.rope_base), qkv[:, :, -1]
+        query, key, value = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+        if language.qk_norm:
+            of_query, of_key = (w[f"{p}self_attention.{one}_layernorm.weight"] for one in "qk")
+            query = query / (query.square().mean(-1, True) + language.norm_eps).sqrt() * of_query
+            key = key / (key.square().mean(-1, True) + language.norm_eps).sqrt() * of_key
+        query, key = rope(query, language.rope_base), rope(key, language.rope_base)
         share = language.heads // language.kv_heads
         key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
         hidden = hidden + attention(query, key, value, causal=True) @ (

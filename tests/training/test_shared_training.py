@@ -106,7 +106,7 @@ CASES = {
 
 def plan_of(case) -> Plan:
     """The case's plan, whose language layers have four key/value heads."""
-    model = model_of(vocabulary=49, kv_heads=4)
+    model = model_of(vocabulary=49, kv_heads=4, is_qwen3=case.tied)
     language = model.language.model_copy(update={"tied_head": case.tied})
     model = model.model_copy(update={"language": language})
     if case.text_only:

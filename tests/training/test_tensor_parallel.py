@@ -29,8 +29,9 @@ STEPS = [
 ]
 
 
-def model_of(vocabulary=51, kv_heads=2, language_bias=False, **vision):
+def model_of(vocabulary=51, kv_heads=2, language_bias=False, is_qwen3=False, **vision):
     """Two layers of each tower; neither heads of the vision encoder nor words divide by 2."""
+    qwen3 = {"qk_norm": True, "head_size": 10} if is_qwen3 else {}
     model = toy_model(**{"layers": 2, "heads": 3, "hidden_size": 24, **vision})
     language = model.language.model_copy(
         update={
@@ -38,6 +39,7 @@ def model_of(vocabulary=51, kv_heads=2, language_bias=False, **vision):
             "vocab_size": vocabulary,
             "kv_heads": kv_heads,
             "qkv_bias": language_bias,
+            **qwen3,
         }
     )
     return model.model_copy(update={"language": language})
@@ -45,7 +47,7 @@ def model_of(vocabulary=51, kv_heads=2, language_bias=False, **vision):
 
 MODELS = {
     "300M-like": model_of(),
-    "6B-like": model_of(language_bias=True, normalization="RMSNorm", qkv_bias=False),
+    "6B-like": model_of(language_bias=True, is_qwen3=True, normalization="RMSNorm", qkv_bias=False),
     "without-qk-norm": model_of(qk_norm=False),
     # At tensor size 4 the vision encoder's fourth rank has padded heads alone.
     "for-four": model_of(vocabulary=49, kv_heads=4, language_bias=True, heads=5, hidden_size=20),
@@ -57,7 +59,7 @@ def batches_of(model, number, packs):
     for index, pack in enumerate(packs):
         batch = toy_batch(model, pack, seed=100 * number + index)
         weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
-        yield replace(batch, loss_weights_L=weights)
+        yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
 def train_steps(links, plan, steps, load=None, save=None, first=0):
@@ -70,7 +72,11 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
     for number, packs in enumerate(steps, first):
         batches = list(batches_of(plan.model, number, packs))
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-        result = train_step(trainer, MicroBatchStream.of(own))
+        counts = [len(range(rank, len(batches), plan.parallel.data)) for rank in range(8)]
+        block = parallel_state.get_data_parallel_rank() // plan.parallel.in_step
+        # The first of ranks that run in step has the most packs.
+        slots = counts[block * plan.parallel.in_step]
+        result = train_step(trainer, MicroBatchStream.of(own), slots=slots)
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)
         gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
@@ -84,19 +90,29 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
 
 def gather_gradients(model):
     """Each data-parallel rank has only its share of the summed gradients; now all have all."""
-    group = parallel_state.get_data_parallel_group()
-    for buffer in model.buffers:
-        for bucket in buffer.buckets:
+    groups = (
+        (model.buffers, parallel_state.get_data_parallel_group()),
+        (model.expert_parallel_buffers, parallel_state.get_expert_data_parallel_group()),
+    )
+    for buffers, group in groups:
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def by_name(stage, value):
-    return {
+    """Tensors of this rank by global name; of experts those of all expert-parallel ranks."""
+    group = parallel_state.get_expert_model_parallel_group()
+    found = {
         global_parameter_name(stage, name): value(parameter).detach().clone()
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     }
+    for name, own in found.items():
+        if ".experts." in name:
+            found[name] = own.new_empty((len(own) * group.size(), *own.shape[1:]))
+            dist.all_gather_into_tensor(found[name], own, group=group)
+    return found
 
 
 def run(plan, *arguments, **options):
@@ -118,7 +134,9 @@ DIVIDED_AXIS = {
 
 
 def axis_of(name):
-    if name.startswith(("projector.norm.", "vision_embedding.")):
+    if name.startswith(("projector.norm.", "vision_embedding.")) or ".experts." in name:
+        return None
+    if name.startswith("language.") and "_layernorm" in name:  # one weight for all heads
         return None
     [axis] = [axis for end, axis in DIVIDED_AXIS.items() if name.endswith(end)] or [None]
     return axis

@@ -270,8 +270,8 @@ def edited(folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "text-only ones .llama and qwen2."),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "must be .'LlamaForCausalLM'."),
+        ({"model_type": "mistral"}, "text-only ones .llama, qwen2, qwen3 and qwen3_moe."),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "must be one of LlamaForCausalLM"),
         ({"rope_parameters": SCALING | {"rope_type": "yarn"}}, "RoPE of type 'yarn'"),
         ({"rope_parameters": SCALING | {"factor": None}}, "without all of its numbers"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters that differ"),

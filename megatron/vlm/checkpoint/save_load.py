@@ -196,8 +196,10 @@ class CheckpointWriter:
         )
         self._is_validated = True  # what is checked does not change between saves
         common = _same_on_all_ranks(common) | {"optimizer": common.get("optimizer")}
-        # Core stores rank 0's settings for all, but a stage that is frozen whole has none.
-        common["optimizer"] = next(filter(None, _gather(common["optimizer"], self._group)), {})
+        # Core stores rank 0's settings for all, but a stage that is frozen whole has none, and
+        # one without language layers none of experts.
+        gathered = filter(None, _gather(common["optimizer"], self._group))
+        common["optimizer"] = _joined_settings(list(gathered))
         layout = _Layouts(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK).async_save(
             sharded, str(path)
         )
@@ -209,14 +211,17 @@ class CheckpointWriter:
 
     def _whole_state(self, step: int, training_state: dict[str, Any]) -> dict[str, Any]:
         state = _model_state(self._stages)
-        for name, one in _trained(self._stages, self._optimizer).items():
-            _fill_empty_optimizer_state(one)
-            described = one.sharded_state_dict(state[name], metadata=_METADATA)
-            # Settings are the same for all; every parameter's state has its name in the files.
+        settings: list[dict[str, Any]] = []
+        for each in _trained(self._stages, self._optimizer):
+            _fill_empty_optimizer_state(each.optimizer)
+            described = each.optimizer.sharded_state_dict(state[each.part], metadata=_METADATA)
+            # Every parameter's state has its name in the files.
             gathered = described.pop("param_state")
-            state = {"optimizer": described} | state
+            settings.append(described)
             if gathered is not None:  # as it is on one rank of those that divide it
-                state[_OPTIMIZER_OF + name] = gathered
+                state[_OPTIMIZER_OF + each.name] = gathered
+        if settings:
+            state["optimizer"] = _joined_settings(settings)
         return state | {
             "scheduler": self._scheduler.state_dict(),
             "step": step,
@@ -495,12 +500,12 @@ def load_checkpoint(
         )
     loaded = _load_weights(path, stages)
     trained = _trained(stages, optimizer)
-    for one in trained.values():
-        _fill_empty_optimizer_state(one)
-        one.load_state_dict(loaded["optimizer"])
+    for each in trained:
+        _fill_empty_optimizer_state(each.optimizer)
+        each.optimizer.load_state_dict(loaded["optimizer"])
     state = _model_state(stages)
     with one_error(path):
-        load_share([(one, state[name]) for name, one in trained.items()], path)
+        load_share([(each.optimizer, state[each.part]) for each in trained], path)
     scheduler.load_state_dict(loaded["scheduler"])
     return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
 
@@ -530,13 +535,46 @@ def _named(stages: Sequence[VLMStage]) -> dict[str, VLMStage]:
     return dict(zip(("model", "encoders"), stages, strict=False))
 
 
-def _trained(
-    stages: Sequence[VLMStage], optimizer: ChainedOptimizer
-) -> dict[str, DistributedOptimizer]:
-    """The optimizer of everything that is trained."""
-    # Encoders that are frozen whole have none, and come last.
-    pairs = zip(_named(stages).items(), optimizer.chained_optimizers, strict=False)
-    return {name: one for (name, stage), one in pairs if _is_trained(stage)}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """An optimizer that has something to train."""
+
+    name: str
+    part: str
+    """Name of what it trains parameters of, as of `_named`."""
+    optimizer: DistributedOptimizer
+
+
+def _trained(stages: Sequence[VLMStage], optimizer: ChainedOptimizer) -> list[_Trained]:
+    """The optimizers of everything that is trained.
+
+    Core makes one of a stage, though it be frozen whole, and another of its experts, whose state
+    other ranks divide; of frozen experts none. Frozen encoders beside the pipeline have none.
+    """
+    chain = iter(optimizer.chained_optimizers)
+    found = []
+    for part, stage in _named(stages).items():
+        # Core's mark of parameters that only some data-parallel ranks hold.
+        trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        experts = [parameter for parameter in trained if not vars(parameter).get("allreduce", True)]
+        if part == "model" or trained:
+            one = next(chain)
+            if len(experts) < len(trained):
+                found.append(_Trained(name=part, part=part, optimizer=one))
+        if experts:
+            found.append(_Trained(name=f"{part}'s experts", part=part, optimizer=next(chain)))
+    return found
+
+
+def _joined_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Settings of several optimizers as of one; what they share is the same in all."""
+    joined: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for one in settings:
+        inner = one["optimizer"]
+        groups += [group for group in inner["param_groups"] if group not in groups]
+        joined = one | {"optimizer": inner | {"param_groups": groups}}
+    return joined
 
 
 def _model_state(stages: Sequence[VLMStage]) -> dict[str, Any]:
@@ -555,11 +593,6 @@ def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in common.items()
         if name != "optimizer" and not name.startswith(_OPTIMIZER_OF)
     }
-
-
-def _is_trained(stage: VLMStage) -> bool:
-    """Whether the stage has optimizer state; core cannot tell for one that is frozen whole."""
-    return any(parameter.requires_grad for parameter in stage.parameters())
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

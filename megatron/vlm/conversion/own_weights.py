@@ -132,7 +132,7 @@ def _stored_size(parameter: Parameter) -> torch.Size:
 
 def _extra_state_key(parameter: Parameter) -> str | None:
     """Key of the empty object that core's linear layers store; None for others."""
-    if not parameter.key.endswith(_LINEARS):
+    if not parameter.key.endswith(_LINEARS) or ".experts." in parameter.key:
         return None
     module = parameter.key.removesuffix(".weight")
     return f"{module}._extra_state/shard_{parameter.layer or 0}_{parameter.layers or 1}"

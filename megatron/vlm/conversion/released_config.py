@@ -1,9 +1,8 @@
 """Conversion of a released checkpoint's config.json to a ModelConfig and back.
 
-Read are the original InternVLChatConfig, and Transformers' own InternVLConfig, LlamaConfig and
-Qwen2Config. What this project's model cannot do (RoPE scaled in other ways than Llama 3.1's,
-features of an earlier layer, biases it lacks) is refused by name. Defaults are those of the classes
-that wrote the files, which leave them out.
+Read are the original InternVLChatConfig and Transformers' own InternVLConfig, as the planner reads
+them (`omnibal.families.internvl`), and of models without an encoder LlamaConfig, Qwen2Config,
+Qwen3Config and Qwen3MoeConfig. What this project's model cannot do is refused by name.
 
 What is written for Transformers was tried with its versions 4.57.3 and 5.23, which differ in where
 they look for the RoPE base and the type of the tensors.
@@ -14,18 +13,37 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megatron.vlm.conversion.tensor_map import Layout, head_name
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
-from omnibal.encoders import TilesEncoder, TilingConfig
+from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
-from omnibal.files import complaint, read_json_model
+from omnibal.families.folder import CONFIG_FILE, model_name
+from omnibal.families.internvl import (
+    NORMS,
+    TRANSFORMERS_QK_NORM_EPS,
+    InternVLFile,
+    is_tied,
+    open_internvl,
+)
+from omnibal.families.released_language import (
+    ARCHITECTURES,
+    SCALES_LATER,
+    SCALES_WAVES,
+    LanguageType,
+    ReleasedLanguage,
+    invalid,
+    known_type,
+    language_config,
+)
+from omnibal.files import read_json_model
+from omnibal.layers import ExpertsConfig, LayerKind
+from omnibal.limits import words
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_POSITIONS = 32_768
@@ -34,203 +52,36 @@ Serving tools take it for the longest text; RoPE, unscaled here, does not depend
 _BICUBIC = 3
 """Pillow's number of bicubic resampling."""
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
-_NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
-    "layer_norm": "LayerNorm",
-    "rms_norm": "RMSNorm",
-}
-_TRANSFORMERS_QK_NORM_EPS = 1e-6
 _PREFIXED = "model.vision_tower."
-_LANGUAGE_LAYOUTS = {
-    "InternLM2ForCausalLM": Layout.INTERNVL_INTERNLM2,
-    "LlamaForCausalLM": Layout.INTERNVL_LLAMA,
-    "Qwen2ForCausalLM": Layout.INTERNVL_QWEN2,
+_STACKED = ".mlp.experts.gate_up_proj"
+_ORIGINAL_LAYOUTS: dict[LanguageType, Layout] = {
+    "internlm2": Layout.INTERNVL_INTERNLM2,
+    "llama": Layout.INTERNVL_LLAMA,
+    "qwen2": Layout.INTERNVL_QWEN2,
+    "qwen3": Layout.INTERNVL_QWEN3,
+    "qwen3_moe": Layout.INTERNVL_QWEN3_MOE,
 }
-_ARCHITECTURES = {layout: name for name, layout in _LANGUAGE_LAYOUTS.items()}
-_TRANSFORMERS_LANGUAGES = ("qwen2", "llama")
-_MODEL_TYPES = {
-    Layout.INTERNVL_INTERNLM2: "internlm2",
-    Layout.INTERNVL_LLAMA: "llama",
-    Layout.INTERNVL_QWEN2: "qwen2",
-    Layout.LLAMA: "llama",
-    Layout.QWEN2: "qwen2",
+_TEXT_ONLY: dict[LanguageType, Layout] = {
+    "llama": Layout.LLAMA,
+    "qwen2": Layout.QWEN2,
+    "qwen3": Layout.QWEN3,
+    "qwen3_moe": Layout.QWEN3_MOE,
 }
-_TEXT_ONLY: dict[str, tuple[str, Layout, ChatTemplate]] = {
-    "llama": ("LlamaForCausalLM", Layout.LLAMA, "llama3"),
-    "qwen2": ("Qwen2ForCausalLM", Layout.QWEN2, "qwen2.5"),
+_LANGUAGES = {
+    layout: kind for kinds in (_ORIGINAL_LAYOUTS, _TEXT_ONLY) for kind, layout in kinds.items()
+} | {Layout.QWEN3_MOE_STACKED: "qwen3_moe"}
+"""Kind of language model that a layout is for; Transformers' InternVL has any but InternLM2."""
+_TEMPLATES: dict[str, ChatTemplate] = {
+    "llama": "llama3",
+    "qwen2": "qwen2.5",
+    "qwen3": "tokenizer",
+    "qwen3_moe": "tokenizer",
 }
-"""Architecture, layout and chat template of models without an encoder, by model_type."""
-
-
-_SCALES_LATER, _SCALES_WAVES = "dynamic", "llama3"
-"""Kinds of RoPE: unscaled up to max_position_embeddings, and Llama 3.1's."""
-
-
-class _Rope(BaseModel):
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    partial_rotary_factor: float | None = None
-
-    @property
-    def kind(self) -> str:
-        return self.rope_type or self.type or "default"
-
-    @property
-    def scaling(self) -> tuple[str | float | None, ...]:
-        """All that scales RoPE, which two descriptions of one model have alike."""
-        numbers = (self.factor, self.low_freq_factor, self.high_freq_factor)
-        return (self.kind, *numbers, self.original_max_position_embeddings)
-
-
-class _Language(BaseModel):
-    """Language configuration of Llama, Qwen2 and InternLM2, which share their names."""
-
-    architectures: list[str] | None = None
-    model_type: str = ""
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    vocab_size: PositiveInt
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    max_position_embeddings: PositiveInt | None = None
-    hidden_act: str = "silu"
-    bias: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    layer_types: list[str] | None = None
-    partial_rotary_factor: float | None = None
-    quantization_config: Any = None
-    tie_word_embeddings: bool | None = None
-
-    @property
-    def has_two_ropes(self) -> bool:
-        """Whether two descriptions of RoPE say different things."""
-        older, newer = self.rope_scaling, self.rope_parameters
-        return older is not None and newer is not None and older.scaling != newer.scaling
-
-    @property
-    def rotary_share(self) -> float:
-        """Share of a head's width that RoPE turns."""
-        return self._rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
-
-    @property
-    def is_qwen2(self) -> bool:
-        return self.model_type == "qwen2" or self.architectures == ["Qwen2ForCausalLM"]
-
-    @property
-    def rope(self) -> tuple[float, str]:
-        """Base and kind of RoPE."""
-        parameters = self._rope
-        return parameters.rope_theta or self.rope_theta, parameters.kind
-
-    @property
-    def _rope(self) -> _Rope:
-        return self.rope_parameters or self.rope_scaling or _Rope()
-
-    @property
-    def scaling(self) -> dict[str, Any]:
-        """Fields of a LanguageConfig about the scaling of RoPE; empty if there is none.
-
-        Either its scaling by wavelength, or the position up to which it is not scaled and the
-        scaling from there on.
-        """
-        rope = self._rope
-        if rope.kind == _SCALES_WAVES:
-            return {
-                "rope_scaling": {
-                    "factor": rope.factor,
-                    "low_frequency_factor": rope.low_freq_factor,
-                    "high_frequency_factor": rope.high_freq_factor,
-                    "original_positions": rope.original_max_position_embeddings,
-                }
-            }
-        if rope.kind != _SCALES_LATER:
-            return {}
-        most = self.max_position_embeddings or (32_768 if self.is_qwen2 else 2048)
-        return {"max_positions": most, "rope_factor": rope.factor}
-
-
-class _TransformersLanguage(_Language):
-    model_type: str = "qwen2"
-
-
-class _OriginalVision(BaseModel):
-    hidden_size: PositiveInt = 3200
-    intermediate_size: PositiveInt = 12_800
-    num_hidden_layers: PositiveInt = 48
-    num_attention_heads: PositiveInt = 25
-    num_channels: PositiveInt = 3
-    patch_size: PositiveInt = 14
-    image_size: PositiveInt = 224
-    norm_type: str = "rms_norm"
-    layer_norm_eps: float = 1e-6
-    qkv_bias: bool = False
-    qk_normalization: bool = True
-    hidden_act: str = "gelu"
-    initializer_factor: float = 0.1
-
-
-class _Original(BaseModel):
-    vision_config: _OriginalVision
-    llm_config: _Language
-    tie_word_embeddings: bool | None = None
-    downsample_ratio: float = 0.5
-    force_image_size: PositiveInt | None = None
-    select_layer: int = -1
-    ps_version: str = "v1"
-    template: str | None = None
-    system_message: str | None = None
-    """System message of InternVL's `chat` alone; its training takes the template's."""
-    pad2square: bool = False
-    dynamic_image_size: bool = False
-    use_thumbnail: bool = False
-    min_dynamic_patch: int = 1
-    max_dynamic_patch: int = 6
-
-
-class _TransformersVision(BaseModel):
-    hidden_size: PositiveInt = 1024
-    intermediate_size: PositiveInt = 4096
-    num_hidden_layers: PositiveInt = 24
-    num_attention_heads: PositiveInt = 16
-    num_channels: PositiveInt = 3
-    patch_size: PositiveInt | list[PositiveInt] = 14
-    image_size: PositiveInt | list[PositiveInt] = 448
-    norm_type: str = "layer_norm"
-    layer_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    use_qk_norm: bool = False
-    hidden_act: str = "gelu"
-    layer_scale_init_value: float = 0.1
-    use_absolute_position_embeddings: bool = True
-    use_mask_token: bool = False
-    use_mean_pooling: bool = True
-
-
-class _Transformers(BaseModel):
-    vision_config: _TransformersVision
-    text_config: _TransformersLanguage
-    tie_word_embeddings: bool | None = None
-    downsample_ratio: float = 0.5
-    projector_hidden_act: str = "gelu"
-    vision_feature_layer: int | list[int] = -1
-    vision_feature_select_strategy: str = "default"
+"""Chat templates of models without an encoder."""
 
 
 class _Kind(BaseModel):
     model_type: str = ""
-    architectures: list[str] | None = None
 
 
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
@@ -238,292 +89,57 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
 
     Args:
         names: of the tensors there, which tell what config.json leaves open: whether they begin
-            with `model.`, as some versions of Transformers wrote them, and where nothing else says
-            it, whether the head is tied.
+            with `model.`, as some versions of Transformers wrote them, whether experts are one
+            tensor, and where nothing else says it, whether the head is tied.
 
     Raises:
         UserError: there is no config.json, it is of another kind of model, or of a variant that
             this project's model does not have.
     """
     path = directory / CONFIG_FILE
-    remedy = "pass the folder of a released checkpoint"
-    kind = read_json_model(_Kind, path, remedy)
-    name = _model_name(directory)
-    try:
-        if kind.architectures == ["InternVLChatModel"] or kind.model_type == "internvl_chat":
-            return _from_original(read_json_model(_Original, path, remedy), name, names, path)
-        if kind.model_type == "internvl":
-            given = read_json_model(_Transformers, path, remedy)
-            return _from_transformers(given, name, names, path)
-        if kind.model_type in _TEXT_ONLY:
-            return _from_text_only(read_json_model(_Language, path, remedy), name, names, path)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {place}: {complaint(first)}; {remedy}") from error
-    raise UserError(
-        f"{path}: is of a model of type {kind.model_type!r}; only InternVL's own "
-        "(internvl_chat) and Transformers' (internvl), and text-only ones "
-        f"({' and '.join(_TEXT_ONLY)}) are converted"
-    )
+    file = open_internvl(path)
+    if file is None:
+        return _text_only_config(path, names)
+    layout = _internvl_layout(file, names)
+    return file.model(has_head=head_name(layout) in names), layout
 
 
-def _model_name(directory: Path) -> str:
-    """The folder's name, or in a cache of Hugging Face's hub, where that is a hash, the model's."""
-    path = directory.resolve() if ".." in directory.parts else directory.absolute()
-    in_hub = path.parent.name == "snapshots"
-    return (path.parents[1].name.rpartition("--")[2] if in_hub else path.name).lower()
-
-
-def _from_original(
-    given: _Original, name: str, names: Collection[str], path: Path
-) -> tuple[ModelConfig, Layout]:
-    vision = given.vision_config
-    _refuse(
-        path,
-        (given.select_layer != -1, f"select_layer {given.select_layer}", "-1, the last layer"),
-        (given.ps_version != "v2", f"ps_version {given.ps_version!r}", "'v2'"),
-        (given.pad2square, "pad2square true", "false, as images are stretched here, not padded,"),
-        (vision.num_channels != 3, f"num_channels {vision.num_channels}", "3"),
-        (vision.hidden_act != "gelu", f"vision hidden_act {vision.hidden_act!r}", "'gelu'"),
-        (vision.norm_type not in _NORMS, f"norm_type {vision.norm_type!r}", " or ".join(_NORMS)),
-        (
-            given.template not in (None, *get_args(ChatTemplate)),
-            f"template {given.template!r}",
-            " or ".join(get_args(ChatTemplate)),
-        ),
-    )
-    if given.force_image_size not in (None, vision.image_size):
-        raise UserError(
-            f"{path}: has force_image_size {given.force_image_size}, but position embeddings for "
-            f"tiles of {vision.image_size} pixels (vision_config.image_size); set it to "
-            f"{vision.image_size} there to train on such tiles, or else resize them by InternVL's "
-            f"vision_model.resize_pos_embeddings and save them with both sizes set to "
-            f"{given.force_image_size}"
-        )
-    architecture = (given.llm_config.architectures or [""])[0]
-    layout = _LANGUAGE_LAYOUTS.get(architecture)
-    if layout is None:
-        raise UserError(
-            f"{path}: its language model is {architecture or 'not named'}; it must be one of "
-            f"{', '.join(_LANGUAGE_LAYOUTS)}"
-        )
-    tiles = given.max_dynamic_patch if given.dynamic_image_size else 1
-    template = {} if given.template is None else {"chat_template": given.template}
-    model = ModelConfig(
-        name=name,
-        encoders={
-            "vision": _vision(
-                vision,
-                image_size=vision.image_size,
-                patch_size=vision.patch_size,
-                qkv_bias=vision.qkv_bias,
-                qk_norm=vision.qk_normalization,
-                layer_scale_init=vision.initializer_factor,
-                downsample_ratio=given.downsample_ratio,
-                tiling=TilingConfig(
-                    min_dynamic_patch=min(given.min_dynamic_patch, tiles),
-                    max_dynamic_patch=tiles,
-                    use_thumbnail=given.use_thumbnail,
-                ),
-            )
-        },
-        language=_language(
-            given.llm_config,
-            _is_tied(given.llm_config, given.tie_word_embeddings, layout, names),
-            path,
-        ),
-        chat_system_message=given.system_message,
-        **template,
-    )
-    return model, layout
-
-
-def _from_transformers(
-    given: _Transformers, name: str, names: Collection[str], path: Path
-) -> tuple[ModelConfig, Layout]:
+def _internvl_layout(file: InternVLFile, names: Collection[str]) -> Layout:
+    if file.is_original:
+        return _ORIGINAL_LAYOUTS[file.language_type]
+    if _has_stacked_experts(names):
+        return Layout.TRANSFORMERS_STACKED
     prefixed = any(name.startswith(_PREFIXED) for name in names)
-    layout = Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
-    vision = given.vision_config
-    image, patch = _square(vision.image_size, path), _square(vision.patch_size, path)
-    strategy, text = given.vision_feature_select_strategy, given.text_config
-    _refuse(
-        path,
-        (
-            text.model_type not in _TRANSFORMERS_LANGUAGES,
-            f"a language model of type {text.model_type!r}",
-            " or ".join(_TRANSFORMERS_LANGUAGES),
-        ),
-        (given.vision_feature_layer != -1, "vision_feature_layer", "-1, the last layer"),
-        (strategy != "default", f"vision_feature_select_strategy {strategy!r}", "'default'"),
-        (given.projector_hidden_act != "gelu", "projector_hidden_act", "'gelu'"),
-        (vision.num_channels != 3, f"num_channels {vision.num_channels}", "3"),
-        (vision.hidden_act != "gelu", f"vision hidden_act {vision.hidden_act!r}", "'gelu'"),
-        (vision.norm_type not in _NORMS, f"norm_type {vision.norm_type!r}", " or ".join(_NORMS)),
-        (not vision.use_absolute_position_embeddings, "no position embeddings", "learned ones"),
-        (vision.use_mask_token, "a mask token", "no mask token"),
-        (not vision.use_mean_pooling, "use_mean_pooling false", "true: no norm after the encoder"),
-        (
-            vision.use_qk_norm and vision.layer_norm_eps != _TRANSFORMERS_QK_NORM_EPS,
-            f"layer_norm_eps {vision.layer_norm_eps} with use_qk_norm",
-            f"{_TRANSFORMERS_QK_NORM_EPS}, which q and k norms always have there",
-        ),
-    )
-    model = ModelConfig(
-        name=name,
-        encoders={
-            "vision": _vision(
-                vision,
-                image_size=image,
-                patch_size=patch,
-                qkv_bias=vision.attention_bias,
-                qk_norm=vision.use_qk_norm,
-                layer_scale_init=vision.layer_scale_init_value,
-                downsample_ratio=given.downsample_ratio,
-                tiling=TilingConfig(),
-            )
-        },
-        language=_language(text, _is_tied(text, given.tie_word_embeddings, layout, names), path),
-        # The file says nothing of conversations; all that were released in this layout have these.
-        chat_template="internvl2_5",
-    )
-    return model, layout
+    return Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
 
 
-def _from_text_only(
-    given: _Language, name: str, names: Collection[str], path: Path
-) -> tuple[ModelConfig, Layout]:
-    architecture, layout, template = _TEXT_ONLY[given.model_type]
-    architectures = given.architectures or [architecture]
-    _refuse(
-        path,
-        (architectures != [architecture], f"architectures {architectures}", f"[{architecture!r}]"),
-    )
-    language = _language(given, _is_tied(given, None, layout, names), path)
+def _has_stacked_experts(names: Collection[str]) -> bool:
+    return any(name.endswith(_STACKED) for name in names)
+
+
+def _text_only_config(path: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
+    remedy = "pass the folder of a released checkpoint"
+    stated = read_json_model(_Kind, path, remedy).model_type
+    if stated not in _TEXT_ONLY:
+        raise UserError(
+            f"{path}: is of a model of type {stated!r}; only InternVL's own "
+            "(internvl_chat) and Transformers' (internvl), and text-only ones "
+            f"({words(list(_TEXT_ONLY))}) are converted"
+        )
+    given = read_json_model(ReleasedLanguage, path, remedy)
+    kind = known_type(given, path, [each for each in _TEXT_ONLY if each == stated])
+    layout = Layout.QWEN3_MOE_STACKED if _has_stacked_experts(names) else _TEXT_ONLY[kind]
+    tied = is_tied(given, None, is_original=False, has_head=head_name(layout) in names)
+    try:
+        language = language_config(given, kind, tied, path)
+    except ValidationError as error:
+        raise invalid(path, error) from error
     if language.max_positions is None:
         most = given.max_position_embeddings
         language = language.model_copy(update={"max_positions": most})
     # The file says nothing of conversations; these are those of the newest releases.
-    return ModelConfig(name=name, language=language, chat_template=template), layout
-
-
-def _vision(
-    given: _OriginalVision | _TransformersVision,
-    *,
-    image_size: int,
-    patch_size: int,
-    qkv_bias: bool,
-    qk_norm: bool,
-    layer_scale_init: float,
-    downsample_ratio: float,
-    tiling: TilingConfig,
-) -> TilesEncoder:
-    """Vision configuration from fields that both classes share and from those that differ."""
-    return TilesEncoder(
-        layers=given.num_hidden_layers,
-        hidden_size=given.hidden_size,
-        heads=given.num_attention_heads,
-        ffn_hidden_size=given.intermediate_size,
-        image_size=image_size,
-        patch_size=patch_size,
-        normalization=_NORMS[given.norm_type],
-        norm_eps=given.layer_norm_eps,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        layer_scale_init=layer_scale_init,
-        downsample_ratio=downsample_ratio,
-        tiling=tiling,
-    )
-
-
-def _is_tied(
-    language: _Language, outer: bool | None, layout: Layout, names: Collection[str]
-) -> bool:
-    """Whether the head is tied to the token embedding.
-
-    The language model's own configuration takes precedence over the whole model's, which InternVL's
-    class sets from it. Transformers 5 goes by the latter, so a missing head is tied in its
-    layout if either says so.
-    """
-    inner = language.tie_word_embeddings
-    lacks_head = head_name(layout) not in names
-    if lacks_head and not layout.is_original:
-        return bool(inner or outer) or (inner is None and outer is None)
-    stated = outer if inner is None else inner
-    return lacks_head if stated is None else stated
-
-
-def _language(given: _Language, tied_head: bool, path: Path) -> LanguageConfig:
-    rope_base, rope_kind = given.rope
-    kv_heads = given.num_key_value_heads or given.num_attention_heads
-    head_size = given.hidden_size // given.num_attention_heads
-    _refuse(
-        path,
-        (
-            rope_kind not in ("default", _SCALES_LATER, _SCALES_WAVES),
-            f"RoPE of type {rope_kind!r}",
-            "unscaled, or scaled as Llama 3.1's",
-        ),
-        (
-            None in (given.scaling.get("rope_scaling") or {}).values(),
-            f"RoPE of type {rope_kind!r} without all of its numbers",
-            "one with all of them",
-        ),
-        (
-            given.scaling.get("rope_factor", 1.0) is None,
-            f"RoPE of type {rope_kind!r} without a factor",
-            "one with a factor",
-        ),
-        (
-            given.has_two_ropes,
-            "a rope_scaling and rope_parameters that differ",
-            "one of them, or both alike,",
-        ),
-        (given.rotary_share != 1, f"partial_rotary_factor {given.rotary_share}", "1"),
-        (
-            bool(set(given.layer_types or ()) - {"full_attention"}),
-            f"layer_types {sorted(set(given.layer_types or ()))}",
-            "full_attention in all layers",
-        ),
-        (given.quantization_config is not None, "a quantization_config", "unquantized"),
-        (not rope_base.is_integer(), f"rope_theta {rope_base}", "a whole number"),
-        (given.head_dim not in (None, head_size), f"head_dim {given.head_dim}", str(head_size)),
-        (given.hidden_act != "silu", f"hidden_act {given.hidden_act!r}", "'silu'"),
-        (
-            given.bias or given.attention_bias or given.mlp_bias,
-            "biases in the language model",
-            "none, but for Qwen2's of q, k and v",
-        ),
-        (given.use_sliding_window, "use_sliding_window true", "false"),
-    )
-    return LanguageConfig(
-        layers=given.num_hidden_layers,
-        hidden_size=given.hidden_size,
-        heads=given.num_attention_heads,
-        kv_heads=kv_heads,
-        ffn_hidden_size=given.intermediate_size,
-        vocab_size=given.vocab_size,
-        qkv_bias=given.is_qwen2,
-        norm_eps=given.rms_norm_eps,
-        rope_base=int(rope_base),
-        **given.scaling,
-        tied_head=tied_head,
-    )
-
-
-def _refuse(path: Path, *cases: tuple[bool, str, str]) -> None:
-    """Raise for the first case that holds: what was given, and what it must be."""
-    for holds, given, must_be in cases:
-        if holds:
-            raise UserError(f"{path}: has {given}; it must be {must_be} to be converted")
-
-
-def _square(sides: int | list[int], path: Path) -> int:
-    if isinstance(sides, int):
-        return sides
-    if len(set(sides)) != 1:
-        raise UserError(f"{path}: has images or patches of {sides}; they must be squares")
-    return sides[0]
+    name = model_name(path.parent)
+    return ModelConfig(name=name, language=language, chat_template=_TEMPLATES[kind]), layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -612,8 +228,8 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "downsample_ratio": model.vision.downsample_ratio,
         "dynamic_image_size": tiling.max_dynamic_patch > 1,
         "force_image_size": vision.image_size,
-        "llm_config": {"architectures": [_ARCHITECTURES[layout]], "bias": False}
-        | _text(model.language, _MODEL_TYPES[layout])
+        "llm_config": {"architectures": [ARCHITECTURES[_LANGUAGES[layout]]], "bias": False}
+        | _text(model.language, _LANGUAGES[layout])
         | {"rope_theta": float(model.language.rope_base)}
         | ({"rope_scaling": scaling} if scaling else {}),
         "max_dynamic_patch": tiling.max_dynamic_patch,
@@ -653,8 +269,7 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
         "dtype": dtype,
         "torch_dtype": dtype,
         "image_seq_length": model.vision.tokens_per_item,
-        "text_config": _text(language, "qwen2" if language.qkv_bias else "llama")
-        | _rope_entries(language),
+        "text_config": _text(language, _kind_of(language)) | _rope_entries(language),
         "tie_word_embeddings": language.tied_head,
         "vision_config": {
             "model_type": "internvl_vision",
@@ -674,12 +289,12 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
 
 
 def _text_only(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
-    language, model_type = model.language, _MODEL_TYPES[layout]
+    language, kind = model.language, _LANGUAGES[layout]
     return {
-        "architectures": [_TEXT_ONLY[model_type][0]],
+        "architectures": [ARCHITECTURES[kind]],
         "dtype": dtype,
         "torch_dtype": dtype,
-        **_text(language, model_type),
+        **_text(language, kind),
         **_rope_entries(language),
     }
 
@@ -696,52 +311,79 @@ def _rope_scaling(language: LanguageConfig) -> dict[str, Any] | None:
     scaling = language.rope_scaling
     if scaling is not None:
         return {
-            "rope_type": _SCALES_WAVES,
+            "rope_type": SCALES_WAVES,
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_positions,
         }
     if language.rope_factor is not None:
-        return {"rope_type": _SCALES_LATER, "factor": language.rope_factor}
+        return {"rope_type": SCALES_LATER, "factor": language.rope_factor}
     return None
 
 
-def _text(language: LanguageConfig, model_type: str) -> dict[str, Any]:
+def _kind_of(language: LanguageConfig) -> LanguageType:
+    """Kind of language model that Transformers has for these layers."""
+    if language.qk_norm:
+        return "qwen3" if language.kinds[0].experts is None else "qwen3_moe"
+    return "qwen2" if language.qkv_bias else "llama"
+
+
+def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
+    head_size = {"head_dim": language.head_width} if _states_head_size(language, kind) else {}
+    experts = language.kinds[0].experts
+    of_experts = {} if experts is None else _experts(experts)
+    return (
+        head_size
+        | of_experts
+        | {
+            "model_type": kind,
+            "hidden_act": "silu",
+            "hidden_size": language.hidden_size,
+            "intermediate_size": language.ffn_hidden_size,
+            "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
+            "num_attention_heads": language.heads,
+            "num_hidden_layers": language.layers,
+            "num_key_value_heads": language.kv_heads,
+            "rms_norm_eps": language.norm_eps,
+            "tie_word_embeddings": language.tied_head,
+            "vocab_size": language.vocab_size,
+        }
+    )
+
+
+def _states_head_size(language: LanguageConfig, kind: LanguageType) -> bool:
+    return language.head_size is not None or kind in ("qwen3", "qwen3_moe")
+
+
+def _experts(experts: ExpertsConfig) -> dict[str, Any]:
     return {
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "hidden_size": language.hidden_size,
-        "intermediate_size": language.ffn_hidden_size,
-        "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
-        "num_attention_heads": language.heads,
-        "num_hidden_layers": language.layers,
-        "num_key_value_heads": language.kv_heads,
-        "rms_norm_eps": language.norm_eps,
-        "tie_word_embeddings": language.tied_head,
-        "vocab_size": language.vocab_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "norm_topk_prob": experts.normalized,
+        "num_experts": experts.experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "output_router_logits": experts.auxiliary_loss > 0,
+        "router_aux_loss_coef": experts.auxiliary_loss,
     }
 
 
 def _norm_name(vision: TilesEncoder) -> str:
-    return next(name for name, norm in _NORMS.items() if norm == vision.normalization)
+    return next(name for name, norm in NORMS.items() if norm == vision.normalization)
 
 
 def check_exportable(model: ModelConfig, layout: Layout) -> None:
     """Raise UserError if the layout cannot describe the model."""
-    qkv_bias = model.language.qkv_bias
+    language = model.language
     obstacles = [
         (layout.is_text_only and bool(model.encoders), "an encoder"),
         (not (layout.is_text_only or model.encoders), "no encoder"),
         (model.takes_audio, "an audio encoder"),
-        (
-            (layout.is_original or layout.is_text_only)
-            and qkv_bias != (layout in (Layout.INTERNVL_QWEN2, Layout.QWEN2)),
-            f"qkv_bias {str(qkv_bias).lower()}",
-        ),
+        *_language_obstacles(language, _LANGUAGES.get(layout, _kind_of(language))),
     ]
     for vision in (model.vision,) if model.takes_images else ():
-        eps_differs = vision.norm_eps != _TRANSFORMERS_QK_NORM_EPS
+        eps_differs = vision.norm_eps != TRANSFORMERS_QK_NORM_EPS
         obstacles += [
             (vision.layer_scale_init is None, "no layer scale"),
             (
@@ -754,3 +396,31 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
             raise UserError(
                 f"{model.name} has {what}, which layout {layout} cannot hold; choose another one"
             )
+
+
+def _language_obstacles(language: LanguageConfig, kind: LanguageType) -> list[tuple[bool, str]]:
+    """What a kind of language model has not; whether it holds, and what the model has."""
+    experts, is_qwen3 = language.kinds[0].experts, kind in ("qwen3", "qwen3_moe")
+    plain = LayerKind(experts=None if experts is None else _released_experts(experts))
+    return [
+        (language.qkv_bias != (kind == "qwen2"), f"qkv_bias {str(language.qkv_bias).lower()}"),
+        (language.qk_norm != is_qwen3, f"qk_norm {str(language.qk_norm).lower()}"),
+        (
+            (experts is not None) != (kind == "qwen3_moe"),
+            "dense feed-forwards" if experts is None else "experts",
+        ),
+        (set(language.kinds) != {plain}, "layers of another kind than Qwen3's"),
+        (kind == "internlm2" and language.head_size is not None, "a head_size"),
+    ]
+
+
+def _released_experts(experts: ExpertsConfig) -> ExpertsConfig:
+    """The experts without what config.json cannot say of them."""
+    return ExpertsConfig(
+        experts=experts.experts,
+        experts_per_token=experts.experts_per_token,
+        ffn_hidden_size=experts.ffn_hidden_size,
+        normalized=experts.normalized,
+        auxiliary_loss=experts.auxiliary_loss,
+        imbalance=experts.imbalance,
+    )

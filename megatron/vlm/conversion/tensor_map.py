@@ -3,14 +3,16 @@
     parameters(model)            every parameter of the whole model, with its shape
     released(parameter, layout)  the released tensors it is made of, and how
 
-Both layouts of InternVL are known: the original one, whose language model is InternLM2's, Llama's
-or Qwen2's, and the one of Transformers' own InternVLForConditionalGeneration; of models without an
-encoder, those of LlamaForCausalLM and Qwen2ForCausalLM, which name their tensors alike. An audio
-tower is Whisper's, from a checkpoint of its own (`whisper_tensors`). What is rearranged is rows of
-matrices, never values, so that a round trip gives the same bits.
+Both layouts of InternVL are known: the original one, whose language model is InternLM2's, Llama's,
+Qwen2's or Qwen3's, and the one of Transformers' own InternVLForConditionalGeneration; of models
+without an encoder, those of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and
+Qwen3MoeForCausalLM, which name their tensors alike. Experts have matrices of their own in every
+released file; Transformers 5 has those of a layer in one tensor, and writes them so when asked to.
+An audio tower is Whisper's, from a checkpoint of its own (`whisper_tensors`). What is rearranged is
+rows of matrices, never values, so that a round trip gives the same bits.
 
 Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G heads of a group,
-D head size.
+D head size, X experts.
 """
 
 import math
@@ -36,11 +38,19 @@ class Layout(StrEnum):
     INTERNVL_INTERNLM2 = "internvl-internlm2"
     INTERNVL_LLAMA = "internvl-llama"
     INTERNVL_QWEN2 = "internvl-qwen2"
+    INTERNVL_QWEN3 = "internvl-qwen3"
+    INTERNVL_QWEN3_MOE = "internvl-qwen3-moe"
     TRANSFORMERS = "transformers"
     TRANSFORMERS_PREFIXED = "transformers-prefixed"
     """Transformers' layout with the names that some versions wrote: `model.vision_tower...`"""
+    TRANSFORMERS_STACKED = "transformers-stacked"
+    """The same, with a layer's experts in one tensor: Transformers 5's own names."""
     LLAMA = "llama"
     QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3-moe"
+    QWEN3_MOE_STACKED = "qwen3-moe-stacked"
+    """With a layer's experts in one tensor."""
 
     @property
     def is_original(self) -> bool:
@@ -50,7 +60,17 @@ class Layout(StrEnum):
     @property
     def is_text_only(self) -> bool:
         """Whether it is of a model without an encoder."""
-        return self in (Layout.LLAMA, Layout.QWEN2)
+        return not (self.is_original or self.value.startswith("transformers"))
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether names begin with `model.`, in a layout of Transformers' InternVL."""
+        return self in (Layout.TRANSFORMERS_PREFIXED, Layout.TRANSFORMERS_STACKED)
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether all experts of a layer are one tensor."""
+        return self in (Layout.TRANSFORMERS_STACKED, Layout.QWEN3_MOE_STACKED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +132,25 @@ class Stacked:
         return tensor.chunk(self.count)
 
 
+@dataclass(frozen=True, slots=True)
+class PerExpert:
+    """Matrices of every expert apart, in parts of equal size: gate and up; here [X, R, ...]."""
+
+    parts: int
+
+    def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        """Shapes of the released tensors that make a parameter of shape `own`."""
+        return ((own[1] // self.parts, *own[2:]),) * (own[0] * self.parts)
+
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        """Make a parameter of shape `own` of its released tensors."""
+        return torch.cat(list(pieces)).view(own)
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Make the released tensors of a parameter; the inverse of `join`."""
+        return tensor.flatten(0, 1).chunk(len(tensor) * self.parts)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryKeyValue:
     """All queries, all keys, all values; here a group's queries, its key, its value, and so on."""
@@ -167,7 +206,7 @@ class QueryValueBias:
         return queries.flatten(), values.flatten()
 
 
-Arrangement = Whole | Stacked | QueryKeyValue | QueryValueBias
+Arrangement = Whole | Stacked | PerExpert | QueryKeyValue | QueryValueBias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +218,8 @@ class Released:
     arrangement: Arrangement
 
 
-# Modules by their name here; a tuple stands for several released tensors.
+# Modules by their name here, or a tensor without a part of its own; a tuple stands for several
+# released tensors, and `*` for the number of every expert.
 _Names = dict[str, str | tuple[str, ...]]
 
 _ORIGINAL_VISION: _Names = {
@@ -234,6 +274,17 @@ _LLAMA: _Names = {
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.linear_fc2": "mlp.down_proj",
+}
+_QWEN3 = _LLAMA | {
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.linear_fc1": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+    "mlp.experts.linear_fc2": "mlp.experts.*.down_proj",
+}
+_STACKED_QWEN3 = _QWEN3 | {
+    "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
 _ORIGINAL_REST: _Names = {
     "vision_embedding.patch_projection": "vision_model.embeddings.patch_embedding",
@@ -353,16 +404,26 @@ def _encoder_layer(tower: EncoderLayers) -> Iterator[tuple[str, Shape]]:
 
 
 def _language_layer(language: LanguageConfig) -> Iterator[tuple[str, Shape]]:
-    width, inner = language.hidden_size, language.ffn_hidden_size
-    qkv_rows = (language.heads + 2 * language.kv_heads) * (width // language.heads)
+    width, inner, size = language.hidden_size, language.ffn_hidden_size, language.head_width
+    experts = language.kinds[0].experts
+    qkv_rows = (language.heads + 2 * language.kv_heads) * size
     yield "input_layernorm.weight", (width,)
     yield "self_attention.linear_qkv.weight", (qkv_rows, width)
     if language.qkv_bias:
         yield "self_attention.linear_qkv.bias", (qkv_rows,)
-    yield "self_attention.linear_proj.weight", (width, width)
+    if language.qk_norm:
+        yield "self_attention.q_layernorm.weight", (size,)
+        yield "self_attention.k_layernorm.weight", (size,)
+    yield "self_attention.linear_proj.weight", (width, language.heads * size)
     yield "pre_mlp_layernorm.weight", (width,)
-    yield "mlp.linear_fc1.weight", (2 * inner, width)
-    yield "mlp.linear_fc2.weight", (width, inner)
+    if experts is None:
+        yield "mlp.linear_fc1.weight", (2 * inner, width)
+        yield "mlp.linear_fc2.weight", (width, inner)
+    else:
+        count, inner = experts.experts, experts.ffn_hidden_size
+        yield "mlp.router.weight", (count, width)
+        yield "mlp.experts.linear_fc1.weight", (count, 2 * inner, width)
+        yield "mlp.experts.linear_fc2.weight", (count, width, inner)
 
 
 def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Released:
@@ -424,6 +485,8 @@ def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Ar
         return QueryKeyValue(heads=language.heads, kv_heads=language.kv_heads, is_fused=False)
     if tower == "language" and rest.startswith("mlp.linear_fc1"):
         return Stacked(2)
+    if rest.startswith("mlp.experts.") and not layout.has_stacked_experts:
+        return PerExpert(2 if "linear_fc1" in rest else 1)
     return Whole(shape=_released_shape(parameter, model))
 
 
@@ -453,15 +516,24 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
         names, own = _TRANSFORMERS_VISION, rest
     else:
         prefix = f"language_model.model.layers.{parameter.layer}."
-        names, own = _INTERNLM2 if layout is Layout.INTERNVL_INTERNLM2 else _LLAMA, rest
+        names, own = _language_names(layout), rest
     module, part = (own, "") if own in names else own.rsplit(".", 1)
     there = names[module]
     modules = (there,) if isinstance(there, str) else there
     suffix = f".{part}" if part else ""
+    if any("*" in name for name in modules):
+        numbers = map(str, range(parameter.shape[0]))
+        modules = tuple(name.replace("*", each) for each in numbers for name in modules)
     plain = tuple(f"{prefix}{name}{suffix}" for name in modules)
     if layout.is_text_only:
         return tuple(name.removeprefix("language_model.") for name in plain)
-    return tuple(map(_prefixed, plain)) if layout is Layout.TRANSFORMERS_PREFIXED else plain
+    return tuple(map(_prefixed, plain)) if layout.has_prefix else plain
+
+
+def _language_names(layout: Layout) -> _Names:
+    if layout is Layout.INTERNVL_INTERNLM2:
+        return _INTERNLM2
+    return _STACKED_QWEN3 if layout.has_stacked_experts else _QWEN3
 
 
 def _rest_names(layout: Layout) -> _Names:

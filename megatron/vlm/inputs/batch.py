@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
 from megatron.vlm.inputs.share import Share, Sharing
+from omnibal.config import ModelConfig
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 
@@ -82,6 +83,8 @@ class MicroBatch:
     """Tokens of each sample, or of each piece of a share, in order; they add up to `tokens`."""
     level: int = 0
     """Level of the pack, by which layers are recomputed."""
+    loss_weight: float = 0.0
+    """Sum of the weights of its loss tokens, by their planned counts; known on every stage."""
     share: Share | None = None
     """This rank's share of the pack; None where it has all of it."""
     pixels_TCPP: torch.Tensor | None = None
@@ -115,6 +118,32 @@ class MicroBatch:
     frames and no loss; where an encoder's embed or the head is."""
     answer_positions_A: torch.Tensor | None = None
     """Positions whose next token is to be predicted; where the head is, when answering."""
+
+    @classmethod
+    def empty(cls, model: ModelConfig, device: torch.device, *, answers: bool) -> "MicroBatch":
+        """A pack of nothing, with the fields of all stages, to join others that have one.
+
+        Args:
+            answers: whether next tokens are asked for, and not a loss.
+        """
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        fields: dict[str, Any] = {"answer_positions_A": nothing}
+        if not answers:
+            no_weights = torch.zeros(0, device=device)
+            fields = {
+                "loss_positions_L": nothing,
+                "labels_L": nothing,
+                "loss_weights_L": no_weights,
+            }
+        if model.takes_images:
+            side = model.vision.image_size
+            fields["pixels_TCPP"] = torch.zeros((0, 3, side, side), device=device)
+            fields["image_positions_M"] = nothing
+        if model.takes_audio:
+            sizes = (0, model.audio.mel_bins, model.audio.frames)
+            fields["frames_CBF"] = torch.zeros(sizes, device=device)
+            fields["audio_positions_N"] = nothing
+        return cls(tiles=0, tokens=0, segment_tokens=(), token_ids_S=nothing, **fields)
 
     @property
     def shape(self) -> MicroBatchShape:
@@ -248,6 +277,9 @@ class MicroBatchStream:
     """Whether all data-parallel ranks have equally many micro-batches in the step."""
     encoding: StepShares | None = None
     """What this rank encodes first, where encoders stand beside the pipeline."""
+    empty: MicroBatch | None = None
+    """What stands after the step's own micro-batches, for planned shapes that are of none of them:
+    a rank joins others, with which it shares out experts, that have more packs."""
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
@@ -256,6 +288,11 @@ class MicroBatchStream:
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def joining(self, others: int, empty: MicroBatch) -> "MicroBatchStream":
+        """The same micro-batches and empty ones after them, as many as `others` together."""
+        missing = max(others - len(self), 0)
+        return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)
 
     def take_pass(self, planned: EncoderPass) -> MicroBatch:
         """Take the next pass, a micro-batch without tokens.
@@ -279,7 +316,10 @@ class MicroBatchStream:
             ValueError: there is none, or it has another shape than planned: neighbouring stages
                 would send and expect tensors of different shapes.
         """
-        batch, planned = next(self.batches, None), self.shapes[micro_batch]
+        planned = self.shapes[micro_batch]
+        if self.empty is not None and planned == self.empty.shape:
+            return self.empty
+        batch = next(self.batches, None)
         if batch is None:
             raise ValueError(
                 f"the data ended before micro-batch {micro_batch} of a step of {len(self)}; read "

@@ -200,10 +200,18 @@ class PackDataset(torch.utils.data.Dataset):
             tokens=int(own.pieces.tokens.sum()),
             segment_tokens=tuple(own.pieces.tokens.tolist()),
             level=int(self.scheduled.level[row]),
+            loss_weight=self._loss_weight(indices, own),
             share=own.share,
             unreadable=tuple(_told(drafts.values())),
             **fields,
         )
+
+    def _loss_weight(self, indices: np.ndarray, own: _OwnPart) -> float:
+        """Weights of the loss tokens of a pack together; of a share, by its tokens."""
+        loss_tokens = self.lengths.loss_tokens[indices]
+        weights = sample_loss_weights(loss_tokens, self.options.loss_weighting)
+        share = own.pieces.tokens.sum() / max(self.lengths.tokens[indices].sum(), 1)
+        return float((weights * loss_tokens).sum() * share)
 
     def _own_part(self, row: int) -> _OwnPart:
         share = self.sharing.share(self.scheduled, self.lengths, row)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.data.cut import Pieces, cut_pack, item_bounds
+from omnibal.data.empty_slots import empty_slots
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.shares import shares_of
 from omnibal.levels import ContextExchange, Level
+from omnibal.parallel import Parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,6 +123,16 @@ class Sharing:
         """Whether a step has equally many micro-batches on all data-parallel ranks."""
         slots = np.bincount(shares_of(step, self.levels).dp_rank, minlength=ranks)
         return bool((slots == slots[0]).all())
+
+    def slots(self, step: ScheduledPacks, parallel: Parallel) -> int:
+        """Micro-batches that the rank runs in a step, with empty ones to join those with which it
+        shares out experts."""
+        shares = shares_of(step, self.levels)
+        own = int((shares.dp_rank == self.dp_rank).sum())
+        if parallel.in_step == 1:
+            return own
+        empty = empty_slots(shares.step, shares.dp_rank, parallel.data, parallel.in_step)
+        return own + int((empty.dp_rank == self.dp_rank).sum())
 
     def share(self, scheduled: ScheduledPacks, lengths: Lengths, row: int) -> Share | None:
         """The rank's share of a pack; None where it has all of it."""

@@ -15,6 +15,7 @@ from omnibal.data.scan import scan_lengths
 from omnibal.errors import UserError
 from omnibal.levels import Level
 from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 
 _SEED = 0
@@ -56,6 +57,10 @@ class ValidationPacks:
         return MicroBatchShape.of_shares(
             self.scheduled, self.lengths, self._rows(rank), self._sharing(rank)
         )
+
+    def slots(self, rank: int, parallel: Parallel) -> int:
+        """Micro-batches of the rank, with empty ones to join others."""
+        return self._sharing(rank).slots(self.scheduled, parallel)
 
     def _rows(self, rank: int) -> np.ndarray:
         return self._sharing(rank).rows(self.scheduled, 0, 1)

@@ -52,7 +52,7 @@ from megatron.vlm.step.train import (
     build_trainer,
     global_sums,
 )
-from omnibal.config import ModelConfig, Precision, Provider, load_cluster, load_model
+from omnibal.config import ModelConfig, Precision, Provider, load_cluster
 from omnibal.cost.measured_sizes import measured_sizes
 from omnibal.cost.profile import (
     LinkMeasurement,
@@ -64,6 +64,7 @@ from omnibal.cost.profile import (
     write_profile,
 )
 from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.families.named import named_model
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -756,7 +757,7 @@ def main() -> None:
     try:
         check_provider(arguments.provider)
         job = JobSpec(
-            model=load_model(arguments.model),
+            model=named_model(arguments.model),
             cluster=load_cluster("laptop-cpu"),
             parallel=Parallel(pipeline=1),
             precision=arguments.precision,

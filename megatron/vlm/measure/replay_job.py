@@ -29,6 +29,7 @@ from omnibal.check import model_obstacle, open_plan
 from omnibal.config import Provider
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
+from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
@@ -151,7 +152,9 @@ def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> Sampl
             "--tokenizer-model out, for random content of the plan's sizes"
         )
     annotations, tokenizer = Annotations.open(data), open_tokenizer(tokenizer_path)
-    check_same_data("the tokenizer", tokenizer.sha256, plan.data.origin.tokenizer_sha256)
+    check_same_data(
+        "the tokenizer", text_sha256(plan.model, tokenizer), plan.data.origin.tokenizer_sha256
+    )
     check_same_data(str(data), annotations.sha256, plan.data.origin.data_sha256)
     return SampleReader(annotations, tokenizer, plan.model)
 

@@ -20,7 +20,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
-from megatron.vlm.model.fused.rotary import Rotation, split_and_rotate
+from megatron.vlm.model.fused.normed_rotary import HeadWeights, split_norm_and_rotate
+from megatron.vlm.model.fused.rotary import Heads, Rotation, split_and_rotate
 from megatron.vlm.model.shared_attention import SharedAttention
 
 _HEAD_SIZE_MULTIPLE = 8
@@ -117,7 +118,7 @@ class PackedAttention(SelfAttention):
         """Attend within samples, [S, 1, H] to the same shape, and return the bias to be added."""
         qkv_T1X, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
-        query_TND, key_TGD, value_TGD = split_and_rotate(
+        query_TND, key_TGD, value_TGD = self._split_and_rotate(
             qkv_T1X.squeeze(1).unflatten(-1, (groups, -1)),
             self.num_attention_heads_per_partition // groups,
             rotary_pos_emb,
@@ -132,6 +133,15 @@ class PackedAttention(SelfAttention):
             packed_seq_params=packed_seq_params,
         )
         return self.linear_proj(context_TW.reshape(len(query_TND), 1, -1))
+
+    def _split_and_rotate(
+        self, qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation
+    ) -> Heads:
+        """q and k with RoPE, behind a norm of every head where the model has them, and v."""
+        if not self.config.qk_layernorm:
+            return split_and_rotate(qkv, queries_per_group, turned_by)
+        norms = (self.q_layernorm.weight, self.k_layernorm.weight, self.config.layernorm_epsilon)
+        return split_norm_and_rotate(qkv, queries_per_group, turned_by, HeadWeights(*norms))
 
 
 class PackedCoreAttention(MegatronModule):

@@ -14,6 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.model.experts import Routing
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
 from megatron.vlm.model.shared_attention import SharedAttention
@@ -65,6 +66,7 @@ class PlannedBlock(TransformerBlock):
         self.set_levels(recompute_layers)
         self._level = 0
         self._branch_scales_L2B: torch.Tensor | None = None
+        self._routing: Routing | None = None
 
     def set_levels(self, recompute_layers: Sequence[Sequence[int]]) -> None:
         """Set the recomputed layers of every level of packs."""
@@ -76,6 +78,7 @@ class PlannedBlock(TransformerBlock):
         attention_mask: None,
         branch_scales_L2B: torch.Tensor | None = None,
         level: int = 0,
+        routing: Routing | None = None,
         **arguments: object,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers; B may be 0, as in a pack without images.
@@ -83,9 +86,11 @@ class PlannedBlock(TransformerBlock):
         Args:
             branch_scales_L2B: drop path of both branches of every layer.
             level: of the pack.
+            routing: of the micro-batch, where layers have a mixture of experts.
         """
         self._level = level
         self._branch_scales_L2B = branch_scales_L2B
+        self._routing = routing
         if hidden_states.numel():
             return super().forward(hidden_states, attention_mask, **arguments)
         # Core's attention cannot reshape an empty batch. The parameters still join the graph, by
@@ -104,6 +109,7 @@ class PlannedBlock(TransformerBlock):
         # Core's forward does not hand these on. Taken here, as other micro-batches' forwards come
         # before this one's layers are recomputed.
         scales_L2B, again = self._branch_scales_L2B, self.recompute_layers[self._level]
+        routing = self._routing
         packed_again = packed_seq_params
         if isinstance(packed_seq_params, SharedAttention):
             packed_again = packed_seq_params.recomputed()
@@ -128,6 +134,7 @@ class PlannedBlock(TransformerBlock):
                     rotary_pos_emb=rotary_pos_emb,
                     packed_seq_params=packed,
                     tile_scales_2B=scales_2B,
+                    routing=routing,
                 )[0]
 
             if is_again:

@@ -5,6 +5,7 @@ names them in checkpoints) over the whole model wherever a stage begins.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
-from omnibal.config import ModelConfig, Precision
+from omnibal.config import LanguageConfig, ModelConfig, Precision
 from omnibal.encoders import EncoderLayers
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
@@ -70,17 +71,42 @@ def language_transformer_config(
         hidden_size=language.hidden_size,
         num_attention_heads=language.heads,
         num_query_groups=language.kv_heads,
+        kv_channels=language.head_width,
         ffn_hidden_size=language.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=language.norm_eps,
         add_bias_linear=False,
         add_qkv_bias=language.qkv_bias,
+        qk_layernorm=language.qk_norm,
         gated_linear_unit=True,
         sequence_parallel=parallel.sequence_parallel,
         activation_func=F.silu,
         pipeline_model_parallel_layout=_layout([len(stage.layers("language")) for stage in stages]),
+        **_expert_settings(language, parallel),
         **_common(parallel, precision),
     )
+
+
+def _expert_settings(language: LanguageConfig, parallel: Parallel) -> dict[str, Any]:
+    """What core needs to know of a mixture of experts in every layer."""
+    experts = language.kinds[0].experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.experts_per_token,
+        "moe_router_score_function": experts.score,
+        # Core's softmax over the chosen experts alone is the one over all, normalized.
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_topk_scaling_factor": experts.weight_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if experts.auxiliary_loss else "none",
+        "moe_aux_loss_coeff": experts.auxiliary_loss,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def _layout(layers_per_stage: list[int]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from megatron.vlm.model.layers import encoder_layer_spec
 from megatron.vlm.model.providers import LayerParts
 from megatron.vlm.model.vision import VisionEmbedding, VisionProjector
 from omnibal.config import ModelConfig
-from omnibal.encoders import Encoder, TilesEncoder
+from omnibal.encoders import ClipsEncoder, Encoder, TilesEncoder
 from omnibal.pipeline.stage import Stage
 from omnibal.units import projector_unit
 
@@ -103,6 +103,11 @@ class EncoderUnits(NamedTuple):
 
 
 def _embedding(tower: Encoder, dtype: torch.dtype) -> torch.nn.Module:
-    if isinstance(tower, TilesEncoder):
-        return VisionEmbedding(tower, dtype)
-    return AudioEmbedding(tower, dtype)
+    match tower:
+        case TilesEncoder():
+            return VisionEmbedding(tower, dtype)
+        case ClipsEncoder():
+            return AudioEmbedding(tower, dtype)
+        case _:
+            # `omnibal.check.model_obstacle` refuses the plan before.
+            raise NotImplementedError(f"an encoder of {tower.kind} is planned and not trained")

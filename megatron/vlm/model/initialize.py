@@ -16,6 +16,7 @@ from omnibal.config import ModelConfig
 from omnibal.units import LANGUAGE
 
 _LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
+_EXPERTS_NAME = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12]\.weight)$")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -34,6 +35,18 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
     return f"{tower}.layers.{layer.layer_number - 1}.{rest}"
 
 
+def expert_parameter_name(name: str, expert: int) -> str:
+    """Name of one expert's matrix in the whole model, by which it is drawn.
+
+    Args:
+        name: of the stack of all experts' matrices.
+        expert: its number among all experts of the layer.
+    """
+    match = _EXPERTS_NAME.match(name)
+    assert match is not None, f"{name} is no stack of experts"
+    return f"{match[1]}.{expert}.{match[2]}"
+
+
 @torch.no_grad()
 def initialize_parameters(stage: VLMStage, seed: int) -> None:
     """Draw the matrices of the stage: normal, of variance 1 / inputs; embeddings and head, of
@@ -48,6 +61,13 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
                 parameter.zero_()
             continue
         full_name = global_parameter_name(stage, name)
+        if _EXPERTS_NAME.match(full_name):
+            experts = stage.get_submodule(name.rpartition(".linear")[0])
+            for place, expert in enumerate(parameter):
+                own_name = expert_parameter_name(full_name, experts.first + place)
+                values = initial_values(stage.model_config, own_name, expert.shape, seed)
+                expert.copy_(values)
+            continue
         unpadded = unpadded_size(stage.model_config, full_name)
         shape = whole_shape(parameter, unpadded, stage.groups.tp)
         values = initial_values(stage.model_config, full_name, shape, seed)

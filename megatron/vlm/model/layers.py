@@ -23,6 +23,7 @@ from megatron.vlm.model.attention import (
     PackedAttention,
     TileAttention,
 )
+from megatron.vlm.model.experts import MixtureOfExperts, Routing
 from megatron.vlm.model.fused.activations import bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
     Branch,
@@ -60,6 +61,18 @@ class Norm(torch.nn.Module):
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Normalise every position, [S, B, H] to the same shape."""
         return norm(hidden_SBH, self.weights)
+
+
+class HeadNorm(Norm):
+    """Weight of an RMSNorm of every head of q or of k, one for all heads: Qwen3's.
+
+    `PackedAttention` normalises with the rotation after it.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        # Each rank sees its own heads, whether or not sequences are divided.
+        self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
 
 
 class LayerScale(torch.nn.Module):
@@ -101,12 +114,14 @@ class Layer(TransformerLayer):
         rotary_pos_emb: Rotation | None = None,
         packed_seq_params: PackedSeqParams | SharedAttention | None = None,
         tile_scales_2B: torch.Tensor | None = None,
+        routing: Routing | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
         """Run [S, B, H] through both blocks.
 
         Args:
             tile_scales_2B: drop path's scales of both branches.
+            routing: of the micro-batch, where the layer has a mixture of experts.
         """
         attention_scale_B, mlp_scale_B = (None, None) if tile_scales_2B is None else tile_scales_2B
         normed_SBH, residual_SBH = norm_and_residual(hidden_states, self.input_layernorm.weights)
@@ -121,11 +136,15 @@ class Layer(TransformerLayer):
             residual_SBH, branch, self.pre_mlp_layernorm.weights
         )
         del output_and_bias, branch  # whose memory only some backwards need
-        branch = self.mlp_bda(*self._feed_forward(normed_SBH), mlp_scale_B)
+        branch = self.mlp_bda(*self._feed_forward(normed_SBH, routing), mlp_scale_B)
         return add(residual_SBH, branch), None
 
-    def _feed_forward(self, normed_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run core's two products with a fused activation between them."""
+    def _feed_forward(
+        self, normed_SBH: torch.Tensor, routing: Routing | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run core's two products with a fused activation between them, or the experts."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(normed_SBH, routing)
         inner, bias_F = self.mlp.linear_fc1(normed_SBH)
         is_gated = self.config.gated_linear_unit
         active_SBF = swiglu(inner) if is_gated else bias_gelu(inner, bias_F)
@@ -153,7 +172,9 @@ def encoder_layer_spec(
 
 
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """An InternLM2 layer: causal attention within a sample."""
+    """A layer of InternLM2, Llama, Qwen2 or Qwen3: causal attention within a sample, and a
+    feed-forward or a mixture of experts."""
+    qk_norm = HeadNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=PackedAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -161,9 +182,12 @@ def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleS
             linear_qkv=parts.column_linear,
             core_attention=parts.core_attention,
             linear_proj=parts.row_linear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
-    return _layer_spec(config, attention, parts, layer_scale_init=None)
+    has_experts = config.num_moe_experts is not None
+    return _layer_spec(config, attention, parts, None, MixtureOfExperts if has_experts else None)
 
 
 def _layer_spec(
@@ -171,6 +195,7 @@ def _layer_spec(
     attention: ModuleSpec,
     parts: LayerParts,
     layer_scale_init: float | None,
+    feed_forward: type[MixtureOfExperts] | None = None,
 ) -> ModuleSpec:
     scale = {
         "hidden_size": config.hidden_size,
@@ -186,7 +211,7 @@ def _layer_spec(
             self_attention=attention,
             self_attn_bda=layer_scale,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=feed_forward or ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=layer_scale,
         ),
     )

@@ -33,6 +33,7 @@ from megatron.vlm.model.context_groups import ContextGroups
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.exchange import exchange_rows
+from megatron.vlm.model.experts import Routing
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
@@ -72,7 +73,7 @@ class VLMStage(MegatronModule):
         provider: Provider = "local",
         groups: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__(config=language_config)
+        super().__init__(config=_config_of_sums(language_config))
         self.groups = groups or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = self.groups.tp
         self.model_config = model
@@ -220,8 +221,14 @@ class VLMStage(MegatronModule):
             hidden[LANGUAGE] if self.embedding is None else self.embed_tokens(batch, hidden)
         )
         if self.language is not None:
-            packing = self.packing(batch, self._padding(batch))
-            hidden_S1E = self.language(hidden_S1E, None, level=batch.level, **packing)
+            padding = self._padding(batch)
+            hidden_S1E = self.language(
+                hidden_S1E,
+                None,
+                level=batch.level,
+                routing=self.routing(batch, padding),
+                **self.packing(batch, padding),
+            )
         return hidden_S1E
 
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
@@ -240,6 +247,18 @@ class VLMStage(MegatronModule):
         tokens = batch.tokens + padding
         turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
         return {"rotary_pos_emb": turned_by, "packed_seq_params": shared or packed}
+
+    def routing(self, batch: MicroBatch, padding: int = 0) -> Routing | None:
+        """What routers need to know of a micro-batch; None where no layer has experts."""
+        if self.config.num_moe_experts is None:
+            return None
+        padding_S = None
+        if padding:
+            tokens = (batch.tokens + padding) // self.sequence_parts
+            first = tokens * (self.tp_group.rank() if self.sequence_parts > 1 else 0)
+            places_S = torch.arange(first, first + tokens, device=current_device())
+            padding_S = places_S >= batch.tokens
+        return Routing(padding_S=padding_S, loss_weight=batch.loss_weight)
 
     def _padding(self, batch: MicroBatch) -> int:
         return batch.shape.padded_tokens(self.sequence_parts) - batch.tokens
@@ -330,6 +349,18 @@ class VLMStage(MegatronModule):
             copy_of_embedding.key = f"{prefix}{TIED_NAME}"
             copy_of_embedding.replica_id = (1, *copy_of_embedding.replica_id[1:])
         return state
+
+
+def _config_of_sums(language_config: TransformerConfig) -> TransformerConfig:
+    """The configuration by which core sums gradients over tensor-parallel ranks: of all parameters
+    that say `sequence_parallel`, which norms of q's and k's heads do without it too.
+
+    By `qk_layernorm` core would sum those of InternViT's q and k norms as well, which are divided.
+    """
+    config = copy.copy(language_config)
+    config.sequence_parallel = language_config.tensor_model_parallel_size > 1
+    config.qk_layernorm = False
+    return config
 
 
 def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.mlp import MLP
 
+from megatron.vlm.model.experts import StackedLinear
 from megatron.vlm.model.providers import LayerParts
 from omnibal.config import ModelConfig
 
@@ -62,6 +63,9 @@ def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
         if isinstance(module, MLP) and module.config.gated_linear_unit:
             # A rank holds its part of the gate, then its part of what is gated.
             module.linear_fc1.weight.partition_stride = 2
+        if isinstance(module, StackedLinear):
+            # Over expert-parallel ranks: every tensor-parallel rank's count in the norm.
+            _divide(module.weight, dim=0)
     for parameter in stage.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 

@@ -230,7 +230,7 @@ def _check_together(given: argparse.Namespace) -> None:
 def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--plan", type=Path, required=True, help="directory made by `omnibal plan`")
     job.add_argument(
-        "--data", type=Path, help="meta JSON that the plan's lengths were scanned from"
+        "--data", type=Path, help="annotation file or meta JSON that the lengths were scanned from"
     )
     job.add_argument(
         "--tokenizer-model",
@@ -352,7 +352,9 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_evaluation(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--eval-data", type=Path, help="meta JSON of held-out samples")
+    group.add_argument(
+        "--eval-data", type=Path, help="annotation file or meta JSON of held-out samples"
+    )
     group.add_argument("--eval-samples", type=_POSITIVE, default=500)
     group.add_argument(
         "--eval-interval", type=_POSITIVE, help="steps between losses on the held-out samples"

@@ -128,6 +128,8 @@ def make_groups(parallel: Parallel, seed: int, *, gloo: bool = True) -> None:
     parallel_state.initialize_model_parallel(
         parallel.tensor,
         parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
         create_gloo_process_groups=gloo,
         distributed_timeout_minutes=COLLECTIVE_TIMEOUT // datetime.timedelta(minutes=1),
     )

@@ -147,7 +147,8 @@ class TrainingLoop:
             rows_are_full=data.sharing.rows_are_full(packs, self._trainer.plan.parallel.data),
             encoding=None if data.encoder_shares is None else data.encoder_shares.step(step),
         )
-        return train_step(self._trainer, batches, self._stop_requested())
+        slots = data.sharing.slots(packs, self._trainer.plan.parallel)
+        return train_step(self._trainer, batches, self._stop_requested(), slots=slots)
 
     def _rows(self, step: int) -> np.ndarray:
         """Rows of all ranks' packs in the step; packs are sorted by step."""
@@ -183,6 +184,7 @@ class TrainingLoop:
             replaced_samples=result.replaced_samples,
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
+            experts=result.experts,
             stages=stages,
         )
 

@@ -91,6 +91,8 @@ def step_values(record: StepRecord) -> dict[str, float]:
         "speed/samples_per_s": samples_per_s,
         "speed/mfu": record.mfu,
     }
+    if record.experts is not None:
+        values |= {f"experts/{name}": value for name, value in record.experts}
     for number, stage in enumerate(record.stages):
         values |= {f"stage_{number}/{name}": value for name, value in stage}
     return values

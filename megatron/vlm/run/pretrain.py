@@ -43,6 +43,7 @@ from omnibal.check import open_plan, training_obstacles
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
+from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
@@ -131,7 +132,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None
     origin = plan.data.origin
-    check_same_data("the tokenizer", tokenizer.sha256, origin.tokenizer_sha256)
+    check_same_data("the tokenizer", text_sha256(plan.model, tokenizer), origin.tokenizer_sha256)
     training_data = heldout_data = None
     if not arguments.skip_train:
         assert arguments.data is not None
@@ -385,7 +386,8 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     return Validation(
         batches=lambda: MicroBatchStream(
             batches=load_batches(dataset, workers, current_device()), shapes=shapes
-        )
+        ),
+        slots=packs.slots(rank, run.plan.parallel),
     )
 
 

@@ -9,7 +9,7 @@ Shapes: A answers wanted in a micro-batch.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice, repeat
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStr
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer
-from omnibal.data.chat import as_written
+from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
 from omnibal.limits import Caps
 from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
@@ -75,7 +75,11 @@ def evaluate(
     own = questions[parallel_state.get_data_parallel_rank() :: data_ranks]
     waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=options.max_new_tokens)
     answered = 0
-    for wave in waves:
+    # A rank whose questions are done goes on with empty waves while others, in step with it, have
+    # some: there is no end of them until all are done.
+    for wave in chain(waves, repeat([])):
+        if not trainer.most_in_step(len(wave)):
+            break
         _answer(trainer, reader, wave, options.max_new_tokens)
         answered += sum(map(len, wave))
         on_progress(answered, len(own))
@@ -139,11 +143,14 @@ def _answer(
         frames = {sample: reader.frames([sample]) for sample in samples}
     active = wave
     for _ in range(max_new_tokens):
+        slots = trainer.most_in_step(len(active))
+        if not slots:
+            break
         batches = MicroBatchStream(
             batches=(_micro_batch(group, pixels, frames, reader) for group in active),
             shapes=[_shape(group) for group in active],
         )
-        outputs = trainer.run_forward(batches)
+        outputs = trainer.run_forward(trainer.joining(batches, slots, answers=True))
         asked = [question for group in active for question in group]
         next_ids = _broadcast_from_last(trainer.links, outputs, len(asked))
         for question, next_id in zip(asked, next_ids, strict=True):
@@ -151,8 +158,6 @@ def _answer(
         end = reader.answer_end
         active = [[q for q in group if q.answer_ids[-1] != end] for group in active]
         active = [group for group in active if group]
-        if not active:
-            break
 
 
 def _shape(group: list[_Question]) -> MicroBatchShape:
@@ -212,7 +217,7 @@ def _compared(question: _Question, reader: SampleReader) -> EvaluatedAnswer:
     return EvaluatedAnswer(
         sample=question.sample.identity,
         question=turn.question,
-        expected=as_written(turn.answer, reader.model),
+        expected=expected_answer(turn.answer, reader.model, reader.tokenizer),
         answered=reader.tokenizer.decode(words),
         kind=turn.kind or _KIND_OF_PLAIN_DATA,
     )

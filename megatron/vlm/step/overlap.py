@@ -30,8 +30,13 @@ class DataParallelOverlap:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
-        # Core numbers buckets from the model's end, as their gradients become ready.
-        self._buckets = model.bucket_groups
+        # From the model's end, as their gradients become ready: core orders those of experts,
+        # which other ranks exchange, by themselves.
+        place = {parameter: place for place, parameter in enumerate(model.module.parameters())}
+        self._buckets = sorted(
+            [*model.bucket_groups, *model.expert_parallel_bucket_groups],
+            key=lambda bucket: -min(place[parameter] for parameter in bucket.params),
+        )
         self._bucket_of = {
             parameter: number
             for number, bucket in enumerate(self._buckets)

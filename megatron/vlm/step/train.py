@@ -35,6 +35,7 @@ from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.encoders import Encoders, EncoderStep, StepFeatures
+from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.schedule import (
     PipelineLinks,
@@ -47,6 +48,7 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import Plan
+from omnibal.runlog import ExpertBalance
 from omnibal.units import LANGUAGE, unit_kinds
 
 _SMALLEST_WEIGHT = 1e-12
@@ -151,6 +153,30 @@ class Trainer:
         if self.encoders is None or not self.links.is_first:
             return stage
         return Stage(units=(*encoders_stage(self.plan.model).units, *stage.units))
+
+    def joining(
+        self, batches: MicroBatchStream, slots: int, *, answers: bool = False
+    ) -> MicroBatchStream:
+        """The micro-batches and empty ones after them, so many together.
+
+        Args:
+            slots: of this rank; of ranks that share out experts the same.
+            answers: whether next tokens are asked for, and not a loss.
+        """
+        if slots <= len(batches):
+            return batches
+        empty = MicroBatch.empty(self.plan.model, current_device(), answers=answers)
+        return batches.joining(slots, empty)
+
+    def most_in_step(self, number: int) -> int:
+        """The greatest of a number over the ranks that run in step with this one, as they share out
+        experts; collective over them."""
+        if self.plan.parallel.in_step == 1:
+            return number
+        most = torch.tensor(number, device=current_device())
+        group = parallel_state.get_expert_model_parallel_group()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        return int(most)
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run forwards alone, as for held-out data; encoders beside the pipeline run on its first
@@ -387,6 +413,8 @@ class StepResult:
     """Samples of the global batch whose images cannot be read."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
+    experts: ExpertBalance | None
+    """How evenly tokens were spread over experts; None where no layer has any."""
     intervals: tuple[Interval, ...]
     """Intervals of this rank in order, with a forward and a backward of every micro-batch."""
 
@@ -400,6 +428,7 @@ def train_step(
     trainer: Trainer,
     batches: MicroBatchStream,
     stop_requested: bool = False,
+    slots: int = 0,
 ) -> StepResult:
     """Run one optimizer step on this rank's micro-batches; collective over all ranks.
 
@@ -409,7 +438,9 @@ def train_step(
     Args:
         batches: this rank's; may be empty.
         stop_requested: whether this rank was asked to stop; all ranks learn of it.
+        slots: micro-batches that the rank runs, where it has empty ones to join others.
     """
+    batches = trainer.joining(batches, slots)
     clock = PhaseClock()
     clock.switch(Phase.OPTIMIZER)
     trainer.zero_gradients()
@@ -441,6 +472,7 @@ def train_step(
         skipped=grad_norm is None,
         replaced_samples=int(sums.replaced_samples),
         stop_requested=sums.stop_requests > 0,
+        experts=take_expert_balance(trainer.stage, trainer.plan.parallel),
         intervals=clock.stop(),
     )
 
@@ -534,6 +566,7 @@ def global_sums(
     )
     if counts and links.is_last and losses:
         own[0] = torch.stack(losses).sum(dtype=torch.float64)
+    if counts and links.is_last and seen.loss_weights:
         own[1] = torch.cat(seen.loss_weights).sum(dtype=torch.float64)
     dist.all_reduce(own)
     return GlobalSums(*own.tolist())

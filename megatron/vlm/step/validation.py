@@ -15,6 +15,8 @@ class Validation:
 
     batches: Callable[[], MicroBatchStream]
     """Function that reads the packs from the start, as this stage needs them."""
+    slots: int = 0
+    """Micro-batches of the rank, where it runs empty ones to join others."""
 
 
 def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
@@ -26,7 +28,7 @@ def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationR
     started = time.perf_counter()
     trainer.model.eval()
     seen = SeenBatches()
-    batches = seen.count(validation.batches())
+    batches = seen.count(trainer.joining(validation.batches(), validation.slots))
     losses = trainer.run_forward(batches)
     trainer.model.train()
     sums = global_sums(trainer.links, losses, seen)

@@ -1,0 +1,251 @@
+"""Mixture of experts: Megatron-core's layer, router and all-to-all dispatcher over own experts.
+
+Core's own experts are a linear for each of them, or parameters whose names and shapes depend on
+Transformer Engine. Here a layer's experts of a rank are two stacked tensors under every provider,
+which on CUDA are two grouped products and in a checkpoint two tensors of any expert-parallel size.
+
+Shapes: S tokens of this rank, R rows (copies of tokens) that this rank's experts compute, H hidden
+size, X experts of this rank, E all experts, F an expert's feed-forward width, I inputs and O
+outputs of a product.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.vlm.model.fused.activations import swiglu
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Routing:
+    """What the routers of a stage need to know of a micro-batch."""
+
+    padding_S: torch.Tensor | None
+    """Which of this rank's tokens are padding, bool; None where none is. They are computed as
+    others, but count in neither the auxiliary loss nor the balance that is reported."""
+    loss_weight: float
+    """Weight of the micro-batch in the auxiliary loss, as of its tokens in the loss."""
+
+
+class Router(TopKRouter):
+    """Core's router, with an auxiliary loss that depends on no parallel size.
+
+    Switch Transformer (arXiv 2101.03961, equation 4) over the tokens of a micro-batch, and for all
+    chosen experts: E / k * sum of (share of the tokens) * (mean score). Core 0.16.1 multiplies it
+    by the tokens of one tensor-parallel rank, so that it shrinks with their number, divides by the
+    loss tokens of the global batch, of which a conversation has fewer than tokens, and gives NaN
+    for a micro-batch of padding. Here a micro-batch weighs in it what its tokens weigh in the loss:
+    divided by the same sum, it is a weighted mean over micro-batches, however they are spread.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.loss_weight = 0.0
+        counts_E = torch.zeros(config.num_moe_experts, dtype=torch.float32)
+        self.register_buffer("tokens_of_experts_E", counts_E, persistent=False)
+
+    def _apply_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Attach the auxiliary loss to the weights [S, E] of the experts (core's name)."""
+        counts_E = reduce_from_tensor_model_parallel_region(routing_map.sum(0), self.tp_cp_group)
+        tokens = (counts_E.sum() / self.topk).clamp(min=1)
+        # Of the mean score, this rank's part: the router's gradient is summed over ranks.
+        balance = (scores_for_aux_loss.sum(0) * counts_E).sum()
+        factor = self.config.num_moe_experts * self.config.moe_aux_loss_coeff / self.topk
+        loss = balance * (factor * self.loss_weight) / tokens.square()
+        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
+        return weighted
+
+    def _apply_expert_bias(
+        self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> None:
+        """Count the tokens of every expert, once a micro-batch (core's name, called after routing).
+
+        A layer that is recomputed routes without gradients first.
+        """
+        if torch.is_grad_enabled():
+            counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.tokens_of_experts_E += counted.sum(0)
+
+
+class StackedLinear(torch.nn.Module):
+    """Weights of one product of all experts of a rank, [X, O, I]."""
+
+    def __init__(self, experts: int, outputs: int, inputs: int, config: TransformerConfig) -> None:
+        super().__init__()
+        shape = (experts, outputs, inputs)
+        weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        # Core's: reduced over the ranks that hold the same experts. Core's linears say so only
+        # where experts are divided, though with one expert-parallel rank tensor-parallel ranks
+        # have whole experts too, and other tokens.
+        weight.allreduce = False
+        self.weight = weight
+
+
+class Experts(MegatronModule):
+    """The experts of a rank: SwiGLU, each on the rows that are for it.
+
+    It stands where core has `SequentialMLP` or `TEGroupedMLP`, and is called as they are.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert pg_collection is not None
+        self.ep_group, self.dp_group = pg_collection.ep, pg_collection.expt_dp
+        self.first = self.ep_group.rank() * num_local_experts
+        self.experts = config.num_moe_experts
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = StackedLinear(num_local_experts, 2 * width, hidden, config)
+        self.linear_fc2 = StackedLinear(num_local_experts, hidden, width, config)
+
+    def forward(
+        self, rows_RH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_R: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Run every expert on its rows, [R, H] to the same shape.
+
+        Args:
+            rows_RH: those of the first expert, then of the second, and so on.
+            tokens_per_expert: on the host, int64 [X].
+            weights_R: of every row in the token's sum, float32.
+        """
+        counts = tokens_per_expert.tolist()
+        inner_RI = grouped_product(rows_RH, self.linear_fc1.weight, counts)
+        active_RF = swiglu(inner_RI)
+        # As core does: after a product it would take H values of a row, and not F.
+        active_RF = (active_RF * weights_R.unsqueeze(-1)).to(active_RF.dtype)
+        return grouped_product(active_RF, self.linear_fc2.weight, counts), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Both stacks as parts of tensors of all experts (core's name)."""
+        state = {}
+        for name, parameter in self.named_parameters():
+            axis = len(sharded_offsets)
+            state[prefix + name] = ShardedTensor.from_rank_offsets(
+                prefix + name,
+                parameter,
+                *sharded_offsets,
+                (axis, self.ep_group.rank(), self.ep_group.size()),
+                replica_id=(0, 0, self.dp_group.rank()),
+                prepend_axis_num=axis,
+            )
+        return state
+
+
+class MixtureOfExperts(MoELayer):
+    """Core's layer of a router, a dispatcher and experts."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int | None = None) -> None:
+        super().__init__(config, MoESubmodules(experts=Experts, router=Router), layer_number)
+
+    def forward(  # type: ignore[override]
+        self, hidden_SBH: torch.Tensor, routing: Routing | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Send every token to its experts and sum what comes back, [S, B, H] to the same shape.
+
+        Collective over the expert-parallel ranks, in forward and backward.
+
+        Args:
+            routing: of the micro-batch; what trains nothing needs none.
+        """
+        mask_BS = None
+        if routing is not None:
+            self.router.loss_weight = routing.loss_weight
+            if routing.padding_S is not None:
+                mask_BS = routing.padding_S.unsqueeze(0)
+        output: tuple[torch.Tensor, None] = super().forward(hidden_SBH, padding_mask=mask_BS)
+        return output
+
+
+def routers(module: torch.nn.Module) -> Iterator[Router]:
+    """The routers of a stage, in the order of its layers."""
+    return (one for one in module.modules() if isinstance(one, Router))
+
+
+def grouped_product(
+    rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    """Multiply each group of rows by its own matrix: [R, O].
+
+    Args:
+        rows_RI: the rows of the first matrix, then of the second, and so on.
+        counts: how many rows each of the X matrices has; may be 0.
+    """
+    return _GroupedProduct.apply(rows_RI, weight_XOI, tuple(counts))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_RI, weight_XOI)
+        ctx.counts = counts
+        return _products(rows_RI, weight_XOI.transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        rows_RI, weight_XOI = ctx.saved_tensors
+        gradient_RO = gradients[0].contiguous()
+        rows_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            rows_gradient = _products(gradient_RO, weight_XOI, ctx.counts)
+        if ctx.needs_input_grad[1]:
+            weight_gradient = _weight_gradients(gradient_RO, rows_RI, ctx.counts)
+        return rows_gradient, weight_gradient, None
+
+
+def _products(
+    rows_RI: torch.Tensor, matrices_XIO: torch.Tensor, counts: tuple[int, ...]
+) -> torch.Tensor:
+    if _has_kernel(rows_RI, matrices_XIO.shape[-1]):
+        return F.grouped_mm(rows_RI, matrices_XIO, offs=_ends(counts, rows_RI.device))
+    groups = zip(rows_RI.split(counts), matrices_XIO, strict=True)
+    return torch.cat([rows @ matrix for rows, matrix in groups])
+
+
+def _weight_gradients(
+    gradient_RO: torch.Tensor, rows_RI: torch.Tensor, counts: tuple[int, ...]
+) -> torch.Tensor:
+    if _has_kernel(rows_RI, gradient_RO.shape[-1]):
+        return F.grouped_mm(gradient_RO.t(), rows_RI, offs=_ends(counts, rows_RI.device))
+    groups = zip(gradient_RO.split(counts), rows_RI.split(counts), strict=True)
+    return torch.stack([gradient.t() @ rows for gradient, rows in groups])
+
+
+def _has_kernel(rows_RI: torch.Tensor, outputs: int) -> bool:
+    """Whether torch has one kernel for all groups: in bf16 on CUDA, where there are rows, of widths
+    that are whole runs of 16 bytes."""
+    is_wide = rows_RI.shape[-1] % 8 == 0 and outputs % 8 == 0
+    return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0 and is_wide
+
+
+def _ends(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Row after the last of every group, int32 [X]."""
+    return torch.tensor(counts).cumsum(0).to(torch.int32).to(device, non_blocking=True)

@@ -1,0 +1,39 @@
+"""How evenly routers spread the tokens of a step over experts.
+
+Shapes: L language layers of the whole model, E experts of a layer, P expert-parallel ranks.
+"""
+
+import torch
+import torch.distributed as dist
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.model.experts import routers
+from megatron.vlm.model.stage import VLMStage
+from omnibal.parallel import Parallel
+from omnibal.runlog import ExpertBalance
+
+
+def take_expert_balance(stage: VLMStage, parallel: Parallel) -> ExpertBalance | None:
+    """Balance of all micro-batches since it was taken last, padding left out; collective over all
+    ranks. None where no layer has experts.
+    """
+    language = stage.model_config.language
+    experts = language.kinds[0].experts
+    if experts is None:
+        return None
+    counts_LE = torch.zeros((language.layers, experts.experts), device=current_device())
+    for router in routers(stage):
+        assert router.layer_number is not None
+        counts_LE[router.layer_number - 1] = router.tokens_of_experts_E
+        router.tokens_of_experts_E.zero_()
+    dist.all_reduce(counts_LE)
+    counts_LP = counts_LE.unflatten(1, (parallel.expert, -1)).sum(-1)
+    return ExpertBalance(
+        fullest_expert=_most_over_mean(counts_LE), fullest_rank=_most_over_mean(counts_LP)
+    )
+
+
+def _most_over_mean(counts: torch.Tensor) -> float:
+    """The greatest over the mean of each row, the mean of that over rows; 1 of zeros."""
+    means = counts.mean(1)
+    return float(torch.where(means > 0, counts.amax(1) / means.clamp(min=1), 1.0).mean())

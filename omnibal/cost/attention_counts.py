@@ -1,0 +1,350 @@
+"""Counts of the ways in which a language layer attends.
+
+Letters: h hidden, t tensor size; q, k and v are queries, keys and values of all heads. Element-wise
+work is that of fused kernels: this project's where its trainer builds the layer, else those that
+each function names.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.config import LanguageConfig
+from omnibal.cost.block_counts import Block, Collectives, whole_inputs
+from omnibal.cost.counts import FP32_BYTES, Device, Features, Kept, Product, Working
+from omnibal.layers import LatentAttention, LayerKind, LinearAttention
+from omnibal.units import attended_feature
+
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule, in flash-linear-attention and in Megatron-core."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionWidths:
+    """Elements of a token over all heads, as attention takes and gives them."""
+
+    query: int
+    key: int
+    value: int
+    output: int
+
+
+def attention_widths(language: LanguageConfig, kind: LayerKind) -> AttentionWidths:
+    """Widths of attention to all tokens before, or to those within a window."""
+    if kind.latent is not None:
+        of_key = kind.latent.head_size + kind.latent.rotary_head_size
+        query, value = (language.heads * size for size in (of_key, kind.latent.value_head_size))
+        return AttentionWidths(query=query, key=query, value=value, output=value)
+    query, key = (number * language.head_width for number in (language.heads, language.kv_heads))
+    return AttentionWidths(query=query, key=key, value=key, output=query)
+
+
+def attention(
+    language: LanguageConfig, kind: LayerKind, device: Device, features: Features
+) -> Block:
+    """Count a layer's attention."""
+    if kind.linear is not None:
+        return _gated_delta_rule(language, kind.linear, device, features)
+    attended = features.one(attended_feature(kind))
+    widths = attention_widths(language, kind)
+    if kind.latent is not None:
+        return _latent(language, kind.latent, widths, device, features, attended)
+    return _grouped_query(language, widths, device, features, attended)
+
+
+def _grouped_query(
+    language: LanguageConfig,
+    widths: AttentionWidths,
+    device: Device,
+    features: Features,
+    attended: np.ndarray,
+) -> Block:
+    """Grouped-query attention, of which causal ones do half of 4 q operations for every pair.
+
+    With norms of heads, v is a view of the product's output, which is kept for q's and k's norms
+    (`megatron/vlm/model/fused/normed_rotary.py`). Qwen3.5's output gate comes out of the same
+    product, which is kept for it, and multiplies what attention gives in a kernel of its own.
+    """
+    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    h, query, key_value = language.hidden_size, widths.query, widths.key + widths.value
+    gate = query if language.output_gate else 0
+    has_views = language.qk_norm or language.output_gate
+    # Divided: q, k and v into their own places, rotated; backward reads a norm's inputs too.
+    rotated = 2 * (query + key_value - (widths.value if has_views else 0))
+    back_rotated = 2 * (query + key_value) + (query + widths.key if language.qk_norm else 0)
+    made = query + gate + key_value
+    return Block(
+        products=(
+            Product(rows=tokens, inner=h, outer=made / t),
+            Product(rows=tokens, inner=query / t, outer=h),
+        ),
+        attention_flops=attended * 2 * query / t,
+        # A gate: attention's output, the gate, their product; backward both gradients too.
+        moved_bytes=tokens * (rotated + 3 * gate) / t * size,
+        back_moved_bytes=tokens * (back_rotated + 5 * gate) / t * size,
+        collectives=whole_inputs(device, tokens * h * size),
+        exchanged_bytes=0 * tokens,
+        kernels=4 + (1 if gate else 0),
+        kept=_grouped_query_kept(language, widths, device, tokens),
+        divided_parameters=h * made + query * h + (made if language.qkv_bias else 0),
+        whole_parameters=2 * language.head_width if language.qk_norm else 0,
+    )
+
+
+def _grouped_query_kept(
+    language: LanguageConfig, widths: AttentionWidths, device: Device, tokens: np.ndarray
+) -> tuple[Kept, ...]:
+    t, size, query = device.tensor, device.element_bytes, widths.query
+    gate = query if language.output_gate else 0
+    log_sum_exp_bytes = FP32_BYTES * language.heads
+    attended = Kept(
+        what="attention's output and log-sum-exp",
+        made_by="self_attention.core_attention",
+        bytes=tokens * (query * size + log_sum_exp_bytes) / t,
+    )
+    if not language.qk_norm and not gate:
+        width = query + widths.key + widths.value
+        made_by = "self_attention.split_and_rotate"
+        rotated_bytes = tokens * width / t * size
+        rotated = Kept(what="rotated q and k, and v", made_by=made_by, bytes=rotated_bytes)
+        return rotated, attended
+    made_by = "self_attention.norm_and_rotate"
+    # Of q's and k's heads each the norm's scale.
+    moments = FP32_BYTES * (language.heads + language.kv_heads) if language.qk_norm else 0
+    product = query + gate + widths.key + widths.value
+    lines = [
+        Kept(
+            what="product with q, k and v",
+            made_by="self_attention.linear_qkv",
+            bytes=tokens * product / t * size,
+        ),
+        Kept(
+            what="rotated q and k",
+            made_by=made_by,
+            bytes=tokens * ((query + widths.key) * size + moments) / t,
+        ),
+        attended,
+    ]
+    if gate:
+        gated_bytes = tokens * query / t * size
+        lines.append(Kept(what="gated output", made_by="gate", bytes=gated_bytes, for_weights=True))
+    return tuple(lines)
+
+
+def _latent(
+    language: LanguageConfig,
+    latent: LatentAttention,
+    widths: AttentionWidths,
+    device: Device,
+    features: Features,
+    attended: np.ndarray,
+) -> Block:
+    """Latent attention as Megatron-core's `MLASelfAttention` trains it, nothing absorbed.
+
+    Keys and values of every head are made whole. Of q, k and v, products down to the rank are
+    duplicated on tensor-parallel ranks, each for its own tokens under sequence parallelism, and
+    those up from it divided (`multi_latent_attention.py` with Transformer Engine's linears). A
+    kernel that puts the rotated part beside the other reads and writes q, k and v once.
+    """
+    t, size, whole = device.tensor, device.element_bytes, device.whole
+    h, tokens, rank = language.hidden_size, features.one("tokens"), latent.key_value_rank
+    own, query_rank, rotary = tokens * whole, latent.query_rank, latent.rotary_head_size
+    up_from = h if query_rank is None else query_rank
+    up_to = language.heads * (latent.head_size + latent.value_head_size)
+    down, norms = [(h, rank + rotary)], rank
+    if query_rank is not None:
+        down, norms = [(h, query_rank), *down], norms + query_rank
+    copied = 2 * (widths.query + widths.key + widths.value)
+    return Block(
+        products=(
+            *(Product(rows=own, inner=inner, outer=outer) for inner, outer in down),
+            Product(rows=tokens, inner=up_from, outer=widths.query / t),
+            Product(rows=tokens, inner=rank, outer=up_to / t),
+            Product(rows=tokens, inner=widths.output / t, outer=h),
+        ),
+        # Scores over the width of q and k, and sums over that of v.
+        attention_flops=attended * (widths.query + widths.output) / t,
+        moved_bytes=(own * 2 * norms + tokens * copied / t) * size,
+        back_moved_bytes=(own * 3 * norms + tokens * copied / t) * size,
+        collectives=_latent_collectives(
+            device, tokens * (up_from + rank + rotary) * size, tokens * h * size
+        ),
+        exchanged_bytes=0 * tokens,
+        kernels=7 if query_rank is None else 9,
+        kept=_latent_kept(language, latent, widths, device, tokens),
+        divided_parameters=up_from * widths.query + rank * up_to + widths.output * h,
+        whole_parameters=sum(inner * outer for inner, outer in down) + norms,
+    )
+
+
+def _latent_collectives(
+    device: Device, latents_bytes: np.ndarray, block_bytes: np.ndarray
+) -> Collectives:
+    """Latents are gathered where blocks' inputs are elsewhere; outputs are scattered as ever."""
+    if device.sequence_parallel:
+        both_bytes = device.sent * (latents_bytes + block_bytes)
+        forward_bytes = backward_bytes = both_bytes
+        again_bytes = device.sent * latents_bytes
+    else:  # all-reduces, of the output, and backward of the latents' gradients
+        forward_bytes = 2 * device.sent * block_bytes
+        backward_bytes = 2 * device.sent * latents_bytes
+        again_bytes = 0 * block_bytes
+    return Collectives(
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        again_bytes=again_bytes,
+        # Of queries' latent, of that of keys and values, and of the rotated key apart.
+        passes=4 if device.sequence_parallel else 2,
+        back_passes=4 if device.sequence_parallel else 6,
+        passes_again=2 if device.sequence_parallel else 0,
+        gathered_bytes=latents_bytes if device.sequence_parallel else 0 * latents_bytes,
+    )
+
+
+def _latent_kept(
+    language: LanguageConfig,
+    latent: LatentAttention,
+    widths: AttentionWidths,
+    device: Device,
+    tokens: np.ndarray,
+) -> tuple[Kept, ...]:
+    t, size = device.tensor, device.element_bytes
+    own, norms = tokens * device.whole, [latent.key_value_rank, latent.query_rank]
+    ranks = sum(rank for rank in norms if rank is not None)
+    count = sum(rank is not None for rank in norms)
+    return (
+        Kept(what="latents", made_by="self_attention", bytes=own * ranks * size),
+        Kept(what="latents' moments", made_by="self_attention", bytes=own * count * FP32_BYTES),
+        Kept(
+            what="normed latents",
+            made_by="self_attention",
+            bytes=own * ranks * size,
+            for_weights=True,
+        ),
+        Kept(
+            what="q, k and v",
+            made_by="self_attention",
+            bytes=tokens * (widths.query + widths.key + widths.value) / t * size,
+        ),
+        Kept(
+            what="attention's output and log-sum-exp",
+            made_by="self_attention.core_attention",
+            bytes=tokens * (widths.output * size + FP32_BYTES * language.heads) / t,
+        ),
+    )
+
+
+def _gated_delta_rule(
+    language: LanguageConfig, linear: LinearAttention, device: Device, features: Features
+) -> Block:
+    """The gated delta rule in chunks, with its projections, convolution and gated norm.
+
+    Modules are those of Megatron-core's `gated_delta_net.py`; the rule is that of Yang et al. 2024
+    (arXiv 2412.06464, section 3.3) in the kernels of flash-linear-attention's
+    `ops/gated_delta_rule/chunk.py`, whose heads of q and k are copied for each head of values.
+    """
+    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    h, keys = language.hidden_size, linear.key_heads * linear.key_head_size
+    values = linear.value_heads * linear.value_head_size
+    mixed = 2 * keys + values  # q, k and v before the convolution
+    made = mixed + values + 2 * linear.value_heads  # with the gate, beta and the decay
+    convolved_flops = 2 * linear.convolution_width * mixed
+    moved, back_moved = _rule_moved(linear, size)
+    # Copied by channel, convolved, copied back in three; norms of q and k; beta and the decay in
+    # fp32; the gated norm. Backward reads inputs too.
+    around = 2 * mixed + 2 * mixed + 2 * mixed + 4 * keys + 3 * values
+    back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
+    return Block(
+        products=(
+            Product(rows=tokens, inner=h, outer=made / t),
+            Product(rows=tokens, inner=values / t, outer=h),
+        ),
+        attention_flops=tokens * (rule_flops(linear) + convolved_flops) / t,
+        moved_bytes=tokens * (around * size + moved) / t,
+        back_moved_bytes=tokens * (back_around * size + back_moved) / t,
+        collectives=whole_inputs(device, tokens * h * size),
+        exchanged_bytes=0 * tokens,
+        # Both products; eight copies, the convolution, norms, beta and decay; seven of the rule.
+        kernels=2 + 8 + 1 + 3 + 5 + 7,
+        kept=_rule_kept(linear, device, tokens),
+        working=(_rule_working(linear, device, tokens, h),),
+        divided_parameters=h * made
+        + linear.convolution_width * mixed
+        + 2 * linear.value_heads
+        + values * h,
+        whole_parameters=linear.value_head_size,
+    )
+
+
+def rule_flops(linear: LinearAttention) -> float:
+    """Operations of the chunked rule's forward, per token, over all heads.
+
+    With chunks of C tokens and heads of d keys' and e values' width, a head does: k k^T 2 C d, the
+    inverse of its triangle C^2 / 3, w 2 C d and u 2 C e (Yang et al. 2024, section 3.3); then
+    between chunks w S, q S and k^T v of 2 d e each, q k^T 2 C d and its product with v 2 C e.
+    Backward, besides two products for each, makes w, u and the states again: 2.5 times forward.
+    """
+    d, e = linear.key_head_size, linear.value_head_size
+    within = CHUNK * (6 * d + 4 * e) + CHUNK**2 / 3
+    return linear.value_heads * (within + 6 * d * e)
+
+
+def _rule_moved(linear: LinearAttention, size: int) -> tuple[float, float]:
+    """Bytes that the rule's kernels read and write per token, forward and backward.
+
+    Every kernel reads its operands once: in forward k k^T (k; the triangle in fp32), its inverse
+    (that; itself), w and u (k, v, the inverse; w, u), the states (k, w, u; a state a chunk, new
+    values), the output (q, k, new values, states; output). Backward makes w, u and the states again
+    and then the gradients of each, `chunk_gated_delta_rule_bwd` in order.
+    """
+    d, e = linear.key_head_size, linear.value_head_size
+    state, triangle, heads = d * e / CHUNK, CHUNK, linear.value_heads
+    made = (2 * d + 2 * e + triangle) + (2 * d + 2 * e + state)
+    forward = d + triangle + made + (2 * d + 2 * e + state)
+    of_values, of_states = 2 * d + 2 * e, 3 * d + 3 * e + state
+    of_inputs, of_inverse = 6 * d + 3 * e + 2 * state, 6 * d + 3 * e + triangle
+    backward = made + of_values + of_states + of_inputs + of_inverse
+    return heads * (forward * size + 2 * triangle * FP32_BYTES), heads * backward * size
+
+
+def _rule_kept(linear: LinearAttention, device: Device, tokens: np.ndarray) -> tuple[Kept, ...]:
+    """List what core's module keeps, with flash-linear-attention's kernels and fused norms."""
+    t, size, heads = device.tensor, device.element_bytes, linear.value_heads
+    keys, values = linear.key_heads * linear.key_head_size, heads * linear.value_head_size
+    scales = 2 * linear.key_heads * FP32_BYTES
+    # Copies of q and k for every head of values, where these are more.
+    copied = 2 * heads * linear.key_head_size if heads > linear.key_heads else 0
+
+    def line(what: str, token_bytes: float, *, for_weights: bool = False) -> Kept:
+        return Kept(
+            what=what,
+            made_by="self_attention",
+            bytes=tokens * token_bytes / t,
+            for_weights=for_weights,
+        )
+
+    return (
+        line("into the convolution", (2 * keys + values) * size),
+        line("normed q and k, and their scales", 2 * keys * size + scales),
+        line("q and k of every head", copied * size),
+        line("v", values * size),
+        # Beta and what it is made of; the decay's input, itself and its sums.
+        line("beta and decay", heads * (2 * size + 3 * FP32_BYTES)),
+        line("inverse of a chunk's triangle", heads * CHUNK * size),
+        line("rule's output and its norm's moments", values * size + heads * FP32_BYTES),
+        line("output's gate", values * size),
+        line("gated output", values * size, for_weights=True),
+    )
+
+
+def _rule_working(
+    linear: LinearAttention, device: Device, tokens: np.ndarray, hidden_size: int
+) -> Working:
+    """Backward of the rule: w, u, new values and states made again, and gradients of all.
+
+    Of q, k, v, w, u and new values, and states and their gradients; the residual's besides.
+    """
+    heads, d, e = linear.value_heads, linear.key_head_size, linear.value_head_size
+    each = (2 * d + 3 * e + 2 * d * e / CHUNK) + (d + 2 * e) + e
+    own_bytes = tokens * hidden_size * device.element_bytes * device.whole
+    return Working(bytes=own_bytes + tokens * heads * each / device.tensor * device.element_bytes)

@@ -1,0 +1,83 @@
+"""What one block of a language layer counts, between the norm before it and the sum after it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.cost.counts import Device, Kept, Product, Working
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """What a tensor-parallel rank sends for a block; bytes are [features]."""
+
+    forward_bytes: np.ndarray
+    backward_bytes: np.ndarray
+    again_bytes: np.ndarray
+    """In backward besides, to gather inputs again where weights are trained."""
+    passes: int = 0
+    """All-gathers and reduce-scatters; an all-reduce is one of each. Those of backward next."""
+    back_passes: int = 0
+    passes_again: int = 0
+    gathered_bytes: np.ndarray
+    """Widest input that is gathered, for which core has room once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Attention or feed-forward of a layer on one device; vectors are [features]."""
+
+    products: tuple[Product, ...]
+    attention_flops: np.ndarray
+    moved_bytes: np.ndarray
+    """Bytes that element-wise kernels of forward read and write."""
+    back_moved_bytes: np.ndarray
+    collectives: Collectives
+    exchanged_bytes: np.ndarray
+    """Bytes of tensors that expert-parallel ranks exchange in forward, and as many in backward."""
+    exchanges: int = 0
+    back_exchanges: int = 0
+    kernels: int
+    kept: tuple[Kept, ...]
+    working: tuple[Working, ...] = ()
+    """Moments of its backward, with nothing of what earlier blocks keep gone."""
+    divided_parameters: int
+    """Those that tensor-parallel ranks divide, before they do."""
+    whole_parameters: int = 0
+    """Those that every tensor-parallel rank has."""
+    expert_parameters: int = 0
+    """Those of experts, on this device."""
+
+
+def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:
+    """Collectives of a block whose input and output are of so many bytes when whole.
+
+    Both are gathered and scattered either way, or all-reduced (Korthikanti et al. 2022, arXiv
+    2205.05198, section 4.2.2).
+    """
+    sequence, sent_bytes = device.sequence_parallel, 2 * device.sent * block_bytes
+    return Collectives(
+        forward_bytes=sent_bytes,
+        backward_bytes=sent_bytes,
+        again_bytes=sent_bytes / 2 if sequence else 0 * block_bytes,
+        passes=2,
+        back_passes=2,
+        passes_again=1 if sequence else 0,
+        gathered_bytes=block_bytes if sequence else 0 * block_bytes,
+    )
+
+
+def no_collectives(like: np.ndarray) -> Collectives:
+    """Of a block whose ranks each have their own tokens."""
+    return Collectives(
+        forward_bytes=0 * like,
+        backward_bytes=0 * like,
+        again_bytes=0 * like,
+        gathered_bytes=0 * like,
+    )
+
+
+def names_of(kept: Sequence[Kept]) -> tuple[str, ...]:
+    """What is kept, as moments name it that come when it is gone."""
+    return tuple(dict.fromkeys(line.what for line in kept))

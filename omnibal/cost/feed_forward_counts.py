@@ -1,0 +1,211 @@
+"""Counts of a language layer's feed-forward: dense, or a mixture of experts.
+
+Letters: h hidden, f feed-forward width, t tensor size, E experts, k of them for a token. A gated
+feed-forward costs the same with either activation (SwiGLU, GeGLU).
+
+Experts are as Megatron-core's `moe_layer.py` and its all-to-all dispatcher have them, not fused, in
+this project's trainer (`megatron/vlm/model/experts.py`): whole on their ranks, every rank routing
+its own tokens. A rank of an expert-parallel group is planned for `imbalance` times the mean number
+of tokens.
+"""
+
+import numpy as np
+
+from omnibal.config import LanguageConfig
+from omnibal.cost.block_counts import Block, no_collectives, whole_inputs
+from omnibal.cost.counts import FP32_BYTES, Device, Features, Kept, Product, Working
+from omnibal.layers import ExpertsConfig, LayerKind
+
+_INDEX_BYTES, _BOOL_BYTES = 8, 1
+_MAPS, _BACK_MAPS = 12, 10
+"""Times that forward and backward read or write a value of each token for each expert: scores for
+the choice and for the auxiliary loss, weights put in their places, turned round and chosen."""
+_KERNELS_OF_EXPERTS = 60
+"""Of router, choice, both copies either way, experts and exchanges."""
+
+
+def feed_forward(
+    language: LanguageConfig, kind: LayerKind, device: Device, features: Features
+) -> Block:
+    """Count a layer's feed-forward."""
+    if kind.experts is None:
+        return _dense(language, device, features)
+    return _mixture(language.hidden_size, kind.experts, device, features)
+
+
+def _dense(language: LanguageConfig, device: Device, features: Features) -> Block:
+    """Gate and value in one product, their fused activation, and a product back."""
+    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    h, f = language.hidden_size, language.ffn_hidden_size
+    inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
+    part_bytes = block_bytes * device.whole
+    gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
+    return Block(
+        products=_gated(h, f / t, tokens),
+        attention_flops=0 * tokens,
+        moved_bytes=tokens * 3 * f / t * size,
+        back_moved_bytes=tokens * 5 * f / t * size,
+        collectives=whole_inputs(device, block_bytes),
+        exchanged_bytes=0 * tokens,
+        kernels=3,
+        kept=(
+            Kept(what="gate and value", made_by="mlp.linear_fc1", bytes=2 * inner_bytes),
+            Kept(what="their product", made_by="swiglu", bytes=inner_bytes, for_weights=True),
+        ),
+        working=(
+            # The second product's gradients, of its output as a whole; SwiGLU's; the first's, of
+            # its input as a whole and, divided again, as this rank's part.
+            Working(bytes=part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
+            Working(bytes=part_bytes + 3 * inner_bytes, gone=("their product",)),
+            Working(
+                bytes=part_bytes + 2 * inner_bytes + block_bytes + gathered_bytes * device.whole,
+                weight=2 * h * f / t,
+                gone=("gate and value", "their product"),
+            ),
+        ),
+        divided_parameters=3 * h * f,
+    )
+
+
+def _gated(h: int, width: float, rows: np.ndarray, groups: int = 1) -> tuple[Product, Product]:
+    return (
+        Product(rows=rows, inner=h, outer=2 * width, groups=groups),
+        Product(rows=rows, inner=width, outer=h, groups=groups),
+    )
+
+
+def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features) -> Block:
+    """Router, copies of tokens to their experts and back, experts, and what all tokens pass."""
+    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    own, f, held = tokens * device.whole, experts.ffn_hidden_size, experts_held(experts, device)
+    sent = own * experts.experts_per_token
+    rows = sent * (experts.imbalance if device.expert > 1 else 1.0)
+    shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0
+    # Tokens copied out and summed back in; sorted by expert and back; SwiGLU, then weighted in
+    # fp32. The router's input in fp32, and its maps. Shared: SwiGLU, the gate, the sum.
+    copied = (5 * sent + own) * h * size
+    sorted_bytes = sorts * rows * 2 * h * size
+    weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
+    mapped = own * experts.experts * FP32_BYTES
+    routed = own * h * (size + FP32_BYTES)
+    gate = 3 * own * h * size if experts.shared_gate else 0 * own
+    summed = 3 * own * h * size if shared else 0 * own
+    return Block(
+        products=(
+            Product(rows=own, inner=h, outer=experts.experts, is_fp32=True),
+            *_gated(h, f, rows, groups=held),
+            *(_gated(h, shared / t, tokens) if shared else ()),
+            *((Product(rows=own, inner=h, outer=1),) if experts.shared_gate else ()),
+        ),
+        attention_flops=0 * tokens,
+        moved_bytes=copied
+        + sorted_bytes
+        + rows * f * (3 * size + weighted)
+        + _MAPS * mapped
+        + routed
+        + tokens * 3 * shared / t * size
+        + gate
+        + summed,
+        back_moved_bytes=copied
+        + sorted_bytes
+        + rows * f * (5 * size + back_weighted)
+        + _BACK_MAPS * mapped
+        + 2 * routed
+        + tokens * 5 * shared / t * size
+        + 2 * gate,
+        collectives=whole_inputs(device, tokens * h * size) if shared else no_collectives(tokens),
+        # Tokens out and back, and their weights.
+        exchanged_bytes=rows * (2 * h * size + FP32_BYTES),
+        # Three tensors; and how many tokens each rank will send.
+        exchanges=4,
+        back_exchanges=3,
+        kernels=_KERNELS_OF_EXPERTS + (4 if shared else 0) + (3 if experts.shared_gate else 0),
+        kept=_mixture_kept(h, experts, device, tokens, rows),
+        working=_mixture_working(h, f, held, device, own, rows),
+        divided_parameters=3 * h * shared,
+        whole_parameters=h * experts.experts + (h if experts.shared_gate else 0),
+        expert_parameters=held * 3 * h * f,
+    )
+
+
+def experts_held(experts: ExpertsConfig, device: Device) -> int:
+    """Experts that one device holds of a layer."""
+    return -(-experts.experts // device.expert)
+
+
+def _mixture_kept(
+    h: int, experts: ExpertsConfig, device: Device, tokens: np.ndarray, rows: np.ndarray
+) -> tuple[Kept, ...]:
+    """List what experts keep of rows that they compute, and the dispatcher of own tokens."""
+    t, size, f = device.tensor, device.element_bytes, experts.ffn_hidden_size
+    own, k = tokens * device.whole, experts.experts_per_token
+    # Scores for the auxiliary loss; weights in their places and which of them are chosen.
+    has_loss = experts.auxiliary_loss > 0
+    maps = FP32_BYTES * (2 if has_loss else 1) + _BOOL_BYTES
+    places = _INDEX_BYTES * (3 if has_loss else 2)
+    lines = [
+        Kept(what="scores and choice", made_by="mlp", bytes=own * experts.experts * maps),
+        Kept(
+            what="chosen weights and places",
+            made_by="mlp",
+            bytes=own * k * (FP32_BYTES + places),
+        ),
+        Kept(what="routed tokens", made_by="mlp", bytes=rows * h * size, for_weights=True),
+        Kept(what="gate and value", made_by="mlp.experts", bytes=rows * 2 * f * size),
+        Kept(
+            what="their product, and weights",
+            made_by="mlp.experts",
+            bytes=rows * (f * size + FP32_BYTES),
+        ),
+        Kept(
+            what="weighted product",
+            made_by="mlp.experts",
+            bytes=rows * f * size,
+            for_weights=True,
+        ),
+    ]
+    shared = tokens * (experts.shared_ffn_hidden_size or 0) / t * size
+    if experts.shared_ffn_hidden_size is not None:
+        lines += [
+            Kept(
+                what="shared gate and value",
+                made_by="mlp.shared_experts.linear_fc1",
+                bytes=2 * shared,
+            ),
+            Kept(
+                what="shared product", made_by="mlp.shared_experts", bytes=shared, for_weights=True
+            ),
+        ]
+    if experts.shared_gate:
+        lines.append(
+            Kept(
+                what="shared output and its gate",
+                made_by="mlp.shared_experts",
+                bytes=own * (h + 1) * size,
+            )
+        )
+    return tuple(lines)
+
+
+def _mixture_working(
+    h: int, f: int, held: int, device: Device, own: np.ndarray, rows: np.ndarray
+) -> tuple[Working, ...]:
+    """Moments of the experts' backward; gradients of weights are of all experts of the device."""
+    size = device.element_bytes
+    part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
+    weighted = ("weighted product",)
+    active = (*weighted, "their product, and weights")
+    experts = (*active, "gate and value")
+    fp32_bytes = rows * f * FP32_BYTES
+    return (
+        # Rows sorted by expert; the second product's gradients; that of the weights, in fp32;
+        # SwiGLU's; the first product's; rows sorted back.
+        Working(bytes=part_bytes + 2 * rows_bytes),
+        Working(bytes=part_bytes + rows_bytes + inner_bytes, weight=held * h * f),
+        Working(bytes=part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted),
+        Working(bytes=part_bytes + 3 * inner_bytes, gone=active),
+        Working(
+            bytes=part_bytes + 2 * inner_bytes + rows_bytes, weight=held * 2 * h * f, gone=experts
+        ),
+        Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, "routed tokens")),
+    )

@@ -1,0 +1,462 @@
+"""Counts of encoders of images at their native resolution (Qwen2-VL and later).
+
+Images and frames of a micro-batch stand in one sequence, packed, and attention is of each by itself
+(FlashAttention's variable lengths). Layers are counted as if of this project's fused operations,
+though its trainer has none of these encoders yet.
+
+Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padding, m^2 patches of
+a cell. A cell is what becomes a token.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from omnibal.config import ModelConfig
+from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
+from omnibal.encoders import ImagesEncoder
+from omnibal.units import LANGUAGE, UnitKind
+
+_LAST_OUTPUT = "last layer's output"
+_INTO, _OUT_OF = "into the activation", "out of the activation"
+_CHANNELS = 3
+
+
+def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Counts:
+    """Count patches into vectors, learned positions interpolated and added, and a norm if any."""
+    h, size = tower.hidden_size, device.element_bytes
+    rows = features.one(tower.feature) * tower.positions_per_item
+    values = patch_values(tower)
+    pixel_bytes, output_bytes = rows * values * size, rows * h * size
+    # Bilinear: of four neighbours each, weighed and summed (Qwen3-VL's fast_pos_embed).
+    positions_bytes = 5 * output_bytes if tower.learned_positions else 0 * rows
+    norm = norm_parameters(tower)
+    kept = [Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True)]
+    if tower.embed_norm:
+        kept += [
+            Kept(what="norm's input", made_by="", bytes=output_bytes),
+            Kept(what="norm's moments", made_by="norm", bytes=_moments_bytes(tower, rows)),
+        ]
+    return Counts(
+        products=(Product(rows=rows, inner=values, outer=h),),
+        attention_flops=0 * rows,
+        # Pixels in, patches out, positions added; a norm reads and writes them.
+        moved_bytes=pixel_bytes
+        + output_bytes
+        + positions_bytes
+        + (2 * output_bytes if tower.embed_norm else 0),
+        back_moved_bytes=positions_bytes + (3 + tower.embed_norm) * output_bytes,
+        collective_bytes=0 * rows,
+        back_collective_bytes=0 * rows,
+        gathered_again_bytes=0 * rows,
+        kernels=5,
+        kept=tuple(kept),
+        boundary_bytes=pixel_bytes,
+        output_bytes=output_bytes,
+        working=(
+            Working(bytes=2 * output_bytes, weight=tower.learned_positions * h),
+            Working(bytes=output_bytes, weight=values * h),
+        ),
+        # Pixels in the type of the weights; out of the product, positions, sum.
+        forward_working=(Working(bytes=pixel_bytes + 3 * output_bytes),),
+        # Pixels as they are read.
+        passing_bytes=rows * values * FP32_BYTES,
+        # Whole on every tensor rank. The class token has half a head of angles besides.
+        parameters=h * (values + tower.patch_bias + tower.learned_positions)
+        + norm * tower.embed_norm
+        + (h + tower.head_width // 2) * tower.class_token,
+        begins_with_weights=True,
+    )
+
+
+def images_layer(
+    model: ModelConfig,
+    tower: ImagesEncoder,
+    kind: UnitKind,
+    device: Device,
+    features: Features,
+    *,
+    padded: bool = True,
+) -> Counts:
+    """Count a layer, with the deepstack projector behind it if it has one."""
+    layer = _layer(tower, kind, device, features, padded=padded)
+    if not kind.has_deepstack:
+        return layer
+    # Its norm is of folded cells (Qwen3-VL).
+    norm = norm_parameters(tower) * tower.positions_per_item
+    cells = features.one(tower.feature)
+    return _with_projector(layer, _two_products(tower, model, device, cells, norm=norm))
+
+
+def _with_projector(layer: Counts, projector: Counts) -> Counts:
+    """A layer and the projector that takes its output, which both it and the next layer get.
+
+    Backward, the projector's comes first, beside the gradient of the layer's output.
+    """
+    gradient_bytes = layer.output_bytes
+    return replace(
+        layer,
+        products=(*layer.products, *projector.products),
+        moved_bytes=layer.moved_bytes + projector.moved_bytes,
+        # Gradients of the layer's output, from both, are added.
+        back_moved_bytes=layer.back_moved_bytes + projector.back_moved_bytes + 3 * gradient_bytes,
+        collective_bytes=layer.collective_bytes + projector.collective_bytes,
+        back_collective_bytes=layer.back_collective_bytes + projector.back_collective_bytes,
+        passes=layer.passes + projector.passes,
+        back_passes=layer.back_passes + projector.back_passes,
+        kernels=layer.kernels + projector.kernels + 1,
+        kept=(*layer.kept, *(_of_deepstack(line) for line in projector.kept if line.made_by)),
+        working=(
+            *(
+                replace(
+                    each,
+                    bytes=each.bytes + gradient_bytes,
+                    gone=tuple(f"deepstack: {what}" for what in each.gone),
+                )
+                for each in projector.working
+            ),
+            # The projector has let go of all it kept when the layer's backward begins.
+            *(
+                replace(
+                    each,
+                    gone=(*each.gone, *(_of_deepstack(line).what for line in projector.kept)),
+                )
+                for each in layer.working
+            ),
+        ),
+        parameters=layer.parameters + projector.parameters,
+    )
+
+
+def _of_deepstack(line: Kept) -> Kept:
+    return replace(line, what=f"deepstack: {line.what}")
+
+
+def _layer(
+    tower: ImagesEncoder, kind: UnitKind, device: Device, features: Features, *, padded: bool
+) -> Counts:
+    t, size = device.tensor, device.element_bytes
+    h, f = tower.hidden_size, tower.ffn_hidden_size
+    # Heads that the ranks cannot share evenly are padded.
+    a = (-(-tower.heads // t) * t if padded else tower.heads) * tower.head_width
+    rows = features.one(tower.feature) * tower.positions_per_item
+    into = (1 + tower.gated) * f
+    # Norms and biases of row-parallel linears are whole, all else is divided.
+    whole = 2 * norm_parameters(tower) + (2 * h if tower.bias else 0)
+    divided = 4 * h * a + (into + f) * h + (into if tower.bias else 0)
+    divided += (3 * a if tower.qkv_bias else 0) + (2 * a if tower.qk_norm else 0)
+    hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
+    forward_moved, back_moved = _layer_moved(tower, t, a)
+    collective_bytes = 2 * 2 * device.sent * hidden_bytes
+    return Counts(
+        products=(
+            Product(rows=rows, inner=h, outer=3 * a / t),
+            Product(rows=rows, inner=a / t, outer=h),
+            Product(rows=rows, inner=h, outer=into / t),
+            Product(rows=rows, inner=f / t, outer=h),
+        ),
+        attention_flops=_attended(tower, kind, features) * 4 * a / t,
+        moved_bytes=rows * forward_moved * size,
+        back_moved_bytes=rows * back_moved * size,
+        # An all-reduce is a reduce-scatter and an all-gather.
+        collective_bytes=collective_bytes,
+        back_collective_bytes=collective_bytes,
+        gathered_again_bytes=0 * rows,
+        passes=2 * 2,
+        back_passes=2 * 2,
+        kernels=12,
+        kept=_layer_kept(tower, device, rows, a),
+        boundary_bytes=hidden_bytes,
+        output_bytes=hidden_bytes,
+        working=(
+            # The gradient, and what the second product's, the activation's and the first one's
+            # work with.
+            Working(bytes=hidden_bytes + inner_bytes, weight=h * f / t),
+            Working(bytes=hidden_bytes + (1 + into / f) * inner_bytes, gone=(_OUT_OF,)),
+            Working(
+                bytes=2 * hidden_bytes + into / f * inner_bytes,
+                weight=h * into / t,
+                gone=(_OUT_OF, _INTO),
+            ),
+        ),
+        # The tower's input, and this layer's, stay; then as its middle keeps.
+        forward_working=(
+            Working(bytes=6 * hidden_bytes),
+            Working(bytes=3 * hidden_bytes + 6 * width_bytes),
+            Working(bytes=5 * hidden_bytes + (1 + into / f) * inner_bytes),
+        ),
+        parameters=whole + -(-divided // t),
+    )
+
+
+def _attended(tower: ImagesEncoder, kind: UnitKind, features: Features) -> np.ndarray:
+    """Positions that all positions attend to, [features]: those of an image squared, or of a window
+    for each. Windows at an image's edge count as whole ones."""
+    if not kind.is_windowed:
+        return features.one(tower.squares) * tower.positions_per_item**2
+    assert tower.window_positions is not None
+    rows = features.one(tower.feature) * tower.positions_per_item
+    return rows * tower.window_positions
+
+
+def _layer_moved(tower: ImagesEncoder, tensor: int, heads_width: int) -> tuple[float, float]:
+    """Elements that fused kernels of a layer read and write per position, forward and backward.
+
+    Between the blocks, whole: the first norm; an add with the norm after it; an add. Backward reads
+    each norm's input and the residual's gradient with the norm's. Divided: q and k rotated (and
+    normed), and the activation, of a gate and a value or of one input.
+    """
+    h, f, a = tower.hidden_size, tower.ffn_hidden_size, heads_width
+    rotated = (4 + 4 * tower.qk_norm) * a
+    activated, back_activated = (3, 5) if tower.gated else (2, 3)
+    forward = (2 + 4 + 3) * h + (rotated + activated * f) / tensor
+    return forward, 2 * 4 * h + (rotated + 2 * a + back_activated * f) / tensor
+
+
+def _layer_kept(
+    tower: ImagesEncoder, device: Device, rows: np.ndarray, heads_width: int
+) -> tuple[Kept, ...]:
+    """List what a layer keeps of `rows` positions [features]."""
+    t, size = device.tensor, device.element_bytes
+    hidden_bytes, width_bytes = rows * tower.hidden_size * size, rows * heads_width / t * size
+    inner_bytes, moments_bytes = (
+        rows * tower.ffn_hidden_size / t * size,
+        _moments_bytes(tower, rows),
+    )
+    log_sum_exp_bytes = rows * FP32_BYTES * heads_width / tower.head_width / t
+    lines = [
+        Kept(what="input", made_by="", bytes=hidden_bytes),
+        Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
+        Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
+        Kept(
+            what="rotated q and k, and v",
+            made_by="self_attention.split_and_rotate",
+            bytes=3 * width_bytes,
+        ),
+        Kept(
+            what="attention's output and log-sum-exp",
+            made_by="self_attention.core_attention",
+            bytes=width_bytes + log_sum_exp_bytes,
+        ),
+        Kept(what="middle residual", made_by="scaled_add_norm", bytes=hidden_bytes),
+        Kept(
+            what="second norm's output",
+            made_by="scaled_add_norm",
+            bytes=hidden_bytes,
+            for_weights=True,
+        ),
+        Kept(what="second norm's moments", made_by="scaled_add_norm", bytes=moments_bytes),
+        Kept(what=_INTO, made_by="mlp.linear_fc1", bytes=(1 + tower.gated) * inner_bytes),
+        Kept(what=_OUT_OF, made_by="mlp.activation", bytes=inner_bytes, for_weights=True),
+    ]
+    if tower.qk_norm:
+        norms_bytes = 2 * width_bytes + 2 * rows * FP32_BYTES
+        lines.append(
+            Kept(what="q and k before norms", made_by="self_attention.norms", bytes=norms_bytes)
+        )
+    return tuple(lines)
+
+
+def images_projector(
+    tower: ImagesEncoder, model: ModelConfig, device: Device, features: Features
+) -> Counts:
+    """Count the tower's last norm if it has one, and the projector of its kind."""
+    cells = features.one(tower.feature)
+    counts = _PROJECTORS[tower.projector](tower, model, device, cells)
+    if not tower.final_norm:
+        return counts
+    rows = cells * tower.positions_per_item
+    input_bytes = rows * tower.hidden_size * device.element_bytes
+    return replace(
+        counts,
+        moved_bytes=counts.moved_bytes + 2 * input_bytes,
+        back_moved_bytes=counts.back_moved_bytes + 3 * input_bytes,
+        kernels=counts.kernels + 1,
+        kept=(
+            Kept(what="input", made_by="", bytes=input_bytes),
+            Kept(what="last norm's moments", made_by="norm", bytes=_moments_bytes(tower, rows)),
+            *counts.kept,
+        ),
+        parameters=counts.parameters + norm_parameters(tower),
+    )
+
+
+def _mlp_projector(
+    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
+) -> Counts:
+    """A norm of positions, cells folded, and two products with GELU between them (Qwen2-VL)."""
+    return _two_products(tower, model, device, cells, norm=norm_parameters(tower))
+
+
+def _two_products(
+    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray, *, norm: int
+) -> Counts:
+    """Count a norm with so many parameters, and the two products of folded cells."""
+    t, size = device.tensor, device.element_bytes
+    wide, h = tower.projector_input_size, model.language.hidden_size
+    inner = tower.projector_hidden_size or wide
+    input_bytes, output_bytes, inner_bytes = (
+        cells * width * size for width in (wide, h, inner / t)
+    )
+    moments_bytes = _moments_bytes(tower, cells * tower.positions_per_item)
+    return Counts(
+        products=(
+            Product(rows=cells, inner=wide, outer=inner / t),
+            Product(rows=cells, inner=inner / t, outer=h),
+        ),
+        attention_flops=0 * cells,
+        # The norm, GELU, and the bias; backward the norm reads its input too.
+        moved_bytes=2 * input_bytes + 2 * inner_bytes + 2 * output_bytes,
+        back_moved_bytes=3 * input_bytes + 3 * inner_bytes + output_bytes,
+        collective_bytes=2 * device.sent * output_bytes,
+        # Gradient of the first product's input, which the norm needs.
+        back_collective_bytes=2 * device.sent * input_bytes,
+        gathered_again_bytes=0 * cells,
+        passes=2,
+        back_passes=2,
+        kernels=8,
+        kept=(
+            Kept(what=_LAST_OUTPUT, made_by="", bytes=input_bytes),
+            Kept(what="norm's output", made_by="norm", bytes=input_bytes, for_weights=True),
+            Kept(what="norm's moments", made_by="norm", bytes=moments_bytes),
+            Kept(what="into GELU", made_by="linear_fc1", bytes=inner_bytes),
+            Kept(what="out of GELU", made_by="bias_gelu", bytes=inner_bytes, for_weights=True),
+        ),
+        boundary_bytes=input_bytes,
+        output_bytes=output_bytes,
+        working=(
+            Working(bytes=output_bytes + inner_bytes, weight=inner * h / t),
+            Working(
+                bytes=input_bytes + inner_bytes,
+                weight=wide * inner / t,
+                gone=("into GELU", "out of GELU"),
+            ),
+            Working(bytes=2 * input_bytes, gone=("into GELU", "out of GELU", "norm's output")),
+        ),
+        forward_working=(Working(bytes=2 * input_bytes + 2 * inner_bytes),),
+        # The second product's bias is whole.
+        parameters=norm + h + -(-(wide * inner + inner + inner * h) // t),
+    )
+
+
+def _pooled_projector(
+    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
+) -> Counts:
+    """Cells averaged, an RMSNorm, and one product without bias, whole on every tensor-parallel rank
+    (Gemma 3)."""
+    size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
+    input_bytes = cells * tower.projector_input_size * size
+    pooled_bytes, output_bytes = cells * width * size, cells * h * size
+    return Counts(
+        products=(Product(rows=cells, inner=width, outer=h),),
+        attention_flops=0 * cells,
+        moved_bytes=input_bytes + 3 * pooled_bytes,
+        back_moved_bytes=input_bytes + 4 * pooled_bytes,
+        collective_bytes=0 * cells,
+        back_collective_bytes=0 * cells,
+        gathered_again_bytes=0 * cells,
+        kernels=4,
+        kept=(
+            Kept(what="averaged cells", made_by="pool", bytes=pooled_bytes),
+            Kept(what="norm's moments", made_by="norm", bytes=cells * FP32_BYTES),
+            Kept(what="norm's output", made_by="norm", bytes=pooled_bytes, for_weights=True),
+        ),
+        boundary_bytes=input_bytes,
+        output_bytes=output_bytes,
+        working=(Working(bytes=output_bytes + pooled_bytes + input_bytes, weight=width * h),),
+        forward_working=(Working(bytes=input_bytes + 2 * pooled_bytes),),
+        parameters=width + width * h,
+    )
+
+
+def _gated_projector(
+    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
+) -> Counts:
+    """A product that folds cells, with bias, and another; LayerNorm and GELU; a gated MLP
+    (GLM-4.5V). The first two are whole on every tensor-parallel rank."""
+    t, size = device.tensor, device.element_bytes
+    wide, h = tower.projector_input_size, model.language.hidden_size
+    inner = tower.projector_hidden_size or wide
+    input_bytes, output_bytes, inner_bytes = (
+        cells * width * size for width in (wide, h, inner / t)
+    )
+    return Counts(
+        products=(
+            Product(rows=cells, inner=wide, outer=h),
+            Product(rows=cells, inner=h, outer=h),
+            Product(rows=cells, inner=h, outer=2 * inner / t),
+            Product(rows=cells, inner=inner / t, outer=h),
+        ),
+        attention_flops=0 * cells,
+        # Norm and GELU, SwiGLU; backward they read their inputs too.
+        moved_bytes=4 * output_bytes + 3 * inner_bytes,
+        back_moved_bytes=6 * output_bytes + 5 * inner_bytes,
+        collective_bytes=2 * device.sent * output_bytes,
+        back_collective_bytes=2 * device.sent * output_bytes,
+        gathered_again_bytes=0 * cells,
+        passes=2,
+        back_passes=2,
+        kernels=10,
+        kept=(
+            Kept(what=_LAST_OUTPUT, made_by="", bytes=input_bytes, for_weights=True),
+            Kept(what="folded cells", made_by="downsample", bytes=output_bytes, for_weights=True),
+            Kept(what="norm's input", made_by="proj", bytes=output_bytes),
+            Kept(what="norm's moments", made_by="norm", bytes=2 * cells * FP32_BYTES),
+            Kept(what="into GELU", made_by="norm", bytes=output_bytes),
+            Kept(what="out of GELU", made_by="gelu", bytes=output_bytes, for_weights=True),
+            Kept(what="gate and value", made_by="mlp.linear_fc1", bytes=2 * inner_bytes),
+            Kept(what="their product", made_by="swiglu", bytes=inner_bytes, for_weights=True),
+        ),
+        boundary_bytes=input_bytes,
+        output_bytes=output_bytes,
+        working=(
+            Working(bytes=output_bytes + inner_bytes, weight=inner * h / t),
+            Working(bytes=output_bytes + 3 * inner_bytes, gone=("their product",)),
+            Working(
+                bytes=input_bytes + 2 * output_bytes,
+                weight=wide * h,
+                gone=("their product", "gate and value"),
+            ),
+        ),
+        forward_working=(Working(bytes=input_bytes + 2 * output_bytes + 3 * inner_bytes),),
+        parameters=(wide + 1) * h + h * h + 2 * h + -(-3 * inner * h // t),
+    )
+
+
+_PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device, np.ndarray], Counts]] = {
+    "mlp": _mlp_projector,
+    "pooled": _pooled_projector,
+    "gated": _gated_projector,
+}
+
+
+def deepstack_bytes(
+    model: ModelConfig, kind: UnitKind, device: Device, features: Features
+) -> np.ndarray:
+    """Bytes of deepstack features that a cut right after such a unit sends on, [features].
+
+    Before the language model they are whole, as a projector's output is; within it they have been
+    put in their places, of which sequence-parallel ranks hold a part each.
+    """
+    towers = [tower for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)]
+    if not kind.carried or not towers:
+        return features.none
+    # Features of the first encoder that makes any come first; they are all of one size.
+    cells = np.sum([features.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
+    share = device.whole if kind.tower == LANGUAGE else 1.0
+    return kind.carried * share * cells * model.language.hidden_size * device.element_bytes
+
+
+def patch_values(tower: ImagesEncoder) -> int:
+    """Numbers of a patch."""
+    return _CHANNELS * tower.frames_per_patch * tower.patch_size**2
+
+
+def norm_parameters(tower: ImagesEncoder) -> int:
+    """Parameters of one of the tower's norms."""
+    return tower.hidden_size * (1 if tower.normalization == "RMSNorm" else 2)
+
+
+def _moments_bytes(tower: ImagesEncoder, rows: np.ndarray) -> np.ndarray:
+    return rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)

@@ -1,0 +1,196 @@
+"""Images and videos at their native resolution: how many tokens they are, and the text around them.
+
+The rules are those of the released models' own processors: Qwen2-VL (arXiv 2409.12191, section 2.1)
+and Qwen3-VL, GLM-4.5V (arXiv 2507.01006), Kimi-VL (arXiv 2504.07491) and Gemma 3 (arXiv 2503.19786,
+section 2.1). Tests compare them with Transformers' processors.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from omnibal.encoders import ImageRule, VideoConfig
+
+MAX_ASPECT_RATIO = 200
+"""Longest side over shortest that processors of Qwen's and GLM's models take."""
+
+
+class OddImage(ValueError):
+    """An image that no processor takes; the message says why, and the caller which it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Runs of tokens that attend to each other: one of an image, one for each patch of frames."""
+
+    number: int
+    tokens: int
+    """Of each."""
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of all."""
+        return self.number * self.tokens
+
+    @property
+    def squares(self) -> int:
+        """Sum of the squares of their tokens."""
+        return self.number * self.tokens**2
+
+
+@lru_cache(maxsize=65_536)
+def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
+    """Tokens of an image of `width` x `height` pixels.
+
+    Example:
+        >>> image_segments(640, 480, ImageRule(patch_size=14))
+        Segments(number=1, tokens=391)
+
+    Raises:
+        OddImage: it is too long and narrow.
+    """
+    cell = rule.cell_pixels
+    match rule.resize:
+        case "fixed":
+            return Segments(1, rule.tokens_of_fixed_image or 0)
+        case "padded":
+            size = _padded(width, height, rule)
+        case "smart":
+            size = _smart(width, height, cell, (rule.min_pixels, rule.max_pixels))
+        case "repeated":
+            limits, frames = (rule.min_pixels, rule.max_pixels), rule.frames_per_patch
+            size = _smart(*_enlarged(width, height, cell), cell, limits, frames, frames)
+    return Segments(1, size[0] // cell * (size[1] // cell))
+
+
+@lru_cache(maxsize=65_536)
+def video_segments(frames: int, width: int, height: int, rule: ImageRule) -> Segments:
+    """Tokens of so many frames of `width` x `height` pixels, the last repeated to whole patches.
+
+    Raises:
+        OddImage: they are too long and narrow.
+    """
+    if rule.video is None:
+        image = image_segments(width, height, rule)
+        return Segments(frames, image.tokens)
+    cell, together = rule.cell_pixels, rule.frames_per_patch
+    limits, groups = (rule.video.min_pixels, rule.video.max_pixels), -(-frames // together)
+    if rule.video.counts_frames:
+        frames = max(frames, together)
+        rounded = round(frames / together) * together
+        size = _smart(*_enlarged(width, height, cell), cell, limits, frames, rounded)
+    else:
+        size = _smart(width, height, cell, limits)
+    return Segments(groups, size[0] // cell * (size[1] // cell))
+
+
+def _smart(
+    width: int,
+    height: int,
+    cell: int,
+    limits: tuple[int, int],
+    frames: int = 1,
+    rounded_frames: int = 1,
+) -> tuple[int, int]:
+    """Sides in whole cells, near to the given ones, whose pixels are within limits.
+
+    Args:
+        limits: least and most pixels of all frames.
+        frames: that count, and `rounded_frames` of whole patches.
+    """
+    ratio = max(width, height) / min(width, height)
+    if ratio > MAX_ASPECT_RATIO:
+        raise OddImage(f"is {ratio:.0f} times as long as it is wide, and may be {MAX_ASPECT_RATIO}")
+    sides = tuple(round(side / cell) * cell for side in (width, height))
+    pixels, (least, most) = rounded_frames * sides[0] * sides[1], limits
+    if pixels > most:
+        shrink = math.sqrt(frames * height * width / most)
+        return _each(width, height, lambda side: max(cell, math.floor(side / shrink / cell) * cell))
+    if pixels < least:
+        grow = math.sqrt(least / (frames * height * width))
+        return _each(width, height, lambda side: math.ceil(side * grow / cell) * cell)
+    return sides[0], sides[1]
+
+
+def _enlarged(width: int, height: int, cell: int) -> tuple[int, int]:
+    """Sides of which neither is below a cell's."""
+    if min(width, height) >= cell:
+        return width, height
+    scale = max(cell / height, cell / width)
+    return int(width * scale), int(height * scale)
+
+
+def _padded(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
+    """Sides shrunk to the most patches, and padded to whole cells."""
+    patch, cell = rule.patch_size, rule.cell_pixels
+    patches = max(1, width // patch) * max(1, height // patch)
+    scale = min(1.0, math.sqrt(rule.max_pixels // patch**2 / patches))
+    longest = rule.max_side_pixels
+    if longest is not None:
+        scale = min(scale, longest / width, longest / height)
+
+    def padded(side: int) -> int:
+        shrunk = max(1, int(side * scale))
+        return -(-(shrunk if longest is None else min(shrunk, longest)) // cell) * cell
+
+    return _each(width, height, padded)
+
+
+def _each(width: int, height: int, change: Callable[[int], int]) -> tuple[int, int]:
+    return change(width), change(height)
+
+
+def seen_frames(frames: int, video: VideoConfig | None) -> list[int]:
+    """Frames of a folder that the model sees: all, or as many as it may, evenly spread.
+
+    Example:
+        >>> seen_frames(9, VideoConfig(max_frames=3))
+        [0, 4, 8]
+    """
+    if video is None or frames <= video.max_frames:
+        return list(range(frames))
+    step = (frames - 1) / max(video.max_frames - 1, 1)
+    return [round(step * place) for place in range(video.max_frames)]
+
+
+def image_text(rule: ImageRule) -> str:
+    """Text of an image, with one of its tokens, which is to be repeated."""
+    text = rule.image_text
+    return text.before + text.each + text.after
+
+
+def video_text(frames: Sequence[int], rule: ImageRule) -> str:
+    """Text of a video, with one token of every segment, which is to be repeated.
+
+    Where the model has no rule for videos, every frame is an image.
+
+    Args:
+        frames: numbers of the frames that are seen, in a folder of them.
+    """
+    video, together = rule.video, rule.frames_per_patch
+    if video is None:
+        return image_text(rule) * len(frames)
+    of_patch = video.text.before + video.text.each + video.text.after
+    if video.times == "none":
+        return video.around[0] + of_patch + video.around[1]
+    seconds = [frame / video.frames_per_second for frame in frames]
+    patches = [seconds[first : first + together] for first in range(0, len(seconds), together)]
+    if video.times == "before":
+        texts = [f"<{(patch[0] + patch[-1]) / 2:.1f} seconds>{of_patch}" for patch in patches]
+    else:
+        texts = [f"{of_patch}{int(patch[0])}" for patch in patches]
+    return video.around[0] + "".join(texts) + video.around[1]
+
+
+def text_places(frames: Sequence[int], rule: ImageRule) -> int:
+    """Segments that have a token of their own in `video_text`."""
+    if rule.video is None:
+        return len(frames)
+    return 1 if rule.video.times == "none" else -(-len(frames) // rule.frames_per_patch)
+
+
+def repeated_tokens(rule: ImageRule) -> tuple[str, ...]:
+    """Pieces that are repeated for the tokens of images and of videos."""
+    pieces = (rule.image_text, *((rule.video.text,) if rule.video else ()))
+    return tuple(dict.fromkeys(text.each for text in pieces))

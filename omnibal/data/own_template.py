@@ -1,0 +1,496 @@
+"""Conversations as the chat template that comes with a tokenizer writes them.
+
+The template is Jinja text beside the tokenizer (`chat_template.jinja`, or in
+`tokenizer_config.json`), rendered as Transformers does, so that token ids are those of its
+`apply_chat_template`; it is not imported, since it would import torch. Where the template marks
+what the model says (`{% generation %}`), loss falls there. Else it falls on what an answer's
+message adds behind the prompt for it, up to the piece that closes it; so a prompt and its
+conversation must begin equally, which is checked.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import numpy as np
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from omnibal.data.native_resolution import seen_frames, video_text
+from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
+from omnibal.data.tokenizer import Tokenizer
+from omnibal.encoders import ImageRule
+from omnibal.errors import UserError
+
+# Of a private plane of Unicode: no text has them but to deceive.
+_BEGIN, _END, _STAND_IN = "\U000f0000", "\U000f0001", "\U000f0002"
+_ITEM = re.compile(f"({IMAGE}|{VIDEO})")
+_REASONED = "</think>"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPieces:
+    """How a family writes an image, of which its template writes one piece."""
+
+    written: str
+    """The piece that the template writes for an image."""
+    repeated: str
+    """The piece that stands once for every token of the image."""
+    before: str = ""
+    """Text that takes the place of the written piece together with the repeated one."""
+    after: str = ""
+
+    @property
+    def text(self) -> str:
+        """What an image becomes, with the repeated piece once."""
+        return f"{self.before}{self.repeated}{self.after}"
+
+
+_FAMILIES = (
+    ItemPieces("<|image_pad|>", "<|image_pad|>"),  # Qwen2-VL to Qwen3.5, LLaVA-OneVision-1.5
+    ItemPieces("<|image|>", "<|image|>"),  # GLM-4.5V
+    ItemPieces("<|media_pad|>", "<|media_pad|>"),  # Kimi-VL, Kimi K2.5
+    ItemPieces("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),  # InternVL in Transformers
+    ItemPieces(
+        "<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"
+    ),  # Gemma 3
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenConversation:
+    """A conversation as text."""
+
+    text: str
+    learned: tuple[tuple[int, int], ...]
+    """First character, and the one behind the last, of what carries loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTemplate:
+    """A tokenizer's chat template, and what is found out about it once."""
+
+    tokenizer: Tokenizer
+    text: str
+    rule: ImageRule | None
+    """How images and videos at their native resolution become tokens, if the model takes such."""
+    images: ItemPieces | None
+    """How it writes an image; None where it writes none that is known."""
+    video: str | None
+    """What it writes for a video, in whose place the text of its frames goes."""
+    answer_end: str | None
+    """The special piece that closes an answer; None where it writes none (GLM-4.5)."""
+    strips_answers: bool
+    """Whether it removes the spaces around an answer."""
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """Pieces that stand once for every token of images and videos."""
+        shown = () if self.images is None else (self.images.repeated,)
+        watched = (
+            () if self.rule is None or self.rule.video is None else (self.rule.video.text.each,)
+        )
+        return tuple(dict.fromkeys((*shown, *watched)))
+
+    @property
+    def control_pieces(self) -> tuple[str, ...]:
+        """Pieces that only the template may write: special ones in it, and those of images."""
+        shown = () if self.images is None else (self.images.written, self.images.repeated)
+        special = [piece for piece in self.tokenizer.special_pieces if piece in self.text]
+        return tuple(dict.fromkeys((*special, *shown)))
+
+
+@lru_cache(maxsize=16)
+def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
+    """The chat template that comes with a tokenizer.
+
+    Args:
+        rule: of the model's encoder of images at their native resolution, if it has one.
+
+    Raises:
+        UserError: there is none, or it cannot write a question and an answer.
+    """
+    text = tokenizer.template
+    if text is None:
+        raise UserError(
+            f"{tokenizer.path}: has no chat template beside it, and the model's is the tokenizer's "
+            "own; pass the folder of the checkpoint, with its chat_template.jinja or "
+            "tokenizer_config.json"
+        )
+
+    def answered(answer: str) -> str:
+        said = [_message("user", "a"), _message("assistant", answer)]
+        return _rendered(tokenizer, said, "its chat template")
+
+    images = next((pieces for pieces in _FAMILIES if pieces.written in text), None)
+    behind = answered(_STAND_IN).partition(_STAND_IN)[2]
+    has_videos = images is not None and rule is not None and rule.video is not None
+    return OwnTemplate(
+        tokenizer=tokenizer,
+        text=text,
+        rule=rule,
+        images=images,
+        video=_written_video(tokenizer) if has_videos else None,
+        answer_end=_opening_piece(behind, tokenizer),
+        strips_answers=f" {_STAND_IN} " not in answered(f" {_STAND_IN} "),
+    )
+
+
+def _written_video(tokenizer: Tokenizer) -> str | None:
+    """What the template writes for a video; None where it writes none."""
+    around = {"type": "text", "text": _STAND_IN}
+    question = _message("user", [around, {"type": "video"}, around])
+    try:
+        text = _rendered(tokenizer, [question], "its chat template")
+    except UserError:
+        return None
+    _, written, _ = (*text.split(_STAND_IN), "", "")[:3]
+    return written or None
+
+
+def encode_conversation(
+    sample: Sample, tokens_per_place: Sequence[int], system: str | None, template: OwnTemplate
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of the whole conversation, int64 [tokens], and whether each is learned, bool.
+
+    A token is learned if it begins in what is.
+
+    Args:
+        tokens_per_place: of every image, or of every place of a video's text.
+        system: message of the model's config, for samples without their own.
+
+    Raises:
+        UserError: as `write_conversation` has it, or the template does not write every image once.
+    """
+    written = write_conversation(sample, system, template)
+    ids, starts = template.tokenizer.encode_with_places(written.text)
+    token_ids, first = np.array(ids, np.int64), np.array(starts, np.int64)
+    learned = np.zeros(len(token_ids), bool)
+    for begin, end in written.learned:
+        learned |= (begin <= first) & (first < end)
+    counts = _counts(token_ids, tokens_per_place, template, sample)
+    return np.repeat(token_ids, counts), np.repeat(learned, counts)
+
+
+def encode_own_prompt(
+    sample: Sample,
+    turn: int,
+    tokens_per_place: Sequence[int],
+    system: str | None,
+    template: OwnTemplate,
+) -> np.ndarray:
+    """Token ids of everything before the answer of `turn`, int64 [tokens].
+
+    Args:
+        tokens_per_place: as `encode_conversation` has it, of what is shown so far.
+    """
+    conversation = _conversation(sample, system, template)
+    answers = [k for k, said in enumerate(conversation.messages) if said["role"] == "assistant"]
+    place = answers[len(answers) - len(sample.turns) + turn]
+    text = conversation.rendered(conversation.messages[:place], prompt=True)
+    token_ids = np.array(template.tokenizer.encode(_unmarked(text)), np.int64)
+    return np.repeat(token_ids, _counts(token_ids, tokens_per_place, template, sample))
+
+
+def _counts(
+    token_ids: np.ndarray, tokens_per_place: Sequence[int], template: OwnTemplate, sample: Sample
+) -> np.ndarray:
+    """How often each token stands: 1, or as the image needs it, int64 [tokens]."""
+    counts = np.ones(len(token_ids), np.int64)
+    path = template.tokenizer.path
+    if not template.repeated and len(tokens_per_place):
+        known = ", ".join(family.written for family in _FAMILIES)
+        raise UserError(
+            f"{sample.where}: has images, and the chat template of {path} writes none of the "
+            f"pieces that stand for one ({known}); choose a model that takes images, or its own "
+            "tokenizer"
+        )
+    repeated = [template.tokenizer.required(piece) for piece in template.repeated]
+    places = np.flatnonzero(np.isin(token_ids, repeated))
+    if len(places) != len(tokens_per_place):
+        raise UserError(
+            f"{sample.where}: the chat template of {path} writes {len(places)} "
+            f"{' and '.join(template.repeated)} where {len(tokens_per_place)} were to stand for "
+            "images; the template must write each once"
+        )
+    counts[places] = tokens_per_place
+    return counts
+
+
+def write_conversation(
+    sample: Sample, system: str | None, template: OwnTemplate
+) -> WrittenConversation:
+    """The whole conversation with what of it is learned.
+
+    Args:
+        system: message of the model's config, for samples without their own.
+
+    Raises:
+        UserError: the template cannot write it, or writes earlier answers otherwise once another
+            question follows.
+    """
+    conversation = _conversation(sample, system, template)
+    messages, learned = conversation.messages, conversation.learned
+    marked = conversation.rendered(messages)
+    text = _unmarked(marked)
+    if not _GENERATION.search(template.text):
+        return WrittenConversation(text, tuple(conversation.span(k, text) for k in learned))
+    spans = _marked_spans(marked)
+    places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) != len(places):
+        raise UserError(
+            f"{sample.where}: the chat template of {template.tokenizer.path} marks {len(spans)} "
+            f"answers of {len(places)} with {{% generation %}}; mend the template"
+        )
+    kept = [span for span, place in zip(spans, places, strict=True) if place in learned]
+    return WrittenConversation(text, tuple(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """A sample's messages as templates take them."""
+
+    template: OwnTemplate
+    where: str
+    messages: list[dict[str, Any]]
+    learned: list[int]
+    """Numbers of the messages that are learned."""
+    tools: list | None
+    video: str
+    """Text of the video's frames, if it shows one."""
+
+    def rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        """These messages as the template writes them, with images and videos as text, and marks
+        around what the template marks."""
+        text = _rendered(self.template.tokenizer, messages, self.where, self.tools, prompt)
+        if self.video and self.template.video is not None:
+            text = text.replace(self.template.video, self.video)
+        images = self.template.images
+        return text if images is None else text.replace(images.written, images.text)
+
+    def span(self, place: int, text: str) -> tuple[int, int]:
+        """Where the answer that is the message of this number stands, with the piece that closes
+        it, in the text of a template that does not mark answers."""
+        asked = self.rendered(self.messages[:place], prompt=True)
+        is_last = place + 1 == len(self.messages)
+        answered = text if is_last else self.rendered(self.messages[: place + 1])
+        if text.startswith(answered) and answered.startswith(asked):
+            return len(asked), self._closed(len(answered), text)
+        return self._found(place, asked, text)
+
+    def _found(self, place: int, asked: str, text: str) -> tuple[int, int]:
+        """The same where the template writes an answer otherwise once another question follows, as
+        Qwen3's does, which shows no more what was thought before earlier answers."""
+        message, path = self.messages[place], self.template.tokenizer.path
+        if "reasoning_content" in message or _REASONED in message["content"]:
+            raise UserError(
+                f"{self.where}: has an answer with reasoning before another question, where the "
+                f"chat template of {path} leaves the reasoning out, so that it cannot be learned; "
+                "make a sample of each answer, with what was said before it, or remove the "
+                "reasoning"
+            )
+        stand_in = [*self.messages]
+        stand_in[place] = message | {"content": _STAND_IN}
+        before, _, behind = self.rendered(stand_in).partition(_STAND_IN)
+        has_both = text.startswith(before) and text.endswith(behind)
+        if not (has_both and (before.startswith(asked) or asked.startswith(before))):
+            raise UserError(
+                f"{self.where}: the chat template of {path} writes message {place + 1} otherwise "
+                "once more follows, so what is learned cannot be told; mark answers in the "
+                "template with {% generation %} and {% endgeneration %}, or make a sample of each "
+                "answer, with what was said before it"
+            )
+        start, end = min(len(asked), len(before)), len(text) - len(behind)
+        piece = self.template.answer_end
+        if piece is None or piece not in behind:
+            return start, self._closed(end, text)
+        # What else the message has, such as calls, stands before the piece that closes it.
+        return start, end + behind.index(piece) + len(piece)
+
+    def _closed(self, end: int, text: str) -> int:
+        """The end of an answer, with the piece that closes it and without what is behind."""
+        piece = self.template.answer_end
+        if piece is not None and text[:end].rstrip().endswith(piece):
+            return len(text[:end].rstrip())
+        # Where none does, the model stops with the piece that opens the next message.
+        return end + len(_opening_piece(text[end:], self.template.tokenizer) or "")
+
+
+def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> _Conversation:
+    _check(sample, template)
+    frames, video, rule = 0, "", template.rule
+    if sample.video and rule is not None:
+        seen = seen_frames(len(sample.images), rule.video)
+        frames = len(seen)
+        video = "" if rule.video is None else video_text(seen, rule)
+    if video and template.video is None:
+        raise UserError(
+            f"{sample.where}: shows a video, for which the chat template of "
+            f"{template.tokenizer.path} writes nothing; name its frames as images"
+        )
+    as_images = IMAGE * frames if frames and not video else VIDEO
+    given = system if sample.system is None else sample.system
+    messages = [] if given is None else [_message("system", given)]
+    learned = []
+    if sample.greeting is not None:
+        learned += [len(messages)] * sample.greeting_learned
+        messages.append(_message("assistant", sample.greeting))
+    for turn in sample.turns:
+        question = _parts(turn.question.replace(VIDEO, as_images), sample)
+        messages += [_message("tool", result) for result in turn.results]
+        messages += [] if turn.results else [_message("user", question)]
+        learned += [len(messages)] * turn.learned
+        messages.append(_answer(turn))
+    return _Conversation(template, sample.where, messages, learned, _tools(sample), video)
+
+
+def _answer(turn: Turn) -> dict[str, Any]:
+    answer = _message("assistant", turn.answer)
+    if turn.reasoning is not None:
+        answer["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        calls = map(json.loads, turn.calls)
+        answer["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return answer
+
+
+def _opening_piece(text: str, tokenizer: Tokenizer) -> str | None:
+    """The special piece with which a text begins."""
+    found = [piece for piece in tokenizer.special_pieces if text.startswith(piece)]
+    return max(found, key=len, default=None)
+
+
+def _unmarked(marked: str) -> str:
+    return marked.replace(_BEGIN, "").replace(_END, "")
+
+
+def _marked_spans(marked: str) -> list[tuple[int, int]]:
+    """Places of marked parts in the text without the marks."""
+    spans, length = [], 0
+    for part in re.split(f"({_BEGIN}.*?{_END})", marked, flags=re.DOTALL):
+        inside = part.strip(_BEGIN + _END)
+        if part.startswith(_BEGIN):
+            spans.append((length, length + len(inside)))
+        length += len(inside)
+    return spans
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _parts(question: str, sample: Sample) -> str | list[dict[str, str]]:
+    """A question as parts, if it shows something."""
+    if not sample.images:
+        return question
+    pieces = list(filter(None, _ITEM.split(question)))
+    if not _ITEM.search(question):
+        return question
+    return [
+        {"type": piece.strip("<>")} if _ITEM.fullmatch(piece) else {"type": "text", "text": piece}
+        for piece in pieces
+    ]
+
+
+def _tools(sample: Sample) -> list | None:
+    tools = [] if sample.tools is None else json.loads(sample.tools)
+    wrapped = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+    return wrapped or None
+
+
+def _check(sample: Sample, template: OwnTemplate) -> None:
+    """Refuse what the template would leave out, and text that only it may write."""
+    needed = {
+        "tools": sample.tools is not None,
+        "tool_calls": any(turn.calls for turn in sample.turns),
+        "tool": any(turn.results for turn in sample.turns),
+        "reasoning_content": any(turn.reasoning is not None for turn in sample.turns),
+    }
+    for word, is_needed in needed.items():
+        if is_needed and word not in template.text:
+            raise UserError(
+                f"{sample.where}: has what templates write of {word!r}, and the chat template of "
+                f"{template.tokenizer.path} writes nothing of it; put it into its texts"
+            )
+    texts = [text for turn in sample.turns for text in (turn.question, turn.answer, *turn.results)]
+    texts += [turn.reasoning or "" for turn in sample.turns]
+    texts += [text for turn in sample.turns for text in turn.calls]
+    texts += [sample.system or "", sample.greeting or "", sample.tools or ""]
+    whole = "\n".join(texts)
+    for piece in (*template.control_pieces, _BEGIN, _END, _STAND_IN):
+        if piece in whole:
+            raise UserError(
+                f"{sample.where}: has {piece!r} in its text, which only the chat template may "
+                f"write; mark an image with {IMAGE}, and spell or remove any other use"
+            )
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    messages: Sequence[dict[str, Any]],
+    where: str,
+    tools: list | None = None,
+    prompt: bool = False,
+) -> str:
+    """The messages as the template writes them, with marks around what it marks."""
+    compiled = _compiled(tokenizer.template or "", str(tokenizer.path))
+    try:
+        return compiled.render(
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=prompt,
+            **tokenizer.named_pieces,
+        )
+    except Exception as error:  # templates fail in ways of their own
+        raise UserError(
+            f"{where}: the chat template of {tokenizer.path} cannot write it ({error}); change the "
+            "sample, or the template"
+        ) from error
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str, path: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    # Without strftime_now, on purpose: the same data is the same tokens on any day.
+    environment.globals["raise_exception"] = _refuse
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"{path}: its chat template is not Jinja ({error.message}, line {error.lineno}); "
+            "restore the checkpoint's own"
+        ) from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` ... `{% endgeneration %}` around what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block into a call that puts marks around what it writes."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

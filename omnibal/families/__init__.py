@@ -1,0 +1,1 @@
+"""Families of released models: their `config.json` read as a ModelConfig."""

@@ -1,0 +1,151 @@
+"""Gemma 3: SigLIP over squares of one size, and windows of attention five layers of six.
+
+arXiv 2503.19786; structures are those of Transformers' modules.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.encoders import ImagesEncoder, ImageText
+from omnibal.families.hub_table import HubTable, NoDropout, as_table
+from omnibal.families.text import TextTable, check_layer_types, runs_of
+from omnibal.families.vision import processor_of, square
+from omnibal.families.whole import WholeTable, family_model, inner, vision_language
+from omnibal.layers import LayerKind
+
+_IMAGE = ImageText(
+    before="\n\n<start_of_image>", each="<image_soft_token>", after="<end_of_image>\n\n"
+)
+
+
+class _Whole(WholeTable):
+    tied_by_default: ClassVar[bool] = True
+
+    mm_tokens_per_image: PositiveInt = 256
+
+
+class GemmaText(TextTable):
+    older_names: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
+    without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
+        "rope_local_base_freq",
+        # A factor of the scores.
+        "query_pre_attn_scalar",
+    }
+    default_theta: ClassVar[float] = 1_000_000.0
+
+    vocab_size: PositiveInt = 262_208
+    hidden_size: PositiveInt = 2304
+    intermediate_size: PositiveInt = 9216
+    num_hidden_layers: PositiveInt = 26
+    num_attention_heads: PositiveInt = 8
+    num_key_value_heads: PositiveInt = 4
+    head_dim: PositiveInt = 256
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    max_position_embeddings: PositiveInt = 131_072
+    attention_bias: Literal[False] = False
+    sliding_window: PositiveInt = 4096
+    sliding_window_pattern: PositiveInt = 6
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    final_logit_softcapping: None = None
+    attn_logit_softcapping: None = None
+    use_bidirectional_attention: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _has_a_type_for_each_layer(self) -> "GemmaText":
+        check_layer_types(self.layer_types, self.num_hidden_layers)
+        return self
+
+    def language(self, *, tied_head: bool) -> LanguageConfig:
+        """The language model that the table describes."""
+        types = self.layer_types or tuple(
+            "sliding_attention" if (at + 1) % self.sliding_window_pattern else "full_attention"
+            for at in range(self.num_hidden_layers)
+        )
+        kinds = [
+            LayerKind(window=self.sliding_window if kind == "sliding_attention" else None)
+            for kind in types
+        ]
+        return LanguageConfig(
+            layers=self.num_hidden_layers,
+            hidden_size=self.hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_size=self.head_dim,
+            ffn_hidden_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            qk_norm=True,
+            post_norms=True,
+            norm_eps=self.rms_norm_eps,
+            tied_head=tied_head,
+            runs=runs_of(kinds),
+            **self.rope_fields,
+        )
+
+
+class SiglipVision(HubTable):
+    """SigLIP, whose pooling head the model does without."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"vision_use_head"})
+
+    hidden_size: PositiveInt = 768
+    intermediate_size: PositiveInt = 3072
+    num_hidden_layers: PositiveInt = 12
+    num_attention_heads: PositiveInt = 12
+    num_channels: Literal[3] = 3
+    image_size: PositiveInt | list[PositiveInt] = 224
+    patch_size: PositiveInt | list[PositiveInt] = 16
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    layer_norm_eps: PositiveFloat = 1e-6
+    attention_dropout: NoDropout = 0.0
+
+
+def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Gemma 3 of 4B and more."""
+    whole = as_table(_Whole, given, str(path))
+    table = as_table(SiglipVision, whole.vision_config, inner(path, "vision_config"))
+    text = as_table(GemmaText, whole.text_config, inner(path, "text_config"))
+    image = square(table.image_size, "image_size")
+    patch = square(table.patch_size, "patch_size")
+    side = image // patch
+    tokens_per_side = round(whole.mm_tokens_per_image**0.5)
+    if tokens_per_side**2 != whole.mm_tokens_per_image or side % tokens_per_side:
+        raise ValueError(
+            f"mm_tokens_per_image {whole.mm_tokens_per_image} must be a square, of a side that "
+            f"divides the {side} patches of an image's"
+        )
+    sizes = {
+        "layers": table.num_hidden_layers,
+        "hidden_size": table.hidden_size,
+        "heads": table.num_attention_heads,
+        "ffn_hidden_size": table.intermediate_size,
+        "patch_size": patch,
+        "merge_size": side // tokens_per_side,
+    }
+    given_side = processor_of(path, sizes).side
+    if given_side not in (None, image):
+        raise ValueError(f"images become squares of side {given_side}; it must be {image}")
+    encoder = ImagesEncoder(
+        **sizes,
+        normalization="LayerNorm",
+        norm_eps=table.layer_norm_eps,
+        qkv_bias=True,
+        qk_norm=False,
+        learned_positions=side**2,
+        final_norm=True,
+        projector="pooled",
+        resize="fixed",
+        image_text=_IMAGE,
+        min_pixels=image**2,
+        max_pixels=image**2,
+    )
+    return vision_language(name, whole, text, encoder, text.hidden_size)
+
+
+def read_gemma3_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """The language model of Gemma 3 alone."""
+    table = as_table(GemmaText, given, str(path))
+    return family_model(name, table.language(tied_head=table.is_tied(by_default=True)))

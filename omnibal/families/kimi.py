@@ -1,0 +1,135 @@
+"""Kimi-VL and Kimi-K2.5: MoonViT over native resolutions, and a language model of DeepSeek-V3.
+
+Kimi-VL: arXiv 2504.07491. K2.5 is written with its authors' names of keys, or Transformers'.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import PositiveFloat, PositiveInt
+
+from omnibal.config import ModelConfig
+from omnibal.encoders import ImagesEncoder, ImageText
+from omnibal.families.deepseek import DeepseekV3Text
+from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.vision import processor_of
+from omnibal.families.whole import WholeTable, inner, vision_language
+
+
+class _Images(NamedTuple):
+    """What a release's processor does with an image."""
+
+    patches: int
+    side: int | None
+    """Most patches of a side; None: any number."""
+    text: ImageText
+
+
+_OWN = _Images(
+    4096,
+    None,
+    ImageText(
+        before="<|media_start|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
+    ),
+)
+_LATER = _Images(
+    16_384,
+    512,
+    ImageText(
+        before="<|media_begin|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
+    ),
+)
+
+
+class _Whole(WholeTable):
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        # The language model's table says how many words there are; the rest is of the processor.
+        {"vocab_size", "video_placeholder", "use_unified_vision_chunk"}
+    )
+
+    projection_hidden_size: PositiveInt | None = None
+    projection_layer_norm_eps: PositiveFloat = 1e-5
+
+
+class MoonVit(HubTable):
+    """MoonViT."""
+
+    older_names: ClassVar[Mapping[str, str]] = {
+        "init_pos_emb_height": "pos_emb_height",
+        "init_pos_emb_width": "pos_emb_width",
+        "init_pos_emb_time": "pos_emb_time",
+        "vt_hidden_size": "hidden_size",
+        "vt_intermediate_size": "intermediate_size",
+        "vt_num_attention_heads": "num_attention_heads",
+        "vt_num_hidden_layers": "num_hidden_layers",
+        "projector_ln_eps": "projection_layer_norm_eps",
+    }
+
+    hidden_size: PositiveInt = 1152
+    intermediate_size: PositiveInt = 4304
+    num_attention_heads: PositiveInt = 16
+    num_hidden_layers: PositiveInt = 27
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    patch_size: PositiveInt = 14
+    merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
+    pos_emb_height: PositiveInt = 64
+    pos_emb_width: PositiveInt = 64
+    pos_emb_time: PositiveInt = 4
+    pos_emb_type: Literal["divided_fixed"] = "divided_fixed"
+    merge_type: Literal["sd2_tpool"] = "sd2_tpool"
+    video_attn_type: Literal["spatial_temporal"] = "spatial_temporal"
+    mm_projector_type: Literal["patchmerger"] = "patchmerger"
+    mm_hidden_size: PositiveInt | None = None
+    text_hidden_size: PositiveInt | None = None
+    projector_hidden_act: Literal["gelu"] = "gelu"
+    projection_layer_norm_eps: PositiveFloat = 1e-5
+    rope_parameters: dict[str, Any] | None = None
+
+
+def read_kimi_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Kimi-VL."""
+    return _read(given, name, path, _OWN)
+
+
+def read_kimi_k2_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Kimi-K2.5; frames of its videos are planned as images, though four share their tokens."""
+    return _read(given, name, path, _LATER)
+
+
+def _read(given: dict[str, Any], name: str, path: Path, images: _Images) -> ModelConfig:
+    whole = as_table(_Whole, given, str(path))
+    table = as_table(MoonVit, whole.vision_config, inner(path, "vision_config"))
+    language = as_table(DeepseekV3Text, whole.text_config, inner(path, "text_config"))
+    if table.merge_kernel_size[0] != table.merge_kernel_size[1]:
+        raise ValueError(f"merge_kernel_size {table.merge_kernel_size} must be a square")
+    for width in (whole.projection_hidden_size, table.mm_hidden_size):
+        if width not in (None, table.hidden_size):
+            raise ValueError(
+                f"the projector takes width {width}; it must be the tower's {table.hidden_size}"
+            )
+    sizes = {
+        "layers": table.num_hidden_layers,
+        "hidden_size": table.hidden_size,
+        "heads": table.num_attention_heads,
+        "ffn_hidden_size": table.intermediate_size,
+        "patch_size": table.patch_size,
+        "merge_size": table.merge_kernel_size[0],
+    }
+    patches = processor_of(path, sizes).most_patches or images.patches
+    encoder = ImagesEncoder(
+        **sizes,
+        normalization="LayerNorm",
+        norm_eps=1e-5,
+        qkv_bias=True,
+        qk_norm=False,
+        learned_positions=table.pos_emb_height * table.pos_emb_width,
+        final_norm=True,
+        resize="padded",
+        min_pixels=1,
+        max_pixels=patches * table.patch_size**2,
+        max_side_pixels=None if images.side is None else images.side * table.patch_size,
+        image_text=images.text,
+    )
+    width = table.text_hidden_size or language.hidden_size
+    return vision_language(name, whole, language, encoder, width)

@@ -1,0 +1,61 @@
+"""LLaVA-OneVision-1.5: RICE-ViT over native resolutions, and Qwen3.
+
+arXiv 2509.23661; the structure is that of the authors' code, which Transformers does not have.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from omnibal.config import ModelConfig
+from omnibal.encoders import ImagesEncoder
+from omnibal.families.hub_table import as_table
+from omnibal.families.text import Qwen3Text
+from omnibal.families.vision import VisionTable, pixels
+from omnibal.families.whole import WholeTable, inner, vision_language
+
+_PIXELS = {"least": 56 * 56, "most": 3_240_000}
+"""Of the released models."""
+
+
+class _Whole(WholeTable):
+    # The language model's table says how many words there are.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"vocab_size"})
+
+
+class RiceVit(VisionTable):
+    """RICE-ViT, whose embed_dim is hidden_size again."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"embed_dim"})
+    older_names: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}
+
+    depth: PositiveInt = 24
+    hidden_size: PositiveInt = 1024
+    hidden_act: Literal["gelu"] = "gelu"
+    intermediate_size: PositiveInt = 4096
+    num_heads: PositiveInt = 16
+    patch_size: PositiveInt | list[PositiveInt] = 14
+    temporal_patch_size: PositiveInt = 1
+    layer_norm_eps: PositiveFloat = 1e-5
+    text_hidden_size: PositiveInt = 2560
+
+
+def read_llava_onevision_1_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """LLaVA-OneVision-1.5."""
+    whole = as_table(_Whole, given, str(path))
+    table = as_table(RiceVit, whole.vision_config, inner(path, "vision_config"))
+    text = as_table(Qwen3Text, whole.text_config, inner(path, "text_config"))
+    sizes = table.sizes
+    encoder = ImagesEncoder(
+        **sizes,
+        normalization="LayerNorm",
+        norm_eps=table.layer_norm_eps,
+        qkv_bias=True,
+        patch_bias=False,
+        class_token=True,
+        embed_norm=True,
+        **pixels(path, sizes, **_PIXELS),
+    )
+    return vision_language(name, whole, text, encoder, table.text_hidden_size)

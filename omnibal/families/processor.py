@@ -1,0 +1,105 @@
+"""Pixels that a family's image processor allows, from the file beside `config.json`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, PositiveInt
+
+from omnibal.errors import UserError
+from omnibal.files import parse_json_model, read_text
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+_REMEDY = "correct it, or move it away to plan with the family's defaults"
+
+
+class _Size(BaseModel):
+    shortest_edge: PositiveInt | None = None
+    longest_edge: PositiveInt | None = None
+    height: PositiveInt | None = None
+    width: PositiveInt | None = None
+
+
+class _Limits(BaseModel):
+    in_patch_limit: PositiveInt | None = None
+
+
+class Processor(BaseModel):
+    """What of an image processor's file says how many tokens an image becomes.
+
+    The keys of pixel values (means, rescaling) cost nothing.
+    """
+
+    do_resize: bool = True
+    patch_size: PositiveInt | dict[str, PositiveInt] | None = None
+    merge_size: PositiveInt | None = None
+    temporal_patch_size: PositiveInt | None = None
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+    size: _Size | PositiveInt | None = None
+    in_token_limit: PositiveInt | None = None
+    media_proc_cfg: _Limits | None = None
+
+    @property
+    def least_pixels(self) -> int | None:
+        """Least area of an image, in either spelling; the older one counts where both are."""
+        size = self.size.shortest_edge if isinstance(self.size, _Size) else None
+        return self.min_pixels or size
+
+    @property
+    def most_pixels(self) -> int | None:
+        """Largest area of an image, in either spelling."""
+        size = self.size.longest_edge if isinstance(self.size, _Size) else None
+        return self.max_pixels or size
+
+    @property
+    def side(self) -> int | None:
+        """Side of the squares that images become, where they are of one size."""
+        return self.size.height if isinstance(self.size, _Size) else None
+
+    @property
+    def most_patches(self) -> int | None:
+        """Most patches of an image, as Kimi's processors limit them."""
+        limits = self.media_proc_cfg
+        return self.in_token_limit or (None if limits is None else limits.in_patch_limit)
+
+
+class _Nested(BaseModel):
+    image_processor: dict[str, Any] | None = None
+
+
+def read_processor(config: Path, *, patch_size: int, merge_size: int) -> Processor:
+    """Read the image processor's file beside a `config.json`, or its defaults where there is none.
+
+    Args:
+        patch_size, merge_size: of the vision tower, which the file must agree with.
+
+    Raises:
+        UserError: the file is broken, or cuts images into other patches than the tower takes.
+    """
+    for name in _FILES:
+        path = config.with_name(name)
+        if not path.is_file():
+            continue
+        text = read_text(path, _REMEDY)
+        nested = parse_json_model(_Nested, text, str(path), _REMEDY).image_processor
+        if nested is not None:
+            text = json.dumps(nested)
+        processor = parse_json_model(Processor, text, str(path), _REMEDY)
+        _agrees(processor, path, {"patch_size": patch_size, "merge_size": merge_size})
+        return processor
+    return Processor()
+
+
+def _agrees(processor: Processor, path: Path, tower: dict[str, int]) -> None:
+    for name, must_be in tower.items():
+        given = processor.model_dump()[name]
+        if isinstance(given, int) and given != must_be:
+            raise UserError(
+                f"{path}: has {name} {given}; it must be {must_be}, as the vision tower of "
+                f"config.json has it; {_REMEDY}"
+            )
+    if not processor.do_resize:
+        raise UserError(
+            f"{path}: has do_resize false, so nothing limits an image; it must be true; {_REMEDY}"
+        )

@@ -1,0 +1,322 @@
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5, of which 3.6 and 3.8 have the structure, dense and sparse.
+
+Qwen2.5-VL: arXiv 2502.13923; Qwen3-VL: arXiv 2511.21631. Structures are those of Transformers'
+modules.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.encoders import ImagesEncoder, VideoConfig
+from omnibal.families.hub_table import as_table
+from omnibal.families.text import (
+    GroupedText,
+    Qwen2Text,
+    Qwen3MoeText,
+    Qwen3Text,
+    TextTable,
+    check_layer_types,
+    runs_of,
+)
+from omnibal.families.vision import VisionTable, pixels
+from omnibal.families.whole import WholeTable, family_model, inner, vision_language
+from omnibal.layers import ExpertsConfig, LayerKind, LinearAttention
+
+_OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
+"""Of the released Qwen2.5-VL: 3,136 and 12,845,056."""
+_NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
+"""Of the released Qwen3-VL and Qwen3.5."""
+_NEWER_VIDEO = VideoConfig(
+    min_pixels=4096, max_pixels=24_576 * 32 * 32, counts_frames=True, times="before"
+)
+"""Of theirs too: 24,576 tokens' pixels in all frames together."""
+
+
+class _Whole(WholeTable):
+    without_effect: ClassVar[frozenset[str]] = frozenset({"language_model_only"})
+
+
+class _OlderWhole(_Whole):
+    inner_ties_too: ClassVar[bool] = True
+
+
+class Qwen25VLText(Qwen2Text):
+    """Language model of Qwen2.5-VL."""
+
+    default_theta: ClassVar[float] = 1_000_000.0
+
+    vocab_size: PositiveInt = 152_064
+    hidden_size: PositiveInt = 8192
+    intermediate_size: PositiveInt = 29_568
+    num_hidden_layers: PositiveInt = 80
+    num_attention_heads: PositiveInt = 64
+    num_key_value_heads: PositiveInt | None = 8
+    rms_norm_eps: float = 1e-5
+
+
+class Qwen25VLVision(VisionTable):
+    """Tower of Qwen2.5-VL: most layers attend within windows (section 2.1.1 of the paper)."""
+
+    older_names: ClassVar[Mapping[str, str]] = {
+        "in_chans": "in_channels",
+        "spatial_patch_size": "patch_size",
+    }
+    without_effect: ClassVar[frozenset[str]] = frozenset({"tokens_per_second"})
+
+    depth: PositiveInt = 32
+    hidden_size: PositiveInt = 3584
+    hidden_act: Literal["silu"] = "silu"
+    intermediate_size: PositiveInt = 3420
+    num_heads: PositiveInt = 16
+    patch_size: PositiveInt | list[PositiveInt] = 14
+    window_size: PositiveInt = 112
+    out_hidden_size: PositiveInt = 3584
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+
+
+class Qwen3VLText(Qwen3Text):
+    """Language model of a dense Qwen3-VL."""
+
+    default_theta: ClassVar[float] = 500_000.0
+
+    max_position_embeddings: PositiveInt = 128_000
+
+
+class Qwen3VLMoeText(Qwen3MoeText):
+    """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
+
+    default_theta: ClassVar[float] = 500_000.0
+
+    intermediate_size: PositiveInt = 5632
+    num_attention_heads: PositiveInt = 16
+    num_key_value_heads: PositiveInt | None = 16
+    max_position_embeddings: PositiveInt = 128_000
+    moe_intermediate_size: PositiveInt = 1408
+    num_experts_per_tok: PositiveInt = 4
+    num_experts: PositiveInt = 60
+    norm_topk_prob: Literal[True] = True
+
+
+class Qwen3VLVision(VisionTable):
+    """Tower of Qwen3-VL: learned positions, and outputs of some layers to the language model."""
+
+    depth: PositiveInt = 27
+    hidden_size: PositiveInt = 1152
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    intermediate_size: PositiveInt = 4304
+    num_heads: PositiveInt = 16
+    patch_size: PositiveInt | list[PositiveInt] = 16
+    out_hidden_size: PositiveInt = 3584
+    num_position_embeddings: PositiveInt = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+
+class Qwen35Vision(Qwen3VLVision):
+    """Tower of Qwen3.5, without such outputs."""
+
+    deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
+
+
+class HybridText(TextTable):
+    """Language model of Qwen3.5: three layers of the gated delta rule, then one of attention."""
+
+    older_names: ClassVar[Mapping[str, str]] = {"mtp_num_layers": "mtp_num_hidden_layers"}
+    without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {"mamba_ssm_dtype"}
+
+    vocab_size: PositiveInt = 248_320
+    hidden_size: PositiveInt = 4096
+    intermediate_size: PositiveInt | None = 12_288
+    num_hidden_layers: PositiveInt = 32
+    num_attention_heads: PositiveInt = 16
+    num_key_value_heads: PositiveInt = 4
+    max_position_embeddings: PositiveInt = 32_768
+    head_dim: PositiveInt = 256
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    attn_output_gate: Literal[True] = True
+    output_gate_type: Literal["swish", "silu"] = "swish"
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
+    full_attention_interval: PositiveInt = 4
+    linear_conv_kernel_dim: PositiveInt = 4
+    linear_key_head_dim: PositiveInt = 128
+    linear_value_head_dim: PositiveInt = 128
+    linear_num_key_heads: PositiveInt = 16
+    linear_num_value_heads: PositiveInt = 32
+    mtp_num_hidden_layers: int = Field(default=0, ge=0)
+    mtp_use_dedicated_embeddings: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _has_a_type_for_each_layer(self) -> "HybridText":
+        check_layer_types(self.layer_types, self.num_hidden_layers)
+        return self
+
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """Experts of every layer; None where feed-forwards are dense."""
+        return None
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        """Width of a dense feed-forward."""
+        return self.intermediate_size or self.hidden_size
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """Kind of every layer."""
+        every = self.full_attention_interval
+        types = self.layer_types or tuple(
+            "linear_attention" if (at + 1) % every else "full_attention"
+            for at in range(self.num_hidden_layers)
+        )
+        linear = LinearAttention(
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key_head_size=self.linear_key_head_dim,
+            value_head_size=self.linear_value_head_dim,
+            convolution_width=self.linear_conv_kernel_dim,
+        )
+        return [
+            LayerKind(linear=linear if kind == "linear_attention" else None, experts=self.experts)
+            for kind in types
+        ]
+
+    def language(self, *, tied_head: bool) -> LanguageConfig:
+        """The language model that the table describes."""
+        return LanguageConfig(
+            layers=self.num_hidden_layers,
+            hidden_size=self.hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_size=self.head_dim,
+            ffn_hidden_size=self.ffn_hidden_size,
+            vocab_size=self.vocab_size,
+            qk_norm=True,
+            output_gate=True,
+            norm_eps=self.rms_norm_eps,
+            tied_head=tied_head,
+            prediction_layers=self.mtp_num_hidden_layers,
+            runs=runs_of(self.kinds),
+            **self.rope_fields,
+        )
+
+
+class HybridMoeText(HybridText):
+    """The same with experts in every layer, and a shared one behind a gate."""
+
+    hidden_size: PositiveInt = 2048
+    intermediate_size: PositiveInt | None = None
+    num_hidden_layers: PositiveInt = 40
+    num_key_value_heads: PositiveInt = 2
+    moe_intermediate_size: PositiveInt = 512
+    shared_expert_intermediate_size: PositiveInt = 512
+    num_experts_per_tok: PositiveInt = 8
+    num_experts: PositiveInt = 256
+    norm_topk_prob: Literal[True] = True
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
+    mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)
+    decoder_sparse_step: Literal[1] = 1
+
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """Experts of every layer."""
+        return ExpertsConfig(
+            experts=self.num_experts,
+            experts_per_token=self.num_experts_per_tok,
+            ffn_hidden_size=self.moe_intermediate_size,
+            shared_ffn_hidden_size=self.shared_expert_intermediate_size,
+            shared_gate=True,
+            auxiliary_loss=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+        )
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        """Width of a dense feed-forward, which no layer has: that of a token's experts."""
+        return self.intermediate_size or self.moe_intermediate_size * self.num_experts_per_tok
+
+
+def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Qwen2.5-VL, of files with the language model's keys outside (4.x) or in a table (5.x)."""
+    if given.get("text_config") is None:
+        inside = {key: value for key, value in given.items() if key in _FLAT}
+        outside = {key: value for key, value in given.items() if key not in inside}
+        given = outside | {"text_config": inside}
+    whole = as_table(_OlderWhole, given, str(path))
+    table = as_table(Qwen25VLVision, whole.vision_config, inner(path, "vision_config"))
+    sizes = table.sizes
+    encoder = ImagesEncoder(
+        **sizes,
+        normalization="RMSNorm",
+        qkv_bias=True,
+        gated=True,
+        patch_bias=False,
+        window_pixels=table.window_size,
+        full_layers=tuple(sorted(table.fullatt_block_indexes)),
+        **pixels(path, sizes, **_OLDER_PIXELS),
+        video=VideoConfig(),
+    )
+    text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
+    return vision_language(name, whole, text, encoder, table.out_hidden_size)
+
+
+_FLAT = frozenset(Qwen25VLText.model_fields) - {"tie_word_embeddings"} | Qwen25VLText.without_effect
+
+
+def read_qwen3_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Qwen3-VL, dense."""
+    return _newer(given, name, path, Qwen3VLText, Qwen3VLVision)
+
+
+def read_qwen3_vl_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Qwen3-VL with experts."""
+    return _newer(given, name, path, Qwen3VLMoeText, Qwen3VLVision)
+
+
+def read_qwen3_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Qwen3.5, 3.6 and 3.8, dense."""
+    return _newer(given, name, path, HybridText, Qwen35Vision)
+
+
+def read_qwen3_5_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Qwen3.5, 3.6 and 3.8 with experts."""
+    return _newer(given, name, path, HybridMoeText, Qwen35Vision)
+
+
+def read_qwen3_5_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """The language model of Qwen3.5 alone."""
+    kind = HybridMoeText if "moe" in str(given.get("model_type")) else HybridText
+    table = as_table(kind, given, str(path))
+    language = table.language(tied_head=table.is_tied())
+    return family_model(name, language)
+
+
+def _newer(
+    given: dict[str, Any],
+    name: str,
+    path: Path,
+    text: type[HybridText] | type[GroupedText],
+    vision: type[Qwen3VLVision],
+) -> ModelConfig:
+    whole = as_table(_Whole, given, str(path))
+    table = as_table(vision, whole.vision_config, inner(path, "vision_config"))
+    sizes = table.sizes
+    encoder = ImagesEncoder(
+        **sizes,
+        normalization="LayerNorm",
+        qkv_bias=True,
+        learned_positions=table.num_position_embeddings,
+        deepstack_layers=table.deepstack_visual_indexes,
+        **pixels(path, sizes, **_NEWER_PIXELS),
+        video=_NEWER_VIDEO,
+    )
+    return vision_language(
+        name,
+        whole,
+        as_table(text, whole.text_config, inner(path, "text_config")),
+        encoder,
+        table.out_hidden_size,
+    )

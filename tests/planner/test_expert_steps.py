@@ -1,0 +1,173 @@
+"""Steps of ranks that share out experts: simulated beside an event loop, searched beside walks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from expert_cases import expert_model
+from level_cases import (
+    every_candidate,
+    holds_experts,
+    random_costs,
+    random_level_packs,
+    walked_peaks,
+    walked_step_ms,
+)
+from test_level_search import walked
+from test_shared_packs import contexts_of, joint_event_loop, random_step
+
+from omnibal.config import ModelConfig
+from omnibal.cost.model import CostModel, ExpertRates
+from omnibal.pipeline.bounds import Structure, least_step_ms
+from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
+from omnibal.pipeline.level_costs import side_by_side
+from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.partition import least_peak_of_splits, search_stages
+from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.simulate import InStep, simulate_run, simulate_steps
+from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.workload import Workload
+from omnibal.units import unit_names
+
+LAYER = "language_layer_experts8"
+
+
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_ranks_in_step_match_an_event_loop(stages: int) -> None:
+    """Prevents stages without experts that wait, stages with any that do not, and shared packs
+    whose ranks wait for fewer others than they should."""
+    rng = np.random.default_rng(stages)
+    for case in range(12):
+        ranks, in_step = [(4, 2), (8, 4), (8, 2), (6, 3), (5, 5), (4, 4)][case % 6]
+        shares = in_step in (2, 4) and case >= 6
+        steps = [random_step(rng, ranks) if shares else [(1, ranks)] * 4 for _ in range(3)]
+        steps = [[(size, ranks) for size, _ in step] for step in steps]
+        slots = max(map(len, steps))
+        shape = len(steps) * ranks, slots
+        forward, backward = rng.exponential(1, (2, *shape, stages))
+        links = rng.exponential(0.3, (2, *shape, stages - 1))
+        placed = [contexts_of(step, ranks, slots) for step in steps]
+        context, counts = (np.concatenate(each) for each in zip(*placed, strict=True))
+        # Groups have equally many micro-batches, and others may have fewer.
+        counts -= np.repeat(rng.integers(0, 2, len(steps)), ranks)
+        context = np.where(np.arange(slots) < counts[:, None], context, 1)
+        parts = rng.random(stages) < 0.6
+        found = simulate_steps(
+            forward, backward, *links, counts, None, context, InStep(ranks=in_step, parts=parts)
+        )
+        blocks = np.where(parts, np.maximum(context, in_step)[..., None], context[..., None])
+        for index in range(len(steps)):
+            rows = slice(index * ranks, (index + 1) * ranks)
+            ends = joint_event_loop(
+                forward[rows], backward[rows], *links[:, rows], blocks[rows], counts[rows]
+            )
+            real = np.arange(slots) < counts[rows, None]
+            np.testing.assert_allclose(found.end_ms[Pass.FORWARD][rows][real], ends[0, real])
+            np.testing.assert_allclose(found.end_ms[Pass.BACKWARD][rows][real], ends[1, real])
+
+
+def expert_case(
+    rng: np.random.Generator, contexts: tuple[int, ...], ranks: int, in_step: int
+) -> tuple[list[CostModel], ModelConfig, Workload, int]:
+    """Costs of every level, a small model, packs whose ranks run in step, and pipeline size."""
+    model = expert_model(int(rng.integers(1, 3)), int(rng.integers(0, 2)), int(rng.integers(1, 3)))
+    rates = ExpertRates(
+        optimizer_bytes=rng.uniform(0, 40),
+        optimizer_ms=rng.uniform(0, 1e-5),
+        gradient_reduction_ms=rng.uniform(0, 1e-5),
+        weight_gather_ms=0.0,
+    )
+    peer_bytes, share = rng.uniform(0, 1e7), rng.random()
+    costs = []
+    for cost in random_costs(rng, model, len(contexts)):
+        layer = cost.units[LAYER]
+        layer = replace(layer, expert_parameters=int(share * layer.parameters))
+        units = cost.units | {LAYER: layer}
+        costs.append(replace(cost, units=units, expert_rates=rates, expert_peer_bytes=peer_bytes))
+    packs = random_level_packs(rng, contexts, ranks, len(costs[0].features))
+    return costs, model, packs.in_groups_of(in_step), int(rng.integers(2, min(3, model.layers) + 1))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "ranks", "in_step", "cases"),
+    [((1,), 2, 2, 14), ((1,), 4, 2, 8), ((1,), 3, 3, 8), ((1, 2), 4, 4, 2)],
+)
+def test_the_search_with_experts_equals_brute_force(contexts, ranks, in_step, cases):
+    """Prevents a bound that holds a stage without experts to the waits of one with them, a split
+    that is not the best, and experts' state or buffers that are not counted."""
+    rng = np.random.default_rng(3)
+    waits = without_experts = 0
+    for _ in range(cases):
+        costs, model, packs, p = expert_case(rng, contexts, ranks, in_step)
+        cost = side_by_side(costs)
+        candidates = list(every_candidate(costs[0], model, p, len(contexts)))
+        cap = np.inf
+        if len(model.language.runs) == 1:  # of several kinds in a row, the count is an upper bound
+            peaks = walked_peaks(costs, candidates, packs)
+            low, high = peaks.min(), peaks.max()
+            assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+            cap = rng.uniform(low, low + 0.8 * (high - low)) * (1 + 1e-9)
+            fits = zip(candidates, peaks, strict=True)
+            candidates = [each for each, peak in fits if peak <= cap]
+        best_ms = min(walked_step_ms(costs, each, packs) for each in candidates)
+        result = search_stages(cost, model, packs, p, cap)
+        assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
+        chosen = walked(cost.kinds, result.stages_at)
+        assert result.step_ms == pytest.approx(walked_step_ms(costs, chosen, packs), rel=1e-9)
+        alone_ms = walked_step_ms(costs, chosen, replace(packs, in_step=1))
+        waits += alone_ms < best_ms * (1 - 1e-6)
+        without_experts += not all(holds_experts(costs, stage) for stage in chosen)
+        assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
+    assert waits >= cases / 3
+    assert without_experts
+
+
+def test_a_path_bounds_every_split():
+    """Prevents a critical path that goes over to another rank in a stage with experts from counting
+    against splits whose stage has none, by which better ones would be ruled out."""
+    rng = np.random.default_rng(5)
+    would_be_wrong = 0
+    for _ in range(6):
+        (cost,), model, packs, _ = expert_case(rng, (1,), 4, 4)
+        layer = cost.units["vision_layer"]
+        slow = replace(layer, forward_ms=9 * layer.forward_ms, backward_ms=9 * layer.backward_ms)
+        cost = replace(cost, units=cost.units | {"vision_layer": slow})
+        simulator = PipelineSimulator.of(SampledSteps.of(packs, cost), 2)
+        runs = Structure.of(cost, model, simulator.steps, 2).runs
+        first, ends = np.flatnonzero(runs.start == 0), runs.end == runs.units
+        second = [np.flatnonzero((runs.start == end) & ends) for end in runs.end[first]]
+        splits = np.array([(a, b[0]) for a, b in zip(first, second, strict=True) if len(b)])
+        terms = np.stack(
+            [runs.with_buckets(runs.terms[splits[:, s]], splits[:, s], s) for s in (0, 1)], axis=1
+        )
+        step_ms = simulator.step_ms(terms)
+        paths = simulator.critical_paths(terms)
+        length = np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
+        np.testing.assert_allclose(np.diag(length), step_ms)
+        assert (length <= step_ms[:, None] * (1 + 1e-9)).all()
+        assert (length > 0).any(axis=1).all()
+        paths[:, :, simulator.steps.layout.without_experts] = 0
+        length = np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
+        would_be_wrong += (length > step_ms[:, None] * (1 + 1e-6)).any()
+    assert would_be_wrong
+
+
+def test_waits_for_experts_have_a_name():
+    """Prevents these waits from counting as slow ranks or bubble, and empty micro-batches as work
+    that is needed."""
+    rng, named = np.random.default_rng(6), 0
+    for _ in range(6):
+        (cost,), model, packs, _ = expert_case(rng, (1,), 4, 2)
+        stages = stages_from_cuts(model, (len(unit_names(model)) - 2,))
+        steps = simulate_run(cost, stages, packs)
+        step_ms = float(steps.step_ms.mean())
+        lost = lost_time(cost, [stages], packs, step_ms)
+        assert sum(lost.named().values()) == pytest.approx(step_ms)
+        plain = replace(packs.rows(~packs.is_empty), in_step=1)
+        loose_ms = float(simulate_run(cost, stages, plain).step_ms.mean())
+        alone = lost_time(cost, [stages], plain, loose_ms)
+        assert lost.expert_wait_ms == pytest.approx(step_ms - loose_ms)
+        named += "expert wait" in lost.named()
+        assert alone == lost.model_copy(update={"expert_wait_ms": 0.0})
+        assert "expert_wait_ms" not in alone.model_dump()
+    assert named

@@ -1,0 +1,222 @@
+"""`config.json` of model hubs: what is read of every family, and what is refused by name."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from omnibal import cli
+from omnibal.errors import UserError
+from omnibal.families.hub import read_hub_config
+from omnibal.families.named import named_model, named_model_file
+from omnibal.layers import LayerKind
+
+pytestmark = pytest.mark.quick
+
+CONFIGS = Path(__file__).parent / "hub_configs"
+
+
+def config_of(name):
+    return json.loads((CONFIGS / name / "config.json").read_text())
+
+
+def read(folder, config, **beside):
+    """Read a model of a folder with this `config.json` and other files, by stem."""
+    folder.mkdir(exist_ok=True)
+    for stem, content in {"config": config, **beside}.items():
+        (folder / f"{stem}.json").write_text(json.dumps(content))
+    return read_hub_config(folder)
+
+
+def nested(name, table, **changes):
+    config = config_of(name)
+    config[table].update(changes)
+    return config
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
+def test_every_family_is_read(name):
+    """Prevents: a hub's file that is refused, or read as fewer layers than it has."""
+    given = config_of(name)
+    model = named_model(str(CONFIGS / name))
+    text = given.get("text_config", given)
+    assert (model.name, model.language.layers) == (name, text["num_hidden_layers"])
+    assert len(model.language.kinds) == text["num_hidden_layers"]
+    assert ("vision" in model.encoders) == ("vision_config" in given)
+    assert named_model_file(str(CONFIGS / name)) == CONFIGS / name / "config.json"
+
+
+def test_a_hybrid_model_in_full():
+    """Prevents: a field of Qwen3.5's that is dropped on the way."""
+    model = named_model(str(CONFIGS / "qwen3.5-35b-a3b" / "config.json"))
+    language, tower = model.language, model.encoders["vision"]
+    every_fourth = [kind.attention for kind in language.kinds[:8]]
+    assert every_fourth == ["linear", "linear", "linear", "full"] * 2
+    assert len(language.runs) == 2
+    experts = language.kinds[3].experts
+    assert (experts.experts, experts.experts_per_token, experts.ffn_hidden_size) == (256, 8, 512)
+    assert (experts.shared_ffn_hidden_size, experts.shared_gate) == (512, True)
+    linear = language.kinds[0].linear
+    assert (linear.key_heads, linear.value_heads, linear.convolution_width) == (16, 32, 4)
+    assert (language.head_width, language.qk_norm, language.output_gate) == (256, True, True)
+    assert (language.prediction_layers, language.max_positions) == (1, 262_144)
+    assert (tower.patch_size, tower.merge_size, tower.frames_per_patch) == (16, 2, 2)
+    assert (tower.learned_positions, tower.deepstack_layers) == (2304, ())
+
+
+def test_layers_by_their_kinds():
+    """Prevents: windows, dense first layers or latent attention on the wrong layers."""
+    gemma = named_model(str(CONFIGS / "gemma-3-4b")).language
+    assert [at for at, kind in enumerate(gemma.kinds) if kind.window is None] == [5, 11, 17, 23, 29]
+    deepseek = named_model(str(CONFIGS / "deepseek-v3")).language
+    assert [kind.experts is None for kind in deepseek.kinds] == [True] * 3 + [False] * 58
+    assert {kind.attention for kind in deepseek.kinds} == {"latent"}
+    dense = named_model(str(CONFIGS / "qwen3-vl-8b"))
+    assert set(dense.language.kinds) == {LayerKind()}
+    assert dense.encoders["vision"].deepstack_layers == (8, 16, 24)
+    windowed = named_model(str(CONFIGS / "qwen2.5-vl-7b")).encoders["vision"]
+    assert (windowed.window_pixels, windowed.full_layers) == (112, (7, 15, 23, 31))
+
+
+def test_spellings_of_other_versions_are_the_same_model(tmp_path):
+    """Prevents: a file that a newer or older version wrote again becoming another model."""
+    flat = config_of("qwen2.5-vl-3b")
+    outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings"}
+    inside = {key: value for key, value in flat.items() if key not in outside}
+    rope = inside.pop("rope_scaling") | {"rope_theta": inside.pop("rope_theta")}
+    newer = {key: flat[key] for key in outside} | {
+        "text_config": inside | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
+    }
+    assert read(tmp_path / "m", newer) == read(tmp_path / "m", flat)
+    own = config_of("kimi-k2.5")
+    vision = {
+        "patch_size": 14,
+        "pos_emb_height": 64,
+        "pos_emb_width": 64,
+        "pos_emb_time": 4,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "merge_kernel_size": [2, 2],
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+    }
+    written = own | {"vision_config": vision, "projection_hidden_size": 1152}
+    assert read(tmp_path / "m", written) == read(tmp_path / "m", own)
+
+
+def test_pixels_of_the_processor_beside_it(tmp_path):
+    """Prevents: plans for images larger than the model's processor makes them."""
+    given = config_of("qwen3-vl-2b")
+    sizes = []
+    for stem, content in (
+        ("preprocessor_config", {"min_pixels": 1024, "max_pixels": 65_536}),
+        ("preprocessor_config", {"size": {"shortest_edge": 1024, "longest_edge": 65_536}}),
+        ("processor_config", {"image_processor": {"min_pixels": 1024, "max_pixels": 65_536}}),
+    ):
+        folder = tmp_path / str(len(sizes))
+        tower = read(folder, given, **{stem: content}).encoders["vision"]
+        sizes.append((tower.min_pixels, tower.max_pixels))
+    assert sizes == [(1024, 65_536)] * 3
+    kimi = config_of("kimi-vl-a3b")
+    limited = read(tmp_path / "k", kimi, preprocessor_config={"in_token_limit": 16_384})
+    assert limited.encoders["vision"].max_pixels == 16_384 * 14**2
+    with pytest.raises(UserError, match=r"patch_size 14; it must be 16"):
+        read(tmp_path / "p", given, preprocessor_config={"patch_size": 14})
+
+
+def test_a_folder_of_the_hubs_cache_names_the_model(tmp_path):
+    """Prevents: plans of a model named by the hash of its snapshot."""
+    folder = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "9c925d64d72725edaf899c6cb9c377fd0"
+    folder.mkdir(parents=True)
+    assert read(folder, config_of("qwen3-8b")).name == "qwen3-8b"
+
+
+REFUSED = {
+    "an unknown key": (nested("qwen3-vl-8b", "text_config", num_memory_layers=2), "num_memory"),
+    "another activation": (nested("qwen3-vl-8b", "text_config", hidden_act="gelu"), "hidden_act"),
+    "a misspelt key": (config_of("qwen3-8b") | {"num_hidden_layer": 3}, "mean num_hidden_layers"),
+    "windows": (config_of("qwen3-8b") | {"use_sliding_window": True}, "use_sliding_window"),
+    "dropout": (config_of("qwen3-8b") | {"attention_dropout": 0.1}, "attention_dropout"),
+    "quantised": (
+        config_of("deepseek-v3") | {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config.*floating point",
+    ),
+    "quantised within": (
+        nested("kimi-k2.5", "text_config", quantization_config={"format": "pack-quantized"}),
+        "text_config: quantization_config",
+    ),
+    "GPT-OSS": ({"model_type": "gpt_oss"}, "gpt_oss is not planned: .*sinks"),
+    "another family": ({"model_type": "mamba2"}, "'mamba2' is not known; it must be one of"),
+    "no family": ({"hidden_size": 8}, "has no model_type"),
+    "a classifier": (
+        config_of("qwen3-8b") | {"architectures": ["Qwen3ForSequenceClassification"]},
+        "Qwen3ForSequenceClassification, which does not generate",
+    ),
+    "layers without a type": (
+        nested("gemma-3-4b", "text_config", layer_types=["full_attention"]),
+        "layer_types has 1 entries",
+    ),
+    "a gate that is off": (
+        nested("qwen3.5-9b", "text_config", attn_output_gate=False),
+        "attn_output_gate",
+    ),
+    "another projector": (
+        nested("kimi-k2.5", "vision_config", mm_projector_type="linear"),
+        "vision_config: mm_projector_type",
+    ),
+    "widths that differ": (
+        nested("qwen3-vl-8b", "vision_config", out_hidden_size=3584),
+        "width 3584.*hidden_size 4096",
+    ),
+    "no number": (config_of("qwen3-8b") | {"hidden_size": "wide"}, "hidden_size.*given: 'wide'"),
+    "scaled positions of a trained family": (
+        config_of("qwen3-8b") | {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+        "'yarn' is not trained",
+    ),
+    "two spellings": (
+        nested("qwen3-vl-30b-a3b", "text_config", num_local_experts=64),
+        "num_local_experts and another spelling",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_is_refused_by_name(case, tmp_path):
+    """Prevents: a variant planned as the model that it is not."""
+    config, says = REFUSED[case]
+    with pytest.raises(UserError) as error:
+        read(tmp_path / "m", config)
+    assert re.search(says, str(error.value)), error.value
+    assert "config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "must be a table"),
+        (None, "no such file"),
+        ('{"model_type": "qwen3_vl", "vision_config": 3}', "vision_config"),
+    ],
+)
+def test_broken_files_are_refused(text, says, tmp_path):
+    """Prevents: a traceback for a truncated download."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=says):
+        named_model(str(tmp_path))
+
+
+def test_a_plan_of_a_hubs_folder(tmp_path):
+    """Prevents: `--model FOLDER` that commands do not take, or plans that cannot be read again."""
+    plan, folder = tmp_path / "plan", tmp_path / "hub"
+    options = "--cluster h100-80g --pp 2 --tp 4 --max-tokens 4096 --micro-batches 4"
+    read(folder, config_of("qwen3-8b") | {"num_hidden_layers": 4, "max_window_layers": 4})
+    arguments = ["plan", "--model", str(folder), *options.split(), "-o", str(plan)]
+    for command in (arguments, ["check", str(plan)]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(command)
+        assert ended.value.code in (0, None)
+    assert json.loads((plan / "plan.json").read_text())["model"]["name"] == "hub"

@@ -1,0 +1,104 @@
+"""Presets made of a hub's files, against the sizes that their publishers give.
+
+Exact figures are of the tensors in the published safetensors files, as the hub's metadata or an
+index gives them; rounded ones are of the model cards and papers that are named.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from omnibal.config import load_model
+from omnibal.cost.parameters import model_parameters
+from omnibal.families.named import named_model
+from tools.hub_presets import preset_texts
+
+pytestmark = pytest.mark.quick
+
+CONFIGS = Path(__file__).parent / "hub_configs"
+PRESETS = Path(__file__).parents[2] / "omnibal" / "presets" / "models"
+
+EXACT = {
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen2.5-vl-32b": 33_452_718_336,
+    "qwen2.5-vl-72b": 73_410_777_344,
+    "qwen3-vl-2b": 2_127_532_032,
+    "qwen3-vl-4b": 4_437_815_808,
+    "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-32b": 33_357_390_064,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
+    "qwen3-vl-235b-a22b": 235_670_022_896,
+    "qwen3.5-0.8b": 873_438_784,
+    "qwen3.5-2b": 2_274_069_824,
+    "qwen3.5-4b": 4_659_865_088,
+    "qwen3.5-9b": 9_653_104_368,
+    "qwen3.5-27b": 27_781_427_952,
+    "qwen3.5-35b-a3b": 35_951_822_704,
+    "qwen3.5-122b-a10b": 125_086_497_008,
+    "qwen3.5-397b-a17b": 403_397_928_944,
+    "glm-4.5v": 107_710_933_120,
+    "kimi-vl-a3b": 16_407_657_776,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+}
+"""Parameters of whole checkpoints, with prediction layers where these have them."""
+
+NOT_TRAINED = {
+    # A bias of each expert's choice is a buffer: 45 layers of 128 experts, 26 of 64.
+    "glm-4.5v": 45 * 128,
+    # The rest are 27 x 64, of which the files' index says nothing more.
+    "kimi-vl-a3b": 26 * 64 + 27 * 64,
+}
+"""Of those, what no gradient reaches and no plan counts."""
+
+ROUNDED = {
+    # arXiv 2509.23661 names 4B and 8B; Qwen3-4B and 8B with an untied head have 4.41 and 8.19.
+    "llava-onevision-1.5-4b": 4.41e9 + 0.33e9,
+    "llava-onevision-1.5-8b": 8.19e9 + 0.337e9,
+    # Of DeepSeek-V3's README_WEIGHTS: 671 B, and 11.5 B that only the prediction layer has.
+    "deepseek-v3": 671e9 + 11.5e9,
+    # Of Kimi-K2's model card, 1 T; by its tensors 1.0264 T, and 0.47 B of MoonViT's.
+    "kimi-k2.5": 1026.4e9 + 0.47e9,
+}
+ACTIVE = {
+    # Of model cards, where these count as here: the whole language model for a token.
+    "deepseek-v2": 21e9,
+    "deepseek-v2-lite": 2.66e9,
+    "qwen3-vl-30b-a3b": 3.35e9 + 0.54e9,
+    "qwen3-vl-235b-a22b": 22.2e9 + 0.58e9,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_parameters_are_the_published_ones(name):
+    """Prevents: a bias, norm, gate or prediction layer that is left out or counted twice."""
+    stored = model_parameters(load_model(name)).stored
+    assert stored == EXACT[name] - NOT_TRAINED.get(name, 0)
+    assert stored == pytest.approx(EXACT[name], rel=0.005)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_parameters_are_near_the_published_ones(name):
+    """Prevents: the same, of models whose files' sums are not published."""
+    assert model_parameters(load_model(name)).stored == pytest.approx(ROUNDED[name], rel=0.005)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_the_published_ones(name):
+    """Prevents: experts that a token is not sent to counted as its work."""
+    parameters = model_parameters(load_model(name))
+    assert parameters.active == pytest.approx(ACTIVE[name], rel=0.02)
+    assert parameters.active < parameters.stored / 4
+
+
+def test_presets_are_what_their_files_say():
+    """Prevents: a preset edited by hand, or one that the tool would not write again."""
+    texts = preset_texts(CONFIGS)
+    assert {*EXACT, *ROUNDED} == set(texts)
+    for name, text in texts.items():
+        assert (PRESETS / f"{name}.toml").read_text() == text
+        assert load_model(name) == named_model(str(CONFIGS / name))

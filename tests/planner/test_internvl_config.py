@@ -1,0 +1,142 @@
+"""config.json of InternVL 1.5 to 3.5 as the planner reads it: what the hubs serve, cut short."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omnibal.config import load_model
+from omnibal.errors import UserError
+from omnibal.families.internvl import read_internvl
+from omnibal.families.named import named_model
+from omnibal.layers import LayerRun
+
+pytestmark = pytest.mark.quick
+
+VISION_300M = {
+    "architectures": ["InternVisionModel"], "model_type": "intern_vit_6b", "hidden_act": "gelu",
+    "hidden_size": 1024, "image_size": 448, "initializer_factor": 0.1, "intermediate_size": 4096,
+    "layer_norm_eps": 1e-06, "norm_type": "layer_norm", "num_attention_heads": 16,
+    "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14, "qk_normalization": False,
+    "qkv_bias": True,
+}  # fmt: skip
+VISION_6B = VISION_300M | {
+    "hidden_size": 3200, "intermediate_size": 12800, "norm_type": "rms_norm", "qkv_bias": False,
+    "num_attention_heads": 25, "num_hidden_layers": 45, "qk_normalization": True,
+}  # fmt: skip
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_30B_A3B = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "decoder_sparse_step": 1, "intermediate_size": 6144, "mlp_only_layers": [],
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+QWEN2_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+    "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
+    "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"factor": 2.0, "type": "dynamic"},
+    "rope_theta": 1000000.0, "tie_word_embeddings": False, "vocab_size": 151674,
+}  # fmt: skip
+
+
+def original(llm: dict[str, Any], vision: dict[str, Any] = VISION_300M) -> dict[str, Any]:
+    return {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat",
+        "downsample_ratio": 0.5, "dynamic_image_size": True, "force_image_size": 448,
+        "llm_config": llm, "max_dynamic_patch": 12, "min_dynamic_patch": 1, "ps_version": "v2",
+        "select_layer": -1, "template": "internvl2_5", "use_thumbnail": True,
+        "vision_config": vision,
+    }  # fmt: skip
+
+
+def in_transformers(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl",
+        "downsample_ratio": 0.5, "projector_hidden_act": "gelu", "tie_word_embeddings": False,
+        "text_config": text, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "vision_config": {
+            "attention_bias": True, "hidden_act": "gelu", "hidden_size": 1024,
+            "image_size": [448, 448], "intermediate_size": 4096, "layer_norm_eps": 1e-06,
+            "layer_scale_init_value": 0.1, "norm_type": "layer_norm", "num_attention_heads": 16,
+            "num_hidden_layers": 24, "patch_size": [14, 14], "use_qk_norm": False,
+        },
+    }  # fmt: skip
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("config", [original(QWEN3_8B), in_transformers(QWEN3_8B)])
+def test_internvl_3_5_is_read_in_both_formats(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Prevents: Qwen3 read as Qwen2, with biases and without norms of heads."""
+    folder = written(tmp_path / "InternVL3_5-8B", config)
+    model = read_internvl(folder / "config.json")
+    assert model == read_internvl(folder) == named_model(str(folder))
+    assert model.name == "internvl3_5-8b" and model.chat_template == "internvl2_5"
+    language = model.language
+    assert (language.qk_norm, language.qkv_bias, language.head_width) == (True, False, 128)
+    assert (language.layers, language.heads, language.kv_heads) == (36, 32, 8)
+    assert (language.rope_base, language.vocab_size) == (1_000_000, 151_936)
+    assert not language.tied_head and language.runs == ()
+    assert model.vision == load_model("internvl3-8b").vision
+
+
+def test_experts_are_read(tmp_path: Path) -> None:
+    """Prevents: InternVL3.5-30B-A3B planned as a dense model, or with heads of hidden / heads."""
+    language = read_internvl(written(tmp_path / "moe", original(QWEN3_30B_A3B))).language
+    [run] = language.runs
+    assert isinstance(run, LayerRun) and run.experts is not None
+    experts = run.experts
+    assert (experts.experts, experts.experts_per_token, experts.ffn_hidden_size) == (128, 8, 768)
+    assert experts.normalized and not experts.auxiliary_loss and not experts.shared_ffn_hidden_size
+    assert language.head_size == 128 and language.hidden_size // language.heads == 64
+
+
+def test_earlier_versions_are_their_presets(tmp_path: Path) -> None:
+    """Prevents: a preset, or a reading, that is another model than the released one."""
+    read = read_internvl(written(tmp_path / "InternVL3-8B", original(QWEN2_7B)))
+    preset = load_model("internvl3-8b")
+    assert read.vision == preset.vision and read.chat_template == preset.chat_template
+    scaled = {"max_positions": 32_768, "rope_factor": 2.0}
+    assert read.language == preset.language.model_copy(update=scaled)
+    large = read_internvl(written(tmp_path / "large", original(QWEN2_7B, VISION_6B)))
+    assert large.vision == load_model("internvl3-78b").vision
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            original({**QWEN3_8B, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}),
+            "its language model is GPT-OSS, whose attention has learned sinks",
+        ),
+        (in_transformers({**QWEN3_8B, "model_type": "gpt_oss", "architectures": None}), "GPT-OSS"),
+        (original(QWEN3_30B_A3B | {"mlp_only_layers": [0]}), "leave layers without experts"),
+        (original(QWEN3_8B | {"architectures": ["Phi3ForCausalLM"]}), "is Phi3ForCausalLM"),
+        (original(QWEN3_8B | {"quantization_config": {"bits": 4}}), "a quantization_config"),
+        (original(QWEN3_8B | {"use_sliding_window": True}), "use_sliding_window true"),
+        (original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}), "vision hidden_act 'silu'"),
+        (in_transformers(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),
+        ({"model_type": "qwen3_vl"}, "is of no InternVL"),
+    ],
+)
+def test_other_models_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    """Prevents: a plan for another model than the one that is named."""
+    with pytest.raises(UserError, match=message):
+        read_internvl(written(tmp_path / "other", config))

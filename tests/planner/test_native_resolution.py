@@ -1,0 +1,134 @@
+"""Tokens of images and videos at their native resolution, beside Transformers' own processors."""
+
+import ast
+import math
+import random
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omnibal.data.native_resolution import (
+    OddImage,
+    image_segments,
+    seen_frames,
+    video_segments,
+    video_text,
+)
+from omnibal.encoders import ImagesEncoder, ImageText, VideoConfig
+
+SIZES = 2_000
+
+
+def theirs_alone(module: str, name: str) -> Any:
+    """One function of a processor of Transformers, whose module imports torchvision."""
+    package = find_spec("transformers")
+    assert package is not None and package.origin is not None
+    path = Path(package.origin).parent / "models" / f"{module}.py"
+    found = [
+        each
+        for each in ast.parse(path.read_text()).body
+        if isinstance(each, ast.FunctionDef) and each.name == name
+    ]
+    names: dict[str, Any] = {"math": math}
+    exec(compile(ast.Module(found, []), str(path), "exec"), names)
+    return names[name]
+
+
+smart_resize = theirs_alone("qwen2_vl/image_processing_qwen2_vl", "smart_resize")
+video_resize = theirs_alone("qwen3_vl/video_processing_qwen3_vl", "smart_resize")
+glm_resize = theirs_alone("glm4v/image_processing_glm4v", "smart_resize")
+navit_resize = theirs_alone("kimi_k25/image_processing_kimi_k25", "navit_resize")
+
+
+def tower(**changes: object) -> ImagesEncoder:
+    """A small encoder with Qwen2-VL's rule."""
+    sizes = {"layers": 1, "hidden_size": 8, "heads": 1, "ffn_hidden_size": 8, "patch_size": 14}
+    kinds = {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False}
+    return ImagesEncoder.model_validate(sizes | kinds | changes)
+
+
+def sides(rng: random.Random) -> tuple[int, int]:
+    """Width and height, from a pixel to a poster, some of them long and narrow."""
+    return int(10 ** rng.uniform(0, 4)), int(10 ** rng.uniform(0, 4))
+
+
+QWEN2 = tower(), lambda h, w: smart_resize(h, w, 28, 56 * 56, 28 * 28 * 1280)
+QWEN3 = (
+    tower(patch_size=16, min_pixels=65_536, max_pixels=16_777_216),
+    lambda h, w: smart_resize(h, w, 32, 65_536, 16_777_216),
+)
+GLM = (
+    tower(frames_per_patch=2, resize="repeated", min_pixels=112 * 112, max_pixels=28 * 28 * 15_000),
+    lambda h, w: glm_resize(2, h, w, 2, 28, 112 * 112, 28 * 28 * 15_000),
+)
+KIMI = (
+    tower(resize="padded", max_pixels=16_384 * 14**2, min_pixels=1, max_side_pixels=512 * 14),
+    lambda h, w: navit_resize(h, w, 14, 2, 16_384, 512)[1],
+)
+
+
+@pytest.mark.parametrize(("rule", "theirs"), [QWEN2, QWEN3, GLM, KIMI])
+def test_images_become_as_many_tokens_as_their_processor_makes(
+    rule: ImagesEncoder, theirs: Callable[[int, int], tuple[int, int]]
+) -> None:
+    """Prevents lengths that are off from what the model is trained on, which no check would see."""
+    rng, refused = random.Random(0), 0
+    for _ in range(SIZES):
+        width, height = sides(rng)
+        try:
+            their_height, their_width = theirs(height, width)
+        except ValueError:
+            refused += 1
+            with pytest.raises(OddImage, match="times as long"):
+                image_segments(width, height, rule)
+            continue
+        cells = their_height // rule.cell_pixels * (their_width // rule.cell_pixels)
+        assert image_segments(width, height, rule).all_tokens == cells, (width, height)
+    assert refused < SIZES / 2 and (refused or rule.resize == "padded")
+
+
+def test_a_fixed_square_has_the_same_tokens_for_every_image() -> None:
+    """Prevents native sizes for Gemma 3, whose images all become squares of 896 pixels."""
+    gemma = tower(resize="fixed", max_pixels=896**2, merge_size=4)
+    assert {image_segments(*size, gemma).all_tokens for size in ((9, 900), (2_000, 30))} == {256}
+
+
+@pytest.mark.parametrize("counts_frames", [False, True])
+def test_videos_become_as_many_tokens_as_their_processor_makes(counts_frames: bool) -> None:
+    """Prevents a clip whose frames are each as large as an image may be."""
+    video = VideoConfig(max_pixels=768 * 32 * 32, min_pixels=4_096, counts_frames=counts_frames)
+    rule = tower(patch_size=16, frames_per_patch=2, video=video)
+    rng = random.Random(1)
+    for _ in range(SIZES):
+        (width, height), frames = sides(rng), rng.randint(2, 99)
+        sizes = frames, height, width, 2, 32, video.min_pixels, video.max_pixels
+        try:
+            their_height, their_width = (
+                video_resize(*sizes)
+                if counts_frames
+                else smart_resize(height, width, 32, *sizes[-2:])
+            )
+        except ValueError:
+            continue
+        found = video_segments(frames, width, height, rule)
+        assert found.number == -(-frames // 2)
+        assert found.tokens == their_height // 32 * (their_width // 32), (frames, width, height)
+        assert found.squares == found.number * found.tokens**2
+
+
+def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
+    """Prevents a video whose text is not what Qwen3-VL's and GLM's processors write."""
+    qwen3 = tower(frames_per_patch=2, video=VideoConfig(times="before", max_frames=3))
+    pads = "<|vision_start|><|video_pad|><|vision_end|>"
+    # The last patch has one frame, twice.
+    assert video_text([0, 1, 2], qwen3) == f"<0.2 seconds>{pads}<1.0 seconds>{pads}"
+    text = ImageText(before="<b>", each="<i>", after="</b>")
+    glm = tower(frames_per_patch=2, video=VideoConfig(times="after", text=text, around=("(", ")")))
+    assert video_text(list(range(6)), glm) == "(<b><i></b>0<b><i></b>1<b><i></b>2)"
+    qwen2 = tower(frames_per_patch=2, video=VideoConfig())
+    assert video_text(list(range(6)), qwen2) == pads
+    assert seen_frames(9, qwen3.video) == [0, 4, 8] and seen_frames(2, qwen3.video) == [0, 1]
+    assert video_text([0, 1], tower()) == "<|vision_start|><|image_pad|><|vision_end|>" * 2

@@ -1,0 +1,165 @@
+"""Mixture of experts with expert parallelism: against one process, and across its sizes."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from ranks import run_ranks
+from test_tensor_parallel import OPTIONS, assert_same_training, batches_of, run
+from toy import stages_of, toy_model, toy_plan
+
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.expert_balance import take_expert_balance
+from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.layers import ExpertsConfig, LayerRun
+
+# Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
+# whose tokens carry no loss.
+STEPS = [
+    [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],
+    [[(0, 7)], [(0, 12), (0, 2)], [(1, 2)], [(0, 5), (2, 9)]],
+]
+
+
+def model_of(**changes):
+    """Two vision layers, and three language layers of eight experts each."""
+    sizes = {"experts": 8, "experts_per_token": 2, "ffn_hidden_size": 10, "auxiliary_loss": 0.5}
+    run_of_layers = LayerRun(layers=1, experts=ExpertsConfig(**{**sizes, **changes}))
+    model = toy_model(layers=2, heads=3, hidden_size=24)
+    language = model.language.model_copy(update={"runs": (run_of_layers,)})
+    return model.model_copy(update={"language": language})
+
+
+MODEL = model_of()
+
+
+def plan_of(*cuts, model=MODEL, expert=1, recompute=(), **sizes):
+    plan = toy_plan(model, stages_of(model, *cuts, language=recompute), **sizes)
+    parallel = plan.parallel.model_copy(update={"expert": expert})
+    return plan.model_copy(update={"parallel": parallel})
+
+
+@functools.cache
+def alone():
+    [result] = run(plan_of(), STEPS)
+    return result
+
+
+IN_PARTS = {"tensor": 2, "sequence_parallel": True}
+# Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed, 5-7 language layers.
+PLANS = {
+    "data-2": plan_of(data=2),
+    "experts-2": plan_of(data=2, expert=2),
+    "experts-4": plan_of(data=4, expert=4),
+    "experts-2-of-data-4": plan_of(data=4, expert=2),
+    "pipeline-recomputed": plan_of(6, data=2, expert=2, recompute=(0, 2)),
+    "tensor": plan_of(**IN_PARTS),
+    "tensor-experts": plan_of(**IN_PARTS, expert=2, recompute=(1,)),
+    "tensor-data-experts": plan_of(**IN_PARTS, data=2, expert=4),
+    "tensor-pipeline": plan_of(5, **IN_PARTS, expert=2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_same_training_as_one_process(plan):
+    """Prevents: a size that changes routing, a gradient, the auxiliary loss or the norm."""
+    assert_same_training(run(plan, STEPS), plan.parallel.tensor, alone(), rel=2e-5)
+
+
+# Dealt in turn: a rank without a pack, one with a pack less, and pipelines of several.
+UNEVEN = [[[(1, 8)]], [[(2, 9)], [(0, 12)], [(1, 6), (0, 4)]], [[(0, 21)], [(2, 8)], [(0, 7)]]]
+UNEVEN_PLANS = {
+    "experts-2": plan_of(data=2, expert=2),
+    "experts-2-of-data-4": plan_of(data=4, expert=2),
+    "pipeline": plan_of(6, data=2, expert=2, recompute=(0, 2)),
+    "tensor-experts-4": plan_of(**IN_PARTS, data=2, expert=4),
+}
+
+
+@functools.cache
+def alone_uneven():
+    [result] = run(plan_of(), UNEVEN)
+    return result
+
+
+@pytest.mark.parametrize("plan", UNEVEN_PLANS.values(), ids=UNEVEN_PLANS)
+def test_ranks_without_a_pack_join(plan):
+    """Prevents: a rank that waits for another's tokens for ever, or empty packs that count."""
+    ranks = run(plan, UNEVEN)
+    assert_same_training(ranks, plan.parallel.tensor, alone_uneven(), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param({}, {"data": 2, "expert": 2}, id="one-to-experts-2"),
+        pytest.param({"data": 4, "expert": 4}, {"data": 2}, id="experts-4-to-data-2"),
+        pytest.param(
+            {"data": 2, "expert": 2, "cuts": (2,)},
+            {**IN_PARTS, "expert": 2},
+            id="pipeline-to-tensor",
+        ),
+        pytest.param(
+            {**IN_PARTS, "data": 2, "expert": 4},
+            {"data": 4, "expert": 2, "cuts": ()},
+            id="tensor-to-data",
+        ),
+    ],
+)
+def test_resumes_under_another_expert_size(tmp_path, before, after):
+    """Prevents: checkpoints whose experts or moments fit one expert-parallel size."""
+    results, gradients, weights = alone()
+    first, second = (
+        plan_of(*sizes.pop("cuts", ()), **sizes) for sizes in (dict(before), dict(after))
+    )
+    run(first, STEPS[:1], save=tmp_path)
+    ranks = run(second, STEPS[1:], load=tmp_path, first=1)
+    rest = (results[1:], gradients[1:], weights)
+    assert_same_training(ranks, second.parallel.tensor, rest, rel=2e-5)
+
+
+def routed_tokens(links, plan, packs):
+    """Balance of a step, the tokens that it tells of, and what a second look finds."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    batches = list(batches_of(plan.model, 0, packs))
+    own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+    result = train_step(trainer, MicroBatchStream.of(own))
+    return result.experts, take_expert_balance(trainer.stage, plan.parallel)
+
+
+def test_balance_is_told_of_once_and_without_padding():
+    """Prevents: recomputed layers that count twice, padding that counts, or ranks left out."""
+    [(expected, again)] = run_ranks(plan_of().parallel, routed_tokens, plan_of(), STEPS[0])
+    assert expected.fullest_expert > expected.fullest_rank == 1
+    assert again.fullest_expert == 1
+    plan = plan_of(6, **IN_PARTS, expert=2, recompute=(0, 1, 2))
+    for balance, _ in run_ranks(plan.parallel, routed_tokens, plan, STEPS[0]):
+        assert balance.fullest_expert == pytest.approx(expected.fullest_expert, rel=1e-6)
+        assert 1 < balance.fullest_rank < balance.fullest_expert
+
+
+def auxiliary_gradients(links, loss_weight):
+    """Gradient of the last layer's router where no token carries loss, and by the definition."""
+    stage = build_trainer(plan_of(), links, OPTIONS, steps=10, seed=3).stage
+    layer = stage.language.layers[-1]
+    batch = replace(next(batches_of(MODEL, 0, STEPS[0])), loss_weight=loss_weight)
+    batch = replace(batch, loss_weights_L=torch.zeros(len(batch.labels_L)))
+    inputs = []
+    layer.mlp.register_forward_pre_hook(lambda module, given: inputs.append(given[0].detach()))
+    stage.set_input_tensor(None)
+    stage(batch).backward()
+    weight_EH = layer.mlp.router.weight.detach().clone().requires_grad_()
+    scores_SE = (inputs[0].flatten(0, 1) @ weight_EH.t()).softmax(-1)
+    chosen_SK = scores_SE.topk(2).indices
+    shares_E = torch.bincount(chosen_SK.flatten(), minlength=8) / chosen_SK.numel()
+    loss = loss_weight * 0.5 * 8 * (shares_E * scores_SE.mean(0)).sum()
+    return layer.mlp.router.weight.main_grad, torch.autograd.grad(loss, weight_EH)[0]
+
+
+def test_auxiliary_loss_is_switch_transformers():
+    """Prevents: an auxiliary loss that is scaled otherwise than its coefficient says."""
+    [(found, expected)] = run_ranks(plan_of().parallel, auxiliary_gradients, 3.0)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,286 @@
+"""Counts of language layers beside Transformers' modules: parameters, operations, kept bytes.
+
+Shapes: T tokens of one sample.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from toy import OPTIONS, stages_of, toy_plan
+
+from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.model.experts import MixtureOfExperts
+from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.train import build_trainer
+from omnibal.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
+from omnibal.cost.attention_counts import CHUNK
+from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.parallel import Parallel
+from omnibal.plan import Plan
+from omnibal.units import feature_names, unit_names
+
+CLUSTER, ONE = load_cluster("h100-80g"), Parallel(pipeline=1)
+T, VOCABULARY = 128, 256
+HIDDEN = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY, "intermediate_size": 320, "head_dim": 48, "pad_token_id": 0,
+}  # fmt: skip
+OURS: dict[str, Any] = {
+    "layers": 2, "hidden_size": 128, "heads": 4, "kv_heads": 2, "vocab_size": VOCABULARY,
+    "ffn_hidden_size": 320, "head_size": 48,
+}  # fmt: skip
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+OF_DEEPSEEK = {
+    "kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, **ROUTED,
+}  # fmt: skip
+OF_RULE = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=96)
+LATENT = LatentAttention(
+    query_rank=64, key_value_rank=48, head_size=32, rotary_head_size=16, value_head_size=24
+)
+LINEAR = LinearAttention(key_heads=2, value_heads=4, key_head_size=32, value_head_size=24)
+
+
+def sharing(**more: Any) -> ExpertsConfig:
+    return EXPERTS.model_copy(update={"shared_ffn_hidden_size": 96, **more})
+
+
+@dataclass(frozen=True)
+class Family:
+    """A small model of a family, as Transformers and as this project describe it."""
+
+    name: str
+    theirs: dict[str, Any]
+    ours: dict[str, Any]
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return ModelConfig(name=self.name, language=LanguageConfig(**OURS | self.ours))
+
+    def module(self, layers: int, attention: str = "eager", **more: Any) -> torch.nn.Module:
+        # A family of text and images has a configuration of both besides.
+        has_text = hasattr(transformers, f"{self.name}TextConfig")
+        config_class = getattr(transformers, f"{self.name}{'Text' if has_text else ''}Config")
+        config = config_class(**HIDDEN | self.theirs | {"num_hidden_layers": layers} | more)
+        config._attn_implementation = attention
+        config._experts_implementation = "eager"  # grouped kernels are in no counter
+        torch.manual_seed(0)
+        model: torch.nn.Module = getattr(transformers, f"{self.name}ForCausalLM")(config)
+        return model
+
+
+MIXED = (LayerRun(layers=1, latent=LATENT), LayerRun(layers=1, latent=LATENT, experts=sharing()))
+DIRECT = LATENT.model_copy(update={"query_rank": None})
+GATED = sharing(shared_ffn_hidden_size=64, shared_gate=True)
+HYBRID = (LayerRun(layers=3, linear=LINEAR, experts=GATED), LayerRun(layers=1, experts=GATED))
+FAMILIES = (
+    Family("Qwen3", {"tie_word_embeddings": True}, {"qk_norm": True, "tied_head": True}),
+    Family(
+        "Qwen3Moe",
+        {"num_experts": 8, **ROUTED},
+        {"qk_norm": True, "runs": (LayerRun(layers=1, experts=EXPERTS),)},
+    ),
+    Family(
+        "DeepseekV2",
+        {**OF_DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 2,
+         "head_dim": 16},
+        {"runs": (LayerRun(layers=1, latent=DIRECT),)},
+    ),
+    Family(
+        "DeepseekV3",
+        {**OF_DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 64, "first_k_dense_replace": 1,
+         "head_dim": 16},
+        {"runs": MIXED},
+    ),
+    Family(
+        "Qwen3_5Moe",
+        {**OF_RULE, **ROUTED, "num_experts": 8, "shared_expert_intermediate_size": 64},
+        {"layers": 4, "qk_norm": True, "output_gate": True, "runs": HYBRID},
+    ),
+    Family(
+        "Glm4Moe",
+        {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, **ROUTED,
+         "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
+        {"qk_norm": True, "qkv_bias": True,
+         "runs": (LayerRun(layers=1), LayerRun(layers=1, experts=sharing()))},
+    ),
+    Family(
+        "Gemma3",
+        {"sliding_window": T, "tie_word_embeddings": True},
+        {"layers": 6, "qk_norm": True, "post_norms": True, "tied_head": True,
+         "runs": (LayerRun(layers=5, window=T), LayerRun(layers=1))},
+    ),
+)  # fmt: skip
+
+
+def at_tokens(model: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Features of a micro-batch of one sample of T tokens, and those of attention to others."""
+    names = feature_names(model)
+    attends = np.array([name.startswith("squared") for name in names])
+    linear = np.array([{"fixed": 1, "tokens": T, "loss_tokens": T}.get(name, 0) for name in names])
+    return linear, T * T * attends
+
+
+def of_triangle(triangle: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Operations to solve for all columns of the right side, as products with an inverse."""
+    return int(2 * triangle[-1] * np.prod(right))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_parameters_and_operations_are_those_of_transformers(family):
+    """Prevents a weight or a product of a family's layers that is forgotten, counted twice or of
+    another size."""
+    language, module = family.model.language, family.module(family.model.language.layers)
+    cost = analytic_cost(family.model, CLUSTER, ONE, "bf16")
+    names = unit_names(family.model)
+    parameters = sum(cost.units[name].parameters for name in names) - cost.tied_parameters
+    assert parameters == sum(parameter.numel() for parameter in module.parameters())
+    counter = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.linalg_solve_triangular: of_triangle}
+    )
+    with torch.no_grad(), counter:
+        module(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
+    # Forward is a third of what training takes. Eager attention does both halves of the square.
+    flops = unit_flops(family.model, CLUSTER, ())
+    linear, squares = at_tokens(family.model)
+    found = sum(flops[name] @ (linear + 2 * squares) for name in names) / 3
+    assert counter.get_total_flops() == pytest.approx(found, rel=0.01)
+    rules = sum(kind.linear is not None for kind in language.kinds)
+    # All that differs is the inverse of triangles, which no product makes there, and padding.
+    inverse = rules * T * LINEAR.value_heads * CHUNK**2 / 3
+    assert found - counter.get_total_flops() == pytest.approx(inverse, rel=0.01)
+
+
+LINEARS, FULLS = {"layer_types": "linear_attention"}, {"layer_types": "full_attention"}
+KEPT = (
+    ("Qwen3", {}, LayerRun(layers=1)),
+    ("Qwen3Moe", {}, LayerRun(layers=1, experts=EXPERTS)),
+    ("DeepseekV3", {"first_k_dense_replace": 9}, MIXED[0]),
+    ("DeepseekV3", {"first_k_dense_replace": 0}, MIXED[1]),
+    ("Qwen3_5Moe", LINEARS, HYBRID[0]),
+    ("Qwen3_5Moe", FULLS, HYBRID[1]),
+    ("Gemma3", FULLS, LayerRun(layers=1)),
+)
+
+
+class InputsOfProducts(TorchDispatchMode):
+    """Tensors that matrix products with weights take, by their storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            tensors = (each for each in args if torch.is_tensor(each))
+            self.found |= {each.untyped_storage().data_ptr(): each for each in tensors}
+        return function(*args, **kwargs or {})
+
+
+def kept_bytes(module: torch.nn.Module) -> tuple[int, int]:
+    """Bytes of activations: inputs of products with weights, and all that autograd saves."""
+    held = {each.untyped_storage().data_ptr() for each in module.state_dict().values()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with (
+        InputsOfProducts() as products,
+        torch.autograd.graph.saved_tensors_hooks(save, lambda x: x),
+    ):
+        module.model(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
+    at_least, at_most = (
+        sum(one.untyped_storage().nbytes() for place, one in found.items() if place not in held)
+        for found in (products.found, saved)
+    )
+    return at_least, at_most
+
+
+@pytest.mark.parametrize(("name", "more", "run"), KEPT, ids=lambda each: str(each)[:24])
+def test_kept_bytes_are_between_what_must_be_kept_and_what_no_fused_operation_keeps(
+    name, more, run
+):
+    """Prevents lines of what layers keep that are forgotten, or of more than an unfused layer has.
+
+    A second layer of the kind keeps so much more. At least the inputs of products are kept, as
+    weights' gradients need them; at most all that Transformers' modules save.
+    """
+    [family] = (each for each in FAMILIES if each.name == name)
+    found = []
+    for layers in (1, 2):
+        sizes = {key: [one] * layers if key == "layer_types" else one for key, one in more.items()}
+        found.append(kept_bytes(family.module(layers, "sdpa", **sizes).to(torch.bfloat16)))
+    at_least, at_most = np.subtract(*reversed(found))
+    language = family.model.language.model_copy(update={"runs": (run,)})
+    model = ModelConfig(name=name, language=language)
+    linear, squares = at_tokens(model)
+    lines = kept_lines(model, CLUSTER, ONE, "bf16")[run.kind.name]
+    counted = sum(float((linear + squares) @ line.bytes) for line in lines)
+    assert at_least < counted < at_most
+
+
+def saved_by_experts(links: PipelineLinks, plan: Plan, tokens: int) -> int:
+    """Bytes that the one mixture of experts of this rank saves for its backward, on the host."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
+    [layer] = (one for one in trainer.stage.modules() if isinstance(one, MixtureOfExperts))
+    held = {each.untyped_storage().data_ptr() for each in trainer.stage.parameters()}
+    batch = random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0])
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    layer.register_forward_hook(lambda *_: hooks.__exit__())
+    trainer.model(batch)
+    return sum(one.untyped_storage().nbytes() for at, one in saved.items() if at not in held)
+
+
+@pytest.mark.parametrize(("auxiliary_loss", "expert"), [(0.01, 1), (0.0, 1), (0.01, 2)])
+def test_experts_keep_what_is_counted(auxiliary_loss, expert):
+    """Prevents lines of experts, router or dispatcher that are forgotten or of another size.
+
+    Of all ranks together, as these have different numbers of rows; imbalance is for the fullest.
+    """
+    experts = EXPERTS.model_copy(update={"auxiliary_loss": auxiliary_loss, "imbalance": 1.0})
+    language = LanguageConfig(
+        **OURS | {"layers": 1, "qk_norm": True, "runs": (LayerRun(layers=1, experts=experts),)}
+    )
+    model = ModelConfig(name="experts", language=language)
+    plan = toy_plan(model, stages_of(model), data=expert)
+    parallel = plan.parallel.model_copy(update={"expert": expert})
+    plan = plan.model_copy(update={"parallel": parallel, "precision": "bf16"})
+    saved = sum(run_ranks(parallel, saved_by_experts, plan, T))
+    # On a CPU SwiGLU is not fused: it keeps what the value is multiplied by too.
+    rows, size = T * experts.experts_per_token, 2
+    unfused_bytes = rows * experts.ffn_hidden_size * size
+    linear, _ = at_tokens(model)
+    lines = kept_lines(model, CLUSTER, parallel, "bf16")["language_layer_experts8"]
+    of_experts = [
+        line
+        for line in lines
+        if line.made_by.startswith("mlp") or line.what == "second norm's output"
+    ]
+    counted = sum(float(linear @ line.bytes) for line in of_experts) + unfused_bytes
+    # And the loss and how many tokens each expert has.
+    assert 0 <= saved - expert * counted <= expert * 256

@@ -1,0 +1,105 @@
+"""InternVL3.5's structure trained by four processes on its own form of data and on messages."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from megatron.core import parallel_state
+from ranks import run_ranks
+from toy import OPTIONS, stages_of, toy_plan
+
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.data import PackDataset
+from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.config import load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.scan import scan_lengths
+
+# InternVL3.5's vision encoder, and Qwen3's norms of q and k with heads of a size of their own.
+MODEL = load_model("internvl-digits").with_tower("language", qk_norm=True, head_size=32)
+PACKS = [[0, 5], [3], [1, 2], [4]]
+
+
+def as_messages(record: dict, images: Path, number: int) -> dict:
+    """A record of InternVL's form as messages: some with marks in the text, some with parts."""
+    files = record.get("image") or []
+    paths = [str(images / name) for name in ([files] if isinstance(files, str) else files)]
+    left = list(paths)
+    messages = []
+    for said in record["conversations"]:
+        role = {"human": "user", "gpt": "assistant"}.get(said["from"], said["from"])
+        content: object = said["value"]
+        if number % 2 and "<image>" in content:
+            first, *others = content.split("<image>")
+            content = [{"type": "text", "text": first}]
+            for text in others:
+                content.append({"type": "image", "image": f"file://{left.pop(0)}"})
+                content.append({"type": "text", "text": text})
+        messages.append({"role": role, "content": content})
+    return {"messages": messages, **({} if number % 2 else {"images": paths})}
+
+
+def two_forms(digits: Path, folder: Path) -> tuple[Path, Path]:
+    """A meta of samples with several images and turns, and a bare file of the same as messages."""
+    meta = json.loads((digits / "train/meta.json").read_text())
+    records, images = [], digits / "train"
+    for source in meta.values():
+        lines = (digits / "train" / source["annotation"]).read_text().splitlines()[:3]
+        for line in lines:
+            record, root = json.loads(line), images / (source.get("root") or "")
+            if isinstance(record.get("image"), str):
+                record["image"] = [record["image"]]
+            record["image"] = [str(root / name) for name in record.get("image") or []]
+            if record["image"] and sum("<image>" in m["value"] for m in record["conversations"]):
+                records.append(record)
+    records = sorted(records, key=lambda r: -len(r["image"]))[:6]
+    (folder / "own.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "meta.json").write_text('{"own": {"annotation": "own.jsonl"}}')
+    messages = [as_messages(record, images, k) for k, record in enumerate(records)]
+    (folder / "messages.jsonl").write_text("".join(json.dumps(m) + "\n" for m in messages))
+    return folder / "meta.json", folder / "messages.jsonl"
+
+
+def trained(links, plan, readers, lengths):
+    """Losses and gradient norms of a step on each reader's samples, from the same weights."""
+    results = []
+    for reader in readers:
+        trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+        packs = Packs.from_lists(PACKS)
+        rows = np.arange(len(packs))
+        scheduled = ScheduledPacks(
+            packs=packs,
+            step=np.zeros(len(rows), np.int64),
+            dp_rank=(rows % 2).astype(np.int32),
+            slot=(rows // 2).astype(np.int32),
+            epoch=np.zeros(len(rows), np.int32),
+            items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
+            tokens=packs.sums(lengths.tokens).astype(np.int32),
+            level=np.zeros(len(rows), np.int32),
+        )
+        own = rows[parallel_state.get_data_parallel_rank() :: 2]
+        stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        dataset = PackDataset(reader, scheduled, lengths, own, stage)
+        found = train_step(trainer, MicroBatchStream.of([dataset[k] for k in range(len(own))]))
+        results.append((found.loss, found.grad_norm, found.loss_tokens))
+    return results
+
+
+def test_messages_train_as_internvls_form_does(digits, tokenizer, tmp_path):
+    """Prevents: messages that are read as other tokens, images or losses than the same samples."""
+    readers, lengths = [], []
+    for path in two_forms(digits, tmp_path):
+        readers.append(SampleReader(Annotations.open(path), tokenizer, MODEL))
+        scan = scan_lengths(readers[-1].annotations, MODEL, tokenizer, lambda done: None)
+        lengths.append(scan.lengths)
+    own, messages = lengths
+    assert own.tokens.tolist() == messages.tokens.tolist()
+    assert own.loss_tokens.tolist() == messages.loss_tokens.tolist()
+    assert own.column("tiles").tolist() == messages.column("tiles").tolist()
+    assert own.column("tiles").min() > 0
+    plan = toy_plan(MODEL, stages_of(MODEL, 7), data=2)
+    for (loss, *others), again in run_ranks(plan.parallel, trained, plan, readers, own):
+        assert loss > 1
+        assert again == (loss, *others)
