@@ -30,9 +30,14 @@ _TOLERANCE = 1e-12
 
 
 def least_peak_of_splits(
-    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    enough_bytes: float = 0.0,
 ) -> float:
-    """Bytes of the smallest memory cap that some split and recomputed sets fit.
+    """Bytes of the smallest memory cap that some split and recomputed sets fit; or of another one
+    that is no larger than `enough_bytes`, where there is such a cap.
 
     Of several levels it is by the passes that are heaviest for many stages, which another pass of
     the run may exceed a little.
@@ -42,6 +47,8 @@ def least_peak_of_splits(
         return least_peak_of_tables(runs, memory_tables(cost, workload, pipeline_size))
     search = _Narrowing(cost, workload, runs, pipeline_size)
     while search.lower_bytes < search.upper_bytes * (1 - _TOLERANCE):
+        if search.upper_bytes <= enough_bytes:
+            break
         search.narrow()
     return search.upper_bytes
 
@@ -64,7 +71,7 @@ class _Narrowing:
         """Peaks in the passes looked at, [stages, distinct runs]."""
         self.seen = np.zeros(0, np.int64)
         self.lower_bytes, self.upper_bytes = 0.0, np.inf
-        self._look_at(_largest_of_any_feature(self.passes[0]))
+        self._look_at(_with_most(self.passes[0]))
 
     def narrow(self) -> None:
         """Count the split that is best by the passes looked at in all passes."""
@@ -87,16 +94,17 @@ class _Narrowing:
         self.seen = np.append(self.seen, new)
         if not len(new):
             return
+        may_be_best = np.flatnonzero(self.peaks.min(axis=0) <= self.upper_bytes)
         tables: dict[int, np.ndarray] = {}
         for stage, of_stage in enumerate(self.passes):
             if id(of_stage) not in tables:
                 table = memory_table(self.cost, of_stage.take(new), self.room)
-                tables[id(of_stage)] = least_peak_bytes(table, self.counts)
-            self.peaks[stage] = np.maximum(self.peaks[stage], tables[id(of_stage)])
+                tables[id(of_stage)] = least_peak_bytes(table, self.counts[may_be_best])
+            known = self.peaks[stage, may_be_best]
+            self.peaks[stage, may_be_best] = np.maximum(known, tables[id(of_stage)])
 
 
-def _largest_of_any_feature(passes: RunningPasses) -> np.ndarray:
-    """Indices of the passes with most of any feature, of their own micro-batch and of all."""
-    return np.concatenate(
-        [each.argmax(axis=0) for each in (passes.own, passes.own + passes.others)]
-    )
+def _with_most(passes: RunningPasses) -> np.ndarray:
+    """Indices of the passes with most of all features, of their own micro-batch and of all held."""
+    share = 1 / np.maximum(passes.largest, 1)
+    return np.array([(each @ share).argmax() for each in (passes.own, passes.own + passes.others)])

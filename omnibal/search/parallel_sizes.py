@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from omnibal.config import ClusterConfig
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
+from omnibal.data.steps import pack_epochs
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel, expert_sizes
@@ -42,11 +43,13 @@ from omnibal.search.trial import (
     time_per_sample,
 )
 
-CLEARLY_WORSE = 1.15
+CLEARLY_WORSE = 1.1
 """Factor over the best time per sample; a choice whose bound is above it is not planned."""
 
 _TRIAL_EFFORT = 0.1
 """Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
+_TRIAL_TYPES = 64
+"""Sizes that samples are told apart by when they are packed for trials."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
 _MOVE = 2**0.25
@@ -330,7 +333,8 @@ class _Pack:
     def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
         # Packs are the same for any parallel sizes.
         request = self.setting.request
-        (packs,) = request.sample_data(caps).packed(request.job)
+        drawn = request.sample_data(caps).draw_request(request.job)
+        (packs,) = pack_epochs(request.lengths, drawn, most_types=_TRIAL_TYPES)
         return caps, packs
 
 
@@ -379,9 +383,11 @@ class _Evaluate:
         )
 
     def _need_gib(self, choice: Choice) -> float:
-        """Memory of one device in the best split, at the step size that needs more."""
+        """Memory of one device in the best split, at the step size that needs more; some split's
+        where that fits."""
+        job = self.setting.trial(choice).job
         return max(
-            least_need_gib(size.request.job, size.request.workload())
+            least_need_gib(job, size.request.workload(), enough_gib=job.memory_cap_gib)
             for size in self.setting.step_sizes(choice)
         )
 
@@ -412,7 +418,7 @@ class _StrategyTrials:
         self.advance(len(new) - len(full))
         # More processes may look at more, which are left out of the result.
         work = _Evaluate(setting=self.setting)
-        promising = self._promising(sorted(full, key=lambda choice: least_ms[choice]))
+        promising = self._promising(sorted(full, key=self._order))
         for choice, found in map_unordered(work, promising, self._useful(full)):
             if isinstance(found, Strategy):
                 self.planned[choice] = found
@@ -425,30 +431,38 @@ class _StrategyTrials:
         return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def ranked(self) -> list[Strategy]:
-        """Best plan of each strategy, among choices whose bound is not clearly above the best."""
-        kept = [
-            strategy
-            for choice, strategy in self.planned.items()
-            if not self.is_clearly_slower(choice)
-        ]
-        best: dict[Parallel, Strategy] = {}
-        for strategy in sorted(kept, key=_rank):
-            best.setdefault(strategy.parallel, strategy)
-        return list(best.values())
+        """Best plan of each strategy whose bound is not clearly above the best.
 
-    def best_ms(self, parallel: Parallel | None = None) -> float:
-        """Least time per sample planned, of all strategies or of one; infinite without any."""
-        times = (
-            strategy.ms_per_sample
-            for strategy in self.planned.values()
-            if parallel in (None, strategy.parallel)
-        )
-        return min(times, default=math.inf)
+        Of its plans, the one of the least bound and those that may have been the best of all: with
+        one process these are all that there are.
+        """
+        best_ms, best = self.best_ms(), dict[Parallel, Strategy]()
+        for choice in sorted(self.planned, key=self._order):
+            found = self.planned[choice]
+            if self.is_clearly_slower(choice):
+                continue
+            first = best.setdefault(choice[0], found)
+            if self.least_ms[choice] <= best_ms and _rank(found) < _rank(first):
+                best[choice[0]] = found
+        return sorted(best.values(), key=_rank)
+
+    def best_ms(self) -> float:
+        """Least time per sample planned; infinite without any."""
+        return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
+
+    def _order(self, choice: Choice) -> tuple:
+        """Key by which choices are looked at: their bounds."""
+        parallel, caps = choice
+        return self.least_ms[choice], str(parallel), *caps.values.tolist()
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Choices that may be the best of their strategy and not clearly slower than the best."""
+        """Choices that may be the best of all, and the first one that fits of every strategy that
+        is not clearly slower than the best."""
         for choice in choices:
-            if self.is_clearly_slower(choice) or self.least_ms[choice] > self.best_ms(choice[0]):
+            is_known = any(parallel == choice[0] for parallel, _ in self.planned)
+            if self.is_clearly_slower(choice) or (
+                is_known and self.least_ms[choice] > self.best_ms()
+            ):
                 self.advance(1)
             else:
                 yield choice
