@@ -404,6 +404,20 @@ class ClusterConfig(Frozen):
         return self.peak_tflops[precision]
 
 
+def with_imbalance(model: ModelConfig, imbalance: float) -> ModelConfig:
+    """The model with another `ExpertsConfig.imbalance` in all layers that have experts."""
+    runs = tuple(
+        run
+        if run.experts is None
+        else run.model_copy(
+            update={"experts": run.experts.model_copy(update={"imbalance": imbalance})}
+        )
+        for run in model.language.runs
+    )
+    language = model.language.model_copy(update={"runs": runs})
+    return model.model_copy(update={"language": language})
+
+
 def load_model(name_or_path: str) -> ModelConfig:
     """Read the model preset of that name, or the TOML file at that path."""
     return _load("models", name_or_path, ModelConfig)

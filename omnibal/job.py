@@ -72,6 +72,12 @@ class JobSpec:
                 f"{self.model.name} has no encoder to stand beside its pipeline; give --encoder "
                 "pipeline, or a model with encoders"
             )
+        if self.is_beside and self.model.images is not None:
+            raise UserError(
+                f"{self.model.name} takes images at their native resolution, which cannot be dealt "
+                "to encoders beside the pipeline: a rank would have to take whole images, and "
+                "lengths count tokens alone; give --encoder pipeline"
+            )
         check_parallel(self.pipeline_model, self.parallel, self.cluster)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None

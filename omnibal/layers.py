@@ -10,6 +10,8 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from omnibal.frozen import Count, Frozen, Layers, Width
 
+MAX_IMBALANCE = 1e3
+"""Largest margin for unevenly used experts."""
 AttentionKind = Literal["full", "window", "latent", "linear"]
 
 
@@ -52,7 +54,7 @@ class ExpertsConfig(Frozen):
         exclude_if=lambda weight: not weight,
         description="coefficient of the load-balancing loss",
     )
-    imbalance: Annotated[float, Field(ge=1, le=1e3)] = Field(
+    imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = Field(
         default=1.2,
         exclude_if=lambda margin: margin == 1.2,
         description="tokens of the fullest expert-parallel rank over the mean, which time and "

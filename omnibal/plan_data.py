@@ -175,7 +175,11 @@ class SampleData:
         """
         lengths, steps = self.lengths, self.drawn(job).steps
         assert steps is not None
-        return deal_steps(steps, lengths, self._load(job), job.parallel.data, self.levels), lengths
+        sizes = job.parallel
+        packs = deal_steps(
+            steps, lengths, self._load(job), sizes.data, self.levels, in_step=sizes.in_step
+        )
+        return packs, lengths
 
     def least_caps(self) -> Caps:
         """Return the smallest caps that every sample fits."""

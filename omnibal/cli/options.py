@@ -17,13 +17,15 @@ from omnibal.config import (
     Provider,
     cluster_file,
     load_cluster,
+    with_imbalance,
 )
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
 from omnibal.families.named import named_model, named_model_file
 from omnibal.frozen import MAX_COUNT
+from omnibal.layers import MAX_IMBALANCE
 from omnibal.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
-from omnibal.parallel import MAX_DEVICES, Parallel
+from omnibal.parallel import MAX_DEVICES, Parallel, expert_counts
 from omnibal.plan import MAX_SEED
 from omnibal.units import model_parts
 
@@ -48,6 +50,16 @@ ModelOption = Annotated[
     typer.Option("--model", help=f"{preset_help('model')}, or a model hub's config.json or folder"),
 ]
 ClusterOption = Annotated[str, typer.Option(help=preset_help("cluster"))]
+ImbalanceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--expert-imbalance",
+        min=1,
+        max=MAX_IMBALANCE,
+        help="tokens of the fullest expert-parallel rank over the mean, which time and memory are "
+        "planned for (default: the model's, 1.2 where it does not say)",
+    ),
+]
 ProfileOption = Annotated[
     Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
 ]
@@ -162,6 +174,7 @@ class JobOptions:
     profile: ProfileOption = None
     memory_gib: MemoryOption = None
     network_gb_per_s: NetworkOption = None
+    expert_imbalance: ImbalanceOption = None
 
     def files(self) -> list[Path]:
         """List the files that the job is read from."""
@@ -181,7 +194,7 @@ class JobOptions:
         from omnibal.cost.profile import read_profile
         from omnibal.job import JobSpec
 
-        model, cluster = named_model(self.model), self._cluster()
+        model, cluster = self._model(), self._cluster()
         profile = None if self.profile is None else read_profile(self.profile)
         if parallel is None:
             parallel = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
@@ -194,6 +207,22 @@ class JobOptions:
             profile=profile,
             placement=placement,
         )
+
+    def _model(self) -> ModelConfig:
+        """The model, with the imbalance of its experts replaced by that given.
+
+        Raises:
+            UserError: it has none.
+        """
+        model = named_model(self.model)
+        if self.expert_imbalance is None:
+            return model
+        if not expert_counts(model):
+            raise UserError(
+                f"--expert-imbalance {self.expert_imbalance:g} was given, and {model.name} has no "
+                "experts: leave it out, or choose a model with a mixture of experts"
+            )
+        return with_imbalance(model, self.expert_imbalance)
 
     def _cluster(self) -> ClusterConfig:
         """The cluster, with its figures replaced by those given."""

@@ -385,9 +385,17 @@ def _caps_needed(names: Sequence[str]) -> str:
 
 
 def _uncounted(model: ModelConfig, samples: Lengths | None) -> list[str]:
-    """A note on items of the model that lengths have no column for; there are none of them."""
+    """A note on items of the model that lengths have no column for; there are none of them; and on
+    images whose squares were not counted."""
     missing = [] if samples is None else set(model.item_features) - set(samples.item_names)
-    return [f"the lengths do not count {name}: no sample has any" for name in sorted(missing)]
+    notes = [f"the lengths do not count {name}: no sample has any" for name in sorted(missing)]
+    squared = [] if samples is None else samples.without_squares
+    return notes + [
+        f"the lengths do not say how many {name} an image has: those of a sample count as one "
+        "image, the most that attention may cost; scan them with `omnibal lengths`"
+        for name in squared
+        if name in model.item_features
+    ]
 
 
 def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -> "PlanData":

@@ -147,20 +147,31 @@ def costs_at(
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
-    """Error message for an exchange that the heads do not allow; None if they do."""
+    """Error message for a level that attention, its heads or ranks that share out experts do not
+    allow; None if they do."""
+    in_step = parallel.in_step
+    if level.context % in_step and in_step % level.context:
+        return (
+            f"context size {level.context} was given with {parallel.options}, whose {in_step} "
+            "data-parallel ranks that share out experts run in step; one must divide the other: "
+            "take another context size, or another --ep"
+        )
     if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
         return (
             f"{model.name} has layers of linear attention, whose state goes from token to token, "
             f"and context size {level.context} divides samples over ranks; no exchange is counted "
             "for that: keep packs whole, with levels of context size 1"
         )
-    heads, rest = divmod(model.language.kv_heads, parallel.tensor)
+    # Every head of latent attention has a key and a value of its own.
+    language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
+    all_heads = language.heads if is_latent else language.kv_heads
+    heads, rest = divmod(all_heads, parallel.tensor)
     is_gather = level.exchange is ContextExchange.GATHER
     if is_gather or level.context == 1 or (not rest and heads % level.context == 0):
         return None
     return (
         f"context size {level.context} with exchange of heads needs a number of key-value heads "
-        f"per tensor-parallel rank that it divides, and {model.name} has {model.language.kv_heads} "
+        f"per tensor-parallel rank that it divides, and {model.name} has {all_heads} "
         f"over {parallel.tensor}; exchange by gather, or take a smaller context size"
     )
 

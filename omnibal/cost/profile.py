@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -23,6 +23,7 @@ from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
 from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Count, Frozen
+from omnibal.layers import LayerKind
 from omnibal.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
@@ -187,7 +188,8 @@ def fitted_cost(
 
     Links are measured on one machine, so they hold for jobs within one node; larger jobs take the
     cluster's figures. Profiles are of trained units: backward times and activations of frozen ones
-    are shortened by as much as they are by counting.
+    are shortened by as much as they are by counting. So are experts that ranks share out, which a
+    profile has on one: what their exchange and imbalance add is counted.
 
     Raises:
         UserError: the profile is of another model, precision or tensor-parallel size, or lacks a
@@ -208,6 +210,13 @@ def fitted_cost(
             f"provider {profile.provider}"
         ),
     )
+    if parallel.expert > 1:
+        alone = parallel.model_copy(update={"expert": 1})
+        cost = _with_shared_out_experts(
+            cost,
+            analytic_cost(model, cluster, parallel, precision, frozen),
+            analytic_cost(model, cluster, alone, precision, frozen),
+        )
     if profile.optimizer:
         fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
         # Each data-parallel rank updates its own share.
@@ -235,6 +244,32 @@ def fitted_cost(
             expert_rates=experts,
         )
     return cost
+
+
+def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostModel) -> CostModel:
+    """Costs of experts that ranks share out, of those measured where one rank has all.
+
+    What ranks exchange and the fullest one computes and keeps besides is added as counted.
+
+    Args:
+        cost: as measured with all experts on a device.
+        counted: as counted with experts shared out; `alone` with all on a device.
+    """
+
+    def shared_out(name: str, unit: UnitCost) -> UnitCost:
+        after, before = counted.units[name], alone.units[name]
+        names = ("forward_ms", "backward_ms", "recompute_ms", "activation_bytes")
+        changed: dict[str, Any] = {
+            each: np.maximum(getattr(unit, each) + getattr(after, each) - getattr(before, each), 0)
+            for each in names
+        }
+        return replace(unit, **changed, collective_ms=after.collective_ms - before.collective_ms)
+
+    units = {
+        name: shared_out(name, unit) if unit.expert_parameters else unit
+        for name, unit in cost.units.items()
+    }
+    return replace(cost, units=units)
 
 
 def link_line(profile: Profile) -> Line:
@@ -387,12 +422,18 @@ def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
     if kind.tower != LANGUAGE:
         names |= {model.encoders[kind.tower].feature}
     elif kind.layer is not None:
-        names |= {"tokens", attended_feature(kind.layer)}
+        names |= _layer_features(kind.layer)
     elif kind.name == HEAD:
         names |= {"tokens", "loss_tokens"}
+        if model.language.prediction_layers:
+            names |= _layer_features(model.language.kinds[-1])
     else:
         names |= {"tokens", *model.item_features}
     return np.array([name in names for name in feature_names(model)])
+
+
+def _layer_features(layer: LayerKind) -> set[str]:
+    return {"tokens"} if layer.linear is not None else {"tokens", attended_feature(layer)}
 
 
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:

@@ -3,6 +3,7 @@
     {source: {"root": folder of files, "annotation": file.jsonl, "repeat_time": 1, ...}}
     {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records
     {source: {"annotation": texts.jsonl}}           texts name no files, so need no folder
+    {source: {"file_name": array.json, "formatting": "sharegpt"}}   LLaMA-Factory's dataset_info
     {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
     {source: {"energon": folder, "split": "train"}}
 
@@ -16,6 +17,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
@@ -23,6 +25,7 @@ from pydantic import Field, PositiveInt, model_validator
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
 from omnibal.data.messages import InvalidRecordError
+from omnibal.data.naming import Naming
 from omnibal.data.record_files import (
     RecordIndex,
     holds_records,
@@ -49,6 +52,10 @@ _MOST_REPEATS = 10_000
 
 class _SourceMeta(Frozen):
     annotation: str | None = None
+    file_name: str | None = None
+    formatting: Literal["sharegpt", "openai"] | None = None
+    columns: dict[str, str] = Field(default={})
+    tags: dict[str, str] = Field(default={})
     shards: str | None = None
     energon: str | None = None
     root: str | None = None
@@ -60,14 +67,33 @@ class _SourceMeta(Frozen):
 
     @model_validator(mode="after")
     def _one_place(self) -> "_SourceMeta":
-        given = (self.annotation, self.shards, self.energon)
+        given = (self.annotation, self.file_name, self.shards, self.energon)
         if sum(place is not None for place in given) != 1:
             raise ValueError('one of "annotation", "shards" and "energon" must be given')
-        if self.root is not None and self.annotation is None:
+        if (self.file_name is None) != (self.formatting is None):
+            raise ValueError(
+                '"file_name" needs "formatting": "sharegpt", and goes with no other; without it '
+                "LLaMA-Factory takes a source for Alpaca's form, which is not read"
+            )
+        if (self.columns or self.tags) and self.file_name is None:
+            raise ValueError('"columns" and "tags" go with "file_name" alone')
+        if self.root is not None and self.in_file is None:
             raise ValueError('"root", the folder of the files, goes with "annotation" alone')
         if self.split is not None and self.energon is None:
             raise ValueError('"split" goes with "energon" alone')
         return self
+
+    @property
+    def in_file(self) -> str | None:
+        """The annotation file; None where samples are in shards."""
+        return self.annotation or self.file_name
+
+    @property
+    def naming(self) -> Naming | None:
+        """Names of the records' keys, of a source of LLaMA-Factory."""
+        if self.file_name is None:
+            return None
+        return Naming(columns=self.columns, tags=self.tags)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +105,7 @@ class _Source:
     in_shards: bool
     augment: bool
     max_dynamic_patch: int | None
+    naming: Naming | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +251,8 @@ class Annotations:
             # Without data_augment: it changes no length, so lengths and plans stay good when it is
             # switched. That a resumed run keeps it is for the trainer to see to, by `augmented`.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
-            digest.update(json.dumps([name, entry.repeat_time, sha256, *limit]).encode())
+            names = [] if entry.naming is None else [entry.naming.model_dump()]
+            digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())
         places = _Places.joined(parts)
         if not len(places):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
@@ -258,6 +286,8 @@ class Annotations:
             record = json.loads(content)
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
+            if source.naming is not None:
+                record = source.naming.applied(record)
             read = read_record(record, media)
         except UserError:
             raise
@@ -322,8 +352,10 @@ def _open_source(
     name: str, entry: _SourceMeta, folder: Path
 ) -> tuple[_Source, list[RecordIndex], str]:
     """The source, where its records are, and the SHA-256 of what they say."""
-    if entry.annotation is not None:
-        annotation = folder / entry.annotation
+    if entry.naming is not None:
+        entry.naming.check(name)
+    if entry.in_file is not None:
+        annotation = folder / entry.in_file
         try:
             array = is_array(annotation)
             index, sha256 = index_array(annotation) if array else index_lines(annotation)
@@ -342,7 +374,8 @@ def _open_source(
         name=name,
         root=root,
         unit=unit,
-        in_shards=entry.annotation is None,
+        in_shards=entry.in_file is None,
+        naming=entry.naming,
         augment=entry.data_augment,
         max_dynamic_patch=entry.max_dynamic_patch,
     )

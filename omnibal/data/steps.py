@@ -15,6 +15,7 @@ import numpy as np
 
 from omnibal.data.balanced import MAX_TYPES
 from omnibal.data.by_level import levels_of_packs, pack_by_level
+from omnibal.data.deal import deal_apart, deal_in_step
 from omnibal.data.fit import Seed, size_keys
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
@@ -245,6 +246,7 @@ def deal_steps(
     load: Callable[[Packs], np.ndarray],
     dp: int,
     levels: Sequence[Level] = (),
+    in_step: int = 1,
 ) -> ScheduledPacks:
     """Deal the packs of every step out to `dp` data-parallel ranks.
 
@@ -252,7 +254,11 @@ def deal_steps(
     pack to the rank with the least load so far: longest processing time first, with equal counts.
     Where the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs
     first and last, since all stages but one idle while the pipeline fills and drains on them.
+    Neighbours that run in step have like packs in every slot (`omnibal.data.deal.deal_in_step`).
     Packs of levels are dealt by context size (`omnibal.data.rows.deal_rows`).
+
+    Args:
+        in_step: neighbouring ranks that run every slot together, as they share out experts.
 
     Raises:
         UserError: an epoch has fewer packs than ranks, or packs that all ranks share in no row.
@@ -274,7 +280,10 @@ def deal_steps(
     else:
         # Steps of equal size at once: nearly all of them.
         for rows in _steps_of_equal_size(steps.step):
-            by_rank = _deal(rows, items, weight, dp)
+            if in_step == 1:
+                by_rank = deal_apart(rows, items, weight, dp)
+            else:
+                by_rank = deal_in_step(rows, items, weight, dp, in_step)
             _, rank, position = np.nonzero(by_rank >= 0)
             dp_rank[by_rank[by_rank >= 0]] = rank
             slot[by_rank[by_rank >= 0]] = position
@@ -321,43 +330,6 @@ def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.n
 def steps_of(scheduled: ScheduledPacks) -> Steps:
     """The steps of a schedule, as they were before packs were dealt to ranks."""
     return Steps.of(scheduled.packs, scheduled.step, scheduled.epoch)
-
-
-def _deal(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
-    """Packs of steps [steps, packs] to ranks, [steps, dp, slots]; -1 behind a rank's last pack."""
-    steps, size = rows.shape
-    slots = -(-size // dp)
-    most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
-    rounds = np.full((steps, slots * dp), -1)
-    rounds[:, :size] = np.take_along_axis(rows, most_first, axis=1)
-    by_rank = np.empty((steps, slots, dp), np.int64)
-    rank_load = np.zeros((steps, dp))
-    for number, drawn in enumerate(rounds.reshape(steps, slots, dp).swapaxes(0, 1)):
-        heaviest_first = np.argsort(
-            np.where(drawn < 0, np.inf, -load[drawn]), axis=1, kind="stable"
-        )
-        lightest_rank_first = np.argsort(rank_load, axis=1, kind="stable")
-        dealt = np.take_along_axis(drawn, heaviest_first, axis=1)
-        np.put_along_axis(by_rank[:, number], lightest_rank_first, dealt, axis=1)
-        given = by_rank[:, number]
-        rank_load += np.where(given < 0, 0.0, load[given])
-    by_rank = by_rank.swapaxes(1, 2)
-    # Empty places are the lightest here, and then come last in the order too.
-    weight = np.where(by_rank < 0, -np.inf, load[by_rank])
-    by_rank = np.take_along_axis(by_rank, np.argsort(-weight, axis=2, kind="stable"), axis=2)
-    ordered = by_rank[:, :, lightest_at_the_ends(slots)]
-    return np.take_along_axis(ordered, np.argsort(ordered < 0, axis=2, kind="stable"), axis=2)
-
-
-def lightest_at_the_ends(count: int) -> np.ndarray:
-    """Order of `count` things, given from heavy to light, that rises in weight and then falls.
-
-    Example:
-        >>> lightest_at_the_ends(5).tolist()
-        [4, 2, 0, 1, 3]
-    """
-    lightest_first = np.arange(count)[::-1]
-    return np.concatenate([lightest_first[0::2], lightest_first[1::2][::-1]])
 
 
 def size_load(packs: Packs, lengths: Lengths) -> np.ndarray:

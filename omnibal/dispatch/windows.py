@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.data.best_fit import pack_first_fit
+from omnibal.data.deal import lightest_at_the_ends
 from omnibal.data.fit import check_samples_fit, in_common_units
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums
-from omnibal.data.steps import lightest_at_the_ends
 from omnibal.dispatch.balance import balance
 from omnibal.limits import Caps
 

@@ -22,12 +22,12 @@ def read_qwen2(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
 
 def read_qwen3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3, dense."""
-    return _read(Qwen3Text, given, name, path, "qwen2.5")
+    return _read(Qwen3Text, given, name, path, "tokenizer")
 
 
 def read_qwen3_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen3 with experts."""
-    return _read(Qwen3MoeText, given, name, path, "qwen2.5")
+    return _read(Qwen3MoeText, given, name, path, "tokenizer")
 
 
 def _read(

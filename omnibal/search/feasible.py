@@ -168,7 +168,7 @@ class _Changes:
             # The default of `omnibal plan`.
             changes["sequence_parallel"] = True
         options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
-        old = parallel.model_dump()
+        old = dict(parallel)
         text = " ".join(f"{options[name]} {size}" for name, size in sizes.items())
         instead = " and ".join(str(old[name]) for name in sizes)
         larger = parallel.model_copy(update=changes)

@@ -275,10 +275,11 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
         if profile is None
         else f"the profile is of tensor size {profile.tensor} alone"
     )
+    expert = "" if request.expert is None else ", or give an --ep that divides tensor x data size"
     if others:
         remedy = (
             f"with {request.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and "
-            "for each the rest is shared by pipeline and data size: leave a size out"
+            f"for each the rest is shared by pipeline and data size: leave a size out{expert}"
         )
     else:
         other = "" if profile is None else ", or a profile of another tensor size"

@@ -1,6 +1,7 @@
 """Small models with a mixture of experts, for the tests of expert parallelism."""
 
 from cost_cases import small_model
+from plan_cases import MODEL
 
 from omnibal.config import ModelConfig
 from omnibal.layers import ExpertsConfig, LayerRun
@@ -15,3 +16,21 @@ def expert_model(vision_layers: int = 2, dense_layers: int = 1, layers: int = 3)
     if dense_layers:
         runs = (LayerRun(layers=dense_layers), *runs)
     return model.model_copy(update={"language": model.language.model_copy(update={"runs": runs})})
+
+
+DIGITS = MODEL.model_copy(
+    update={
+        "name": "digits of experts",
+        "language": MODEL.language.model_copy(
+            update={
+                "runs": (
+                    LayerRun(
+                        layers=1,
+                        experts=ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64),
+                    ),
+                )
+            }
+        ),
+    }
+)
+"""The quickstart's model with 4 experts in every language layer, of 3 x 96 x 64 parameters each."""

@@ -176,6 +176,48 @@ def test_videos_in_every_form(tmp_path):
         assert other.with_frames(other.images[:2]).turns[0].question == shown
 
 
+def test_llama_factorys_description_of_a_dataset(tmp_path):
+    """Prevents a renamed column or role from being refused, or taken for another."""
+    record = {
+        "chat": [
+            {"who": "Q", "what": "<image>1"}, {"who": "A", "what": "2"},
+            {"who": "observation", "what": "3"}, {"who": "A", "what": "4"},
+        ],
+        "pictures": ["x.png"],
+    }  # fmt: skip
+    entry = {
+        "file_name": "data.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "chat", "images": "pictures"},
+        "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "Q", "assistant_tag": "A"},
+    }
+    roles = ("user", "assistant", "tool", "assistant")
+    messages = [
+        {"role": role, "content": message["what"]}
+        for role, message in zip(roles, record["chat"], strict=True)
+    ]
+    expected = said(opened(tmp_path, {"messages": messages, "images": ["x.png"]}))
+    plain = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+
+    def described(*records: object, **changes) -> Annotations:
+        opened(tmp_path, *records)
+        (tmp_path / "dataset_info.json").write_text(json.dumps({"demo": entry | changes}))
+        return Annotations.open(tmp_path / "dataset_info.json")
+
+    assert said(described(record)) == expected
+    for usual in (plain, talk("q", "a")):
+        assert said(described(usual, columns={}, tags={})) == said(opened(tmp_path, plain))
+    with pytest.raises(UserError, match=r'line 1 lacks "chat", which is named as its messages'):
+        _ = described(plain)[0]
+    for changes, message in (
+        ({"formatting": None}, "takes a source for Alpaca's form"),
+        ({"columns": {"chosen": "c"}}, "demo: columns: has 'chosen'; it must be one of messages"),
+        ({"tags": {"user": "c"}}, "demo: tags: has 'user'; it must be one of role_tag"),
+    ):
+        with pytest.raises(UserError, match=message):
+            described(record, **changes)
+
+
 def with_message(place: int, **changes) -> dict:
     """A record of one question and answer, a message of which has other fields."""
     messages = [dict(ASKED), dict(ANSWERED)]

@@ -4,15 +4,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from expert_cases import expert_model
-from plan_cases import MODEL
+from expert_cases import DIGITS, expert_model
+from plan_cases import MODEL, example_lengths, job_spec, request
 from pydantic import ValidationError
 
-from omnibal.cli.options import SizeOptions
-from omnibal.config import load_cluster
+from omnibal import cli
+from omnibal.check import open_plan
+from omnibal.cli.options import JobOptions, SizeOptions
+from omnibal.config import load_cluster, with_imbalance
+from omnibal.data.deal import deal_apart, deal_in_step
 from omnibal.data.empty_slots import empty_slots
+from omnibal.data.lengths import write_lengths
+from omnibal.data.packs import read_packs
 from omnibal.errors import UserError
+from omnibal.limits import USABLE_MEMORY_FRACTION
 from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.pipeline.prediction import StageMemory
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.plan import read_plan
+from omnibal.planner import make_plan
+from omnibal.search.feasible import find_changes, least_need_gib
 
 CLUSTER = load_cluster("h100-80g")
 
@@ -111,3 +122,120 @@ def test_ranks_in_step_have_equally_many_micro_batches(in_step):
         for slot in range(of_step[r], max(of_step[r // in_step * in_step :][:in_step]))
     ]
     assert [*zip(empty.step, empty.dp_rank, empty.slot, strict=True)] == expected
+
+
+@pytest.mark.parametrize(("dp", "in_step", "size"), [(4, 2, 13), (6, 3, 12), (8, 8, 20), (4, 2, 3)])
+def test_ranks_in_step_have_like_packs_in_a_slot(dp, in_step, size):
+    """Prevents packs that are lost or doubled, groups with empty slots that need none, and slots in
+    which ranks of a group wait longer than where ranks are dealt to alone."""
+    rng = np.random.default_rng(size)
+    steps = 5
+    rows = rng.permutation(steps * size).reshape(steps, size)
+    items = rng.integers(0, 3, rows.size)
+    load = 10 * items + rng.exponential(1, rows.size)
+    found = deal_in_step(rows, items, load, dp, in_step)
+    waits = []
+    for dealt in (found, deal_apart(rows, items, load, dp)):
+        assert dealt.shape == (steps, dp, -(-size // dp))
+        for step in range(steps):
+            assert sorted(dealt[step][dealt[step] >= 0].tolist()) == sorted(rows[step].tolist())
+        assert (np.diff((dealt >= 0).astype(int), axis=2) <= 0).all(), "a gap between packs"
+        groups = np.where(dealt < 0, 0.0, load[dealt]).reshape(steps, dp // in_step, in_step, -1)
+        waits.append((groups.max(axis=2) * in_step - groups.sum(axis=2)).sum())
+    assert waits[0] <= waits[1]
+    counts = (found >= 0).sum(axis=2).reshape(steps, -1, in_step)
+    with_empty = (counts.max(axis=2) > counts.min(axis=2)).sum(axis=1)
+    assert (with_empty == (size % in_step > 0)).all()
+
+
+def memory_of(expert: int, peer_mib: float = 0.0) -> StageMemory:
+    """Of the only stage of a plan on 4 ranks, that recomputes nothing."""
+    cluster = load_cluster("laptop-cpu").model_copy(update={"peer_mib": peer_mib})
+    parallel = Parallel(pipeline=1, data=4, expert=expert)
+    planned = make_plan(request(model=DIGITS, cluster=cluster, parallel=parallel)).plan
+    assert planned.prediction is not None
+    assert not planned.stages[0].recompute
+    return planned.prediction.stages[0].memory
+
+
+def test_memory_of_shared_out_experts_is_counted():
+    """Prevents experts of other ranks from counting, optimizer state that is shared out over ranks
+    of other experts, and buffers of the communication library that are left out."""
+    all_experts = 4 * 4 * 3 * 96 * 64  # layers, experts, matrices
+    alone = memory_of(1)
+    for expert in (2, 4):
+        shared = memory_of(expert)
+        gone = all_experts * (1 - 1 / expert)
+        assert (alone.weights_gib - shared.weights_gib) * GIB == pytest.approx(gone * 4)
+        assert (alone.gradients_gib - shared.gradients_gib) * GIB == pytest.approx(gone * 4)
+        # Two moments of fp32: a fourth of all experts' state either way.
+        assert alone.optimizer_gib * GIB == pytest.approx(shared.optimizer_gib * GIB)
+        buffers = memory_of(expert, peer_mib=3).peak_gib - shared.peak_gib
+        assert buffers * GIB == pytest.approx((expert - 1) * 3 * 2**20)
+    assert memory_of(1, peer_mib=3) == alone
+
+
+def test_a_larger_expert_size_is_advised():
+    """Prevents a job that does not fit from getting advice that leaves out its own devices."""
+    asked = request(model=DIGITS, parallel=Parallel(pipeline=1, data=4))
+    shared = asked.sized(Parallel(pipeline=1, data=4, expert=2))
+    least_gib = [least_need_gib(each.job, each.workload()) for each in (asked, shared)]
+    assert least_gib[1] < least_gib[0]
+    device_gib = (least_gib[0] + least_gib[1]) / 2 / USABLE_MEMORY_FRACTION
+    cluster = asked.job.cluster.model_copy(update={"memory_gib": device_gib})
+    asked = asked.on_cluster(cluster)
+    changes = [each.text for each in find_changes(asked).changes]
+    assert any(text.startswith("--ep 2 instead of 1 (needs") for text in changes), changes
+
+
+def test_the_margin_for_uneven_experts_is_replaced():
+    """Prevents --expert-imbalance from being ignored, or from counting where all are on a rank."""
+    cost = {
+        (expert, margin): job_spec(
+            model=with_imbalance(DIGITS, margin),
+            parallel=Parallel(pipeline=1, data=4, expert=expert),
+        ).cost.units["language_layer_experts4"]
+        for expert in (1, 4)
+        for margin in (1.0, 2.0)
+    }
+    assert (cost[4, 2.0].forward_ms[2] > cost[4, 1.0].forward_ms[2]).all()
+    np.testing.assert_array_equal(cost[1, 2.0].forward_ms, cost[1, 1.0].forward_ms)
+    options = JobOptions(model="internvl-digits", cluster="laptop-cpu", expert_imbalance=1.5)
+    with pytest.raises(UserError, match="has no experts: leave it out"):
+        options.job()
+    moe = replace(options, model="internvl-digits-moe").job().model
+    assert {kind.experts.imbalance for kind in moe.language.kinds if kind.experts} == {1.5}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"--encoder": "beside"}, {"--window": "40"}, {"--epochs": "2"}],
+)
+def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, options):
+    """Prevents empty micro-batches, or ranks in step, that the check of a plan does not know of."""
+    lengths, out = tmp_path / "lengths.parquet", tmp_path / "plan"
+    write_lengths(example_lengths(count=160), lengths)
+    sizes = {"--pp": "1", "--dp": "4", "--ep": "4", "--max-tiles": "8", "--max-tokens": "512"}
+    given = {"--model": "internvl-digits-moe", "--cluster": "laptop-cpu", "-o": str(out)}
+    given |= {"--lengths": str(lengths), "--precision": "fp32"} | sizes | options
+    assert main_of(capsys, "plan", *(word for pair in given.items() for word in pair))
+    plan, packs = read_plan(out), read_packs(out / "packs.parquet")
+    assert plan.parallel.expert == 4
+    assert plan.prediction is not None
+    assert plan.prediction.lost.expert_wait_ms > 0
+    assert "is predicted to need" in main_of(capsys, "check", str(out))
+    counts = np.bincount(packs.step * 4 + packs.dp_rank, minlength=4 * packs.steps).reshape(-1, 4)
+    missing = int((counts.max(axis=1, keepdims=True) - counts).sum())
+    opened = open_plan(out)
+    workload = opened.job.workload(*opened.data, plan.levels)
+    assert len(workload) == len(packs) + missing
+    assert missing
+    if "--encoder" in options:
+        assert plan.beside is not None
+
+
+def main_of(capsys, *command: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command])
+    assert ended.value.code in (0, None), capsys.readouterr().err
+    return capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_every_family_is_read(name):
     """Prevents: a hub's file that is refused, or read as fewer layers than it has."""
     given = config_of(name)
     model = named_model(str(CONFIGS / name))
-    text = given.get("text_config", given)
+    text = given.get("text_config") or given.get("llm_config") or given
     assert (model.name, model.language.layers) == (name, text["num_hidden_layers"])
     assert len(model.language.kinds) == text["num_hidden_layers"]
     assert ("vision" in model.encoders) == ("vision_config" in given)

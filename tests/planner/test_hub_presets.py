@@ -42,6 +42,8 @@ EXACT = {
     "gemma-3-4b": 4_300_079_472,
     "gemma-3-12b": 12_187_325_040,
     "gemma-3-27b": 27_432_406_640,
+    "internvl3.5-1b": 1_060_897_792,
+    "internvl3.5-8b": 8_528_318_464,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
 }
@@ -56,6 +58,13 @@ NOT_TRAINED = {
 """Of those, what no gradient reaches and no plan counts."""
 
 ROUNDED = {
+    # Of the table of InternVL3.5's model cards, in billions of two to four digits.
+    "internvl3.5-2b": 2.35e9,
+    "internvl3.5-4b": 4.73e9,
+    "internvl3.5-14b": 15.1e9,
+    "internvl3.5-38b": 38.4e9,
+    "internvl3.5-30b-a3b": 30.8e9,
+    "internvl3.5-241b-a28b": 240.7e9,
     # arXiv 2509.23661 names 4B and 8B; Qwen3-4B and 8B with an untied head have 4.41 and 8.19.
     "llava-onevision-1.5-4b": 4.41e9 + 0.33e9,
     "llava-onevision-1.5-8b": 8.19e9 + 0.337e9,
@@ -70,6 +79,8 @@ ACTIVE = {
     "deepseek-v2-lite": 2.66e9,
     "qwen3-vl-30b-a3b": 3.35e9 + 0.54e9,
     "qwen3-vl-235b-a22b": 22.2e9 + 0.58e9,
+    # Of its name; InternViT-6B is 5.5 of them.
+    "internvl3.5-241b-a28b": 28e9,
 }
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
 
 from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.data.annotations import Annotations
 from omnibal.data.chat import (
     answer_end,
     check_tokenizer,
@@ -21,11 +23,14 @@ from omnibal.data.chat import (
     text_sha256,
 )
 from omnibal.data.image_files import ImageFile
+from omnibal.data.native_resolution import image_segments
 from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn
+from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 from omnibal.encoders import ImagesEncoder, TilesEncoder, TilingConfig, VideoConfig
 from omnibal.errors import UserError
+from omnibal.families.hub import read_hub_config
 
 # In the manner of the families' templates; each has what is special about them.
 CHATML = """\
@@ -254,6 +259,26 @@ def test_token_ids_are_those_of_apply_chat_template(folders, template):
         assert encode_prompt(sample, last, counts, model, tokenizer).tolist() == expected
 
 
+def test_gemmas_images_are_those_of_its_processor(folders):
+    """Prevents line ends around an image that the model was not trained with, or lacks."""
+    theirs = reference(folders["trimmed"])
+    pieces = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    for name, piece in {**pieces, "image_token": "<image_soft_token>"}.items():
+        setattr(theirs, name, piece)
+        setattr(theirs, f"{name}_id", theirs.convert_tokens_to_ids(piece))
+    small = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    processor = Gemma3Processor(small, theirs, image_seq_length=5)
+    tokenizer, model = open_tokenizer(folders["trimmed"]), model_of()
+    assert model.vision.tokens_per_item == 1
+    for seed in range(8):
+        sample = random_sample(seed, "trimmed")
+        shown = [Image.new("RGB", (30, 20))] * len(sample.images)
+        text = theirs.apply_chat_template(messages_of(sample), tokenize=False)
+        given = processor(text=[text], images=[shown] if shown else None, add_special_tokens=False)
+        encoded = encode_sample(sample, [5] * len(shown), model, tokenizer)
+        assert encoded.token_ids.tolist() == list(given["input_ids"][0])
+
+
 def learned_texts(encoded, tokenizer) -> list[str]:
     """Each run of learned tokens as text."""
     borders = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask, [0]])))
@@ -413,6 +438,31 @@ def test_videos_and_images_at_their_native_resolution(folders, times, counts, sh
     encoded = encode_sample(images, [2, 1], model, tokenizer)
     text = tokenizer.decode(encoded.token_ids.tolist())
     assert (text.count("<|image_pad|>"), text.count("<|vision_end|>")) == (3, 2)
+
+
+def test_a_scan_counts_what_the_template_writes(folders, tmp_path):
+    """Prevents a hub's model whose users' own data cannot be scanned, or is miscounted."""
+    model = read_hub_config(Path(__file__).parent / "hub_configs/qwen3-vl-2b/config.json")
+    assert model.chat_template == "tokenizer"
+    records = []
+    for number in range(6):
+        Image.new("RGB", (40 + 90 * number, 70)).save(tmp_path / f"{number}.png")
+        shown = [{"type": "image", "image": f"{number}.png"}] * (number % 3)
+        content = [*shown, {"type": "text", "text": "What is it?"}]
+        answer = {"role": "assistant", "content": "a " * number}
+        records.append({"messages": [{"role": "user", "content": content}, answer]})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    annotations = Annotations.open(tmp_path / "a.jsonl")
+    tokenizer = open_tokenizer(folders["chatml"])
+    lengths = scan_lengths(annotations, model, tokenizer, lambda done: None).lengths
+    for number, sample in enumerate(annotations):
+        each = image_segments(40 + 90 * number, 70, model.images.image_rule).all_tokens
+        encoded = encode_sample(sample, [each] * (number % 3), model, tokenizer)
+        assert lengths.tokens[number] == len(encoded.token_ids)
+        assert lengths.loss_tokens[number] == encoded.loss_mask.sum()
+        assert lengths.column("image_tokens")[number] == each * (number % 3)
+        pads = encoded.token_ids == tokenizer.id_of("<|image_pad|>")
+        assert pads.sum() == each * (number % 3)
 
 
 def test_pieces_and_ends(folders):

@@ -21,6 +21,7 @@ from omnibal.cost.profile import (
     write_profile,
 )
 from omnibal.errors import UserError
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.parallel import Parallel
 from omnibal.units import unit_names
 
@@ -58,10 +59,12 @@ def true_cost() -> CostModel:
     )
 
 
-def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
+def measurements_of(
+    cost: CostModel, noise: float = 0.0, seed: int = 0
+) -> tuple[UnitMeasurement, ...]:
     rng = np.random.default_rng(seed)
     measurements = []
-    for unit, known in true_cost().units.items():
+    for unit, known in cost.units.items():
         for shape in SHAPES:
             features = np.array([1, *shape])
             factor = rng.uniform(1 - noise, 1 + noise, 3)
@@ -78,6 +81,10 @@ def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
                     activation_bytes=round(features @ known.activation_bytes),
                 )
             )
+    return tuple(measurements)
+
+
+def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
     profile = Profile(
         device="test CPU",
         precision="fp32",
@@ -85,7 +92,7 @@ def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
         model_sha256=model_sha256(MODEL),
         tensor=1,
         processes=2,
-        measurements=tuple(measurements),
+        measurements=measurements_of(true_cost(), noise, seed),
         optimizer=tuple(
             OptimizerMeasurement(parameters=n, optimizer_ms=0.2 + 1e-5 * n)
             for n in (1000, 50_000, 400_000)
@@ -114,6 +121,28 @@ def test_exact_measurements_give_back_the_true_costs():
     assert fitted.link_ms_per_byte == pytest.approx(2e-6)
     assert fitted.source == "profile:test CPU, 2 processes, provider local"
     assert all(residual.max_error < 1e-3 for residual in fit_residuals(measured(), MODEL))
+
+
+def test_experts_that_ranks_share_out_cost_what_is_counted_besides():
+    """Prevents experts of a profile that plans of expert parallelism take as if nothing was
+    exchanged and no rank fuller than others; and layers with experts that are not found in it."""
+    experts = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=128)
+    runs = (LayerRun(layers=1, experts=experts),)
+    language = MODEL.language.model_copy(update={"runs": runs})
+    model = MODEL.model_copy(update={"language": language})
+    alone, shared_out = Parallel(pipeline=1, data=4), Parallel(pipeline=1, data=4, expert=4)
+    counted = analytic_cost(model, CLUSTER, alone, "fp32")
+    profile = measured(optimizer=(), links=(), model_sha256=model_sha256(model))
+    profile = profile.model_copy(update={"measurements": measurements_of(counted)})
+    for sizes in (alone, shared_out):
+        found = fitted_cost(profile, model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
+        known = analytic_cost(model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
+        features = np.array([1, *SHAPES[-1]])
+        for name in ("forward_ms", "backward_ms", "recompute_ms", "activation_bytes"):
+            expected = features @ getattr(known, name)
+            assert features @ getattr(found, name) == pytest.approx(expected, rel=1e-3)
+        assert features @ found.collective_ms.T == pytest.approx(features @ known.collective_ms.T)
+        assert bool(found.collective_ms.any()) == (sizes.expert > 1)
 
 
 def test_noise_stays_a_relative_error_of_its_own_size():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
+from expert_cases import DIGITS
 from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, request
 from rate_cases import tiled_rates
 from rich.console import Console
@@ -128,6 +129,41 @@ def planned_ms_per_sample(searched: StrategyRequest, parallel: Parallel) -> floa
         return short_ms / fewer
     slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
     return slope + start / searched.samples_per_step
+
+
+def test_ranking_with_experts_is_the_planners_own():
+    """Prevents an expert size that is not tried, or timed as another one is."""
+    searched = strategy_request(model=DIGITS, gpus=4, samples_per_step=30)
+    found = search_strategies(searched, lambda done: None)
+    every = [
+        Parallel(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=4 // (tensor * pipeline),
+            expert=expert,
+            sequence_parallel=tensor > 1,
+        )
+        for tensor, pipeline in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+        for expert in (1, 2, 4)
+        if 4 // pipeline % expert == 0
+    ]
+    assert possible_parallels(searched) == every
+    planned = {parallel: planned_ms_per_sample(searched, parallel) for parallel in every}
+    assert found.best.ms_per_sample == pytest.approx(min(planned.values()), rel=1e-9)
+    for each in found.ranking:
+        assert each.ms_per_sample == pytest.approx(planned[each.parallel], rel=1e-9)
+    for each in found.ruled_out:
+        best_ms = found.best.ms_per_sample
+        assert each.most_samples_per_second is not None
+        assert planned[each.parallel] >= 1e3 / each.most_samples_per_second * (1 - 1e-9)
+        assert planned[each.parallel] > best_ms
+    assert {each.parallel.expert for each in found.ranking} == {1, 2, 4}
+    fixed = possible_parallels(replace(searched, expert=4))
+    assert fixed == [each for each in every if each.expert == 4]
+    with pytest.raises(UserError, match="expert size 3 does not divide the 4 experts"):
+        possible_parallels(replace(searched, expert=3))
+    with pytest.raises(UserError, match=r"--pp 4 --ep 2: .* an --ep that divides tensor x data"):
+        possible_parallels(replace(searched, pipeline=4, expert=2))
 
 
 def test_ranking_is_the_planners_own():

@@ -15,11 +15,14 @@ from omnibal.config import (
     load_model,
 )
 from omnibal.cost.analytic import analytic_cost, model_flops
+from omnibal.cost.context import exchange_mistake
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.encoders import ClipsEncoder
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.levels import ContextExchange, Level
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.units import feature_names, model_parts, unit_kinds, unit_names
 
@@ -108,6 +111,78 @@ def test_ranks_share_out_whole_experts_and_their_state():
         assert found == pytest.approx(others + 3 * cost.expert_rates.optimizer_bytes)
     frozen = analytic_cost(model, CLUSTER, Parallel(**sizes), "bf16", ("language",))
     assert not frozen.units["language_layer_experts8"].trained_expert_parameters
+
+
+@pytest.mark.parametrize(("expert", "sent"), [(1, 0), (8, 7 / 8), (16, 8 / 16)])
+def test_expert_parallel_ranks_exchange_rows_of_the_fullest(expert, sent):
+    """Prevents exchanges that are free, that count what stays or goes beside the slower link, or
+    that forget that the fullest rank is waited for; and experts' work without that margin."""
+    experts = MIXTRAL.runs[0].experts.model_copy(update={"experts": 16})
+    runs, tokens = (LayerRun(layers=1, experts=experts),), 1000
+    model = ModelConfig(name="wide", language=MIXTRAL.model_copy(update={"runs": runs}))
+    sizes = Parallel(pipeline=1, data=16, expert=expert)
+    layer = analytic_cost(model, CLUSTER, sizes, "bf16").units["language_layer_experts16"]
+    rate = CLUSTER.intra_node_gb_per_s if expert == 8 else CLUSTER.inter_node_gb_per_s
+    rows = tokens * 2 * (1.2 if expert > 1 else 1.0)  # two experts of every token
+    row_bytes = 2 * 4096 * 2 + 4  # out and back in bf16, and its weight
+    bytes_ms = sent * rows * row_bytes / (rate * 1e6 * CLUSTER.link_efficiency)
+    latency_ms = CLUSTER.link_latency_us / 1e3 if expert > 1 else 0
+    at = vector(model, tokens=tokens)
+    assert at @ layer.collective_ms[0] == pytest.approx(bytes_ms + 4 * latency_ms)
+    assert at @ layer.collective_ms[1] == pytest.approx(bytes_ms + 3 * latency_ms)
+    alone = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
+    of_one = alone.units["language_layer_experts16"]
+    more_rows, f = rows - 2 * tokens, 14336
+    kept_bytes = more_rows * (4 * f * 2 + 4 + 4096 * 2)
+    more_bytes = at @ (layer.activation_bytes - of_one.activation_bytes)
+    # Gate, value, weighted product and, unless it is made again, their product; and the input.
+    assert kept_bytes - more_rows * f * 2 <= more_bytes + 1 <= kept_bytes + 2
+
+
+def test_prediction_is_a_layer_and_a_head_more_in_the_last_unit():
+    """Prevents multi-token prediction that costs no layer, no second logits, or no copy of the
+    embedding on the last stage; and a copy that is counted where one stage has both."""
+    text = VISION.model_copy(update={"encoders": {}})
+    language = text.language.model_copy(update={"prediction_layers": 1})
+    predicting = text.model_copy(update={"language": language})
+    before, after = cost_of(text, tensor=2), cost_of(predicting, tensor=2)
+    layer, head = before.units["language_layer"], before.units["head"]
+    h, words = language.hidden_size, before.units["language_embed"].parameters
+    joined = 2 * h + h * h  # norms, and half of 2 h to h
+    more = after.units["head"].parameters - head.parameters
+    assert more == layer.parameters + joined + h + words
+    assert before.tied_parameters == 0 and after.tied_parameters == words
+    texts = vector(text, tokens=2000, squared_tokens=2e6, loss_tokens=1500)
+    product_ms = 2000 * 2 * h * h / (CLUSTER.tflops("bf16") * 1e9 * CLUSTER.matmul_efficiency)
+    for name, times in (("forward_ms", 1), ("backward_ms", 2)):
+        found = texts @ getattr(after.units["head"], name)
+        least = texts @ (2 * getattr(head, name) + getattr(layer, name)) + times * product_ms
+        assert least < found < 1.1 * least
+    kept = texts @ after.units["head"].activation_bytes
+    assert kept > texts @ (2 * head.activation_bytes + layer.activation_bytes)
+    assert after.units["language_layer"].parameters == layer.parameters
+
+
+def test_shared_packs_need_attention_that_is_exchanged():
+    """Prevents a state of linear attention that ranks are said to share at no cost; and heads of
+    latent attention that are counted as grouped keys."""
+    level = Level(caps=Caps.of(tokens=4096), context=4, exchange=ContextExchange.HEADS)
+    linear = LinearAttention(key_heads=2, value_heads=4, key_head_size=32, value_head_size=32)
+    latent = LatentAttention(
+        key_value_rank=64, head_size=32, rotary_head_size=16, value_head_size=32
+    )
+    few = MIXTRAL.model_copy(update={"kv_heads": 1})
+    for run, refused in (
+        (LayerRun(layers=1, linear=linear), "linear attention"),
+        (LayerRun(layers=1), "key-value heads"),
+        (LayerRun(layers=1, latent=latent), None),
+    ):
+        language = few.model_copy(update={"runs": (run,)})
+        mistake = exchange_mistake(
+            ModelConfig(name="m", language=language), Parallel(pipeline=1), level
+        )
+        assert (refused is None) == (mistake is None)
+        assert refused is None or refused in mistake
 
 
 def test_a_window_costs_the_pairs_within_it():

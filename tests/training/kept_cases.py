@@ -25,6 +25,7 @@ from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.encoder_counts import LAST_OUTPUT
 from omnibal.job import JobSpec
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.parallel import Parallel
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
@@ -57,8 +58,14 @@ UNITS = {
     "audio_layer": "audio.layers.1",
     "audio_projector": "audio_projector",
     "language_layer": "language.layers.1",
+    "language_layer_experts32": "language.layers.1",
 }
 """Kinds of unit, and the module of one of each."""
+
+WITH_EXPERTS = " with experts"
+EXPERTS = ExpertsConfig(
+    experts=32, experts_per_token=4, ffn_hidden_size=512, auxiliary_loss=0.01
+)  # fmt: skip
 
 CASES = (
     ("internvl-chat-1.5-6b-20b", 2, True, ()),
@@ -73,13 +80,20 @@ CASES = (
     ("internvl3-8b-whisper", 1, False, ()),
     ("internvl3-8b-whisper", 4, True, ()),
     ("internvl3-8b-whisper", 2, True, ("vision", "audio")),
+    (f"internvl2.5-1b{WITH_EXPERTS}", 1, False, ()),
+    (f"internvl2.5-8b{WITH_EXPERTS}", 2, True, ()),
 )
 
 
 def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str, ...]) -> Plan:
     """A model of few layers in one stage."""
-    model = load_model(name)
+    preset = name.removesuffix(WITH_EXPERTS)
+    model = load_model(preset)
     model = model.with_layers(**dict.fromkeys(model.towers, LAYERS))
+    if preset != name:
+        runs = (LayerRun(layers=1, experts=EXPERTS),)
+        language = model.language.model_copy(update={"runs": runs})
+        model = model.model_copy(update={"language": language})
     [stage] = stages_from_cuts(model, ())
     parallel = Parallel(pipeline=1, tensor=tensor, sequence_parallel=sequence_parallel)
     return Plan(
@@ -137,7 +151,9 @@ def maker(where: str, operation: str) -> str:
         made = f"{where}.{name}".strip(".")
     else:
         made = where or f"{library}.{name}"
-    return "" if made in INPUTS else made
+    # What a router keeps, and rows' weights, count as the mixture's; products as their experts'.
+    mixture = {"mlp.router": "mlp", "mlp.experts.swiglu": "mlp.experts"}
+    return "" if made in INPUTS else mixture.get(made, made)
 
 
 def check(pretence: Pretence, name: str, *layout: object) -> None:

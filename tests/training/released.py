@@ -19,6 +19,8 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
@@ -32,12 +34,23 @@ ARCHITECTURES = {
     "internlm2": "InternLM2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-HEADS = {
-    "internlm2": "language_model.output.weight",
-    "llama": "language_model.lm_head.weight",
-    "qwen2": "language_model.lm_head.weight",
+HEADS = dict.fromkeys(ARCHITECTURES, "language_model.lm_head.weight") | {
+    "internlm2": "language_model.output.weight"
 }
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}  # fmt: skip
+LANGUAGES = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 6}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 6} | EXPERTS),
+}
+"""Configuration class, and what it has besides the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +61,8 @@ class Kind:
     """"300m": LayerNorm, biases of q, k and v. "6b": RMSNorm, q and k norms, no such biases, and an
     odd number of heads."""
     language: str
-    """"llama" without biases, or "qwen2" with those of q, k and v."""
+    """"llama" without biases, "qwen2" with those of q, k and v, "qwen3" with norms of heads, whose
+    size is another than hidden / heads, or "qwen3_moe" with experts too."""
     tied: bool = False
 
 
@@ -57,11 +71,15 @@ KINDS = {
     "6b-llama": Kind(vision="6b", language="llama"),
     "6b-qwen2-tied": Kind(vision="6b", language="qwen2", tied=True),
     "300m-llama-tied": Kind(vision="300m", language="llama", tied=True),
+    "6b-qwen3": Kind(vision="6b", language="qwen3"),
+    "300m-qwen3-moe": Kind(vision="300m", language="qwen3_moe"),
 }
 # Every way of naming and arranging that holds the model.
 LAYOUTS = {
     "qwen2": ("transformers", "prefixed", "qwen2"),
     "llama": ("transformers", "prefixed", "llama", "internlm2"),
+    "qwen3": ("transformers", "qwen3"),
+    "qwen3_moe": ("transformers", "stacked", "qwen3_moe"),
 }
 CASES = [(name, layout) for name, kind in KINDS.items() for layout in LAYOUTS[kind.language]]
 
@@ -83,7 +101,9 @@ def configuration(kind: Kind) -> InternVLConfig:
         use_qk_norm=is_6b,
         layer_scale_init_value=0.2,
     )
-    text = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind.language](
+    make, more = LANGUAGES[kind.language]
+    text = make(
+        **more,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=8,
@@ -110,7 +130,9 @@ def transformers_model(kind: Kind, seed: int = 0) -> InternVLForConditionalGener
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
+            if ".experts." in name:
+                parameter.copy_(values / parameter.shape[-1] ** 0.5)
+            elif parameter.dim() > 1:
                 parameter.copy_(values / parameter[0].numel() ** 0.5)
             elif name.endswith("bias"):
                 parameter.copy_(values / 4)
@@ -138,11 +160,27 @@ def renamed(
 ) -> dict[str, torch.Tensor]:
     """Parameters of the transformers model, or their gradients, as `layout` names and arranges
     them."""
-    if layout == "prefixed":
+    if layout in ("prefixed", "stacked"):
         return dict(tensors)
+    tensors = dict(_experts_apart(tensors))
     if layout == "transformers":
         return {_transformers_name(name): value for name, value in tensors.items()}
     return dict(_original(tensors, config, layout))
+
+
+def _experts_apart(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As every released file has them; transformers 5 joins them when it loads."""
+    for name, value in tensors.items():
+        stem, _, module = name.rpartition(".experts.")
+        for number, matrix in enumerate(value if stem else ()):
+            own = f"{stem}.experts.{number}"
+            if module == "down_proj":
+                yield f"{own}.down_proj.weight", matrix.clone()
+            else:
+                yield f"{own}.gate_proj.weight", matrix[: len(matrix) // 2].clone()
+                yield f"{own}.up_proj.weight", matrix[len(matrix) // 2 :].clone()
+        if not stem:
+            yield name, value
 
 
 def _transformers_name(name: str) -> str:
@@ -261,6 +299,7 @@ def original_config(config: InternVLConfig, language: str, dtype: torch.dtype) -
             "tie_word_embeddings": config.tie_word_embeddings,
             "torch_dtype": str(dtype).removeprefix("torch."),
             "vocab_size": text.vocab_size,
+            **LANGUAGES.get(language, (None, {}))[1],
         },
         "max_dynamic_patch": 6,
         "min_dynamic_patch": 1,
@@ -301,12 +340,12 @@ def save_released(
     """A checkpoint folder without a tokenizer.
 
     Args:
-        layout: "transformers" or "prefixed", or the language model of the original layout.
+        layout: "transformers", "prefixed", "stacked", or the language model of the original one.
         shard_bytes: of a file, roughly; None for a single one.
     """
     folder.mkdir(parents=True)
     model = copy.deepcopy(model).to(dtype)
-    if layout in ("transformers", "prefixed"):
+    if layout in ("transformers", "prefixed", "stacked"):
         config = model.config.to_dict() | {
             "architectures": ["InternVLForConditionalGeneration"],
             "dtype": str(dtype).removeprefix("torch."),

@@ -401,6 +401,8 @@ def train_and_save(links, plan, run, directory):
         pytest.param("6b-llama", "internlm2", (4,), 1, id="pp2"),
         pytest.param("6b-llama", "transformers", (6,), 2, id="pp2-tp2"),
         pytest.param("6b-qwen2-tied", "transformers", (6,), 1, id="pp2-tied"),
+        pytest.param("6b-qwen3", "qwen3", (), 2, id="norms-of-heads"),
+        pytest.param("300m-qwen3-moe", "stacked", (), 1, id="experts"),
     ],
 )
 def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts, tensor):

@@ -27,6 +27,7 @@ from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import ModelConfig, load_model
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.parallel import Parallel
 from omnibal.plan import Plan
 
@@ -34,9 +35,12 @@ TOLERANCE = 1e-4
 OURS = {
     "transformers": Layout.TRANSFORMERS,
     "prefixed": Layout.TRANSFORMERS_PREFIXED,
+    "stacked": Layout.TRANSFORMERS_STACKED,
     "qwen2": Layout.INTERNVL_QWEN2,
     "llama": Layout.INTERNVL_LLAMA,
     "internlm2": Layout.INTERNVL_INTERNLM2,
+    "qwen3": Layout.INTERNVL_QWEN3,
+    "qwen3_moe": Layout.INTERNVL_QWEN3_MOE,
 }
 
 
@@ -129,8 +133,13 @@ def model_of(name: str) -> ModelConfig:
             "norm_eps": 1e-6 if is_6b else 1e-3, "qkv_bias": not is_6b, "qk_norm": is_6b,
         }
     )  # fmt: skip
+    experts = ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=20)
+    qwen3 = {"qk_norm": True, "head_size": 6} if "qwen3" in kind.language else {}
+    if kind.language == "qwen3_moe":
+        qwen3["runs"] = (LayerRun(layers=1, experts=experts),)
     language = toy.language.model_copy(
         update={
+            **qwen3,
             "layers": 2, "hidden_size": 32, "heads": 8, "kv_heads": 4, "ffn_hidden_size": 44,
             "vocab_size": 51, "qkv_bias": qwen2, "norm_eps": 1e-3, "rope_base": 5000,
             "tied_head": kind.tied,
@@ -261,6 +270,9 @@ def test_one_process_computes_what_transformers_does(tmp_path, name, layout):
         pytest.param("6b-llama", "transformers", 6, False, id="language-on-both"),
         pytest.param("6b-qwen2-tied", "qwen2", 6, True, id="tied-copies"),
         pytest.param("300m-llama-tied", "prefixed", 3, False, id="tied-in-one-stage"),
+        pytest.param("6b-qwen3", "qwen3", 6, False, id="norms-of-heads"),
+        pytest.param("6b-qwen3", "transformers", 2, True, id="norms-of-heads-sequences"),
+        pytest.param("300m-qwen3-moe", "qwen3_moe", 6, True, id="experts"),
     ],
 )
 def test_split_model_computes_what_transformers_does(

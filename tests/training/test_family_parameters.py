@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from megatron.vlm.conversion.released_config import read_config
 from omnibal.cost.parameters import model_parameters
 from omnibal.families import deepseek, gemma, glm, kimi, qwen, text
 from omnibal.families.named import named_model
@@ -59,6 +60,13 @@ def test_parameters_are_those_of_transformers(name, tmp_path):
     with torch.device("meta"):
         theirs = maker.from_config(AutoConfig.from_pretrained(tmp_path))
     assert model_parameters(model).stored == sum(each.numel() for each in theirs.parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "internvl3.5-8b"])
+def test_plans_are_for_what_conversion_makes(name):
+    """Prevents: a plan of a config.json that the checkpoint imported from its folder is not of."""
+    heads = ["lm_head.weight", "language_model.lm_head.weight"]
+    assert read_config(CONFIGS / name, heads)[0] == named_model(str(CONFIGS / name))
 
 
 TABLES = {

@@ -75,7 +75,8 @@ from omnibal.rates import CollectiveTime, Rates
 from omnibal.units import HEAD, LANGUAGE_EMBED, projector_name
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
-_LANGUAGE_LAYER = "language_layer"
+_KIND_OF_LAYER = "language_layer"
+"""What names of language layers begin with, of whatever kind."""
 _SMALLEST_SHARE = 0.25
 _PACK_SHARES = (
     # tiles, tokens, loss, even, samples: no column follows from the others, so that every cost can
@@ -262,12 +263,12 @@ class Profiler:
             ),
             shares=tuple(
                 ShareMeasurement(
-                    unit=_LANGUAGE_LAYER,
+                    unit=_layer_name(self._job.model),
                     context=one.context,
                     exchange=one.exchange,
                     **one.features,
-                    forward_ms=mean_ms["share", index, _LANGUAGE_LAYER, "forward"],
-                    backward_ms=mean_ms["share", index, _LANGUAGE_LAYER, "backward"],
+                    forward_ms=mean_ms["share", index, _layer_name(self._job.model), "forward"],
+                    backward_ms=mean_ms["share", index, _layer_name(self._job.model), "backward"],
                 )
                 for index, one in enumerate(self._shares)
             ),
@@ -457,7 +458,7 @@ def _encoder_functions(
 
 def _is_layer(unit: str) -> bool:
     """Whether a unit is a layer, which may be recomputed."""
-    return unit.endswith("_layer")
+    return unit.endswith("_layer") or unit.startswith(_KIND_OF_LAYER)
 
 
 def _layer_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
@@ -468,7 +469,13 @@ def _layer_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, Unit
     def language_layer(layer: Any) -> UnitFunction:
         return lambda hidden: layer(hidden, None, **packing)[0]
 
-    return [(_LANGUAGE_LAYER, language_layer(layer)) for layer in stage.language.layers]
+    name = _layer_name(stage.model_config)
+    return [(name, language_layer(layer)) for layer in stage.language.layers]
+
+
+def _layer_name(model: ModelConfig) -> str:
+    """Name of the one kind of language layer that models that are trained have."""
+    return model.language.kinds[0].name
 
 
 def _layer_input(stage: VLMStage, batch: MicroBatch) -> torch.Tensor:

@@ -116,8 +116,9 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, ranks share its packs, encoders stand beside its
-            pipeline, the trainer cannot build its model, or data and tokenizer are not the plan's.
+        UserError: the plan does not hold, ranks share its packs or share out experts, encoders
+            stand beside its pipeline, the trainer cannot build its model, or data and tokenizer
+            are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model)
@@ -127,6 +128,11 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
         raise UserError(
             f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
             "alone: give a plan without shared packs, such as one of `omnibal plan --levels 1`"
+        )
+    if planned.plan.parallel.expert > 1:
+        raise UserError(
+            f"{plan_directory}: has ranks that share out experts, and a replay runs one rank "
+            "alone: give a plan of `omnibal plan --ep 1`"
         )
     if planned.plan.beside is not None:
         raise UserError(

@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -72,7 +71,7 @@ class Router(TopKRouter):
         balance = (scores_for_aux_loss.sum(0) * counts_E).sum()
         factor = self.config.num_moe_experts * self.config.moe_aux_loss_coeff / self.topk
         loss = balance * (factor * self.loss_weight) / tokens.square()
-        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
+        weighted: torch.Tensor = _WithLoss.apply(probs, loss)
         return weighted
 
     def _apply_expert_bias(
@@ -85,6 +84,20 @@ class Router(TopKRouter):
         if torch.is_grad_enabled():
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.tokens_of_experts_E += counted.sum(0)
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, whose backward begins that of a loss too, as of one that is added."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        return tensor
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)
 
 
 class StackedLinear(torch.nn.Module):
@@ -135,9 +148,8 @@ class Experts(MegatronModule):
         """
         counts = tokens_per_expert.tolist()
         inner_RI = grouped_product(rows_RH, self.linear_fc1.weight, counts)
-        active_RF = swiglu(inner_RI)
         # As core does: after a product it would take H values of a row, and not F.
-        active_RF = (active_RF * weights_R.unsqueeze(-1)).to(active_RF.dtype)
+        active_RF = _WeightedSwiglu.apply(inner_RI, weights_R)
         return grouped_product(active_RF, self.linear_fc2.weight, counts), None
 
     def sharded_state_dict(
@@ -180,6 +192,8 @@ class MixtureOfExperts(MoELayer):
             if routing.padding_S is not None:
                 mask_BS = routing.padding_S.unsqueeze(0)
         output: tuple[torch.Tensor, None] = super().forward(hidden_SBH, padding_mask=mask_BS)
+        # Which core's dispatcher would hold until the next micro-batch.
+        self.token_dispatcher.probs = self.token_dispatcher.routing_map = None
         return output
 
 
@@ -198,6 +212,26 @@ def grouped_product(
         counts: how many rows each of the X matrices has; may be 0.
     """
     return _GroupedProduct.apply(rows_RI, weight_XOI, tuple(counts))
+
+
+def _weighted_swiglu(inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+    return (swiglu(inner_RI) * weights_R.unsqueeze(-1)).to(inner_RI.dtype)
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """SwiGLU of every row times its weight, which keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inner_RI, weights_R)
+        return _weighted_swiglu(inner_RI, weights_R)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            active_RF = _weighted_swiglu(*inputs)
+        return torch.autograd.grad(active_RF, inputs, gradients[0])
 
 
 class _GroupedProduct(torch.autograd.Function):

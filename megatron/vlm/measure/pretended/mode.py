@@ -26,6 +26,7 @@ from megatron.vlm.measure.pretended.counts import (
 from megatron.vlm.measure.pretended.device import install_device, pretended_calls
 from megatron.vlm.measure.pretended.memory import Label, MemoryTracker
 from megatron.vlm.measure.pretended.places import Places
+from megatron.vlm.measure.pretended.routing import evenly_routed
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
@@ -118,6 +119,10 @@ class PretendedDevice(TorchDispatchMode):
         value = 0 if on_device else 1
         return float(value) if tensor.dtype.is_floating_point else value
 
+    def read_of_routing(self) -> None:
+        """Count the host's wait for where tokens go."""
+        self.counts.add_read(self.phase, "copy", _calling_line())
+
     def _count(self, func: Any, rule: _Rule, args: Any, kwargs: Any, results: Any) -> None:
         label = None
         outputs = (
@@ -193,6 +198,7 @@ def pretended_cuda() -> Iterator[Pretence]:
     with ExitStack() as stack:
         stack.enter_context(pretended_calls(device.memory))
         stack.enter_context(kernels.device_kernels(device.read))
+        stack.enter_context(evenly_routed(device.read_of_routing))
         stack.enter_context(tensors)
         stack.enter_context(device.places.followed())
         stack.enter_context(device)

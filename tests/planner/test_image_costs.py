@@ -1,0 +1,320 @@
+"""Costs of encoders of native-resolution images, beside Transformers' modules and brute force."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizer_cases import byte_level_bpe
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel, SiglipVisionConfig, SiglipVisionModel
+from transformers.models.gemma3 import configuration_gemma3, modeling_gemma3
+from transformers.models.glm4v import configuration_glm4v, modeling_glm4v
+from transformers.models.kimi_k25 import configuration_kimi_k25, modeling_kimi_k25
+from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
+from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
+
+from omnibal import cli
+from omnibal.config import LanguageConfig, ModelConfig, load_cluster, model_toml
+from omnibal.cost.analytic import analytic_cost, unit_flops
+from omnibal.cost.model import pack_features
+from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
+from omnibal.data.packs import Packs
+from omnibal.encoders import ImagesEncoder, VideoConfig
+from omnibal.parallel import Parallel
+from omnibal.pipeline.recompute import Alike
+from omnibal.pipeline.units import stages_from_cuts, unit_counts
+from omnibal.units import unit_kinds, unit_names
+
+CLUSTER = load_cluster("h100-80g")
+WIDTH = 256
+"""Of the language model, to which projectors lead."""
+IMAGES = ((1, 16, 24), (1, 8, 8), (3, 12, 16))
+"""Frames of a video, or an image's one, and patches along the sides; all are whole windows."""
+
+
+def encoder(**changes: Any) -> ImagesEncoder:
+    """A small encoder as Qwen3-VL has it, without deepstack."""
+    sizes = {"layers": 4, "hidden_size": 64, "heads": 2, "ffn_hidden_size": 160, "patch_size": 14}
+    kinds = {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False}
+    return ImagesEncoder.model_validate(sizes | {"frames_per_patch": 2} | kinds | changes)
+
+
+def model_with(tower: ImagesEncoder, layers: int = 4) -> ModelConfig:
+    """The encoder before a small language model."""
+    language = LanguageConfig(
+        layers=layers, hidden_size=WIDTH, heads=4, kv_heads=2, ffn_hidden_size=256, vocab_size=640
+    )
+    return ModelConfig(
+        name="images", encoders={"vision": tower}, language=language, chat_template="qwen2.5"
+    )
+
+
+def _qwen2_5() -> tuple[ImagesEncoder, torch.nn.Module]:
+    config = configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
+        depth=4, hidden_size=64, intermediate_size=160, num_heads=2, out_hidden_size=WIDTH,
+        fullatt_block_indexes=[1, 3],
+    )  # fmt: skip
+    tower = encoder(
+        normalization="RMSNorm", gated=True, patch_bias=False, window_pixels=112, full_layers=(1, 3)
+    )
+    return tower, modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config)
+
+
+def _qwen3() -> tuple[ImagesEncoder, torch.nn.Module]:
+    sizes = {"depth": 4, "hidden_size": 64, "intermediate_size": 160, "num_heads": 2}
+    config = configuration_qwen3_vl.Qwen3VLVisionConfig(
+        **sizes, out_hidden_size=WIDTH, num_position_embeddings=144,
+        deepstack_visual_indexes=[0, 2],
+    )  # fmt: skip
+    tower = encoder(patch_size=16, learned_positions=144, deepstack_layers=(0, 2))
+    return tower, modeling_qwen3_vl.Qwen3VLVisionModel(config)
+
+
+def _qwen3_5() -> tuple[ImagesEncoder, torch.nn.Module]:
+    sizes = {"depth": 4, "hidden_size": 64, "intermediate_size": 160, "num_heads": 2}
+    config = configuration_qwen3_5.Qwen3_5VisionConfig(
+        **sizes, out_hidden_size=WIDTH, num_position_embeddings=144
+    )
+    tower = encoder(patch_size=16, learned_positions=144)
+    return tower, modeling_qwen3_5.Qwen3_5VisionModel(config)
+
+
+def _glm() -> tuple[ImagesEncoder, torch.nn.Module]:
+    config = configuration_glm4v.Glm4vVisionConfig(
+        depth=4, hidden_size=64, num_heads=2, out_hidden_size=WIDTH, intermediate_size=320,
+        image_size=168,
+    )  # fmt: skip
+    tower = encoder(
+        normalization="RMSNorm", ffn_hidden_size=WIDTH, qkv_bias=False, bias=False, gated=True,
+        learned_positions=144, embed_norm=True, final_norm=True, projector="gated",
+        projector_hidden_size=320,
+    )  # fmt: skip
+    return tower, modeling_glm4v.Glm4vVisionModel(config)
+
+
+class _Kimi(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = configuration_kimi_k25.Kimi_K25Config(
+            vision_config={
+                "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160,
+                "num_attention_heads": 2, "pos_emb_height": 12, "pos_emb_width": 12,
+            },
+            text_config={"model_type": "deepseek_v3", "hidden_size": WIDTH},
+            projection_hidden_size=64,
+        )  # fmt: skip
+        self.tower = modeling_kimi_k25.Kimi_K25VisionModel(config.vision_config)
+        self.projector = modeling_kimi_k25.Kimi_K25MultimodalProjection(config)
+
+    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        return self.projector(self.tower(pixels.view(-1, 3, 14, 14), grid_thw).pooler_output)
+
+
+def _kimi() -> tuple[ImagesEncoder, torch.nn.Module]:
+    return encoder(learned_positions=144, final_norm=True, frames_per_patch=1), _Kimi()
+
+
+class _Gemma(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        vision = SiglipVisionConfig(
+            hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=2,
+            image_size=224, patch_size=14, vision_use_head=False,
+        )  # fmt: skip
+        config = configuration_gemma3.Gemma3Config(
+            vision_config=vision, text_config={"hidden_size": WIDTH}, mm_tokens_per_image=16
+        )
+        self.tower = SiglipVisionModel(vision)
+        self.projector = modeling_gemma3.Gemma3MultiModalProjector(config)
+
+    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        images = torch.zeros(len(grid_thw), 3, 224, 224)
+        return self.projector(self.tower(images).last_hidden_state)
+
+
+def _gemma() -> tuple[ImagesEncoder, torch.nn.Module]:
+    tower = encoder(
+        merge_size=4, frames_per_patch=1, learned_positions=256, final_norm=True,
+        projector="pooled", resize="fixed", max_pixels=224**2,
+    )  # fmt: skip
+    return tower, _Gemma()
+
+
+FAMILIES = {
+    "qwen2.5-vl": _qwen2_5, "qwen3-vl": _qwen3, "qwen3.5": _qwen3_5, "glm-4.5v": _glm,
+    "kimi-k2.5": _kimi, "gemma3": _gemma,
+}  # fmt: skip
+
+
+@cache
+def small(family: str) -> tuple[ImagesEncoder, torch.nn.Module]:
+    """The encoder of a family, and Transformers' module of it, both small."""
+    tower, theirs = FAMILIES[family]()
+    for module in theirs.modules():
+        if isinstance(module, PreTrainedModel):
+            # Torch does not count operations of its fused attention on a CPU.
+            module.set_attn_implementation("eager")
+    return tower, theirs
+
+
+def grids(family: str) -> list[tuple[int, int, int]]:
+    """Images of the family as frames and patches."""
+    if family == "gemma3":
+        return [(1, 16, 16)] * 2
+    # Kimi's frames attend to each other; GLM's are given to the tower as images.
+    frames_alone = [(1, *patches) for frames, *patches in IMAGES for _ in range(frames)]
+    return frames_alone if family in ("glm-4.5v", "kimi-k2.5") else list(IMAGES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_transformers_modules(family: str) -> None:
+    """Prevents weights, norms or biases that a family has and the count leaves out."""
+    tower, theirs = small(family)
+    model = model_with(tower)
+    cost = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
+    own = {kind.name for kind in cost.kinds if kind.tower == "vision"}
+    counted = sum(cost.units[name].parameters for name in unit_names(model) if name in own)
+    assert counted == sum(each.numel() for each in theirs.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_of_transformers_modules(family: str) -> None:
+    """Prevents attention over the wrong positions, and a projector or deepstack left out."""
+    tower, theirs = small(family)
+    grid = torch.tensor(grids(family))
+    patches = int(grid.prod(dim=1).sum())
+    values = 3 * tower.frames_per_patch * tower.patch_size**2
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        theirs(torch.zeros(patches, values), grid_thw=grid)
+    cells = [(t, h * w // tower.merge_size**2) for t, h, w in grid.tolist()]
+    model = model_with(tower)
+    sizes = {
+        "image_tokens": sum(t * each for t, each in cells),
+        "squared_image_tokens": sum(t * each**2 for t, each in cells),
+    }
+    frozen_flops = unit_flops(model, CLUSTER, ("vision", "projector"))
+    names = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16").features
+    features = np.array([float(sizes.get(name, 0)) for name in names])
+    own = {kind.name for kind in unit_kinds(model) if kind.tower == "vision"}
+    counted = sum(float(frozen_flops[name] @ features) for name in unit_names(model) if name in own)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them() -> None:
+    """Prevents links that are predicted to carry nothing but hidden states."""
+    tower = encoder(layers=6, deepstack_layers=(1, 3, 4))
+    model = model_with(tower, layers=5)
+    cost = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
+    plain = analytic_cost(
+        model_with(encoder(layers=6), layers=5), CLUSTER, Parallel(pipeline=1), "bf16"
+    )
+    cell = np.array([float(name == "image_tokens") for name in cost.features])
+    names = unit_names(model)
+    bare = unit_names(model_with(encoder(layers=6), layers=5))
+    feature_bytes = WIDTH * 2
+    # Behind embed, six layers, projector, language embed, five layers.
+    waiting = [0, 0, 1, 1, 2, 3, 3, 3, 3, 2, 1, 0, 0, 0]
+    for name, without, number in zip(names[:-1], bare[:-1], waiting, strict=True):
+        more = cost.units[name].output_bytes - plain.units[without].output_bytes
+        assert cell @ more == number * feature_bytes, name
+        back = cost.units[name].output_gradient_bytes - plain.units[without].output_gradient_bytes
+        assert cell @ back == number * feature_bytes, name
+
+
+def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> None:
+    """Prevents a search that grows with every deepstack feature."""
+    model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
+    kinds = unit_kinds(model)
+    alike = Alike.of(kinds)
+    layers = [kind for kind in kinds if kind.is_layer]
+    assert sorted(map(len, alike.groups)) == [2, 2, 3] and len(layers) == 7
+    whole = stages_from_cuts(model, ())[0]
+    held = np.array(
+        [n for n, kind in zip(unit_counts(kinds, whole), kinds, strict=True) if kind.is_layer]
+    )
+    assert alike.together(held).tolist() == [7, 2, 4]
+    # Of seven plain vision layers the first four: 0, 1, 3, 4.
+    apart = alike.apart(held, np.array([4, 0, 0]))
+    stage = stages_from_cuts(model, (), [apart.tolist()])[0]
+    assert [str(span) for span in stage.recompute] == ["vision 0..1", "vision 3..4"]
+
+
+def run(arguments: list[str]) -> int:
+    """Exit status of a command."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return int(ended.value.code or 0)
+
+
+def write_data(folder: Path) -> list[list[tuple[int, int]]]:
+    """Texts, images and a video as messages; returns sizes of every sample's images."""
+    rng = np.random.default_rng(0)
+    records, sizes = [], []
+    for number in range(40):
+        own = [tuple(rng.integers(40, 500, 2).tolist()) for _ in range(int(rng.integers(0, 4)))]
+        names = [f"{number}-{place}.png" for place in range(len(own))]
+        for name, size in zip(names, own, strict=True):
+            Image.new("L", size).save(folder / name)
+        asked = {"role": "user", "content": "<image>" * len(own) + " what is this"}
+        said = {"role": "assistant", "content": "a picture " * int(rng.integers(1, 9))}
+        records.append({"messages": [asked, said], "images": names})
+        sizes.append(own)
+    (folder / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    model = byte_level_bpe(["what is this", "a picture"])
+    pads = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    model.add_special_tokens(["<|im_start|>", "<|im_end|>", *pads])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    return sizes
+
+
+def test_images_are_scanned_planned_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents a model of native-resolution images that can be described and not planned, and
+    features of packs that are not sums over images."""
+    sizes = write_data(tmp_path)
+    video = VideoConfig(times="before", counts_frames=True)
+    tower = encoder(deepstack_layers=(1, 2), video=video, max_pixels=90_000)
+    model = tmp_path / "model.toml"
+    model.write_text(model_toml(model_with(tower)))
+    data, lengths, plan = (str(tmp_path / name) for name in ("data.jsonl", "lengths", "plan"))
+    scan = ["--model", str(model), "--tokenizer-model", str(tmp_path / "tokenizer.json")]
+    limits = ["--min-pixels", "784", "--max-pixels", "80000"]
+    assert run(["lengths", data, *scan, *limits, "-o", lengths]) == 0
+    found = read_lengths([Path(lengths)])
+    # By brute force: sides to the nearest cells, and smaller where there are too many pixels.
+    cells = [[_cells(*size, 28, 784, 80_000) for size in own] for own in sizes]
+    assert found.column("image_tokens").tolist() == [sum(own) for own in cells]
+    squares = [sum(each**2 for each in own) for own in cells]
+    assert found.column("squared_image_tokens").tolist() == squares
+    some = draw_samples(found, 9, 0)
+    assert set(some.squares["squared_image_tokens"]) <= set(squares) and len(some) == 9
+    write_lengths(found, tmp_path / "again")
+    again = read_lengths([tmp_path / "again"])
+    assert again.sha256 == found.sha256 != some.sha256
+    packs = Packs.from_lists([[0, 1, 2], [3], list(range(4, 40))])
+    features = pack_features(packs, found, ["fixed", "squared_image_tokens"])
+    assert features[:, 1].tolist() == [sum(squares[:3]), squares[3], sum(squares[4:])]
+    sizes_of_job = "--cluster h100-80g --pp 2 --dp 2 --micro-batches 2".split()
+    caps = ["--limit", "image_tokens=600", "--max-tokens", "1200"]
+    given = ["--model", str(model), *sizes_of_job, *caps, "--lengths", lengths, "-o", plan]
+    assert run(["plan", *given]) == 0 == run(["check", plan])
+    assert run(["plan", *given, "--encoder", "beside"]) == 2
+    assert "cannot be dealt" in capsys.readouterr().err
+
+
+def _cells(width: int, height: int, cell: int, least: int, most: int) -> int:
+    columns, rows = round(width / cell), round(height / cell)
+    area = columns * rows * cell**2
+    scale = (width * height / most) ** 0.5
+    if area > most:
+        columns, rows = (max(1, int(side / scale / cell)) for side in (width, height))
+    assert area >= least
+    return columns * rows
