@@ -13,8 +13,8 @@ Two things make this fast. Packs depend on the caps alone, so they are made once
 And what cannot win is not planned: first a lower bound of the time of all splits is known
 (`omnibal.pipeline.bounds`). Strategies are looked at in the order of their bounds: the least memory
 of all splits says whether one fits, and then it is planned. Those whose bound is clearly above the
-best time are listed with it, whether they fit or not, and are not in the ranking, which has the
-fastest all the same.
+best time, and all but a few of those whose bound is above it, are listed with their bound, whether
+they fit or not, and are not in the ranking, which has the fastest all the same.
 """
 
 import math
@@ -43,9 +43,12 @@ from omnibal.search.trial import (
     time_per_sample,
 )
 
-CLEARLY_WORSE = 1.1
-"""Factor over the best time per sample; a choice whose bound is above it is not planned."""
+CLEARLY_WORSE = 1.15
+"""Factor over the best time per sample; a choice whose bound is above it is not planned
+and not in the ranking."""
 
+_SHOWN = 8
+"""Strategies that are planned although their bounds say that they are not the best."""
 _TRIAL_EFFORT = 0.1
 """Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
 _TRIAL_TYPES = 64
@@ -117,7 +120,7 @@ class RuledOut:
     need_gib: float | None
     """Memory of one device at the best caps tried and in the best split; set where none fit."""
     most_samples_per_second: float | None
-    """Upper bound; set where all caps that may fit are clearly slower than the best strategy."""
+    """Upper bound; set where all caps that may fit are slower than the best strategy."""
     why: str
 
 
@@ -130,7 +133,7 @@ class StrategySearch:
     ranking: tuple[Strategy, ...]
     """Strategies that were planned, the fastest first."""
     ruled_out: tuple[RuledOut, ...]
-    """Strategies that are clearly slower, by their bounds; then those that do not fit, by need."""
+    """Strategies that are slower, by their bounds; then those that do not fit, by need."""
 
     @property
     def best(self) -> Strategy:
@@ -432,19 +435,20 @@ class _StrategyTrials:
         return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def ranked(self) -> list[Strategy]:
-        """Best plan of each strategy whose bound is not clearly above the best.
+        """Best plan of each strategy that may have been the best of all by its bound, and of a few
+        more.
 
-        Of its plans, the one of the least bound and those that may have been the best of all: with
-        one process these are all that there are.
+        More processes may have planned more, which are left out.
         """
         best_ms, best = self.best_ms(), dict[Parallel, Strategy]()
         for choice in sorted(self.planned, key=self._order):
-            found = self.planned[choice]
-            if self.is_clearly_slower(choice):
-                continue
-            first = best.setdefault(choice[0], found)
-            if self.least_ms[choice] <= best_ms and _rank(found) < _rank(first):
-                best[choice[0]] = found
+            found, (parallel, _) = self.planned[choice], choice
+            may_win = self.least_ms[choice] <= best_ms
+            if parallel in best:
+                if may_win:
+                    best[parallel] = min(best[parallel], found, key=_rank)
+            elif may_win or (len(best) < _SHOWN and not self.is_clearly_slower(choice)):
+                best[parallel] = found
         return sorted(best.values(), key=_rank)
 
     def best_ms(self) -> float:
@@ -457,16 +461,16 @@ class _StrategyTrials:
         return self.least_ms[choice], str(parallel), *caps.values.tolist()
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Choices that may be the best of all, and the first one that fits of every strategy that
-        is not clearly slower than the best."""
+        """Choices that may be the best of all, and the first that fits of a few more strategies
+        that are not clearly slower than the best."""
         for choice in choices:
-            is_known = any(parallel == choice[0] for parallel, _ in self.planned)
-            if self.is_clearly_slower(choice) or (
-                is_known and self.least_ms[choice] > self.best_ms()
-            ):
-                self.advance(1)
-            else:
+            strategies = {parallel for parallel, _ in self.planned}
+            is_shown = choice[0] not in strategies and len(strategies) < _SHOWN
+            is_near = is_shown and not self.is_clearly_slower(choice)
+            if self.least_ms[choice] <= self.best_ms() or is_near:
                 yield choice
+            else:
+                self.advance(1)
 
     def _useful(self, tasks: Sequence) -> int:
         """Number of processes to use, no more than there are tasks."""
@@ -537,7 +541,8 @@ def _why(strategy: Strategy, best: Strategy) -> str:
 
 def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
     choices = [choice for choice in trials.least_ms if choice[0] == parallel]
-    slower = [trials.least_ms[choice] for choice in choices if trials.is_clearly_slower(choice)]
+    best_ms = trials.best_ms()
+    slower = [trials.least_ms[choice] for choice in choices if trials.least_ms[choice] > best_ms]
     if slower:
         least_ms = min(slower)
         return RuledOut(

@@ -384,7 +384,7 @@ def test_lengths_scan(capsys, tmp_path, digits):
         (PLAN + " --freeze vision --freeze projector --freeze language -o p", "the whole model"),
         (PLAN + " --method bmp --recompute cheapest -o p", "cheapest belongs to omnibal"),
         (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
-        (PLAN + " --gpus 4 -o p", "--gpus was given without --lengths"),
+        (PLAN + " --image-share 0.3 -o p", "which decide it: leave it"),
         (PLAN + " --gpus 3 --lengths {lengths} -o p", "3 GPUs are no multiple of --pp 2"),
         (PLAN + " --gpus 4 --micro-batches 2 -o p", "--micro-batches cannot be given"),
         (PLAN + " --samples-per-step 4 -o p", "--samples-per-step cannot be given"),
