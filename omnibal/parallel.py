@@ -73,7 +73,7 @@ class Parallel(Frozen):
 
     def __str__(self) -> str:
         sizes = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
-        return sizes if self.expert == 1 else f"{sizes}, expert {self.expert}"
+        return sizes if self.expert == 1 else f"{sizes} (expert {self.expert})"
 
     @property
     def sizes(self) -> dict[str, int]:

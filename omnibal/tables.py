@@ -47,7 +47,10 @@ def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Tab
 
 
 def _billions(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g}" if parameters < 1e12 else f"{parameters / 1e9:.0f}"
+    billions = parameters / 1e9
+    if billions >= 1000:
+        return f"{billions:.0f}"
+    return f"{billions:.3g}" if billions >= 0.1 else f"{billions:.4f}"
 
 
 def _experts_words(language: LanguageConfig) -> str:

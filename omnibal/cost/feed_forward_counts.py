@@ -87,6 +87,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     copied = (5 * sent + own) * h * size
     sorted_bytes = sorts * rows * 2 * h * size
     weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
+    again = 3 * size + weighted  # which backward does once more, as the product is not kept
     mapped = own * experts.experts * FP32_BYTES
     routed = own * h * (size + FP32_BYTES)
     gate = 3 * own * h * size if experts.shared_gate else 0 * own
@@ -109,7 +110,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
         + summed,
         back_moved_bytes=copied
         + sorted_bytes
-        + rows * f * (5 * size + back_weighted)
+        + rows * f * (5 * size + back_weighted + again)
         + _BACK_MAPS * mapped
         + 2 * routed
         + tokens * 5 * shared / t * size
@@ -193,16 +194,18 @@ def _mixture_working(
     weighted = ("weighted product",)
     active = (*weighted, "weights of rows")
     experts = (*active, "gate and value")
-    fp32_bytes = rows * f * FP32_BYTES
+    fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
     return (
         # Rows sorted by expert; the second product's gradients; that of the weights, in fp32;
         # SwiGLU's; the first product's; rows sorted back.
         Working(bytes=part_bytes + 2 * rows_bytes),
         Working(bytes=part_bytes + rows_bytes + inner_bytes, weight=held * h * f),
         Working(bytes=part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted),
-        Working(bytes=part_bytes + 3 * inner_bytes, gone=active),
+        Working(bytes=part_bytes + weights_bytes + 3 * inner_bytes, gone=active),
         Working(
-            bytes=part_bytes + 2 * inner_bytes + rows_bytes, weight=held * 2 * h * f, gone=experts
+            bytes=part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
+            weight=held * 2 * h * f,
+            gone=experts,
         ),
         Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, "routed tokens")),
     )

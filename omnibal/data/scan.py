@@ -20,7 +20,7 @@ from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer, encode_sample, image_places, text_sha256
-from omnibal.data.image_files import ImageFile, why_unreadable
+from omnibal.data.image_files import ImageFile, webp_size, why_unreadable
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -285,7 +285,7 @@ class _Scanner:
     def _image_size(self, image: ImageFile, sample: Sample) -> tuple[int, int]:
         if image not in self.size_of:
             try:
-                self.size_of[image] = _image_size(image)
+                self.size_of[image] = image_size(image)
             except IsADirectoryError as error:
                 wrong = "holds no frames; fill it" if sample.video else "is no image; name one"
                 raise UserError(
@@ -352,10 +352,13 @@ class _BadImage(ValueError):
     """An image is unusable; the message ends with the remedy, the caller adds the sample."""
 
 
-def _image_size(image: ImageFile) -> tuple[int, int]:
+def image_size(image: ImageFile) -> tuple[int, int]:
     """Width and height in pixels, of an image that is whole; raises IsADirectoryError too."""
     try:
         with image.open() as file:
+            webp = webp_size(file)
+            if webp is not None:
+                return webp
             with Image.open(file) as header:
                 size, image_format = header.size, header.format
             truncated = _is_truncated(file, _END_MARKERS.get(image_format or "", b""))

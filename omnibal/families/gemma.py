@@ -29,7 +29,10 @@ class _Whole(WholeTable):
 
 
 class GemmaText(TextTable):
-    older_names: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
+    older_names: ClassVar[Mapping[str, str]] = {
+        "hidden_activation": "hidden_act",
+        "_sliding_window_pattern": "sliding_window_pattern",
+    }
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
         "rope_local_base_freq",
         # A factor of the scores.

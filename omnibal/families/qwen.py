@@ -240,11 +240,8 @@ class HybridMoeText(HybridText):
 
 
 def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Qwen2.5-VL, of files with the language model's keys outside (4.x) or in a table (5.x)."""
-    if given.get("text_config") is None:
-        inside = {key: value for key, value in given.items() if key in _FLAT}
-        outside = {key: value for key, value in given.items() if key not in inside}
-        given = outside | {"text_config": inside}
+    """Qwen2.5-VL, of files with the language model's keys outside, in a table, or both."""
+    given = _with_text_table(given)
     whole = as_table(_OlderWhole, given, str(path))
     table = as_table(Qwen25VLVision, whole.vision_config, inner(path, "vision_config"))
     sizes = table.sizes
@@ -264,6 +261,31 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
 
 
 _FLAT = frozenset(Qwen25VLText.model_fields) - {"tie_word_embeddings"} | Qwen25VLText.without_effect
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+
+
+def _with_text_table(given: dict[str, Any]) -> dict[str, Any]:
+    """A file's content with the language model's keys in a table, as Transformers 5 writes it.
+
+    Older versions wrote them outside, and some of 4.5x in both places, of which the table counts.
+
+    Raises:
+        ValueError: sizes in the two places differ.
+    """
+    outside = {key: value for key, value in given.items() if key not in _FLAT}
+    flat = {key: value for key, value in given.items() if key in _FLAT}
+    table = given.get("text_config")
+    if not isinstance(table, dict):
+        return outside | {"text_config": flat if table is None else table}
+    for key in _SIZES:
+        if key in flat and key in table and flat[key] != table[key]:
+            raise ValueError(
+                f"{key} is {flat[key]} outside and {table[key]} in text_config; both must be alike"
+            )
+    return outside
 
 
 def read_qwen3_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:

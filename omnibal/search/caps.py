@@ -492,8 +492,11 @@ def _sums(parts: Sequence[int], most: int) -> np.ndarray:
     reached = np.zeros(most + 1, bool)
     reached[0] = True
     for part in parts:
-        for total in range(part, most + 1):
-            reached[total] |= reached[total - part]
+        times = part
+        while times <= most:
+            # So many of the part, and as many as before besides: after it, up to twice as many.
+            reached[times:] |= reached[:-times]
+            times *= 2
     return np.flatnonzero(reached)
 
 

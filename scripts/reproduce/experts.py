@@ -42,7 +42,7 @@ def main() -> None:
     make(data, sys.executable, "tools/make_digits_dataset.py", "--output", data)
     table = Table(title="Held-out questions answered correctly, CPU")
     for name in ("model", "seed", "steps", "loss at the end", "single digits", "all questions"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for model, expert in MODELS.items():
         plan = planned(model, expert, data)
         results = [result_of(trained(model, plan, data, seed)) for seed in seeds]

@@ -52,15 +52,16 @@ FLAGS = {
     "--max-pixels --processes --on-error --json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
     "--limit --cluster --bound --output -o --picture --json",
-    "caps": "--model --cluster --tp --pp --dp --sequence-parallel --freeze --limit "
-    "--network-gb-per-s --samples-per-step --rule --packing --precision "
+    "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
+    "--limit --network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --limit --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --provider --cluster --cluster-output --json",
     "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
-    "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --lengths "
-    "--limit --profile --micro-batches --epochs --seed --precision --memory-gib --packing "
-    "--steps-of --window --dispatch --levels --curriculum-steps --encoder --json",
+    "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
+    "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "
+    "--memory-gib --packing --steps-of --window --dispatch --levels --curriculum-steps --encoder "
+    "--json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",

@@ -102,7 +102,7 @@ def test_sizes_are_named():
     parallel = parallel_of(2, 2, 4, 4)
     assert parallel.options == "--tp 2 --pp 2 --dp 4 --ep 4"
     assert parallel.text == "TP 2 x PP 2 x DP 4, EP 4"
-    assert str(parallel) == "tensor 2 x pipeline 2 x data 4, expert 4"
+    assert str(parallel) == "tensor 2 x pipeline 2 x data 4 (expert 4)"
     assert Parallel(pipeline=2).options == "--tp 1 --pp 2 --dp 1"
     assert "expert" not in Parallel(pipeline=2).place(1)
 

@@ -89,6 +89,9 @@ def test_spellings_of_other_versions_are_the_same_model(tmp_path):
         "text_config": inside | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
     }
     assert read(tmp_path / "m", newer) == read(tmp_path / "m", flat)
+    assert read(tmp_path / "m", flat | newer) == read(tmp_path / "m", flat)
+    with pytest.raises(UserError, match="hidden_size is 9 outside and 2048 in text_config"):
+        read(tmp_path / "m", flat | newer | {"hidden_size": 9})
     own = config_of("kimi-k2.5")
     vision = {
         "patch_size": 14,

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from omnibal.data.image_files import ImageFile, webp_size
 from omnibal.data.native_resolution import (
     OddImage,
     image_segments,
@@ -17,6 +19,7 @@ from omnibal.data.native_resolution import (
     video_segments,
     video_text,
 )
+from omnibal.data.scan import image_size
 from omnibal.encoders import ImagesEncoder, ImageText, VideoConfig
 
 SIZES = 2_000
@@ -132,3 +135,22 @@ def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
     assert video_text(list(range(6)), qwen2) == pads
     assert seen_frames(9, qwen3.video) == [0, 4, 8] and seen_frames(2, qwen3.video) == [0, 1]
     assert video_text([0, 1], tower()) == "<|vision_start|><|image_pad|><|vision_end|>" * 2
+
+
+def test_sizes_of_webp_files_are_read_from_their_first_bytes(tmp_path: Path) -> None:
+    """Prevents a scan that reads all of a file, and one that takes a cut file for a whole one."""
+    rng, path = random.Random(2), tmp_path / "image.webp"
+    ways = {"lossy": {}, "lossless": {"lossless": True}, "extended": {"exif": b"Exif\0\0MM\0*"}}
+    for options in ways.values():
+        for mode in ("RGB", "RGBA"):
+            size = rng.randint(1, 300), rng.randint(1, 300)
+            Image.new(mode, size, 7).save(path, **options)
+            with path.open("rb") as file:
+                assert webp_size(file) == size
+            assert image_size(ImageFile(path)) == size
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])
+    with path.open("rb") as file:
+        assert webp_size(file) is None
+    Image.new("RGB", (9, 9)).save(path, "PNG")
+    assert image_size(ImageFile(path)) == (9, 9)

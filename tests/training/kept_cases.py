@@ -77,6 +77,8 @@ CASES = (
     ("eva-clip-18b-internlm2-20b", 2, True, ()),
     ("internvl2.5-1b", 1, False, ()),
     ("qwen2.5-32b", 4, True, ()),
+    ("internvl3.5-1b", 1, False, ("vision", "projector")),
+    ("internvl3.5-38b", 4, True, ()),
     ("internvl3-8b-whisper", 1, False, ()),
     ("internvl3-8b-whisper", 4, True, ()),
     ("internvl3-8b-whisper", 2, True, ("vision", "audio")),
@@ -204,9 +206,13 @@ def copies_keys(plan: Plan) -> bool:
 def copy_for_every_head(plan: Plan, expected: dict[str, float]) -> None:
     """Attention keeps the copies, and nothing the keys and values that they are of."""
     language = plan.model.language
-    all_heads_bytes = 2 * sum(SEGMENTS) * language.hidden_size // plan.parallel.tensor * 2
+    width = language.heads * language.head_width // plan.parallel.tensor
+    all_heads_bytes = 2 * sum(SEGMENTS) * width * 2
     of_groups_bytes = all_heads_bytes * language.kv_heads // language.heads
-    expected["self_attention.split_and_rotate"] -= of_groups_bytes
+    if language.qk_norm:  # values are a view of what is kept anyway
+        expected["self_attention.norm_and_rotate"] -= of_groups_bytes // 2
+    else:
+        expected["self_attention.split_and_rotate"] -= of_groups_bytes
     expected["self_attention.core_attention"] += all_heads_bytes
 
 

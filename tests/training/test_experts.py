@@ -35,10 +35,8 @@ def model_of(**changes):
 MODEL = model_of()
 
 
-def plan_of(*cuts, model=MODEL, expert=1, recompute=(), **sizes):
-    plan = toy_plan(model, stages_of(model, *cuts, language=recompute), **sizes)
-    parallel = plan.parallel.model_copy(update={"expert": expert})
-    return plan.model_copy(update={"parallel": parallel})
+def plan_of(*cuts, model=MODEL, recompute=(), **sizes):
+    return toy_plan(model, stages_of(model, *cuts, language=recompute), **sizes)
 
 
 @functools.cache

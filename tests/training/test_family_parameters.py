@@ -62,6 +62,13 @@ def test_parameters_are_those_of_transformers(name, tmp_path):
     assert model_parameters(model).stored == sum(each.numel() for each in theirs.parameters())
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name != "kimi-k2.5"])
+def test_what_transformers_saves_again_is_the_same_model(name, tmp_path):
+    """Prevents: a model that was tuned and saved by a newer version being refused, or another."""
+    AutoConfig.from_pretrained(CONFIGS / name).save_pretrained(tmp_path / name)
+    assert named_model(str(tmp_path / name)) == named_model(str(CONFIGS / name))
+
+
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "internvl3.5-8b"])
 def test_plans_are_for_what_conversion_makes(name):
     """Prevents: a plan of a config.json that the checkpoint imported from its folder is not of."""

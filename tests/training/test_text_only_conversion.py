@@ -1,4 +1,4 @@
-"""Llama and Qwen2 by transformers: imported, trained and exported without loss."""
+"""Llama, Qwen2 and Qwen3 by transformers: imported, trained and exported without loss."""
 
 import functools
 import json
@@ -14,7 +14,14 @@ from test_conversion import assert_equal_tensors, content, exported_like, tensor
 from test_conversion_parity import as_released, assert_near, keep, predicting_positions
 from test_tensor_parallel import by_name, gather_gradients, whole
 from toy import OPTIONS, pack, stages_of, toy_plan, toy_sample
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import load_weights
@@ -44,12 +51,16 @@ SCALING = {
     "original_max_position_embeddings": 50, "rope_theta": 30.0,
 }  # fmt: skip
 LLAMA_PIECES = "<unk> <s> <|start_header_id|> <|end_header_id|> <|eot_id|> a b c".split()
+CHATML = (
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+)
 CHATML_PIECES = "<unk> <|endoftext|> <|im_start|> <|im_end|> a b c".split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    config: LlamaConfig | Qwen2Config
+    config: LlamaConfig | Qwen2Config | Qwen3Config
     layout: Layout
     model: ModelConfig
     """This project's description of it, written by hand."""
@@ -83,6 +94,18 @@ KINDS = {
         ),
         pieces=CHATML_PIECES,
     ),
+    "qwen3": Kind(
+        config=Qwen3Config(
+            **SIZES, head_dim=10, rope_parameters={"rope_theta": 5000.0}, tie_word_embeddings=False
+        ),
+        layout=Layout.QWEN3,
+        model=ModelConfig(
+            name="released",
+            chat_template="tokenizer",
+            language=LanguageConfig(**OURS, rope_base=5000, qk_norm=True, head_size=10),
+        ),
+        pieces=CHATML_PIECES,
+    ),
 }
 
 
@@ -104,6 +127,9 @@ def released(name: str, folder: Path) -> Path:
     """A folder as transformers writes it, in several files, with a tokenizer."""
     transformers_model(name).save_pretrained(folder, max_shard_size="20KB")
     write_tokenizer(folder, KINDS[name].pieces)
+    if KINDS[name].model.chat_template == "tokenizer":
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     (folder / "LICENSE").write_text("Yours.\n")
     return folder
 
@@ -130,13 +156,43 @@ def test_export_of_the_layout_is_what_transformers_loads(tmp_path, name):
     assert_equal_tensors(tensors_of(tmp_path / "out"), dict(model.named_parameters()))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(model)
-    end = {"llama": "<|eot_id|>", "qwen2-tied": "<|im_end|>"}[name]
+    end = "<|eot_id|>" if name == "llama" else "<|im_end|>"
     assert again.generation_config.eos_token_id == tokenizer.id_of(end)
     assert again.config.bos_token_id == tokenizer.id_of(tokenizer.bos_piece)
     ids = torch.arange(1, 50)[None]  # beyond the scaling's original length
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
     assert open_released(tmp_path / "out").model == replaced_name(kind.model, "out")
+
+
+@pytest.mark.parametrize(
+    ("is_stacked", "layout", "other"),
+    [
+        (False, Layout.QWEN3_MOE, Layout.QWEN3_MOE_STACKED),
+        (True, Layout.QWEN3_MOE_STACKED, Layout.QWEN3_MOE),
+    ],
+)
+def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked, layout, other):
+    """Prevents: experts in another order, or gate and up of one that change places, in files of
+    Transformers 4 or of its own names in 5."""
+    config = Qwen3MoeConfig(
+        **SIZES, head_dim=10, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20,
+        norm_topk_prob=True, rope_parameters={"rope_theta": 5000.0},
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    source = tmp_path / "released"
+    model.save_pretrained(source, save_original_format=not is_stacked)
+    own = tensors_of(source)
+    assert ("model.layers.0.mlp.experts.gate_up_proj" in own) == is_stacked
+    checkpoint = open_released(source)
+    assert checkpoint.layout == layout and len(set(checkpoint.model.language.kinds)) == 1
+    run = imported(source, tmp_path / "run")
+    assert content(exported_like(run, source, tmp_path / "back")) == content(source)
+    planned = plan_export_as(open_newest(run), other, None, None, 10**9)
+    write_export(planned, tmp_path / "out", lambda size: None)
+    again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert_equal_tensors(dict(again.named_parameters()), dict(model.named_parameters()))
+    assert open_released(tmp_path / "out").model.language == checkpoint.model.language
 
 
 def replaced_name(model: ModelConfig, name: str) -> ModelConfig:

@@ -67,10 +67,15 @@ def toy_plan(
     data: int = 1,
     tensor: int = 1,
     sequence_parallel: bool = False,
+    expert: int = 1,
 ) -> Plan:
     """A hand-written plan, without data or prediction."""
     parallel = Parallel(
-        tensor=tensor, pipeline=len(stages), data=data, sequence_parallel=sequence_parallel
+        tensor=tensor,
+        pipeline=len(stages),
+        data=data,
+        sequence_parallel=sequence_parallel,
+        expert=expert,
     )
     return Plan(
         model=model,
