@@ -264,7 +264,7 @@ def _problem(
     )
 
 
-def _descend(problem: SearchProblem, effort: float) -> "_Search":
+def _descend(problem: SearchProblem, effort: float = 1.0) -> "_Search":
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Raises:

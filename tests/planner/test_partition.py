@@ -630,7 +630,7 @@ def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
 
 def test_little_effort_ends_with_what_it_has():
     """Prevents an effort that is not limited, or a bound that was never proven."""
-    cost, model, packs = large_case(8, 16)
+    cost, model, packs = large_case((30, 50), 8)
     cap = 1.3 * least_peak_of_splits(cost, model, packs, 8)
     full, little = (search_stages(cost, model, packs, 8, cap, effort=e) for e in (1.0, 1e-6))
     assert little.simulated < full.simulated
