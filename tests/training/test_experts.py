@@ -13,7 +13,9 @@ from toy import stages_of, toy_model, toy_plan
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.check import model_obstacle
 from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.parallel import Parallel
 
 # Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
 # whose tokens carry no loss.
@@ -89,6 +91,14 @@ def test_ranks_without_a_pack_join(plan):
     assert_same_training(ranks, plan.parallel.tensor, alone_uneven(), rel=2e-5)
 
 
+def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(monkeypatch):
+    """Prevents: gradients of experts that are reduced before they are whole, or weights that a
+    forward does not wait for, where a stage has many buckets of both."""
+    monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
+    plan = plan_of(data=4, expert=2)
+    assert_same_training(run(plan, UNEVEN), 1, alone_uneven(), rel=2e-5)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -161,3 +171,68 @@ def test_auxiliary_loss_is_switch_transformers():
     [(found, expected)] = run_ranks(plan_of().parallel, auxiliary_gradients, 3.0)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def mixture_outputs(links, model):
+    """Inputs and outputs of the first mixture of experts, and its weights."""
+    stage = build_trainer(plan_of(model=model), links, OPTIONS, steps=1, seed=3).stage
+    layer = stage.language.layers[0].mlp
+    seen = []
+    layer.register_forward_hook(lambda _, given, output: seen.append((given[0], output[0])))
+    stage.set_input_tensor(None)
+    stage(next(batches_of(model, 0, STEPS[0])))
+    [(given, output)] = seen
+    tensors = (given.flatten(0, 1), output.flatten(0, 1), *layer.parameters())
+    return [tensor.detach() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"score": "sigmoid", "weight_factor": 2.5},
+        {"normalized": False, "weight_factor": 3.0, "experts_per_token": 3},
+        {"normalized": False, "experts_per_token": 1},
+    ],
+    ids=["sigmoid", "not-normalized", "one-expert"],
+)
+def test_every_token_is_the_sum_of_its_experts(changes):
+    """Prevents: other scores than the model file asks for, or a factor that is forgotten."""
+    model = model_of(**changes)
+    experts = model.language.kinds[0].experts
+    [(given_SH, output_SH, router_EH, first, second)] = run_ranks(
+        plan_of().parallel, mixture_outputs, model
+    )
+    logits_SE = given_SH @ router_EH.t()
+    scores_SE = logits_SE.sigmoid() if experts.score == "sigmoid" else logits_SE.softmax(-1)
+    for token, scores_E, output_H in zip(given_SH, scores_SE, output_SH, strict=True):
+        chosen = scores_E.argsort(descending=True)[: experts.experts_per_token].tolist()
+        total = scores_E[chosen].sum() if experts.normalized else 1.0
+        expected_H = torch.zeros_like(token)
+        for expert in chosen:
+            gate_F, value_F = (first[expert] @ token).chunk(2)
+            active_F = torch.nn.functional.silu(gate_F) * value_F
+            weight = experts.weight_factor * scores_E[expert] / total
+            expected_H += weight * (second[expert] @ active_F)
+        torch.testing.assert_close(output_H, expected_H, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("runs", "named"),
+    [
+        ([{"shared_ffn_hidden_size": 12}], "shared_ffn_hidden_size"),
+        ([{"selection_bias": True, "score": "sigmoid"}], "selection_bias"),
+        ([{"score": "sigmoid", "normalized": False}], "not normalized"),
+        ([{"experts_per_token": 1}], "one expert a token"),
+        ([None, {}], "together"),
+    ],
+)
+def test_what_is_not_trained_is_named(runs, named):
+    """Prevents: experts that the trainer would build as others than the plan's."""
+    sizes = {"experts": 8, "experts_per_token": 2, "ffn_hidden_size": 10}
+    own = [
+        LayerRun(layers=1, experts=None if one is None else ExpertsConfig(**{**sizes, **one}))
+        for one in runs
+    ]
+    language = MODEL.language.model_copy(update={"runs": tuple(own)})
+    assert named in model_obstacle(MODEL.model_copy(update={"language": language}))
+    assert model_obstacle(MODEL) is None
