@@ -360,6 +360,7 @@ class StreamData:
             epochs=self.epochs,
             ranks=job.parallel.data,
             stages=job.parallel.pipeline,
+            in_step=job.parallel.in_step,
         )
         packs = schedule_windows(
             self.lengths, request, lambda packs: job.load_ms(packs, self.lengths)

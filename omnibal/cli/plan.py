@@ -305,6 +305,7 @@ def plan(
     asked = _Asked(given=given, data=data, strategy=strategy, sizes=sizes, partition=partition)
     planned, choice = _planned(asked)
     save_plan(planned.result, output)
+    print_notes(given.notes())
     _print_plan(as_json, planned, choice)
 
 
