@@ -34,7 +34,8 @@ from omnibal.job import JobSpec
 from omnibal.levels import CutRule, Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
-from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
+from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_recomputes
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage

@@ -466,18 +466,20 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
     """Describe a model's towers as JSON values, without names, data preparation and some fields.
 
     Args:
-        without: names of fields of towers to leave out.
+        without: names of fields of towers, and of their experts, to leave out.
     """
     fields = model.model_dump(mode="json")
     for name in _OF_DATA:
         fields.pop(name, None)
-    tables = (fields["language"], fields.get("vision", {}), *fields.get("encoders", {}).values())
+    language = fields["language"]
+    tables = [language, fields.get("vision", {}), *fields.get("encoders", {}).values()]
+    tables += [run["experts"] for run in language.get("runs", ()) if run.get("experts")]
     for table in tables:
         for name in (*without, "tiling"):
             table.pop(name, None)
     for name in ("runs", "rope_scaling"):  # which older descriptions do not know
-        if not fields["language"].get(name):
-            fields["language"].pop(name, None)
+        if not language.get(name):
+            language.pop(name, None)
     return fields
 
 

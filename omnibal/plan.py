@@ -45,6 +45,9 @@ class Shapes(Frozen):
     caps: Caps
     micro_batches_per_step: Count
     """Most packs of one data-parallel rank in a full step; one step of an epoch may differ."""
+    image_tokens: Annotated[Count | None, Field(exclude_if=lambda tokens: tokens is None)] = None
+    """Tokens of an image at its native resolution, in packs of shapes only; None where a pack's
+    are one image."""
 
 
 class DataPlan(Shapes):

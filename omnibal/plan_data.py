@@ -3,7 +3,7 @@
 All kinds have the same methods, so that no caller needs to know which of them a plan has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -30,7 +30,7 @@ from omnibal.data.steps import (
     steps_of,
 )
 from omnibal.dispatch.windows import WindowRequest, schedule_windows
-from omnibal.encoders import ImageRule, ImagesEncoder
+from omnibal.encoders import ClipsEncoder, ImageRule, ImagesEncoder
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import FillRule, Level
@@ -43,6 +43,8 @@ from omnibal.limits import (
 )
 from omnibal.plan import DataPlan, PackedBy, Plan, Shapes
 
+_IMAGE_TOKENS = "image_tokens"
+"""Items of encoders of images at their native resolution."""
 MAX_TRAINED_SAMPLES = 200_000_000
 """Most samples of all epochs, where there are several: a plan lists each, and all are in memory."""
 
@@ -207,6 +209,8 @@ class MockData:
     caps: Caps
     micro_batches_per_step: int
     """Packs of one data-parallel rank."""
+    image_tokens: int | None = None
+    """Tokens of an image at its native resolution; None where all of a pack's are one image."""
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -260,7 +264,11 @@ class MockData:
         return self._shapes()
 
     def _shapes(self) -> Shapes:
-        return Shapes(caps=self.caps, micro_batches_per_step=self.micro_batches_per_step)
+        return Shapes(
+            caps=self.caps,
+            micro_batches_per_step=self.micro_batches_per_step,
+            image_tokens=self.image_tokens,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -352,6 +360,7 @@ class StreamData:
             epochs=self.epochs,
             ranks=job.parallel.data,
             stages=job.parallel.pipeline,
+            in_step=job.parallel.in_step,
         )
         packs = schedule_windows(
             self.lengths, request, lambda packs: job.load_ms(packs, self.lengths)
@@ -396,13 +405,30 @@ def limited_features(model: ModelConfig) -> tuple[str, ...]:
     return tuple(in_canonical_order([*model.item_features, "tokens"]))
 
 
+def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float) -> dict[str, int]:
+    """Complete caps of a pack of shapes: of its tokens, such a share are images'.
+
+    Args:
+        given: caps of features, tokens among them.
+        image_share: from 0 to 1; rounded to whole tiles, of which there is one at least.
+    """
+    caps = dict(given)
+    for tower in model.encoders.values():
+        if tower.feature not in caps and not isinstance(tower, ClipsEncoder):
+            wanted = image_share * given["tokens"] / tower.tokens_per_item
+            caps[tower.feature] = max(round(wanted), 1)
+    return caps
+
+
 def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
     """Find the smallest caps of these features that every sample fits."""
     return Caps.of(**{name: max(int(lengths.column(name).max()), 1) for name in names})
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
-    """Make one step of samples that each fill a pack, and cost the most attention that fits it.
+    """Make one step of samples that each fill a pack.
+
+    They cost the most attention that fits it, but where a size of images is given.
 
     Raises:
         UserError: there would be more packs than a step may have.
@@ -411,13 +437,19 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
     each = {name: np.full(count, shapes.caps[name], np.int32) for name in shapes.caps.names}
     tokens = each.pop("tokens")
+    loss_tokens = each.pop("loss_tokens", np.zeros(count, np.int32))
+    size, squares = shapes.image_tokens, {}
+    if size is not None and _IMAGE_TOKENS in each:
+        whole, rest = np.divmod(each[_IMAGE_TOKENS].astype(np.int64), size)
+        squares[f"squared_{_IMAGE_TOKENS}"] = whole * size**2 + rest**2
     lengths = Lengths(
-        loss_tokens=each.pop("loss_tokens", np.zeros(count, np.int32)),
+        loss_tokens=loss_tokens,
         items=each,
         tokens=tokens,
         source=np.zeros(count, np.int32),
         source_names=("at the caps",),
         origin=None,
+        squares=squares,
     )
     steps = Steps(
         packs=Packs.from_lists([[sample] for sample in range(count)]),

@@ -108,8 +108,11 @@ class PlanResult:
     """Result of the joint search, with its proven bound; None for another method."""
 
 
-def make_plan(request: PlanRequest) -> PlanResult:
+def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     """Plan a job on its data: packs, stages and prediction. Equal requests give equal plans.
+
+    Args:
+        effort: of the joint search, as in `search_stages`.
 
     Raises:
         UserError: a sample exceeds the caps, or no partition fits into memory.
@@ -125,7 +128,7 @@ def make_plan(request: PlanRequest) -> PlanResult:
         stages_at, search = found.search.stages_at, found.search
         workload = job.workload(packs, lengths, levels)
     else:
-        stages_at, search = _stages(request, workload)
+        stages_at, search = _stages(request, workload, effort)
     described = request.data.described(packs, job)
     has_samples = isinstance(described, DataPlan)
     plan = Plan(
@@ -191,7 +194,7 @@ def placement_problem(
 
 
 def _stages(
-    request: PlanRequest, workload: Workload
+    request: PlanRequest, workload: Workload, effort: float
 ) -> tuple[tuple[tuple[Stage, ...], ...], SearchResult | None]:
     """Stages with the layers that they recompute at every level."""
     job = request.job
@@ -199,7 +202,7 @@ def _stages(
     pipeline = job.parallel.pipeline
     cap_bytes = job.memory_cap_gib * GIB
     if request.method is PartitionMethod.OMNIBAL and request.recompute is RecomputeRule.CHEAPEST:
-        found = search_stages(cost, model, workload, pipeline, cap_bytes)
+        found = search_stages(cost, model, workload, pipeline, cap_bytes, effort=effort)
         return found.stages_at, found
     chosen = baseline_stages(
         request.method, request.recompute, cost, model, workload, pipeline, cap_bytes

@@ -8,6 +8,7 @@ import numpy as np
 from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.data.metrics import PackMetrics
+from omnibal.encoders import ClipsEncoder
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
 from omnibal.report.table import Column, Facts, Row, Table
@@ -250,6 +251,27 @@ def _encoding_ranks(plan: Plan) -> int:
     return plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor
 
 
+def share_of_images(plan: Plan) -> float | None:
+    """Share of the tokens of a pack of shapes that are images'; None where there are none."""
+    assert plan.shapes is not None
+    caps, towers = plan.shapes.caps, plan.model.encoders.values()
+    images = [tower for tower in towers if not isinstance(tower, ClipsEncoder)]
+    if not images:
+        return None
+    return sum(caps[tower.feature] * tower.tokens_per_item for tower in images) / caps["tokens"]
+
+
+def _shapes_text(plan: Plan) -> str:
+    assert plan.shapes is not None
+    caps, share = plan.shapes.caps, share_of_images(plan)
+    text = f"no samples: every pack has {caps}"
+    if share is not None:
+        text += f", {share:.0%} of the tokens are images'"
+    if plan.shapes.image_tokens is not None:
+        text += f", {plan.shapes.image_tokens:,} an image"
+    return text
+
+
 def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
     """The prediction of the whole job."""
     parallel = plan.parallel
@@ -258,6 +280,8 @@ def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
         samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
         packs = f"{plan.data.packs:,} packs, {plan.data.steps:,} steps"
         entries.append(("data", f"{samples} in {packs}"))
+    else:
+        entries.append(("data", _shapes_text(plan)))
     entries.append(("step", f"{prediction.step_ms:,.1f} ms"))
     entries.append(("stages wait", f"{prediction.bubble_fraction:.1%} of it"))
     exchange = prediction.exchange

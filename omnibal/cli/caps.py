@@ -76,6 +76,7 @@ def caps(
 
     start = time.perf_counter()
     job = given.job(sizes.parallel())
+    print_notes(given.notes())
     usual = cap_search.usual_samples_per_step(job.parallel.data, DEFAULT_MICRO_BATCHES)
     request = cap_search.CapSearchRequest(
         job=job,

@@ -18,7 +18,7 @@ from omnibal.config import ModelConfig
 from omnibal.data.lengths import write_lengths
 from omnibal.encoders import MAX_TILES_OF_IMAGE
 from omnibal.errors import UserError
-from omnibal.families.named import named_model, named_model_file
+from omnibal.families.named import model_notes, named_model, named_model_file
 from omnibal.files import is_stream
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import words
@@ -113,6 +113,7 @@ def lengths(
     _check_earlier_lengths(output)
     check_files(outputs, [meta, named_model_file(model), *tokenizer_files(tokenizer_model)])
     config = image_sizes.applied(named_model(model))
+    print_notes(model_notes(model))
     tokenizer = open_tokenizer(tokenizer_model)
     annotations = Annotations.open(meta)
     check_files(outputs, annotations.files)

@@ -21,7 +21,7 @@ from omnibal.config import (
 )
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
-from omnibal.families.named import named_model, named_model_file
+from omnibal.families.named import model_notes, named_model, named_model_file
 from omnibal.frozen import MAX_COUNT
 from omnibal.layers import MAX_IMBALANCE
 from omnibal.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
@@ -180,6 +180,14 @@ class JobOptions:
         """List the files that the job is read from."""
         own = [] if self.profile is None else [self.profile]
         return [named_model_file(self.model), cluster_file(self.cluster), *own]
+
+    def notes(self) -> list[str]:
+        """What to tell the user of how the model is planned.
+
+        Raises:
+            UserError: its file cannot be read.
+        """
+        return model_notes(self.model)
 
     def job(
         self,

@@ -41,21 +41,26 @@ from omnibal.families.named import named_model
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import Caps, check_limits, memory_cap_gib, option_of, words
 from omnibal.outputs import check_folder
-from omnibal.parallel import MAX_DEVICES
+from omnibal.parallel import MAX_DEVICES, Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import MAX_EPOCHS, Plan
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job import JobSpec
-    from omnibal.plan_data import PlanData, SampleData, StreamData
+    from omnibal.plan_data import MockData, PlanData, SampleData, StreamData
     from omnibal.planner import PlanRequest, PlanResult
     from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import Strategy, StrategySearch
 
+DEFAULT_IMAGE_SHARE = 0.5
+"""Of the tokens of a pack of shapes."""
+IMAGE_TOKENS = 1_024
+"""Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
+token is of 32 x 32, as in Qwen3-VL."""
 _DATA_OPTIONS = (
-    "lengths max_tiles max_tokens limit micro_batches epochs seed packing levels curriculum_steps "
-    "window dispatch"
+    "image_share lengths max_tiles max_tokens limit micro_batches epochs seed packing levels "
+    "curriculum_steps window dispatch"
 ).split()
 _STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
 _LEVEL_OPTIONS = "levels curriculum_steps".split()
@@ -71,6 +76,15 @@ class DataOptions(LevelOptions):
     max_tiles: ChosenMaxTilesOption = None
     max_tokens: ChosenMaxTokensOption = None
     limit: LimitOption = None
+    image_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="without --lengths and with --max-tokens alone: share of a pack's tokens that are "
+            f"images' [default: {DEFAULT_IMAGE_SHARE}]",
+        ),
+    ] = None
     lengths: Annotated[
         list[Path] | None,
         typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
@@ -121,12 +135,21 @@ class DataOptions(LevelOptions):
             UserError: some features that the model has are limited and others not, or features are
                 limited that it does not have.
         """
-        from omnibal.plan_data import limited_features
+        from omnibal.plan_data import limited_features, shape_caps
 
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
         if not given and self.lengths:
             return None
         needed = limited_features(model)
+        if not self.lengths and self.steps_of is None and "tokens" in given:
+            is_full = set(given).issuperset(needed)
+            if is_full and self.image_share is not None:
+                raise UserError(
+                    f"--image-share {self.image_share} was given with caps of all that a pack "
+                    f"holds, {words(needed)}, which decide it: leave it or the caps of items out"
+                )
+            share = DEFAULT_IMAGE_SHARE if self.image_share is None else self.image_share
+            given = shape_caps(model, given, share)
         check_limits([*given, *needed], model.item_features, model.name)
         if not set(given).issuperset(needed):
             raise UserError(_caps_needed(needed))
@@ -177,7 +200,7 @@ class StrategyOptions:
             min=1,
             max=MAX_COUNT,
             help="of all ranks, with --gpus; strategies are compared at this step size (default: "
-            "36 for every node)",
+            "36 for every node; a pack a device without --lengths)",
         ),
     ] = None
 
@@ -282,6 +305,7 @@ def plan(
     asked = _Asked(given=given, data=data, strategy=strategy, sizes=sizes, partition=partition)
     planned, choice = _planned(asked)
     save_plan(planned.result, output)
+    print_notes(given.notes())
     _print_plan(as_json, planned, choice)
 
 
@@ -336,8 +360,11 @@ def _planned_as(asked: _Asked, placement: EncoderPlacement) -> _Planned:
             recompute=partition.rule(),
         )
         return _Planned(result=_make_plan_of_levels(request), found=None)
-    job, samples = asked.given.job(placement=placement), _samples_for_strategy(data)
-    tried = _find_strategy(job, samples, data, asked.strategy, asked.sizes)
+    job, samples = asked.given.job(placement=placement), data.samples()
+    if samples is None:
+        return _planned_shapes(job, asked)
+    caps, strategy = data.caps(job.model), asked.strategy
+    tried = _find_strategy(job, samples, caps, data, strategy, asked.sizes)
     result, found = _make_plan_of_strategy(job, data, samples, tried)
     return _Planned(result=result, found=found)
 
@@ -401,7 +428,7 @@ def _uncounted(model: ModelConfig, samples: Lengths | None) -> list[str]:
 def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -> "PlanData":
     """Data of the plan's micro-batches, with caps and levels searched for where none are given."""
     from omnibal.check import open_plan
-    from omnibal.plan_data import MockData, SampleData, StreamData, limited_features
+    from omnibal.plan_data import SampleData, StreamData, limited_features
     from omnibal.search.level_estimates import top_caps
     from omnibal.search.levels import shared_anew
 
@@ -414,7 +441,7 @@ def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -
     if samples is None:
         assert caps is not None
         data.refuse_without_samples()
-        return MockData(caps=caps, micro_batches_per_step=data.micro_batches)
+        return _shapes(job, caps, data.micro_batches)
     if data.window is not None:
         return data.streamed(samples, caps or _find_caps(job, samples, data), data.window)
     packs_per_step = job.parallel.data * data.micro_batches
@@ -447,19 +474,41 @@ def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
     return found.best
 
 
-def _samples_for_strategy(data: DataOptions) -> Lengths:
-    samples = data.samples()
-    if samples is None:
-        raise UserError(
-            "--gpus was given without --lengths; which parallel sizes are best depends on the "
-            "data: give its lengths, or the sizes themselves by --tp, --pp and --dp"
-        )
-    return samples
+def _shapes(job: "JobSpec", caps: Caps, micro_batches: int) -> "MockData":
+    """Packs at the caps, and nothing else."""
+    from omnibal.plan_data import MockData
+
+    has_sizes = job.model.images is not None
+    return MockData(
+        caps=caps,
+        micro_batches_per_step=micro_batches,
+        image_tokens=IMAGE_TOKENS if has_sizes else None,
+    )
+
+
+def _planned_shapes(job: "JobSpec", asked: _Asked) -> _Planned:
+    """The plan of shapes with the parallel sizes that are fastest for them, of a pack a device."""
+    from omnibal.planner import PlanRequest, make_plan
+
+    data, gpus = asked.data, asked.strategy.gpus
+    caps = data.caps(job.model)
+    assert caps is not None
+    assert gpus is not None
+    data.refuse_without_samples()
+    packs = asked.strategy.samples_per_step or max(gpus, DEFAULT_MICRO_BATCHES)
+    _, alike = _shapes(job, caps, packs).schedule(job.sized(Parallel(pipeline=1)))
+    strategy = replace(asked.strategy, samples_per_step=packs)
+    found = _find_strategy(job, alike, caps, data, strategy, asked.sizes)
+    best = found.best
+    shapes = _shapes(job, caps, best.micro_batches)
+    request = PlanRequest(job=job.sized(best.parallel), data=shapes)
+    return _Planned(result=make_plan(request), found=found)
 
 
 def _find_strategy(
     job: "JobSpec",
     samples: Lengths,
+    caps: Caps | None,
     data: DataOptions,
     strategy: StrategyOptions,
     sizes: SizeOptions,
@@ -483,7 +532,7 @@ def _find_strategy(
         samples_per_step=strategy.samples_per_step or usual,
         samples=DEFAULT_CAP_SAMPLES,
         seed=data.seed,
-        caps=data.caps(job.model),
+        caps=caps,
         tensor=sizes.tp,
         pipeline=sizes.pp,
         data=sizes.dp,
@@ -623,6 +672,7 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
     elif packs is not None:
         print_notes(notes_on_steps(packs))
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
+    summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:

@@ -12,7 +12,7 @@ from omnibal.cost.analytic import layer_products
 from omnibal.cost.counts import ELEMENT_BYTES, Product
 from omnibal.errors import UserError
 from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.parallel import Parallel, check_parallel, expert_counts
 from omnibal.units import feature_names
 
 _TENSOR_SIZES = (1, 2, 4, 8)
@@ -40,9 +40,11 @@ def measured_sizes(
     """Sizes that span the model's linear layers, whole and on each of 2, 4 and 8 tensor-parallel
     ranks, on packs at the caps and at an eighth of them.
 
-    The head's vocabulary is left out: its products are the largest and few.
+    The head's vocabulary is left out: its products are the largest and few. So are routers, which
+    compute in fp32, and gates of one output, which are as fast as their input is read.
     """
-    products = [one for one in chain.from_iterable(_on_ranks(model, cluster)) if not one.is_fp32]
+    every = chain.from_iterable(_on_ranks(model, cluster))
+    products = [one for one in every if not one.is_fp32 and one.outer > 1]
     at_caps = np.array([_at_caps(name, caps) for name in feature_names(model)])
     rows = [float(one.rows @ at_caps) for one in products]
     tensor_bytes = caps["tokens"] * model.language.hidden_size * ELEMENT_BYTES[precision]
@@ -58,7 +60,9 @@ def measured_sizes(
 def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Product]]:
     """Products of one rank, for every tensor-parallel size that the model can be cut for."""
     for tensor in _TENSOR_SIZES:
-        parallel = Parallel(tensor=tensor, pipeline=1)
+        # Tensor parallelism of experts is with sequence parallelism alone.
+        in_sequence = tensor > 1 and bool(expert_counts(model))
+        parallel = Parallel(tensor=tensor, pipeline=1, sequence_parallel=in_sequence)
         wide = cluster.model_copy(update={"gpus_per_node": max(_TENSOR_SIZES)})
         try:
             check_parallel(model, parallel, wide)

@@ -40,8 +40,11 @@ from omnibal.units import (
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
     *("tied_head", "rope_base", "max_positions", "rope_factor", "rope_scaling"),
+    # Of experts: a margin that is counted beside what was measured, and a loss that keeps less
+    # than a hundredth of what their layer does.
+    *("imbalance", "auxiliary_loss"),
 )
-"""Fields of towers that no unit's cost depends on."""
+"""Fields of towers, and of their experts, that no measured cost of a unit depends on."""
 _LEAST_MS, _MOST_MS = 1e-9, 1e12
 """Limits of a measured time, in ms, so that fits stay finite."""
 _Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]

@@ -57,7 +57,7 @@ _MAX_TRIED = 50_000
 """Most samples that other methods are tried on before they are run on all samples."""
 _ISF_CLOSE = 0.005
 """Share of packs by which ISF may need more on some samples, and be tried on all of them."""
-_MAX_TYPES = 176
+MAX_TYPES = 176
 _MIN_SAMPLES_PER_TYPE = 12
 """Least mean number of samples per type; with fewer, every epoch would get the same packs."""
 _MAX_ROUNDS = 100
@@ -75,10 +75,18 @@ _ONE_IS_GOOD_ENOUGH = 100
 """Number of packs from which one pack above the bound is good enough."""
 
 
-def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = True) -> Packs:
+def pack_balanced(
+    lengths: Lengths,
+    caps: Caps,
+    seed: Seed,
+    *,
+    thorough: bool = True,
+    most_types: int = MAX_TYPES,
+) -> Packs:
     """Pack all samples into about as few packs as can be, and never more than `pack_isf` does.
 
-    Without `thorough`, no fewest packs are searched for by diving.
+    Without `thorough`, no fewest packs are searched for by diving. The time goes by the types that
+    sizes are grouped into: a third of the usual ones take a tenth of it, for 0.1 % more packs.
 
     Raises:
         UserError: a sample is larger than a cap.
@@ -95,7 +103,7 @@ def pack_balanced(lengths: Lengths, caps: Caps, seed: Seed, *, thorough: bool = 
         level = _pack_level(sizes, units, least, rng)
         if level is not None:
             return level
-    packs = _pack_by_patterns(sizes, units, rng)
+    packs = _pack_by_patterns(sizes, units, rng, most_types)
     if len(packs) - least > _UNMIXED_SAVING * len(packs):
         packs = _best_fit_where_fewer(packs, sizes, units, rng)
     if len(packs) > least and _may_need_fewer(lengths, caps, len(packs), rng):
@@ -142,11 +150,13 @@ def _best_fit_where_fewer(
     return Packs.from_lists(fitted) if len(fitted) < needed else packs
 
 
-def _pack_by_patterns(sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator) -> Packs:
+def _pack_by_patterns(
+    sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator, most_types: int
+) -> Packs:
     """Pack samples by patterns, and what the patterns leave over by `omnibal.data.rest`."""
     tokens, max_tokens = sizes[-1], int(caps[-1])
     leveled = np.vstack([item_levels(sizes[:-1]), tokens])
-    types = group_sizes(leveled, min(_MAX_TYPES, len(tokens) // _MIN_SAMPLES_PER_TYPE))
+    types = group_sizes(leveled, min(most_types, len(tokens) // _MIN_SAMPLES_PER_TYPE))
     reduced = caps.copy()
     if _differ_inside(types, tokens):
         reduced[-1] -= max_tokens // _SPARE_SHARE

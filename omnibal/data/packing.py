@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from omnibal.data.balanced import pack_balanced
+from omnibal.data.balanced import MAX_TYPES, pack_balanced
 from omnibal.data.fit import Seed
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
@@ -18,7 +18,13 @@ class PackingMethod(StrEnum):
 
 
 def pack_samples(
-    lengths: Lengths, caps: Caps, method: PackingMethod, seed: Seed, *, thorough: bool = True
+    lengths: Lengths,
+    caps: Caps,
+    method: PackingMethod,
+    seed: Seed,
+    *,
+    thorough: bool = True,
+    most_types: int = MAX_TYPES,
 ) -> Packs:
     """Put every sample into one pack by `method`, with that method's default settings.
 
@@ -29,12 +35,14 @@ def pack_samples(
         seed: decides which samples go together where the rule leaves that open.
         thorough: where `balanced` needs more packs than must be for some hundred samples, search
             for the fewest; it may take half a minute.
+        most_types: sizes that `balanced` tells apart; with fewer it is faster, and packs are
+            slightly more.
 
     Raises:
         UserError: a sample is larger than a cap.
     """
     match method:
         case PackingMethod.BALANCED:
-            return pack_balanced(lengths, caps, seed, thorough=thorough)
+            return pack_balanced(lengths, caps, seed, thorough=thorough, most_types=most_types)
         case PackingMethod.ISF:
             return pack_isf(lengths, caps, seed)

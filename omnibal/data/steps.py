@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.data.balanced import MAX_TYPES
 from omnibal.data.by_level import levels_of_packs, pack_by_level
 from omnibal.data.deal import deal_apart, deal_in_step
 from omnibal.data.fit import Seed, size_keys
@@ -94,19 +95,31 @@ class Steps:
 
 
 def pack_epochs(
-    lengths: Lengths, request: DataRequest, may_fill: np.ndarray | None = None
+    lengths: Lengths,
+    request: DataRequest,
+    may_fill: np.ndarray | None = None,
+    *,
+    most_types: int = MAX_TYPES,
 ) -> list[Packs]:
     """Packs of every epoch, each drawn anew from (seed, epoch).
 
     Args:
         may_fill: which samples may go into packs of a longer level, bool [levels, samples]
             (`omnibal.data.by_level`); None for all.
+        most_types: as `pack_samples` has it, where there is one level.
     """
     thorough = request.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
     seeds = [_seeds(request, epoch)[0] for epoch in range(request.epochs)]
     if not request.levels:
         return [
-            pack_samples(lengths, request.caps, request.method, seed, thorough=thorough)
+            pack_samples(
+                lengths,
+                request.caps,
+                request.method,
+                seed,
+                thorough=thorough,
+                most_types=most_types,
+            )
             for seed in seeds
         ]
     return [

@@ -5,12 +5,17 @@ step. Inside a window nothing but rounding depends on which rank trains a sample
 others in a pack: the gradient is a sum over the step. So each rank is given an equal share of the
 window's predicted time (post-balancing, as in OrchMLLM, arXiv 2503.23830), and packs its share.
 
+Ranks that share out experts run the slots of a step together, each of which takes as long as the
+slowest rank's pack. Shares of as many packs therefore go to neighbouring ranks, and their packs to
+slots by weight: heaviest with heaviest.
+
 Undispatched windows are what a plain loader makes of them: packs by next fit, dealt round robin.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -40,6 +45,9 @@ class WindowRequest:
     ranks: int
     stages: int
     """Pipeline stages; their idle time at both ends of a step counts a rank's longest pack."""
+    in_step: int = 1
+    """Neighbouring ranks that run equally many micro-batches at the same time, a divisor of
+    `ranks`."""
 
 
 def schedule_windows(
@@ -96,6 +104,7 @@ class _Samples:
     pack_ms: float
     """Time of a pack besides its samples."""
     stages: int
+    in_step: int
     columns: list[tuple[int, ...]]
     """Sizes, sample by sample."""
 
@@ -115,19 +124,32 @@ class _Samples:
             ms=np.maximum(alone_ms - pack_ms, 0).tolist(),
             pack_ms=pack_ms,
             stages=request.stages,
+            in_step=request.in_step,
             columns=list(zip(*sizes.tolist(), strict=True)),
         )
 
     def busiest_ms(self, ranks: _Ranks) -> float:
-        """Time of the rank that has most to do."""
-        return max(map(self.rank_ms, ranks))
+        """Time of the rank that has most to do, or of the slowest ranks in step."""
+        return max(map(self._in_step_ms, self._groups(ranks)))
+
+    def _groups(self, ranks: _Ranks) -> list[_Ranks]:
+        """Ranks that run in step, by group."""
+        return [ranks[first : first + self.in_step] for first in range(0, len(ranks), self.in_step)]
+
+    def _in_step_ms(self, group: _Ranks) -> float:
+        """Time of ranks that run their slots together; one without a pack has an empty one."""
+        slots = zip_longest(*group, fillvalue=[])
+        return self._pipeline_ms([max(map(self._time_ms, slot)) for slot in slots])
 
     def rank_ms(self, packs: Sequence[_Pack]) -> float:
-        """Time of a rank's pipeline, of equal stages, times their number.
+        """Time of a rank's pipeline alone."""
+        return self._pipeline_ms([self._time_ms(pack) for pack in packs])
+
+    def _pipeline_ms(self, times: Sequence[float]) -> float:
+        """Time of a pipeline of equal stages, times their number.
 
         All stages but one wait while the pipeline fills and drains on a pack.
         """
-        times = [self._time_ms(pack) for pack in packs]
         return sum(times) + (self.stages - 1) * max(times, default=0.0)
 
     def _time_ms(self, pack: _Pack) -> float:
@@ -153,7 +175,36 @@ class _Samples:
         dealt = balance(weight_ms, ranks).rank
         longest_first = np.argsort(-weight_ms, kind="stable")
         shares = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
-        return [self._packed((window.start + share).tolist()) for share in shares]
+        given = [(window.start + share).tolist() for share in shares]
+        packed = [self._packed(share) for share in given]
+        return packed if self.in_step == 1 else self._in_step(given, packed)
+
+    def _in_step(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
+        """The faster of these packs and of as many for every rank, alike in every slot.
+
+        Args:
+            shares: samples of every rank, longest first.
+            packed: each share as is best for itself.
+        """
+        best = self._alike_in_step(packed)
+        for count in sorted({len(packs) for packs in packed}):
+            level = [self._level(share, count) for share in shares]
+            ranks = [packs for packs in level if packs is not None]
+            if len(ranks) == len(shares):
+                best = min(best, self._alike_in_step(ranks), key=self.busiest_ms)
+        return best
+
+    def _alike_in_step(self, ranks: _Ranks) -> _Ranks:
+        """Deal shares to ranks, and packs to slots, so that those that run together are alike."""
+        heavy_first = [sorted(packs, key=self._time_ms, reverse=True) for packs in ranks]
+        heavy_first.sort(key=lambda packs: [len(packs), *map(self._time_ms, packs)], reverse=True)
+        ordered = []
+        for group in self._groups(heavy_first):
+            most, fewest = len(group[0]), len(group[-1])
+            # Only the last slots can be empty: what not all have goes there, from heavy to light.
+            slots = [*lightest_at_the_ends(fewest), *range(fewest, most)]
+            ordered += [[packs[place] for place in slots[: len(packs)]] for packs in group]
+        return ordered
 
     def _packed(self, share: list[int]) -> list[_Pack]:
         """Pack one rank's samples, given longest first: of equal time, and the best number."""

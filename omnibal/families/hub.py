@@ -14,6 +14,7 @@ from omnibal.families.folder import CONFIG_FILE, model_name
 from omnibal.families.internvl import read_internvl
 from omnibal.files import complaint, read_text
 
+_QUANTIZED = "quantization_config"
 _REMEDY = "pass a config.json of a model hub, or the folder of one"
 Reader = Callable[[dict[str, Any], str, Path], ModelConfig]
 
@@ -84,6 +85,20 @@ def read_hub_config(path: Path) -> ModelConfig:
         raise UserError(f"{path}: {complaint(error.errors()[0])}") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def has_quantized_weights(path: Path) -> bool:
+    """Whether a hub's `config.json`, or a table in it, says that weights are stored quantised.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    return _is_quantized(_read_json(path))
+
+
+def _is_quantized(table: dict[str, Any]) -> bool:
+    within = (value for value in table.values() if isinstance(value, dict))
+    return table.get(_QUANTIZED) is not None or any(map(_is_quantized, within))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

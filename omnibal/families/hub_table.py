@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = frozenset(
     # Names, versions and code.
     "_name_or_path transformers_version auto_map model_type tokenizer_class _commit_hash "
     # Types of stored weights (a job's are --precision), and how they are drawn.
-    "torch_dtype dtype use_bfloat16 initializer_range "
+    "torch_dtype dtype use_bfloat16 quantization_config initializer_range "
     # Kernels and what a forward returns.
     "attn_implementation _attn_implementation _attn_implementation_autoset use_cache return_dict "
     "output_attentions output_hidden_states torchscript cache_implementation pretraining_tp "
@@ -79,11 +79,6 @@ class HubTable(BaseModel):
 
 
 def _refuse_variants(given: Mapping[str, Any]) -> None:
-    if given.get("quantization_config") is not None:
-        raise ValueError(
-            "quantization_config: a quantised model cannot be trained as it is; the weights must "
-            "be in floating point: remove the key from a copy of the file to plan for those"
-        )
     architectures = given.get("architectures") or []
     if isinstance(architectures, list):
         for name in architectures:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from omnibal.config import ModelConfig, load_model, model_file, preset_names
-from omnibal.families.hub import CONFIG_FILE, read_hub_config
+from omnibal.families.hub import CONFIG_FILE, has_quantized_weights, read_hub_config
 
 
 def named_model(name_or_path: str) -> ModelConfig:
@@ -19,6 +19,19 @@ def named_model(name_or_path: str) -> ModelConfig:
 def named_model_file(name_or_path: str) -> Path:
     """File that `named_model` reads."""
     return _hub_file(name_or_path) or model_file(name_or_path)
+
+
+def model_notes(name_or_path: str) -> list[str]:
+    """What a user should know of how a model that `named_model` has read is planned.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    path = _hub_file(name_or_path)
+    if path is None or not has_quantized_weights(path):
+        return []
+    stored = f"{path} has a quantization_config"
+    return [f"{stored}: weights are planned in --precision, not as they are stored"]
 
 
 def _hub_file(name_or_path: str) -> Path | None:

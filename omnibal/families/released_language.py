@@ -78,7 +78,6 @@ class ReleasedLanguage(BaseModel):
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     partial_rotary_factor: float | None = None
-    quantization_config: Any = None
     tie_word_embeddings: bool | None = None
     num_experts: PositiveInt = Field(
         default=128, validation_alias=AliasChoices("num_experts", "num_local_experts")
@@ -278,7 +277,6 @@ def _layer_cases(given: ReleasedLanguage) -> list[Case]:
             "without any but Qwen2's of q, k and v",
         ),
         (given.use_sliding_window, "use_sliding_window true", "false"),
-        (given.quantization_config is not None, "a quantization_config", "unquantized"),
     ]
 
 

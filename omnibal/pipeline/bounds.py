@@ -27,6 +27,10 @@ from omnibal.pipeline.units import holds_both_ends, holds_one_end, layer_kinds
 from omnibal.pipeline.workload import Workload
 from omnibal.units import unit_names
 
+_PATHS = 8
+"""Structural paths through a stage on one row of every step, of which the first goes through all
+that the stage does."""
+
 Edges = Sequence[tuple[np.ndarray, np.ndarray]]
 """Start and end positions of every stage's options."""
 
@@ -105,6 +109,20 @@ class Structure:
         """Number of pipeline stages."""
         return len(self.weights)
 
+    @property
+    def own_ms(self) -> np.ndarray:
+        """Time of all forwards and backwards of each run, which is on a path through it as any
+        stage. [runs]"""
+        compute = slice(self.layout.forward.start, self.layout.backward.stop)
+        of_everything = self.weights[0, ::_PATHS, 0, compute]
+        return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
+
+    def longest_of_runs_ms(self, stage: int, chosen: np.ndarray) -> np.ndarray:
+        """`longest_ms` of some of the runs, by their indices, without recomputation. [chosen]"""
+        runs = self.runs
+        terms = runs.with_buckets(runs.terms[chosen], chosen, stage)
+        return self.longest_ms(stage, runs.start[chosen], runs.end[chosen], terms)
+
     def longest_ms(
         self, stage: int, start: np.ndarray, end: np.ndarray, terms: np.ndarray
     ) -> np.ndarray:
@@ -130,6 +148,23 @@ class Structure:
         return np.where(at_start & at_end, length.max(axis=1), np.inf)
 
 
+def _least_slowest_ms(structure: Structure) -> float:
+    """Longest structural path through the slowest stage of a split, least over all splits.
+
+    A split that is good by the stages' own work alone says what is too long to be in the best.
+    """
+    runs, own_ms = structure.runs, structure.own_ms
+    edges = [(runs.start, runs.end)] * structure.stages
+    _, good = least_largest_path(edges, [own_ms] * structure.stages, runs.units)
+    limit_ms = max(
+        structure.longest_of_runs_ms(stage, np.array([run]))[0] for stage, run in enumerate(good)
+    )
+    short = np.flatnonzero(own_ms <= limit_ms)
+    bounds_ms = [structure.longest_of_runs_ms(stage, short) for stage in range(structure.stages)]
+    few = [(runs.start[short], runs.end[short])] * structure.stages
+    return min(least_largest(few, bounds_ms, runs.units), limit_ms)
+
+
 def least_step_ms(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
@@ -141,16 +176,7 @@ def least_step_ms(
         pipeline_size: stages; at most as many as the model has layers.
     """
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
-    structure = Structure.of(cost, model, steps, pipeline_size)
-    runs = structure.runs
-    every = np.arange(len(runs.start))
-    bounds_ms = [
-        structure.longest_ms(
-            stage, runs.start, runs.end, runs.with_buckets(runs.terms, every, stage)
-        )
-        for stage in range(pipeline_size)
-    ]
-    return least_largest([(runs.start, runs.end)] * pipeline_size, bounds_ms, runs.units)
+    return _least_slowest_ms(Structure.of(cost, model, steps, pipeline_size))
 
 
 def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:
@@ -163,12 +189,37 @@ def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:
 def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
     """Least possible value of the largest of the stages' sizes [options]; infinite if no way leads
     through all of them."""
-    reached = np.where(np.arange(units + 1) == 0, 0.0, np.inf)
+    return float(_least_largest_so_far(edges, sizes, units)[-1][-1])
+
+
+def least_largest_path(
+    edges: Edges, sizes: Sequence[np.ndarray], units: int
+) -> tuple[float, list[int]]:
+    """The same, and the options [stages] of a way of which the largest is that; there must be one.
+
+    Every stage of the way is as small as the rest of it allows.
+    """
+    so_far, position = _least_largest_so_far(edges, sizes, units), units
+    path = []
+    for (start, end), size, reached in zip(
+        reversed(edges), reversed(sizes), reversed(so_far[:-1]), strict=True
+    ):
+        largest = np.where(end == position, np.maximum(reached[start], size), np.inf)
+        path.append(int(largest.argmin()))
+        position = int(start[path[-1]])
+    return float(so_far[-1][-1]), path[::-1]
+
+
+def _least_largest_so_far(
+    edges: Edges, sizes: Sequence[np.ndarray], units: int
+) -> list[np.ndarray]:
+    """Least largest size on a way to each position, through no stage to all. [units + 1] each"""
+    so_far = [np.where(np.arange(units + 1) == 0, 0.0, np.inf)]
     for (start, end), size in zip(edges, sizes, strict=True):
-        largest = np.maximum(reached[start], size)
         reached = np.full(units + 1, np.inf)
-        np.minimum.at(reached, end, largest)
-    return float(reached[-1])
+        np.minimum.at(reached, end, np.maximum(so_far[-1][start], size))
+        so_far.append(reached)
+    return so_far
 
 
 def least_sums(

@@ -33,14 +33,13 @@ import numpy as np
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
-from omnibal.pipeline.bounds import Runs, Structure, least_largest, least_sums, possible_runs
+from omnibal.pipeline.bounds import Structure, least_largest, least_sums
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
+from omnibal.pipeline.least_peak import least_peak_of_tables
 from omnibal.pipeline.operation_graph import planned_graph
-from omnibal.pipeline.recompute import least_peak_bytes
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
-    MemoryTable,
     fits_cap,
     heaviest_passes,
     memory_tables,
@@ -135,6 +134,7 @@ def search_stages(
     memory_cap_bytes: float,
     *,
     prove: bool = True,
+    effort: float = 1.0,
 ) -> SearchResult:
     """The stages of least simulated step time that are found, and what is proven of them.
 
@@ -144,6 +144,8 @@ def search_stages(
         memory_cap_bytes: of one device.
         prove: False to end with a good split: a fraction of the time, and a bound that is of the
             slowest stage alone.
+        effort: share of the usual work after which improving and proving end, each with what it
+            has; a small search ends before.
 
     Raises:
         DoesNotFit: no split fits the cap.
@@ -152,26 +154,28 @@ def search_stages(
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
-        search = _descend(problem)
+        search = _descend(problem, effort)
         heavier = _heavier(problem, cost, workload, _stages_at(problem, search.best_options))
         if heavier is None:
-            found = _found(problem, search, prove)
+            found = _found(problem, search, prove, effort)
             heavier = _heavier(problem, cost, workload, found.stages_at)
     return found
 
 
-def _found(problem: SearchProblem, search: "_Search", prove: bool) -> SearchResult:
+def _found(problem: SearchProblem, search: "_Search", prove: bool, effort: float) -> SearchResult:
     """The best stages by the problem's own memory tables."""
     complete = search.choices.complete
     if prove:
-        lower_bound_ms = search.prove(_MAX_WORK if complete else _MAX_DESCENT_WORK)
+        lower_bound_ms = search.prove(effort * (_MAX_WORK if complete else _MAX_DESCENT_WORK))
     else:
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
         best, best_ms, more = _changed(problem, search)
         optimistic = search.over_optimistic(best_ms)
-        lower_bound_ms = optimistic.prove(_MAX_WORK) if prove else optimistic.quick_bound_ms()
+        lower_bound_ms = (
+            optimistic.prove(effort * _MAX_WORK) if prove else optimistic.quick_bound_ms()
+        )
         simulated += more + optimistic.simulated
     return SearchResult(
         stages_at=_stages_at(problem, best),
@@ -240,18 +244,6 @@ def sampled_steps(workload: Workload) -> Workload:
     return workload.some_steps(int(wanted))
 
 
-def least_peak_of_splits(
-    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
-) -> float:
-    """Bytes of the smallest memory cap that some split and recomputed sets fit.
-
-    Of several levels it is by the passes that are heaviest for many stages, which another pass of
-    the run may exceed a little.
-    """
-    tables = memory_tables(cost, workload, pipeline_size)
-    return _least_peak(possible_runs(cost, model), tables)
-
-
 def _problem(
     cost: CostModel,
     model: ModelConfig,
@@ -272,7 +264,7 @@ def _problem(
     )
 
 
-def _descend(problem: SearchProblem) -> "_Search":
+def _descend(problem: SearchProblem, effort: float = 1.0) -> "_Search":
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Raises:
@@ -282,15 +274,15 @@ def _descend(problem: SearchProblem) -> "_Search":
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = _Search(problem, choices_within(problem, limit_ms))
-        found = search.descend()
+        found = search.descend(effort * _MAX_DESCENT_WORK)
         if found:
             return search if search.best_ms <= limit_ms else search.with_options_of_better()
         if not tried:
-            need = _least_peak(problem.structure.runs, problem.tables)
+            need = least_peak_of_tables(problem.structure.runs, problem.tables)
             if not fits_cap(need, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    need = _least_peak(problem.structure.runs, problem.tables)
+    need = least_peak_of_tables(problem.structure.runs, problem.tables)
     raise DoesNotFit(_infeasible(problem, need))
 
 
@@ -305,13 +297,6 @@ def _even_ms(problem: SearchProblem) -> float:
     work_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
     row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
-
-
-def _least_peak(runs: Runs, tables: Sequence[MemoryTable]) -> float:
-    """Least peak of the fullest stage, over all splits, in bytes."""
-    counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
-    peaks = [least_peak_bytes(table, counts)[kind] for table in tables]
-    return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
 
 
 def _infeasible(problem: SearchProblem, least_peak: float) -> str:
@@ -384,14 +369,15 @@ class _Search:
         self.cuts = np.zeros((0, problem.stages, len(problem.structure.layout)))
         self.seen: set[bytes] = set()
 
-    def descend(self) -> bool:
-        """Find a split and improve it by small changes; whether there is any."""
+    def descend(self, most_work: float = _MAX_DESCENT_WORK) -> bool:
+        """Find a split and improve it by small changes until none helps or the work allowed is
+        done; whether there is any."""
         if not all(map(len, self.options)):
             return False
         splits = _seeds(self.options, self.problem.units)
         self._simulate(splits)
         improved = True
-        while improved and self.work < _MAX_DESCENT_WORK:
+        while improved and self.work < most_work:
             # Most changes do not touch what made the step long.
             self._learn(self.best[None])
             splits = _neighbours(self.options, self.best, self.problem.units)

@@ -23,12 +23,8 @@ from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
 from omnibal.pipeline.beside import ItemShares, encoder_room, with_encoders
 from omnibal.pipeline.encoding import EncoderRoom
-from omnibal.pipeline.partition import (
-    SearchResult,
-    least_peak_of_splits,
-    sampled_steps,
-    search_stages,
-)
+from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.partition import SearchResult, sampled_steps, search_stages
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
 from omnibal.units import BESIDE_MS

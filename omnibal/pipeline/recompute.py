@@ -93,9 +93,12 @@ class Alike:
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     """Smallest peak that recomputing can reach in each of many possible stages. [stages]"""
-    every, kinds = np.zeros_like(counts), layer_kinds(table.kinds)
-    every[:, kinds] = counts[:, kinds]
-    return _peak_bytes(table, counts, np.tile(every, table.levels))
+    return _peak_bytes(table, counts, every_layer(table.kinds, counts, table.levels))
+
+
+def every_layer(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
+    """All layers of stages of these units [..., kinds] at each level. [..., levels * kinds]"""
+    return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -398,19 +398,42 @@ def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> li
     many: tables then have those that are the peak of a wide choice of stages and recomputed layers,
     and what is found by them must be looked at in all passes (`heaviest_passes`).
     """
+    choose = _largest if cost.levels == 1 else _often_largest
+    of_stages, room = passes_of_stages(cost, workload, pipeline_size), room_of(workload)
+    # Stages that hold the same micro-batches share a table.
+    distinct = {id(passes): passes for passes in of_stages}
+    tables = {
+        key: memory_table(cost, choose(cost, passes), room) for key, passes in distinct.items()
+    }
+    return [tables[id(passes)] for passes in of_stages]
+
+
+def passes_of_stages(
+    cost: CostModel, workload: Workload, pipeline_size: int
+) -> list[RunningPasses]:
+    """Every pass of every stage of a pipeline; stages that hold the same micro-batches share them.
+
+    Those of two stages at one index are the same pass of the same micro-batch.
+    """
     features, slot = features_of(workload, cost), workload.slot
     besides = _held_besides(pipeline_size, int(slot.max()) + 1)
     total = _running_sums(features)
-    choose = _largest if cost.levels == 1 else _often_largest
-    # Stages that hold the same micro-batches share a table.
     distinct = {held.key: held for held in besides}
-    tables = {
-        key: memory_table(
-            cost, choose(cost, _passes(features, total, slot, held)), room_of(workload)
-        )
-        for key, held in distinct.items()
-    }
-    return [tables[held.key] for held in besides]
+    passes = {key: _passes(features, total, slot, held) for key, held in distinct.items()}
+    return [passes[held.key] for held in besides]
+
+
+def heaviest_pass(
+    cost: CostModel, passes: RunningPasses, counts: np.ndarray, recomputed: np.ndarray
+) -> int:
+    """Index of the pass in which a stage of these units needs most.
+
+    Args:
+        counts: [kinds].
+        recomputed: [levels * kinds].
+    """
+    needed, _ = _measured(cost, passes, _needed_and_kept(counts, recomputed))
+    return int(needed.argmax())
 
 
 def heaviest_passes(

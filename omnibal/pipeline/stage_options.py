@@ -107,19 +107,16 @@ class Choices:
 def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
     """Options that every stage may have in a split of at most `limit_ms`."""
     structure, runs = problem.structure, problem.structure.runs
-    every = np.arange(len(runs.start))
+    short = np.flatnonzero(structure.own_ms <= limit_ms)
     fast = [
-        structure.longest_ms(
-            stage, runs.start, runs.end, runs.with_buckets(runs.terms, every, stage)
-        )
-        <= limit_ms
+        short[structure.longest_of_runs_ms(stage, short) <= limit_ms]
         for stage in range(problem.stages)
     ]
     usable = on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
     both: list[list[StageOptions]] = [[], []]
     complete = True
     for stage, (f, u) in enumerate(zip(fast, usable, strict=True)):
-        found = stage_choices(problem, stage, np.flatnonzero(f)[u])
+        found = stage_choices(problem, stage, f[u])
         complete &= found.complete
         for options, each in zip(both, (found.fitting, found.optimistic), strict=True):
             options.append(each.take(np.flatnonzero(each.bound_ms <= limit_ms)))

@@ -19,7 +19,7 @@ from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
 from omnibal.parallel import Parallel, check_parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.partition import least_peak_of_splits
+from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.placement import least_peak_beside
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
@@ -57,13 +57,17 @@ class Advice:
     """Kinds of changes of which at least one was tried, successful or not."""
 
 
-def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
+def least_need_gib(
+    job: JobSpec, workload: Workload, levels: Sequence[Level] = (), enough_gib: float = 0.0
+) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least, for a
-    workload of packs of these levels."""
+    workload of packs of these levels; or, where that is no more than `enough_gib`, of a split that
+    needs no more."""
     if job.is_beside and job.beside is None:
         return least_peak_beside(placement_problem(job, workload, levels)) / GIB
     cost = job.cost_of_all(levels)
-    return least_peak_of_splits(cost, job.pipeline_model, workload, job.parallel.pipeline) / GIB
+    stages, enough = job.parallel.pipeline, enough_gib * GIB
+    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, enough) / GIB
 
 
 def gib_text(gib: float) -> str:

@@ -10,10 +10,11 @@ how much memory is left and how long the pipeline is. Then smaller moves around 
 strategy are tried for the best few; the others keep the best of the levels.
 
 Two things make this fast. Packs depend on the caps alone, so they are made once for all strategies.
-And what cannot win is not planned: first the least memory of all splits is known, and a lower bound
-of their time (`omnibal.pipeline.bounds`). Strategies are planned in the order of their bounds.
-Those whose bound is clearly above the best time are listed with it and are not in the ranking,
-which has the fastest all the same.
+And what cannot win is not planned: first a lower bound of the time of all splits is known
+(`omnibal.pipeline.bounds`). Strategies are looked at in the order of their bounds: the least memory
+of all splits says whether one fits, and then it is planned. Those whose bound is clearly above the
+best time, and all but a few of those whose bound is above it, are listed with their bound, whether
+they fit or not, and are not in the ranking, which has the fastest all the same.
 """
 
 import math
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from omnibal.config import ClusterConfig
 from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
+from omnibal.data.steps import pack_epochs
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel, check_parallel, expert_sizes
@@ -32,11 +34,25 @@ from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import CapSpace, usual_samples_per_step
 from omnibal.search.feasible import gib_text, least_need_gib
-from omnibal.search.trial import Comparison, Trial, micro_batches_at, step_sizes, time_per_sample
+from omnibal.search.trial import (
+    Comparison,
+    StepSize,
+    Trial,
+    micro_batches_at,
+    step_sizes,
+    time_per_sample,
+)
 
 CLEARLY_WORSE = 1.15
-"""Factor over the best time per sample; a choice whose bound is above it is not planned."""
+"""Factor over the best time per sample; a choice whose bound is above it is not planned
+and not in the ranking."""
 
+_SHOWN = 8
+"""Strategies that are planned although their bounds say that they are not the best."""
+_TRIAL_EFFORT = 0.1
+"""Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
+_TRIAL_TYPES = 64
+"""Sizes that samples are told apart by when they are packed for trials."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
 _MOVE = 2**0.25
@@ -104,7 +120,7 @@ class RuledOut:
     need_gib: float | None
     """Memory of one device at the best caps tried and in the best split; set where none fit."""
     most_samples_per_second: float | None
-    """Upper bound; set where some caps fit and all are clearly slower than the best strategy."""
+    """Upper bound; set where all caps that may fit are slower than the best strategy."""
     why: str
 
 
@@ -117,7 +133,7 @@ class StrategySearch:
     ranking: tuple[Strategy, ...]
     """Strategies that were planned, the fastest first."""
     ruled_out: tuple[RuledOut, ...]
-    """Strategies that are clearly slower, by their bounds; then those that do not fit, by need."""
+    """Strategies that are slower, by their bounds; then those that do not fit, by need."""
 
     @property
     def best(self) -> Strategy:
@@ -306,6 +322,11 @@ class _Setting:
         job = self.request.job.sized(parallel)
         return Trial(job=job, data=self.request.sample_data(caps), packed=[self.packs[caps]])
 
+    def step_sizes(self, choice: Choice) -> list[StepSize]:
+        """The steps that are mixed to the requested samples."""
+        wanted = self.request.samples_per_step
+        return step_sizes(self.trial(choice), wanted, self.micro_batches(choice))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pack:
@@ -316,51 +337,42 @@ class _Pack:
     def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
         # Packs are the same for any parallel sizes.
         request = self.setting.request
-        (packs,) = request.sample_data(caps).packed(request.job)
+        drawn = request.sample_data(caps).draw_request(request.job)
+        (packs,) = pack_epochs(request.lengths, drawn, most_types=_TRIAL_TYPES)
         return caps, packs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TrialBound:
-    """Bounds of a choice that are known without planning it."""
-
-    need_gib: float
-    """Memory of one device in the best split, at the step size that needs more."""
-    least_ms: float
-    """Lower bound on the time per sample; 0 where none is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _FindBound:
-    """Computation of a choice's bounds."""
+    """Computation of a lower bound on a choice's time per sample; 0 where none is known."""
 
     setting: _Setting
 
-    def __call__(self, choice: Choice) -> tuple[Choice, _TrialBound]:
-        setting, trial = self.setting, self.setting.trial(choice)
-        job, micro_batches = trial.job, setting.micro_batches(choice)
-        need_gib = least_ms = 0.0
-        is_bound = True
-        for size in step_sizes(trial, setting.request.samples_per_step, micro_batches):
-            workload = size.request.workload()
-            need_gib = max(need_gib, least_need_gib(job, workload))
-            step_ms = least_step_ms(job.cost, job.pipeline_model, workload, job.parallel.pipeline)
+    def __call__(self, choice: Choice) -> tuple[Choice, float]:
+        job, least_ms, is_bound = self.setting.trial(choice).job, 0.0, True
+        for size in self.setting.step_sizes(choice):
+            workload, stages = size.request.workload(), job.parallel.pipeline
+            step_ms = least_step_ms(job.cost, job.pipeline_model, workload, stages)
             least_ms += size.steps_per_sample * step_ms
             # A term with a negative weight would need an upper bound.
             is_bound &= size.steps_per_sample >= 0
-        return choice, _TrialBound(need_gib=need_gib, least_ms=least_ms if is_bound else 0.0)
+        return choice, least_ms if is_bound else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evaluate:
-    """Planning of a choice that fits."""
+    """Planning of a choice, or the memory in GiB that it needs where it does not fit."""
 
     setting: _Setting
 
-    def __call__(self, choice: Choice) -> tuple[Choice, Strategy]:
+    def __call__(self, choice: Choice) -> tuple[Choice, Strategy | float]:
         setting, (parallel, caps) = self.setting, choice
+        need_gib = self._need_gib(choice)
+        if not fits_cap(need_gib, setting.request.job.memory_cap_gib):
+            return choice, need_gib
         trial, micro_batches = setting.trial(choice), setting.micro_batches(choice)
-        timed = time_per_sample(trial, setting.request.samples_per_step, micro_batches)
+        wanted = setting.request.samples_per_step
+        timed = time_per_sample(trial, wanted, micro_batches, _TRIAL_EFFORT)
         assert timed.plan.prediction is not None
         return choice, Strategy(
             parallel=parallel,
@@ -374,6 +386,15 @@ class _Evaluate:
             why="",
         )
 
+    def _need_gib(self, choice: Choice) -> float:
+        """Memory of one device in the best split, at the step size that needs more; some split's
+        where that fits."""
+        job = self.setting.trial(choice).job
+        return max(
+            least_need_gib(job, size.request.workload(), enough_gib=job.memory_cap_gib)
+            for size in self.setting.step_sizes(choice)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _StrategyTrials:
@@ -382,63 +403,74 @@ class _StrategyTrials:
     setting: _Setting
     processes: int
     advance: Callable[[int], None]
-    bounds: dict[Choice, _TrialBound] = field(default_factory=dict)
-    """Bounds of choices with a pack for every rank, whether they fit or not."""
+    least_ms: dict[Choice, float] = field(default_factory=dict)
+    """Lower bounds on the times per sample of choices with a pack for every rank."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
+    need_gib: dict[Choice, float] = field(default_factory=dict)
+    """Memory of one device in the best split of choices that do not fit."""
 
     def run(self, choices: Iterable[Choice]) -> None:
         """Plan those of the new choices that fit and may be among the best."""
-        new = [choice for choice in choices if choice not in self.bounds]
+        new = [choice for choice in choices if choice not in self.least_ms]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
         packs |= dict(map_unordered(_Pack(setting=self.setting), caps, self._useful(caps)))
         full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
         find = _FindBound(setting=self.setting)
-        bounds = dict(map_unordered(find, full, self._useful(full)))
-        self.bounds.update((choice, bounds[choice]) for choice in full)
-        fitting = sorted(filter(self.fits, full), key=lambda choice: bounds[choice].least_ms)
-        self.advance(len(new) - len(fitting))
-        # More processes may plan more, which are left out of the ranking.
+        least_ms = dict(map_unordered(find, full, self._useful(full)))
+        self.least_ms.update((choice, least_ms[choice]) for choice in full)
+        self.advance(len(new) - len(full))
+        # More processes may look at more, which are left out of the result.
         work = _Evaluate(setting=self.setting)
-        promising, processes = self._promising(fitting), self._useful(fitting)
-        for choice, strategy in map_unordered(work, promising, processes):
-            self.planned[choice] = strategy
+        promising = self._promising(sorted(full, key=self._order))
+        for choice, found in map_unordered(work, promising, self._useful(full)):
+            if isinstance(found, Strategy):
+                self.planned[choice] = found
+            else:
+                self.need_gib[choice] = found
             self.advance(1)
 
-    def fits(self, choice: Choice) -> bool:
-        cap_gib = self.setting.request.job.memory_cap_gib
-        return bool(fits_cap(self.bounds[choice].need_gib, cap_gib))
+    def is_clearly_slower(self, choice: Choice) -> bool:
+        """Whether its bound alone says that a choice is none of the best."""
+        return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def ranked(self) -> list[Strategy]:
-        """Best plan of each strategy, among choices whose bound is not clearly above the best."""
-        limit_ms = CLEARLY_WORSE * self.best_ms()
-        kept = [
-            strategy
-            for choice, strategy in self.planned.items()
-            if self.bounds[choice].least_ms <= limit_ms
-        ]
-        best: dict[Parallel, Strategy] = {}
-        for strategy in sorted(kept, key=_rank):
-            best.setdefault(strategy.parallel, strategy)
-        return list(best.values())
+        """Best plan of each strategy that may have been the best of all by its bound, and of a few
+        more.
 
-    def best_ms(self, parallel: Parallel | None = None) -> float:
-        """Least time per sample planned, of all strategies or of one; infinite without any."""
-        times = (
-            strategy.ms_per_sample
-            for strategy in self.planned.values()
-            if parallel in (None, strategy.parallel)
-        )
-        return min(times, default=math.inf)
+        More processes may have planned more, which are left out.
+        """
+        best_ms, best = self.best_ms(), dict[Parallel, Strategy]()
+        for choice in sorted(self.planned, key=self._order):
+            found, (parallel, _) = self.planned[choice], choice
+            may_win = self.least_ms[choice] <= best_ms
+            if parallel in best:
+                if may_win:
+                    best[parallel] = min(best[parallel], found, key=_rank)
+            elif may_win or (len(best) < _SHOWN and not self.is_clearly_slower(choice)):
+                best[parallel] = found
+        return sorted(best.values(), key=_rank)
+
+    def best_ms(self) -> float:
+        """Least time per sample planned; infinite without any."""
+        return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
+
+    def _order(self, choice: Choice) -> tuple:
+        """Key by which choices are looked at: their bounds."""
+        parallel, caps = choice
+        return self.least_ms[choice], str(parallel), *caps.values.tolist()
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Choices that may be the best of their strategy and not clearly slower than the best."""
+        """Choices that may be the best of all, and the first that fits of a few more strategies
+        that are not clearly slower than the best."""
         for choice in choices:
-            least_ms = self.bounds[choice].least_ms
-            if least_ms > min(CLEARLY_WORSE * self.best_ms(), self.best_ms(choice[0])):
-                self.advance(1)
-            else:
+            strategies = {parallel for parallel, _ in self.planned}
+            is_shown = choice[0] not in strategies and len(strategies) < _SHOWN
+            is_near = is_shown and not self.is_clearly_slower(choice)
+            if self.least_ms[choice] <= self.best_ms() or is_near:
                 yield choice
+            else:
+                self.advance(1)
 
     def _useful(self, tasks: Sequence) -> int:
         """Number of processes to use, no more than there are tasks."""
@@ -508,18 +540,19 @@ def _why(strategy: Strategy, best: Strategy) -> str:
 
 
 def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
-    bounds = {choice: known for choice, known in trials.bounds.items() if choice[0] == parallel}
-    fitting = [known.least_ms for choice, known in bounds.items() if trials.fits(choice)]
-    if fitting:
-        least_ms = min(fitting)
+    choices = [choice for choice in trials.least_ms if choice[0] == parallel]
+    best_ms = trials.best_ms()
+    slower = [trials.least_ms[choice] for choice in choices if trials.least_ms[choice] > best_ms]
+    if slower:
+        least_ms = min(slower)
         return RuledOut(
             parallel=parallel,
             need_gib=None,
             most_samples_per_second=1e3 / least_ms,
             why=_why_slow(least_ms, best),
         )
-    if bounds:
-        need_gib = min(known.need_gib for known in bounds.values())
+    if choices:
+        need_gib = min(trials.need_gib[choice] for choice in choices)
         cap_gib = trials.setting.request.job.memory_cap_gib
         why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
         return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
@@ -541,7 +574,7 @@ def _most_packs(trials: _StrategyTrials) -> str:
 
 def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserError:
     request = trials.setting.request
-    if not trials.bounds:
+    if not trials.least_ms:
         fewest = min(parallel.data for parallel in parallels)
         samples = min(request.samples_per_step, len(request.lengths))
         return UserError(
@@ -549,15 +582,15 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
             f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
             "must have one: use more samples per step, smaller caps or fewer GPUs"
         )
-    (parallel, caps), nearest = min(trials.bounds.items(), key=lambda each: each[1].need_gib)
+    (parallel, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
     cap_gib = request.job.memory_cap_gib
-    looked_at = len({parallel for parallel, _ in trials.bounds})
+    looked_at = len({parallel for parallel, _ in trials.least_ms})
     idle = len(parallels) - looked_at
     others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(
         f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
         f"{request.job.model.name} into memory: the nearest, {parallel.options} at {caps}, "
-        f"needs {gib_text(nearest.need_gib)} GiB per device at best, "
+        f"needs {gib_text(need_gib)} GiB per device at best, "
         f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage; use more "
         "GPUs, devices with more memory or smaller caps"
     )

@@ -131,8 +131,13 @@ class Timed:
     """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
 
 
-def time_per_sample(trial: Trial, samples_per_step: int, micro_batches: float) -> Timed:
+def time_per_sample(
+    trial: Trial, samples_per_step: int, micro_batches: float, effort: float = 1.0
+) -> Timed:
     """Predict the time per sample at exactly `samples_per_step` samples per step.
+
+    Args:
+        effort: of the search for stages, as in `search_stages`.
 
     Raises:
         UserError: a plan cannot be made, such as for lack of memory.
@@ -141,7 +146,7 @@ def time_per_sample(trial: Trial, samples_per_step: int, micro_batches: float) -
     ms_per_sample = 0.0
     lost = np.zeros(len(LostTime.model_fields))
     for size in step_sizes(trial, samples_per_step, micro_batches):
-        plan = plans[size.micro_batches] = make_plan(size.request).plan
+        plan = plans[size.micro_batches] = make_plan(size.request, effort).plan
         assert plan.prediction is not None
         ms_per_sample += size.steps_per_sample * plan.prediction.step_ms
         lost += size.steps_per_sample * np.array([ms for _, ms in plan.prediction.lost])

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.beside import EncoderPlacement
-from omnibal.config import ModelConfig, load_cluster, load_model, preset_names
+from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.profile import Profile, UnitMeasurement
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.data.packing import PackingMethod
-from omnibal.encoders import ImagesEncoder
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -18,18 +17,6 @@ from omnibal.planner import PlanRequest
 from omnibal.units import unit_names
 
 MODEL = load_model("internvl-digits")
-
-
-def is_plain(name: str) -> bool:
-    """Whether a preset has tiles or clips, and language layers of one plain kind."""
-    model = load_model(name)
-    towers = model.encoders.values()
-    return not model.language.runs and not any(isinstance(one, ImagesEncoder) for one in towers)
-
-
-PLAIN_PRESETS = [*filter(is_plain, preset_names("models"))]
-"""Presets of the structure that `omnibal profile` measures; others' parameters and operations have
-tests of their own."""
 
 
 def origin_of(model: ModelConfig, **changes) -> LengthsOrigin:

@@ -39,7 +39,7 @@ PACK_KEYS = (
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
-    "gpu_days memory_cap_gib cost_source packs steps search_gap window levels "
+    "gpu_days memory_cap_gib cost_source packs steps search_gap image_share window levels "
     "attention_balance_ratio least_attention_balance_ratio communication_ratio exchanged_ratio "
     "tokens_per_rank encoder phases"
 ).split()
@@ -57,7 +57,8 @@ FLAGS = {
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --limit --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --provider --cluster --cluster-output --json",
-    "plan": "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
+    "plan": "--image-share "
+    "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
     "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "
     "--memory-gib --packing --steps-of --window --dispatch --levels --curriculum-steps --encoder "
@@ -385,7 +386,7 @@ def test_lengths_scan(capsys, tmp_path, digits):
         (PLAN + " --freeze vision --freeze projector --freeze language -o p", "the whole model"),
         (PLAN + " --method bmp --recompute cheapest -o p", "cheapest belongs to omnibal"),
         (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
-        (PLAN + " --gpus 4 -o p", "--gpus was given without --lengths"),
+        (PLAN + " --image-share 0.3 -o p", "which decide it: leave it"),
         (PLAN + " --gpus 3 --lengths {lengths} -o p", "3 GPUs are no multiple of --pp 2"),
         (PLAN + " --gpus 4 --micro-batches 2 -o p", "--micro-batches cannot be given"),
         (PLAN + " --samples-per-step 4 -o p", "--samples-per-step cannot be given"),
@@ -741,3 +742,17 @@ def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main([*PROFILE.split(), "-o", str(tmp_path / "profile.json")])
     assert ended.value.code == 3
+
+
+@pytest.mark.parametrize("sizes", [["--pp", "2", "--dp", "2"], ["--gpus", "4"]])
+@pytest.mark.parametrize(("share", "tiles"), [("", 4), ("--image-share 0.25", 2)])
+def test_tokens_alone_say_what_shapes_are(tmp_path, capsys, sizes, share, tiles):
+    """Prevents shapes whose images are not the share that is stated, or sizes that need data."""
+    plan_of_shapes = "plan --model internvl-digits --cluster laptop-cpu --max-tokens 128 --json"
+    run(f"{plan_of_shapes} {share}", *sizes, "-o", tmp_path / "plan")
+    result = json.loads(capsys.readouterr().out)
+    plan = read_plan(tmp_path / "plan")
+    assert plan.model.vision.tokens_per_item == 16
+    assert plan.shapes.caps["tiles"] == tiles
+    assert result["image_share"] == tiles * 16 / 128
+    assert plan.parallel.world_size == 4

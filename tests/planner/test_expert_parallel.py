@@ -209,7 +209,7 @@ def test_the_margin_for_uneven_experts_is_replaced():
 
 @pytest.mark.parametrize(
     "options",
-    [{"--encoder": "beside"}, {"--window": "40"}, {"--epochs": "2"}],
+    [{"--encoder": "beside"}, {"--window": "40", "--dispatch": "off"}, {"--epochs": "2"}],
 )
 def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, options):
     """Prevents empty micro-batches, or ranks in step, that the check of a plan does not know of."""

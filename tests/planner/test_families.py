@@ -9,7 +9,7 @@ import pytest
 from omnibal import cli
 from omnibal.errors import UserError
 from omnibal.families.hub import read_hub_config
-from omnibal.families.named import named_model, named_model_file
+from omnibal.families.named import model_notes, named_model, named_model_file
 from omnibal.layers import LayerKind
 
 pytestmark = pytest.mark.quick
@@ -141,14 +141,6 @@ REFUSED = {
     "a misspelt key": (config_of("qwen3-8b") | {"num_hidden_layer": 3}, "mean num_hidden_layers"),
     "windows": (config_of("qwen3-8b") | {"use_sliding_window": True}, "use_sliding_window"),
     "dropout": (config_of("qwen3-8b") | {"attention_dropout": 0.1}, "attention_dropout"),
-    "quantised": (
-        config_of("deepseek-v3") | {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config.*floating point",
-    ),
-    "quantised within": (
-        nested("kimi-k2.5", "text_config", quantization_config={"format": "pack-quantized"}),
-        "text_config: quantization_config",
-    ),
     "GPT-OSS": ({"model_type": "gpt_oss"}, "gpt_oss is not planned: .*sinks"),
     "another family": ({"model_type": "mamba2"}, "'mamba2' is not known; it must be one of"),
     "no family": ({"hidden_size": 8}, "has no model_type"),
@@ -210,6 +202,40 @@ def test_broken_files_are_refused(text, says, tmp_path):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=says):
         named_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        config_of("deepseek-v3") | {"quantization_config": {"quant_method": "fp8"}},
+        nested("kimi-k2.5", "text_config", quantization_config={"format": "pack-quantized"}),
+        nested("internvl3.5-8b", "llm_config", quantization_config={"bits": 4}),
+    ],
+    ids=["of a model", "of a part", "of InternVL's part"],
+)
+def test_quantized_releases_are_planned_in_floating_point(stored, tmp_path):
+    """Prevents: released files that are refused for how they store weights, or a silent plan."""
+    plain = json.loads(json.dumps(stored))
+    for table in (plain, *(value for value in plain.values() if isinstance(value, dict))):
+        table.pop("quantization_config", None)
+    folder = tmp_path / "m"
+    assert (read(folder, plain), model_notes(str(folder))) == (named_model(str(folder)), [])
+    unquantized = named_model(str(folder))
+    assert read(folder, stored) == unquantized
+    [note] = model_notes(str(folder))
+    assert "planned in --precision, not as they are stored" in note
+
+
+def test_a_quantized_plan_says_so_once(tmp_path, capsys):
+    """Prevents: memory read as that of stored weights, or a note for every reading of the file."""
+    quantized = {"quantization_config": {"bits": 4}, "num_hidden_layers": 4, "max_window_layers": 4}
+    read(tmp_path / "hub", config_of("qwen3-8b") | quantized)
+    options = "--cluster h100-80g --pp 2 --tp 4 --max-tokens 4096 --micro-batches 4"
+    plan = ["plan", "--model", str(tmp_path / "hub"), *options.split(), "-o", str(tmp_path / "p")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(plan)
+    assert ended.value.code in (0, None)
+    assert capsys.readouterr().err.count("note: " + model_notes(str(tmp_path / "hub"))[0]) == 1
 
 
 def test_a_plan_of_a_hubs_folder(tmp_path):

@@ -127,7 +127,6 @@ def test_earlier_versions_are_their_presets(tmp_path: Path) -> None:
         (in_transformers({**QWEN3_8B, "model_type": "gpt_oss", "architectures": None}), "GPT-OSS"),
         (original(QWEN3_30B_A3B | {"mlp_only_layers": [0]}), "leave layers without experts"),
         (original(QWEN3_8B | {"architectures": ["Phi3ForCausalLM"]}), "is Phi3ForCausalLM"),
-        (original(QWEN3_8B | {"quantization_config": {"bits": 4}}), "a quantization_config"),
         (original(QWEN3_8B | {"use_sliding_window": True}), "use_sliding_window true"),
         (original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}), "vision hidden_act 'silu'"),
         (in_transformers(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),

@@ -20,8 +20,9 @@ from omnibal.errors import UserError
 from omnibal.parallel import Parallel
 from omnibal.pipeline import stage_options
 from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
-from omnibal.pipeline.partition import least_peak_of_splits, search_stages
+from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.units import (

@@ -19,7 +19,8 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline import partition
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
-from omnibal.pipeline.partition import least_peak_of_splits, sampled_steps, search_stages
+from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_run
@@ -544,6 +545,8 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
     for seed in (44, 67, 111, 246, 303, 329):
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
         least = least_peak_of_splits(cost, model, packs, p)
+        assert least <= least_peak_of_splits(cost, model, packs, p, 1.5 * least) <= 1.5 * least
+        assert least_peak_of_splits(cost, model, packs, p, 0.99 * least) == least
         exact, roomy = (
             search_stages(cost, model, packs, p, cap) for cap in (least, least * (1 + 1e-9))
         )
@@ -623,6 +626,15 @@ def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
     assert cut_short.lower_bound_ms <= best.step_ms * (1 + 1e-9)
     assert cut_short.step_ms >= best.step_ms * (1 - 1e-9)
     assert cut_short.simulated < best.simulated
+
+
+def test_little_effort_ends_with_what_it_has():
+    """Prevents an effort that is not limited, or a bound that was never proven."""
+    cost, model, packs = large_case((30, 50), 8)
+    cap = 1.3 * least_peak_of_splits(cost, model, packs, 8)
+    full, little = (search_stages(cost, model, packs, 8, cap, effort=e) for e in (1.0, 1e-6))
+    assert little.simulated < full.simulated
+    assert little.lower_bound_ms <= full.step_ms <= little.step_ms
 
 
 def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):

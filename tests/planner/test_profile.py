@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnibal.config import RopeScaling, load_cluster, load_model
+from omnibal.config import ModelConfig, RopeScaling, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import (
@@ -38,6 +38,14 @@ SHAPES = [
     (7, 512, 90000, 300),
 ]
 """Tiles, tokens, squared tokens, loss tokens."""
+EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=128)
+
+
+def model_with(experts: ExpertsConfig) -> ModelConfig:
+    """The model with these experts in every language layer."""
+    runs = (LayerRun(layers=1, experts=experts),)
+    language = MODEL.language.model_copy(update={"runs": runs})
+    return MODEL.model_copy(update={"language": language})
 
 
 def true_cost() -> CostModel:
@@ -126,10 +134,7 @@ def test_exact_measurements_give_back_the_true_costs():
 def test_experts_that_ranks_share_out_cost_what_is_counted_besides():
     """Prevents experts of a profile that plans of expert parallelism take as if nothing was
     exchanged and no rank fuller than others; and layers with experts that are not found in it."""
-    experts = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=128)
-    runs = (LayerRun(layers=1, experts=experts),)
-    language = MODEL.language.model_copy(update={"runs": runs})
-    model = MODEL.model_copy(update={"language": language})
+    model = model_with(EXPERTS)
     alone, shared_out = Parallel(pipeline=1, data=4), Parallel(pipeline=1, data=4, expert=4)
     counted = analytic_cost(model, CLUSTER, alone, "fp32")
     profile = measured(optimizer=(), links=(), model_sha256=model_sha256(model))
@@ -143,6 +148,25 @@ def test_experts_that_ranks_share_out_cost_what_is_counted_besides():
             assert features @ getattr(found, name) == pytest.approx(expected, rel=1e-3)
         assert features @ found.collective_ms.T == pytest.approx(features @ known.collective_ms.T)
         assert bool(found.collective_ms.any()) == (sizes.expert > 1)
+
+
+@pytest.mark.parametrize("changes", [{"imbalance": 2.0}, {"auxiliary_loss": 0.01}], ids=str)
+def test_choices_for_experts_are_no_other_model(changes):
+    """Prevents: measuring again for another margin or loss, or a margin kept from measuring."""
+    measured_on, name = model_with(EXPERTS), "language_layer_experts8"
+    counted = analytic_cost(measured_on, CLUSTER, Parallel(pipeline=1), "fp32")
+    profile = measured(optimizer=(), links=(), model_sha256=model_sha256(measured_on))
+    profile = profile.model_copy(update={"measurements": measurements_of(counted)})
+    sizes, features = Parallel(pipeline=1, data=4, expert=4), np.array([1, *SHAPES[-1]])
+    planned = model_with(EXPERTS.model_copy(update=changes))
+    found = fitted_cost(profile, planned, CLUSTER, sizes, "fp32").units[name]
+    known = analytic_cost(planned, CLUSTER, sizes, "fp32").units[name]
+    assert features @ found.forward_ms == pytest.approx(features @ known.forward_ms, rel=1e-3)
+    kept = features @ known.activation_bytes
+    assert features @ found.activation_bytes == pytest.approx(kept, rel=0.01)
+    more = model_with(EXPERTS.model_copy(update={"experts": 16}))
+    with pytest.raises(UserError, match="sizes are not those"):
+        fitted_cost(profile, more, CLUSTER, sizes, "fp32")
 
 
 def test_noise_stays_a_relative_error_of_its_own_size():

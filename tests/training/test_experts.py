@@ -10,6 +10,7 @@ from ranks import run_ranks
 from test_tensor_parallel import OPTIONS, assert_same_training, batches_of, run
 from toy import stages_of, toy_model, toy_plan
 
+from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
@@ -102,7 +103,11 @@ def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(monkeypat
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param({}, {"data": 2, "expert": 2}, id="one-to-experts-2"),
+        pytest.param(
+            {},
+            {"data": 2, "expert": 2, "model": model_of(imbalance=2.0)},
+            id="one-to-experts-2-of-another-margin",
+        ),
         pytest.param({"data": 4, "expert": 4}, {"data": 2}, id="experts-4-to-data-2"),
         pytest.param(
             {"data": 2, "expert": 2, "cuts": (2,)},
@@ -126,6 +131,15 @@ def test_resumes_under_another_expert_size(tmp_path, before, after):
     ranks = run(second, STEPS[1:], load=tmp_path, first=1)
     rest = (results[1:], gradients[1:], weights)
     assert_same_training(ranks, second.parallel.tensor, rest, rel=2e-5)
+
+
+def test_choices_for_experts_are_no_other_model():
+    """Prevents: a run that cannot go on with another margin or coefficient of the loss; and one
+    that goes on with experts of other shapes."""
+    chosen = model_of(imbalance=2.0, auxiliary_loss=0.0)
+    assert architecture_differences(MODEL, chosen) == []
+    [line] = architecture_differences(MODEL, model_of(experts=4))
+    assert line.startswith("language.runs is ") and "'experts': 8" in line
 
 
 def routed_tokens(links, plan, packs):

@@ -16,8 +16,11 @@ from omnibal.errors import UserError
 
 CHECKPOINT_BACKEND = ("torch_dist", 1)
 """Name and version of core's file format."""
-_NOT_ARCHITECTURE = ("layer_scale_init", "max_positions", "rope_factor")
-"""Fields of towers that do not change the weights' shapes."""
+_NOT_ARCHITECTURE = (
+    *("layer_scale_init", "max_positions", "rope_factor"),
+    *("imbalance", "auxiliary_loss"),
+)
+"""Fields of towers, and of their experts, that do not change the weights' shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

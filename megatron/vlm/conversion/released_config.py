@@ -23,6 +23,7 @@ from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder
 from omnibal.errors import UserError
 from omnibal.families.folder import CONFIG_FILE, model_name
+from omnibal.families.hub import has_quantized_weights
 from omnibal.families.internvl import (
     NORMS,
     TRANSFORMERS_QK_NORM_EPS,
@@ -98,6 +99,11 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
     """
     path = directory / CONFIG_FILE
     file = open_internvl(path)
+    if has_quantized_weights(path):
+        raise UserError(
+            f"{path}: has a quantization_config; weights must be unquantized: convert a release in "
+            "floating point"
+        )
     if file is None:
         return _text_only_config(path, names)
     layout = _internvl_layout(file, names)
