@@ -169,6 +169,7 @@ def _check_partition(plan: Plan) -> str:
         )
     for level in range(len(plan.levels)):
         _check_recomputed(plan, level)
+    _check_recomputed_in_step(plan)
     check_stages(plan.pipeline_model, plan.stages)
     what = "every layer" if plan.beside is None else "every language layer"
     return f"{len(plan.stages)} stages hold {what} of {plan.model.name} once, in order"
@@ -179,6 +180,18 @@ def _check_recomputed(plan: Plan, level: int) -> None:
         check_stages(plan.pipeline_model, plan.stages_at(level))
     except UserError as error:
         raise UserError(f"levels[{level}]: {error}") from error
+
+
+def _check_recomputed_in_step(plan: Plan) -> None:
+    """Refuse levels of which ranks that run in step repeat other exchanges in the backward."""
+    if plan.parallel.in_step == 1 or len({level.recompute for level in plan.levels}) <= 1:
+        return
+    raise UserError(
+        f"levels recompute different layers with {plan.parallel.options}, whose "
+        f"{plan.parallel.in_step} data-parallel ranks that share out experts run packs of several "
+        "levels in step: one would repeat a layer's exchange of tokens and another not, and both "
+        f"wait for ever; give all levels the same recompute, or {_ANEW}, which does"
+    )
 
 
 def _check_costs(

@@ -3,7 +3,9 @@
 Micro-batches of all levels are in flight together, so that layers recomputed at one level leave
 room for another's. A set is a count of every kind of layer at every level, and the *least* sets are
 those of which no count can be lower. How many these are grows with a power of the levels. Where
-they are few, all of them are found; where they are many, a grid of them.
+they are few, all of them are found; where they are many, a grid of them. Where data-parallel ranks
+share out experts, packs of several levels run in step, and a layer's exchange of tokens must be
+repeated in all of them or in none: counts are then the same at all levels.
 
 What a grid leaves out is bounded: of each of its cells one *optimistic* set is made, which
 recomputes no more, of any kind at any level, than any set of the cell that fits. It may not fit.
@@ -41,17 +43,29 @@ class LevelFit:
     counts: np.ndarray
     """Units, [stages, kinds]."""
     held: np.ndarray
-    """Layers that can be recomputed of every group of alike kinds at every level, [stages,
-    columns]."""
+    """Layers that can be recomputed of every group of alike kinds at every level, or at all levels
+    together, [stages, columns]."""
+    own_sets: int
+    """Levels that have sets of their own: all, or 1 where they recompute the same layers."""
 
     @classmethod
-    def of(cls, table: MemoryTable, counts: np.ndarray, memory_cap_bytes: float) -> "LevelFit":
+    def of(
+        cls,
+        table: MemoryTable,
+        counts: np.ndarray,
+        memory_cap_bytes: float,
+        *,
+        same_at_levels: bool = False,
+    ) -> "LevelFit":
+        """Stages of these counts of units; `same_at_levels` for the same layers at all levels."""
         alike = Alike.of(table.kinds)
+        own_sets = 1 if same_at_levels else table.levels
         return cls(
             cap=Cap.of(table, memory_cap_bytes),
             alike=alike,
             counts=counts,
-            held=np.tile(alike.together(counts[:, layer_kinds(table.kinds)]), table.levels),
+            held=np.tile(alike.together(counts[:, layer_kinds(table.kinds)]), own_sets),
+            own_sets=own_sets,
         )
 
     def holds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
@@ -68,16 +82,16 @@ class LevelFit:
         """Layers of every kind at every level, of stages [n] that recompute so many of every group
         [n, columns]. [n, levels * layer kinds]"""
         held = self.counts[stage][:, None, layer_kinds(self.cap.table.kinds)]
-        levels = self.cap.table.levels
-        of_groups = layers.reshape(len(stage), levels, len(self.alike.groups))
-        apart = self.alike.apart(np.repeat(held, levels, axis=1), of_groups)
-        return apart.reshape(len(stage), levels * held.shape[-1])
+        of_groups = layers.reshape(len(stage), self.own_sets, len(self.alike.groups))
+        apart = self.alike.apart(np.repeat(held, self.own_sets, axis=1), of_groups)
+        of_sets = apart.reshape(len(stage), self.own_sets * held.shape[-1])
+        return np.tile(of_sets, self.cap.table.levels // self.own_sets)
 
     def of_groups(self, layers: np.ndarray) -> np.ndarray:
-        """Layers of every group at every level, given those of every kind [sets, levels * layer
-        kinds]. [sets, columns]"""
+        """Layers of every column, given those of every kind [sets, levels * layer kinds]. [sets,
+        columns]"""
         of_levels = layers.reshape(len(layers), self.cap.table.levels, -1)
-        return self.alike.together(of_levels).reshape(len(layers), -1)
+        return self.alike.together(of_levels[:, : self.own_sets]).reshape(len(layers), -1)
 
     def fewest(
         self,
@@ -106,6 +120,8 @@ def recomputes_of_levels(
     extreme_ms: np.ndarray,
     memory_cap_bytes: float,
     most: int,
+    *,
+    same_at_levels: bool = False,
 ) -> LevelRecomputes:
     """The sets worth considering in each of many possible stages; stages that never fit have none.
 
@@ -113,12 +129,13 @@ def recomputes_of_levels(
         counts: [stages, kinds] units of each stage.
         extreme_ms: [extremes, levels * layer kinds]; see `omnibal.pipeline.recompute`.
         most: points of a stage's grid.
+        same_at_levels: whether a set must have the same layers at all levels.
     """
-    if not table.holds_others:
+    if not (table.holds_others or same_at_levels):
         alone = _each_level_alone(table, counts, extreme_ms, memory_cap_bytes)
         if np.bincount(alone.stage, minlength=1).max() <= most:
             return LevelRecomputes(fitting=alone, optimistic=alone, complete=True)
-    fit = LevelFit.of(table, counts, memory_cap_bytes)
+    fit = LevelFit.of(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
     every = fit.holds(np.arange(len(counts)), fit.held)
     stage = np.flatnonzero(every)
     low, high = _box(fit, stage)

@@ -261,6 +261,7 @@ def _problem(
         simulator=simulator,
         extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),
         levels=cost.levels,
+        same_at_levels=workload.in_step > 1,
     )
 
 

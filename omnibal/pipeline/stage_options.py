@@ -84,6 +84,8 @@ class SearchProblem:
     extreme_ms: np.ndarray
     """Times to recompute layers, [extremes, levels * layer kinds]; see `useful_recomputes`."""
     levels: int
+    same_at_levels: bool
+    """Whether a stage must recompute the same layers at all levels."""
 
     @property
     def stages(self) -> int:
@@ -144,7 +146,14 @@ def stage_choices(problem: SearchProblem, stage: int, chosen: np.ndarray) -> Sta
         options = _of_sets(problem, stage, chosen, kind, sets)
         return StageChoices(fitting=options, optimistic=options, complete=True)
     most = max(_MOST_OPTIONS // max(len(chosen), 1), 1)
-    found = recomputes_of_levels(table, counts, problem.extreme_ms, cap_bytes, most)
+    found = recomputes_of_levels(
+        table,
+        counts,
+        problem.extreme_ms,
+        cap_bytes,
+        most,
+        same_at_levels=problem.same_at_levels,
+    )
     return StageChoices(
         fitting=_of_sets(problem, stage, chosen, kind, found.fitting),
         optimistic=_of_sets(problem, stage, chosen, kind, found.optimistic),
@@ -167,7 +176,12 @@ def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> St
     """The run of an option with the sets near to its own."""
     runs = problem.structure.runs
     run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
-    fit = LevelFit.of(problem.tables[stage], runs.counts[run], problem.memory_cap_bytes)
+    fit = LevelFit.of(
+        problem.tables[stage],
+        runs.counts[run],
+        problem.memory_cap_bytes,
+        same_at_levels=problem.same_at_levels,
+    )
     sets = sets_near(fit, option.recomputed[0])
     return _recomputing(problem, stage, np.repeat(run, len(sets)), sets)
 

@@ -265,6 +265,13 @@ def other_features(plan: dict) -> None:
     del plan["levels"][0]["caps"]["max_tiles"]
 
 
+def recomputed_in_step(plan: dict) -> None:
+    plan["model"]["language"]["runs"] = [
+        {"layers": 1, "experts": {"experts": 4, "experts_per_token": 2, "ffn_hidden_size": 64}}
+    ]
+    plan["parallel"]["expert"] = 2
+
+
 def recomputed_twice(plan: dict) -> None:
     plan["stages"][1]["recompute"] = ["language 0"]
 
@@ -283,6 +290,7 @@ def no_levels(plan: dict) -> None:
         (too_few_stages, "recompute has 1 entries for 2 stages"),
         (falling_caps, "levels must come in the order of rising max_tokens"),
         (other_features, "all levels must limit the same features"),
+        (recomputed_in_step, "different layers with .*--ep 2, whose 2 data-parallel ranks"),
         (recomputed_twice, "a stage names layers to recompute beside `levels`"),
         (no_levels, "has no such level.*levels go from 0 to 0"),
     ],

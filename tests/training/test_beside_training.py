@@ -10,13 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import beside_plan, own_stream
-from megatron.core import parallel_state
 from ranks import run_ranks
-from test_tensor_parallel import OPTIONS, assert_equal_whole, by_name, model_of
+from test_tensor_parallel import (
+    OPTIONS,
+    assert_equal_whole,
+    by_name,
+    gather_gradients,
+    model_of,
+)
 from toy import stages_of, toy_audio_encoder, toy_batch, toy_plan
 
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.layers import ExpertsConfig, LayerRun
 
 # Packs of (tiles, text tokens) of each step, dealt to data-parallel ranks in turn: fewer packs than
 # slots, all images in one pack, none at all, one pack for all ranks.
@@ -43,6 +49,7 @@ class Case:
     drop_path: float = 0.0
     tied: bool = False
     audio: bool = False
+    experts: bool = False
 
 
 # Units of the language model: 0 embed, 1-2 layers, 3 head.
@@ -67,12 +74,21 @@ CASES = {
     "dp4-audio": Case(
         {"data": 4}, pipelines=4, kept=3, audio=True, frozen=("language", "vision"),
     ),
+    # Ranks without a pack, or with one less, compute empty ones to join others.
+    "dp4-experts": Case({"data": 4, "expert": 4}, pipelines=2, kept=1, experts=True),
+    "pp2-dp2-experts": Case({"data": 2, "expert": 2}, cuts=(2,), audio=True, experts=True),
 }  # fmt: skip
 
 
 def model_of_case(case):
     model = model_of(vocabulary=49, kv_heads=2)
     language = model.language.model_copy(update={"tied_head": case.tied})
+    if case.experts:
+        experts = ExpertsConfig(
+            experts=8, experts_per_token=2, ffn_hidden_size=10, auxiliary_loss=0.5
+        )
+        runs = (LayerRun(layers=1, experts=experts),)
+        language = language.model_copy(update={"runs": runs})
     audio = {"audio": toy_audio_encoder(layers=2)} if case.audio else {}
     encoders = model.encoders | audio
     return model.model_copy(update={"language": language, "encoders": encoders})
@@ -93,7 +109,8 @@ def packs_of(model, number, drop_path):
         batch = toy_batch(model, samples, seed=100 * number + index)
         weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
         keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + index if drop_path else None
-        yield replace(batch, loss_weights_L=weights, drop_path_keys_T=keys)
+        total = weights.sum().item()
+        yield replace(batch, loss_weights_L=weights, loss_weight=total, drop_path_keys_T=keys)
 
 
 def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
@@ -106,11 +123,12 @@ def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
     results, gradients = [], []
     for number in steps:
         packs = list(packs_of(plan.model, number, drop_path))
-        result = train_step(trainer, own_stream(plan, packs))
+        stream = own_stream(plan, packs)
+        result = train_step(trainer, stream, slots=trainer.most_in_step(len(stream)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gather_gradients(trainer.model, parallel_state.get_data_parallel_group())
+        gather_gradients(trainer.model)
         if trainer.encoders is not None and trainer.encoders.trained:
-            gather_gradients(trainer.encoders.model, dist.group.WORLD)
+            gather_encoder_gradients(trainer.encoders.model)
         gradients.append([by_name(stage, lambda p: p.main_grad) for stage in trainer.stages])
     trainer.wait_for_weights()
     if save is not None:
@@ -121,8 +139,9 @@ def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
     return results, gradients, [by_name(stage, lambda p: p) for stage in trainer.stages]
 
 
-def gather_gradients(model, group):
+def gather_encoder_gradients(model):
     """Each rank has only its share of the summed gradients; now all have all."""
+    group = dist.group.WORLD
     for buffer in model.buffers:
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -130,8 +149,8 @@ def gather_gradients(model, group):
 
 
 @functools.cache
-def single_process(frozen, tied, drop_path, audio):
-    model = model_of_case(Case({}, tied=tied, audio=audio))
+def single_process(frozen, tied, drop_path, audio, experts=False):
+    model = model_of_case(Case({}, tied=tied, audio=audio, experts=experts))
     plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
     return run_ranks(plan.parallel, train_steps, plan, drop_path)[0]
 
@@ -172,7 +191,7 @@ def test_encoders_beside_the_pipeline_train_as_one_process(name):
     token, and ranks that wait for ever for one that has nothing to encode."""
     case = CASES[name]
     plan = plan_of(case)
-    alone = single_process(case.frozen, case.tied, case.drop_path, case.audio)
+    alone = single_process(case.frozen, case.tied, case.drop_path, case.audio, case.experts)
     ranks = run_ranks(plan.parallel, train_steps, plan, case.drop_path)
     assert_same_training(ranks, plan.parallel.tensor, alone)
 

@@ -26,6 +26,7 @@ from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import ModelConfig
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.levels import ContextExchange, CutRule
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -60,6 +61,7 @@ class Case:
     recompute: tuple[dict, ...] = ({}, {}, {})
     drop_path: float = 0.0
     text_only: bool = False
+    experts: bool = False
 
 
 GATHER, HEADS = ContextExchange.GATHER, ContextExchange.HEADS
@@ -101,6 +103,12 @@ CASES = {
         {"data": 2},
         text_only=True,
     ),
+    "dp4-experts": Case(
+        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
+        {"data": 4, "expert": 4},
+        recompute=({"language": (0,)},) * 3,
+        experts=True,
+    ),
 }  # fmt: skip
 
 
@@ -108,6 +116,11 @@ def plan_of(case) -> Plan:
     """The case's plan, whose language layers have four key/value heads."""
     model = model_of(vocabulary=49, kv_heads=4, is_qwen3=case.tied)
     language = model.language.model_copy(update={"tied_head": case.tied})
+    if case.experts:
+        # Without the auxiliary loss, which is of a rank's own tokens of a shared pack.
+        experts = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=10)
+        runs = (LayerRun(layers=1, experts=experts),)
+        language = language.model_copy(update={"runs": runs})
     model = model.model_copy(update={"language": language})
     if case.text_only:
         model = ModelConfig(name="toy-text", language=language)
@@ -169,7 +182,8 @@ def train_steps(links, plan, case, shared):
     for number in range(len(STEPS)):
         rows = list(whole_packs(plan, number, case.drop_path))
         batches = MicroBatchStream.of([batch for _, row in rows for batch in row])
-        result = train_step(trainer, own_batches(plan, rows) if shared else batches)
+        batches = own_batches(plan, rows) if shared else batches
+        result = train_step(trainer, batches, slots=trainer.most_in_step(len(batches)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)
         gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))

@@ -183,12 +183,17 @@ class StepShares:
                 is_kept=end <= kept,
             )
 
-    def slices(self) -> list[dict[str, slice]]:
-        """Where the features of each of this pipeline's packs are among its rows, by encoder."""
+    def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
+        """Where the features of each of this pipeline's packs are among its rows, by encoder.
+
+        Args:
+            micro_batches: that the pipeline runs, where it has empty ones after its packs to join
+                others; they have no rows.
+        """
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
         starts = self._starts
         base = min((int(start[own[0]]) for start in starts.values()), default=0) if len(own) else 0
-        return [
+        of_packs = [
             {
                 name: slice(
                     int(starts[name][pack]) - base,
@@ -198,6 +203,7 @@ class StepShares:
             }
             for pack in own
         ]
+        return of_packs + [dict.fromkeys(self.items, slice(0, 0))] * (micro_batches - len(own))
 
     @cached_property
     def route(self) -> FeatureRoute:

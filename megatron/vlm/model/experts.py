@@ -46,7 +46,9 @@ class Router(TopKRouter):
     by the tokens of one tensor-parallel rank, so that it shrinks with their number, divides by the
     loss tokens of the global batch, of which a conversation has fewer than tokens, and gives NaN
     for a micro-batch of padding. Here a micro-batch weighs in it what its tokens weigh in the loss:
-    divided by the same sum, it is a weighted mean over micro-batches, however they are spread.
+    divided by the same sum, it is a weighted mean over micro-batches, however they are spread. Of a
+    pack that data-parallel ranks share, the tokens are those of this rank's part, which weighs by
+    its share of the pack's.
     """
 
     def __init__(

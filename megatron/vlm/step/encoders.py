@@ -173,7 +173,8 @@ class EncoderStep:
         del arrived_PE
         rows_RE = _gathered(part_PE, route.parts)
         del part_PE
-        return StepFeatures(rows_RE, self._shares.slices(), self._trained.slices())
+        number = len(self._batches)
+        return StepFeatures(rows_RE, self._shares.slices(number), self._trained.slices(number))
 
     def backward(self, features: StepFeatures | None) -> None:
         """Bring the gradients of features back and run this rank's backward."""
