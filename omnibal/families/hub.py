@@ -30,6 +30,7 @@ _READERS: dict[str, Reader] = {
     "qwen3_moe": text_only.read_qwen3_moe,
     "internvl_chat": _internvl,
     "internvl": _internvl,
+    "qwen2_vl": qwen.read_qwen2_vl,
     "qwen2_5_vl": qwen.read_qwen2_5_vl,
     "qwen3_vl": qwen.read_qwen3_vl,
     "qwen3_vl_moe": qwen.read_qwen3_vl_moe,
@@ -45,6 +46,7 @@ _READERS: dict[str, Reader] = {
     "gemma3_text": gemma.read_gemma3_text,
     "deepseek_v2": deepseek.read_deepseek_v2,
     "deepseek_v3": deepseek.read_deepseek_v3,
+    "kimi_k2": deepseek.read_deepseek_v3,
 }
 """Readers of whole files, by model_type."""
 _REFUSED = {

@@ -18,7 +18,10 @@ T = TypeVar("T", bound="HubTable")
 NoDropout = Annotated[float, Field(ge=0, le=0)]
 """Dropout of 0: what it keeps and draws is not planned for."""
 _TEXT_MAKERS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
-_TOKEN_ID = re.compile(r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens")
+_NAMED_WITHOUT_EFFECT = re.compile(
+    # Ids of tokens, and notes of a tool that tunes models and uploads them again.
+    r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens|unsloth_.*"
+)
 _WITHOUT_EFFECT = frozenset(
     # Names, versions and code.
     "_name_or_path transformers_version auto_map model_type tokenizer_class _commit_hash "
@@ -75,7 +78,7 @@ class HubTable(BaseModel):
     @classmethod
     def _is_without_effect(cls, key: str) -> bool:
         known = key in _WITHOUT_EFFECT or key in cls.without_effect or key == "architectures"
-        return known or _TOKEN_ID.fullmatch(key) is not None
+        return known or _NAMED_WITHOUT_EFFECT.fullmatch(key) is not None
 
 
 def _refuse_variants(given: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import hbp_system as hbp  # noqa: E402
 import orch  # noqa: E402
 import orch_plan  # noqa: E402
 import paper  # noqa: E402
+import qwen35_35b  # noqa: E402
 from calibration import stage_ms  # noqa: E402
 from hbp import chosen_from_table_19, level_search  # noqa: E402
 
@@ -200,3 +201,19 @@ def test_orchmllms_encoders_are_too_large_to_stand_beside():
     np.testing.assert_array_equal(lengths.tokens, expected)
     with pytest.raises(DoesNotFit, match=r"needs 9\d\.\d+ GiB"):
         orch_plan.planned(lengths, "h100-80g", EncoderPlacement.BESIDE)
+
+
+def test_cuts_of_qwen35_35b():
+    """Prevents: a search that misses the best of the cuts between language layers, a recipe that
+    beats it, or a best cut that is far from equal times."""
+    shape = qwen35_35b.Shape.of(4096, 1024, predicts=True)
+    cap_gib = shape.job.memory_cap_gib
+    recipe, held, planned = shape.recipe(cap_gib), shape.held(cap_gib), shape.planned(cap_gib)
+    assert recipe is not None and held is not None and planned is not None
+    assert max(*recipe.peaks_gib, *held.peaks_gib, *planned.peaks_gib) <= cap_gib * (1 + 1e-9)
+    assert planned.step_ms <= held.step_ms * (1 + 1e-9) <= recipe.step_ms * (1 + 2e-9)
+    before, after = shape.layers_worth()
+    equal = (shape.job.model.language.layers + after - before) / 2
+    kept = shape.held(math.inf)
+    assert kept is not None
+    assert abs(len(kept.stages[0].layers("language")) - equal) <= 1

@@ -21,10 +21,14 @@ from omnibal.layers import ExpertsConfig, LayerRun
 SAMPLES = [(0, 12), (0, 7), (0, 16)]
 
 
-def model_of(normalized: bool) -> ModelConfig:
+def model_of(normalized: bool, auxiliary_loss: float = 0.0) -> ModelConfig:
     """Qwen3-MoE at toy size: norms of heads, wide heads, no biases."""
     experts = ExpertsConfig(
-        experts=6, experts_per_token=2, ffn_hidden_size=12, normalized=normalized
+        experts=6,
+        experts_per_token=2,
+        ffn_hidden_size=12,
+        normalized=normalized,
+        auxiliary_loss=auxiliary_loss,
     )
     run = LayerRun(layers=1, experts=experts)
     return toy_text_model(runs=(run,), qk_norm=True, head_size=10, qkv_bias=False)
@@ -41,8 +45,8 @@ def ours(links, model: ModelConfig):
     return result.loss, weights, by_name(trainer.stage, lambda parameter: parameter.main_grad)
 
 
-def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
-    """Loss and gradients of transformers' model with these weights, sample by sample."""
+def transformers_model(model: ModelConfig, tensors: dict[str, torch.Tensor]) -> Qwen3MoeForCausalLM:
+    """Transformers' model with these weights."""
     language = model.language
     experts = language.kinds[0].experts
     assert experts is not None
@@ -63,6 +67,12 @@ def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
         )
     )
     theirs.load_state_dict(tensors)
+    return theirs
+
+
+def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
+    """Loss and gradients of transformers' model with these weights, sample by sample."""
+    theirs = transformers_model(model, tensors)
     losses = []
     for i, counts in enumerate(SAMPLES):
         sample = toy_sample(model, *counts, seed=i)

@@ -163,6 +163,7 @@ def pack(
         clips=len(images.get("frames_CBF", ())),
         tokens=len(token_ids),
         segment_tokens=tuple(len(sample.ids) for sample in samples),
+        loss_weight=float(weights.sum()),
         token_ids_S=token_ids,
         **images,
         loss_positions_L=predicted - 1,
