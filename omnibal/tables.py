@@ -147,8 +147,9 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     ]
     others = []
     for ruled_out in search.ruled_out[:_SHOWN_CANDIDATES]:
-        most = ruled_out.most_samples_per_second
+        most, estimate = ruled_out.most_samples_per_second, ruled_out.estimated_samples_per_second
         per_second = "" if most is None else f"< {most:,.2f}"
+        per_second = per_second if estimate is None else f"~ {estimate:,.2f}"
         others.append(
             (
                 *(str(ruled_out.parallel.sizes.get(name, 1)) for name in sizes),

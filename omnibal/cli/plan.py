@@ -671,6 +671,8 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
         print_notes([windows.note])
     elif packs is not None:
         print_notes(notes_on_steps(packs))
+    if found is not None and found.gap:
+        print_notes([_note_on_choices(found)])
     summary = _plan_summary(plan, prediction) | {"search_gap": gap}
     summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
     summary["window"] = None if windows is None else windows.as_dict()
@@ -684,6 +686,7 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
         summary["strategies"] = [
             {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
         ]
+        summary["strategies_gap"] = found.gap
         strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
     memory = memory_table(plan)
     assert memory is not None
@@ -698,6 +701,17 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
         memory,
         tables.lost_time_table(prediction),
         tables.plan_facts(plan, prediction),
+    )
+
+
+def _note_on_choices(found: "StrategySearch") -> str:
+    """How far the best of the strategies is proven."""
+    proven = f"another may be up to {found.gap:.0%} faster by its bound"
+    if found.gap == 1:
+        proven = "not all others have a bound, so that none is proven to be slower"
+    return (
+        f"of {found.choices:,} choices of sizes and caps the {found.planned:,} of the least "
+        f"estimated times were planned: {proven}"
     )
 
 

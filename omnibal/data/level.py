@@ -18,6 +18,8 @@ from omnibal.data.packs import Packs
 
 _MIN_ROUNDS = 5
 _MAX_ROUNDS = 15
+_MOST_KINDS = 256
+"""Kinds of samples that trade places; of more, as with image tokens, most are of few samples."""
 
 _Load = tuple[float, float, tuple[float, ...], int]
 """Sort key of a pack: its load, the sum of its shares of all caps, these shares, pack."""
@@ -107,7 +109,8 @@ def even_out(
     """Exchange samples of one kind between packs until hardly any pack exceeds the token cap.
 
     In every round each pack offers one sample of a kind, and the largest offer goes where the rest
-    is smallest. No other exchange of the offers has a smaller maximum.
+    is smallest. No other exchange of the offers has a smaller maximum. Of more than 256 kinds, the
+    most frequent trade places.
 
     Args:
         packs: of indices into `kind` and `tokens`.
@@ -123,7 +126,10 @@ def even_out(
     pack_tokens = packs.sums(tokens)
     by_kind = np.argsort(kind[sample], kind="stable")
     borders = np.flatnonzero(np.diff(kind[sample][by_kind])) + 1
-    offers = [_Offers.of(slots, pack_of_slot) for slots in np.split(by_kind, borders)]
+    slots_of_kinds = np.split(by_kind, borders)
+    if len(slots_of_kinds) > _MOST_KINDS:
+        slots_of_kinds = sorted(slots_of_kinds, key=len, reverse=True)[:_MOST_KINDS]
+    offers = [_Offers.of(slots, pack_of_slot) for slots in slots_of_kinds]
     for number in range(_MAX_ROUNDS):
         for offer in offers:
             slot, pack = offer.draw(rng), offer.packs

@@ -13,6 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.encoders import ImagesEncoder, VideoConfig
 from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.released_language import auxiliary_loss
 from omnibal.families.text import (
     GroupedText,
     Qwen2Text,
@@ -251,7 +252,11 @@ class HybridMoeText(HybridText):
             ffn_hidden_size=self.moe_intermediate_size,
             shared_ffn_hidden_size=self.shared_expert_intermediate_size,
             shared_gate=True,
-            auxiliary_loss=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+            auxiliary_loss=auxiliary_loss(
+                self.router_aux_loss_coef, self.num_experts_per_tok, self.num_hidden_layers
+            )
+            if self.output_router_logits
+            else 0.0,
         )
 
     @property

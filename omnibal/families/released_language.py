@@ -36,6 +36,23 @@ Case = tuple[bool, str, str]
 """Whether it holds, what was given, and what it must be."""
 
 
+def auxiliary_loss(coefficient: float, experts_per_token: int, layers: int) -> float:
+    """Coefficient of each layer's auxiliary loss, which trains as Transformers' `coefficient`.
+
+    Transformers' `load_balancing_loss_func` takes shares and scores of all layers' tokens together,
+    and a token's share of experts sums to `experts_per_token`, so that even experts make its loss
+    `experts_per_token`. Those of `layers` single layers (`ExpertsConfig.auxiliary_loss`) are then 1
+    each, and their gradients the same where layers are about as uneven as each other.
+    """
+    return coefficient * experts_per_token / layers
+
+
+def released_coefficient(auxiliary_loss: float, experts_per_token: int, layers: int) -> float:
+    """Transformers' `router_aux_loss_coef`, of which `auxiliary_loss` makes this one."""
+    # Without what the two divisions round.
+    return float(f"{auxiliary_loss * layers / experts_per_token:.12g}")
+
+
 class _Rope(BaseModel):
     rope_type: str | None = None
     type: str | None = None
@@ -168,7 +185,11 @@ class ReleasedLanguage(BaseModel):
             ffn_hidden_size=self.moe_intermediate_size,
             normalized=self.norm_topk_prob,
             # Transformers adds the loss where the router's logits are returned.
-            auxiliary_loss=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+            auxiliary_loss=auxiliary_loss(
+                self.router_aux_loss_coef, self.num_experts_per_tok, self.num_hidden_layers
+            )
+            if self.output_router_logits
+            else 0.0,
         )
 
 

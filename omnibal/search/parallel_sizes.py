@@ -15,10 +15,16 @@ And what cannot win is not planned: first a lower bound of the time of all split
 of all splits says whether one fits, and then it is planned. Those whose bound is clearly above the
 best time, and all but a few of those whose bound is above it, are listed with their bound, whether
 they fit or not, and are not in the ranking, which has the fastest all the same.
+
+Where bounds leave more than `_MOST_PLANNED` choices of sizes and caps, all of them are estimated on
+a few steps (`omnibal.search.trial.estimated_ms_per_sample`), and those of the least estimates are
+planned. The others are listed with their estimates, and the result says how much faster than the
+best one they may be by their bounds. The limit is of plans and not of time, so that results depend
+neither on the machine nor on the number of processes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from omnibal.config import ClusterConfig
@@ -38,6 +44,7 @@ from omnibal.search.trial import (
     Comparison,
     StepSize,
     Trial,
+    estimated_ms_per_sample,
     micro_batches_at,
     step_sizes,
     time_per_sample,
@@ -49,6 +56,10 @@ and not in the ranking."""
 
 _SHOWN = 8
 """Strategies that are planned although their bounds say that they are not the best."""
+_MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
+"""Choices of sizes and caps that are planned; of more, estimates tell which."""
+_ESTIMATE_SLACK = 1.02
+"""Factor over the least estimate; a choice whose bound is above it is not estimated."""
 _TRIAL_EFFORT = 0.1
 """Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
 _TRIAL_TYPES = 64
@@ -120,8 +131,10 @@ class RuledOut:
     need_gib: float | None
     """Memory of one device at the best caps tried and in the best split; set where none fit."""
     most_samples_per_second: float | None
-    """Upper bound; set where all caps that may fit are slower than the best strategy."""
+    """Upper bound; set where some caps may fit."""
     why: str
+    estimated_samples_per_second: float | None = None
+    """Estimate; set where bounds did not tell that the best strategy is faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +147,13 @@ class StrategySearch:
     """Strategies that were planned, the fastest first."""
     ruled_out: tuple[RuledOut, ...]
     """Strategies that are slower, by their bounds; then those that do not fit, by need."""
+    choices: int
+    """Parallel sizes with caps, of those that were tried."""
+    planned: int
+    """Choices that were planned, without those that are slower by their bounds."""
+    gap: float
+    """Share of the best time per sample by which a choice that was not planned may be faster, by
+    its bound; 0 where bounds rule out all of them, and 1 where one has no bound."""
 
     @property
     def best(self) -> Strategy:
@@ -148,9 +168,11 @@ def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
 
 def progress_total(request: StrategyRequest) -> int:
     """Total of the progress that `search_strategies` reports."""
+    parallels = len(possible_parallels(request))
     if request.caps is not None:
-        return len(possible_parallels(request))
-    return len(possible_parallels(request)) * len(_LEVELS) + _FINALISTS * _MOVES
+        return parallels + _MOST_PLANNED
+    moves = _FINALISTS * _MOVES + _MOST_MOVES_PLANNED
+    return parallels * len(_LEVELS) + _MOST_PLANNED + moves
 
 
 def search_strategies(
@@ -183,11 +205,13 @@ def search_strategies(
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
         levels = [request.caps]
-    trials.run((parallel, caps) for parallel in parallels for caps in dict.fromkeys(levels))
+    every = [(parallel, caps) for parallel in parallels for caps in dict.fromkeys(levels)]
+    trials.run(every, _MOST_PLANNED)
     if request.caps is None and trials.planned:
         finalists = trials.ranked()[:_FINALISTS]
         moves = space.moves(finalists[0].caps, _MOVE)
-        trials.run((each.parallel, caps) for each in finalists for caps in dict.fromkeys(moves))
+        moved = [(each.parallel, caps) for each in finalists for caps in dict.fromkeys(moves)]
+        trials.run(moved, _MOST_MOVES_PLANNED)
     on_progress(left)
     if not trials.planned:
         raise _unusable(trials, parallels)
@@ -359,17 +383,40 @@ class _FindBound:
         return choice, least_ms if is_bound else 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Need:
+    """Memory in GiB that a choice needs, and does not fit."""
+
+    gib: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Evaluate:
-    """Planning of a choice, or the memory in GiB that it needs where it does not fit."""
+class _Estimate:
+    """Estimate of a choice's time per sample."""
 
     setting: _Setting
 
-    def __call__(self, choice: Choice) -> tuple[Choice, Strategy | float]:
-        setting, (parallel, caps) = self.setting, choice
-        need_gib = self._need_gib(choice)
+    def __call__(self, choice: Choice) -> tuple[Choice, float | _Need]:
+        setting = self.setting
+        need_gib = _need_gib(setting, choice)
         if not fits_cap(need_gib, setting.request.job.memory_cap_gib):
-            return choice, need_gib
+            return choice, _Need(gib=need_gib)
+        return choice, estimated_ms_per_sample(setting.step_sizes(choice))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Evaluate:
+    """Planning of a choice."""
+
+    setting: _Setting
+    fits: bool = False
+    """Whether all choices are known to fit."""
+
+    def __call__(self, choice: Choice) -> tuple[Choice, Strategy | _Need]:
+        setting, (parallel, caps) = self.setting, choice
+        need_gib = 0.0 if self.fits else _need_gib(setting, choice)
+        if not fits_cap(need_gib, setting.request.job.memory_cap_gib):
+            return choice, _Need(gib=need_gib)
         trial, micro_batches = setting.trial(choice), setting.micro_batches(choice)
         wanted = setting.request.samples_per_step
         timed = time_per_sample(trial, wanted, micro_batches, _TRIAL_EFFORT)
@@ -386,14 +433,15 @@ class _Evaluate:
             why="",
         )
 
-    def _need_gib(self, choice: Choice) -> float:
-        """Memory of one device in the best split, at the step size that needs more; some split's
-        where that fits."""
-        job = self.setting.trial(choice).job
-        return max(
-            least_need_gib(job, size.request.workload(), enough_gib=job.memory_cap_gib)
-            for size in self.setting.step_sizes(choice)
-        )
+
+def _need_gib(setting: _Setting, choice: Choice) -> float:
+    """Memory of one device in the best split, at the step size that needs more; some split's
+    where that fits."""
+    job = setting.trial(choice).job
+    return max(
+        least_need_gib(job, size.request.workload(), enough_gib=job.memory_cap_gib)
+        for size in setting.step_sizes(choice)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -408,9 +456,12 @@ class _StrategyTrials:
     planned: dict[Choice, Strategy] = field(default_factory=dict)
     need_gib: dict[Choice, float] = field(default_factory=dict)
     """Memory of one device in the best split of choices that do not fit."""
+    estimated_ms: dict[Choice, float] = field(default_factory=dict)
+    """Estimated times per sample of choices that fit, where there are more than are planned."""
 
-    def run(self, choices: Iterable[Choice]) -> None:
-        """Plan those of the new choices that fit and may be among the best."""
+    def run(self, choices: Iterable[Choice], most: int) -> None:
+        """Plan those of the new choices that fit and may be among the best; of more than `most`,
+        those of the least estimates."""
         new = [choice for choice in choices if choice not in self.least_ms]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
@@ -420,15 +471,50 @@ class _StrategyTrials:
         least_ms = dict(map_unordered(find, full, self._useful(full)))
         self.least_ms.update((choice, least_ms[choice]) for choice in full)
         self.advance(len(new) - len(full))
+        in_order = sorted(full, key=self._order)
+        if len(full) > most:
+            fastest = self._of_least_estimates(in_order, most)
+            self._plan(fastest, _Evaluate(setting=self.setting, fits=True), len(fastest))
+            return
         # More processes may look at more, which are left out of the result.
         work = _Evaluate(setting=self.setting)
-        promising = self._promising(sorted(full, key=self._order))
-        for choice, found in map_unordered(work, promising, self._useful(full)):
+        self._plan(self._promising(in_order), work, len(full))
+
+    def _plan(self, choices: Iterable[Choice], work: _Evaluate, most: int) -> None:
+        for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
             if isinstance(found, Strategy):
                 self.planned[choice] = found
             else:
-                self.need_gib[choice] = found
+                self.need_gib[choice] = found.gib
             self.advance(1)
+
+    def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
+        """Of choices in the order of their bounds, those to plan by their estimates: one of each
+        of the fastest sizes, then the fastest whatever their sizes."""
+        estimated, needed = dict[Choice, float](), dict[Choice, float]()
+
+        def promising() -> Iterator[Choice]:
+            for choice in choices:
+                if self.least_ms[choice] <= _limit_ms(estimated):
+                    yield choice
+                else:
+                    self.advance(1)
+
+        work = _Estimate(setting=self.setting)
+        for choice, found in map_unordered(work, promising(), self._useful(choices)):
+            if isinstance(found, _Need):
+                needed[choice] = found.gib
+            else:
+                estimated[choice] = found
+            self.advance(1)
+        # More processes may have looked at more.
+        limit_ms = _limit_ms(estimated)
+        is_in = [choice for choice in choices if self.least_ms[choice] <= limit_ms]
+        self.need_gib.update((choice, needed[choice]) for choice in is_in if choice in needed)
+        by_ms = [choice for choice in is_in if choice in estimated]
+        by_ms.sort(key=lambda choice: (estimated[choice], self._order(choice)))
+        self.estimated_ms.update((choice, estimated[choice]) for choice in by_ms)
+        return _some_of_each(by_ms, most)
 
     def is_clearly_slower(self, choice: Choice) -> bool:
         """Whether its bound alone says that a choice is none of the best."""
@@ -455,6 +541,26 @@ class _StrategyTrials:
         """Least time per sample planned; infinite without any."""
         return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
 
+    def estimate_beside(self, best: Strategy, choices: Sequence[Choice]) -> float | None:
+        """Least estimate of choices of which none was planned, on the scale of the best plan's
+        time; None where none was estimated."""
+        known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
+        if not known or any(choice in self.planned for choice in choices):
+            return None
+        of_best = self.estimated_ms.get((best.parallel, best.caps), best.ms_per_sample)
+        return min(known) / of_best * best.ms_per_sample
+
+    def planned_open(self) -> int:
+        """Choices that were planned and may have been the best by their bounds."""
+        best_ms = self.best_ms()
+        return sum(self.least_ms[choice] <= best_ms for choice in self.planned)
+
+    def gap(self) -> float:
+        """Share of the best time by which a choice that is not planned may be faster."""
+        known = self.planned.keys() | self.need_gib.keys()
+        bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)
+        return max(1 - min(bounds, default=math.inf) / self.best_ms(), 0.0)
+
     def _order(self, choice: Choice) -> tuple:
         """Key by which choices are looked at: their bounds."""
         parallel, caps = choice
@@ -477,6 +583,21 @@ class _StrategyTrials:
         return max(min(self.processes, len(tasks)), 1)
 
 
+def _limit_ms(estimated: Mapping[Choice, float]) -> float:
+    """Bound above which a choice is not estimated."""
+    return _ESTIMATE_SLACK * min(estimated.values(), default=math.inf)
+
+
+def _some_of_each(choices: Sequence[Choice], most: int) -> list[Choice]:
+    """`most` of the choices, the fastest first: half of them of different sizes."""
+    first = dict[Parallel, Choice]()
+    for choice in choices:
+        first.setdefault(choice[0], choice)
+    some = list(first.values())[: most - most // 2]
+    others = [choice for choice in choices if choice not in some]
+    return some + others[: most - len(some)]
+
+
 def _rank(strategy: Strategy) -> tuple:
     parallel, caps = strategy.parallel, strategy.caps
     sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
@@ -496,6 +617,9 @@ def _result(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> StrategyS
         ruled_out=tuple(
             sorted(out, key=lambda each: (-(each.most_samples_per_second or 0), each.need_gib or 0))
         ),
+        choices=len(trials.least_ms),
+        planned=trials.planned_open(),
+        gap=trials.gap(),
     )
 
 
@@ -517,11 +641,17 @@ def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
     most = ruled_out.most_samples_per_second
     if most is None:
         return ruled_out
-    return replace(ruled_out, why=_why_slow(1e3 / most, best))
+    estimate = ruled_out.estimated_samples_per_second
+    why = _why_slow(1e3 / most, best) if estimate is None else _why_not(1e3 / estimate, best)
+    return replace(ruled_out, why=why)
 
 
 def _why_slow(least_ms: float, best: Strategy) -> str:
     return f"at best {least_ms / best.ms_per_sample - 1:+.0%}"
+
+
+def _why_not(estimated_ms: float, best: Strategy) -> str:
+    return f"estimated {estimated_ms / best.ms_per_sample - 1:+.0%}, not planned"
 
 
 def _why(strategy: Strategy, best: Strategy) -> str:
@@ -541,27 +671,32 @@ def _why(strategy: Strategy, best: Strategy) -> str:
 
 def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
     choices = [choice for choice in trials.least_ms if choice[0] == parallel]
-    best_ms = trials.best_ms()
-    slower = [trials.least_ms[choice] for choice in choices if trials.least_ms[choice] > best_ms]
-    if slower:
-        least_ms = min(slower)
+    if not choices:
         return RuledOut(
             parallel=parallel,
             need_gib=None,
-            most_samples_per_second=1e3 / least_ms,
-            why=_why_slow(least_ms, best),
+            most_samples_per_second=None,
+            why=f"a step has {_most_packs(trials)} packs for {parallel.data:,} ranks",
         )
-    if choices:
-        need_gib = min(trials.need_gib[choice] for choice in choices)
-        cap_gib = trials.setting.request.job.memory_cap_gib
-        why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
-        return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
-    return RuledOut(
-        parallel=parallel,
-        need_gib=None,
-        most_samples_per_second=None,
-        why=f"a step has {_most_packs(trials)} packs for {parallel.data:,} ranks",
-    )
+    best_ms, least_ms = trials.best_ms(), trials.least_ms
+    may_fit = [
+        least_ms[choice]
+        for choice in choices
+        if least_ms[choice] > best_ms or choice not in trials.need_gib
+    ]
+    if may_fit:
+        slower_ms = trials.estimate_beside(best, choices)
+        return RuledOut(
+            parallel=parallel,
+            need_gib=None,
+            most_samples_per_second=1e3 / min(may_fit),
+            why=_why_slow(min(may_fit), best) if slower_ms is None else _why_not(slower_ms, best),
+            estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
+        )
+    need_gib = min(trials.need_gib[choice] for choice in choices)
+    cap_gib = trials.setting.request.job.memory_cap_gib
+    why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
+    return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
 
 
 def _most_packs(trials: _StrategyTrials) -> str:

@@ -18,13 +18,18 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
+from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.prediction import LostTime
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan import Plan
 from omnibal.plan_data import SampleData, model_of_lengths
 from omnibal.planner import PlanRequest, make_plan
 
 MIN_STEPS = 8
 """Least number of steps that the samples for evaluating candidates make."""
+_ESTIMATED_STEPS = 4
+_ESTIMATE_EFFORT = 0.003
+"""Of the search for stages, where a time is only estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,6 +117,29 @@ def step_sizes(trial: Trial, samples_per_step: int, micro_batches: float) -> lis
         StepSize(micro_batches=number, request=request, steps_per_sample=weight)
         for number, request, weight in zip(whole, requests, weights, strict=False)
     ]
+
+
+def estimated_ms_per_sample(sizes: Sequence[StepSize]) -> float:
+    """Estimate what `time_per_sample` predicts in a fraction of the work, from the first stages
+    that are found on a few steps.
+
+    Raises:
+        DoesNotFit: no split fits the memory cap on these steps.
+    """
+    ms_per_sample = 0.0
+    for size in sizes:
+        job, workload = size.request.job, size.request.workload()
+        found = search_stages(
+            job.cost,
+            job.pipeline_model,
+            workload.some_steps(_ESTIMATED_STEPS),
+            job.parallel.pipeline,
+            job.memory_cap_gib * GIB,
+            prove=False,
+            effort=_ESTIMATE_EFFORT,
+        )
+        ms_per_sample += size.steps_per_sample * found.step_ms
+    return ms_per_sample
 
 
 def _steps_of(request: PlanRequest) -> int:

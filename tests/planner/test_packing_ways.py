@@ -244,3 +244,16 @@ def test_level_packs_hold_every_sample_once(leading):
     assert sorted(packs.samples.tolist()) == list(range(2000))
     tokens = packs.sums(lengths.tokens)
     assert tokens.max() - tokens.min() < 0.01 * tokens.mean()
+
+
+def test_level_packs_of_image_tokens_are_level():
+    """Prevents uneven packs, or samples lost, where few samples have equally many items."""
+    rng = np.random.default_rng(0)
+    items = rng.integers(1, 3000, 4000) * (rng.random(4000) < 0.7)
+    assert len(np.unique(items)) > 1000
+    sizes = np.stack([items, items + rng.integers(20, 1000, 4000)])
+    caps = np.array([65_536, 65_536])
+    packs = deal_level(sizes, 100, caps, Leading.ITEMS, rng)
+    assert sorted(packs.samples.tolist()) == list(range(4000))
+    tokens = packs.sums(sizes[1])
+    assert tokens.max() - tokens.min() < 0.02 * tokens.mean()

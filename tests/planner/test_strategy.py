@@ -28,6 +28,7 @@ from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import read_plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.search import parallel_sizes
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 from omnibal.search.parallel_sizes import (
     CLEARLY_WORSE,
@@ -188,6 +189,40 @@ def test_ranking_is_the_planners_own():
     for each in found.ruled_out:
         bound_ms = 1e3 / each.most_samples_per_second
         assert CLEARLY_WORSE * best_ms < bound_ms <= planned[each.parallel]
+
+
+def test_strategies_of_least_estimates_are_planned(monkeypatch):
+    """Prevents a limit of plans that loses the best, hides what was left out, or says that the best
+    is proven to be better than it is."""
+    searched = strategy_request(gpus=8, samples_per_step=30)
+    every = search_strategies(searched, lambda done: None)
+    monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
+    # All are estimated, also those that bounds rule out.
+    monkeypatch.setattr(parallel_sizes, "_ESTIMATE_SLACK", 10)
+    done: list[int] = []
+    few = search_strategies(searched, done.append)
+    assert min(done) >= 0
+    assert sum(done) == progress_total(searched)
+    assert few.best == every.best
+    assert few.planned <= len(few.ranking) <= 4
+    listed = [each.parallel for each in (*few.ranking, *few.ruled_out)]
+    assert sorted(map(str, listed)) == sorted(map(str, possible_parallels(searched)))
+    estimated = {
+        each.parallel: each.estimated_samples_per_second
+        for each in few.ruled_out
+        if each.estimated_samples_per_second is not None
+    }
+    assert estimated
+    slower = [each.ms_per_sample for each in every.ranking if each.parallel in estimated]
+    assert min(slower, default=np.inf) >= few.best.ms_per_sample * (1 - few.gap)
+    for parallel, per_second in estimated.items():
+        planned_ms = planned_ms_per_sample(searched, parallel)
+        assert 1e3 / per_second == pytest.approx(planned_ms, rel=0.15)
+    left = without_best(few, "no")
+    for each in left.ruled_out[1:]:
+        if each.estimated_samples_per_second is not None:
+            more = left.best.samples_per_second / each.estimated_samples_per_second - 1
+            assert each.why == f"estimated {more:+.0%}, not planned"
 
 
 @pytest.mark.parametrize("samples_per_step", [50, 61, 63])

@@ -40,6 +40,7 @@ from omnibal.families.released_language import (
     invalid,
     known_type,
     language_config,
+    released_coefficient,
 )
 from omnibal.files import read_json_model
 from omnibal.layers import ExpertsConfig, LayerKind
@@ -345,7 +346,7 @@ def _kind_of(language: LanguageConfig) -> LanguageType:
 def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
     head_size = {"head_dim": language.head_width} if _states_head_size(language, kind) else {}
     experts = language.kinds[0].experts
-    of_experts = {} if experts is None else _experts(experts)
+    of_experts = {} if experts is None else _experts(experts, language.layers)
     return (
         head_size
         | of_experts
@@ -369,7 +370,7 @@ def _states_head_size(language: LanguageConfig, kind: LanguageType) -> bool:
     return language.head_size is not None or kind in ("qwen3", "qwen3_moe")
 
 
-def _experts(experts: ExpertsConfig) -> dict[str, Any]:
+def _experts(experts: ExpertsConfig, layers: int) -> dict[str, Any]:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -378,7 +379,9 @@ def _experts(experts: ExpertsConfig) -> dict[str, Any]:
         "num_experts": experts.experts,
         "num_experts_per_tok": experts.experts_per_token,
         "output_router_logits": experts.auxiliary_loss > 0,
-        "router_aux_loss_coef": experts.auxiliary_loss,
+        "router_aux_loss_coef": released_coefficient(
+            experts.auxiliary_loss, experts.experts_per_token, layers
+        ),
     }
 
 
