@@ -113,7 +113,14 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
 
 def _internvl_layout(file: InternVLFile, names: Collection[str]) -> Layout:
     if file.is_original:
-        return _ORIGINAL_LAYOUTS[file.language_type]
+        kind = file.language_type
+        if kind not in _ORIGINAL_LAYOUTS:
+            known = words([ARCHITECTURES[each] for each in _ORIGINAL_LAYOUTS], "or")
+            raise UserError(
+                f"{file.path}: its language model is {ARCHITECTURES[kind]}, which is planned and "
+                f"not converted; it must be {known}"
+            )
+        return _ORIGINAL_LAYOUTS[kind]
     if _has_stacked_experts(names):
         return Layout.TRANSFORMERS_STACKED
     prefixed = any(name.startswith(_PREFIXED) for name in names)
