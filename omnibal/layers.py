@@ -52,7 +52,9 @@ class ExpertsConfig(Frozen):
     auxiliary_loss: Annotated[float, Field(ge=0, le=1e3)] = Field(
         default=0.0,
         exclude_if=lambda weight: not weight,
-        description="coefficient of the load-balancing loss",
+        description="coefficient of the load-balancing loss of every layer: Switch Transformer's "
+        "over experts_per_token, as Megatron's, which even experts make 1. Transformers' "
+        "router_aux_loss_coef is this x layers with experts / experts_per_token",
     )
     imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = Field(
         default=1.2,

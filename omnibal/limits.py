@@ -117,12 +117,14 @@ def check_limits(
         UserError: it lists the features that there are.
     """
     needed = in_canonical_order([*items, _TOKENS])
-    known = in_canonical_order({*needed, *others, _LOSS_TOKENS})
-    unknown = [name for name in names if name not in known]
+    optional = in_canonical_order({*others, _LOSS_TOKENS} - {*needed})
+    unknown = [name for name in names if name not in (*needed, *optional)]
     if unknown:
+        given = words([option_of(name) for name in unknown])
         raise UserError(
-            f"a limit is given for {words(unknown)}, which {whose} cannot have: the features to "
-            f"limit are {words(known)}; leave the others out"
+            f"a limit is given for {words(unknown)}, which {whose} cannot have; leave out {given}: "
+            f"the limits are {words([_with_value(name, 'MAX') for name in needed])}, and "
+            f"{words([_with_value(name, 'MAX') for name in optional], 'or')} if wanted"
         )
     missing = [name for name in needed if name not in names]
     if missing:

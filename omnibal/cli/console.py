@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,9 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
+_SECONDS_BETWEEN_LINES = 30.0
+
+
 class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text(f"{task.finished_speed or task.speed or 0:,.0f}/s")
@@ -44,7 +48,14 @@ class _RateColumn(ProgressColumn):
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr; yields what to call with what is newly done."""
+    """Show progress on stderr; yields what to call with what is newly done.
+
+    A terminal shows a bar, and anything else, such as a job's log, a line about every 30 seconds.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield progress_lines(title, total)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -52,9 +63,37 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         _RateColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def progress_lines(
+    title: str, total: int, clock: Callable[[], float] = time.monotonic
+) -> Callable[[int], None]:
+    """What to call with what is newly done, which writes a line to stderr now and then.
+
+    Args:
+        clock: seconds from any beginning.
+    """
+    began = written = clock()
+    done = 0
+
+    def advance(newly: int) -> None:
+        nonlocal done, written
+        done += newly
+        now = clock()
+        if done == 0 or now - written < _SECONDS_BETWEEN_LINES:
+            return
+        written, rate = now, done / (now - began)
+        left_min = max(0, total - done) / rate / 60
+        sys.stderr.write(
+            f"{title}: {done:,} of {total:,} in {(now - began) / 60:.1f} min, {rate:,.1f}/s, at "
+            f"this rate {left_min:.1f} min more\n"
+        )
+        sys.stderr.flush()
+
+    return advance
 
 
 @contextmanager

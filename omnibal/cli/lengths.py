@@ -1,5 +1,6 @@
 """`omnibal lengths`: scan a dataset."""
 
+import math
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from omnibal.data.lengths import write_lengths
 from omnibal.encoders import MAX_TILES_OF_IMAGE
 from omnibal.errors import UserError
 from omnibal.families.named import model_notes, named_model, named_model_file
-from omnibal.files import is_stream
+from omnibal.files import complaint, is_stream
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import words
 from omnibal.outputs import check_files
@@ -192,9 +193,15 @@ def _with_pixels(model: ModelConfig, min_pixels: int | None, max_pixels: int | N
         raise UserError(
             f"{options}: {model.name} takes no images at their native resolution; leave it out"
         )
+    if tower.resize == "fixed":
+        side = math.isqrt(tower.max_pixels)
+        raise UserError(
+            f"{options}: images of {model.name} are of one size, {side} x {side} pixels; leave it "
+            "out"
+        )
     try:
         changed = tower.model_validate(tower.model_dump() | given)
     except ValidationError as error:
-        raise UserError(f"{options}: {error.errors()[0]['msg']}; give others") from error
+        raise UserError(f"{options}: {complaint(error.errors()[0])}; give others") from error
     (name,) = (name for name, each in model.encoders.items() if each is tower)
     return model.model_copy(update={"encoders": model.encoders | {name: changed}})

@@ -341,7 +341,8 @@ def _read_meta(path: Path) -> dict[str, _SourceMeta]:
         path,
         "a meta maps each source name to "
         '{"root", "annotation"}, {"shards"} or {"energon", "split": "train"}, and may add '
-        '"data_augment", "max_dynamic_patch", "repeat_time" and "length"',
+        '"data_augment", "max_dynamic_patch", "repeat_time" and "length"; '
+        "an annotation file instead is a JSON list of samples, or has one on each line",
     )
     if not entries:
         raise UserError(f"{path}: names no source; at least one must be given")

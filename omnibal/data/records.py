@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import ImageFile
@@ -118,7 +119,9 @@ def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
         if record[key] is None or key in _KEYS:
             continue
-        if key in _REFUSED_KEYS:
+        # Whether an answer is a good one, of data of preferences; others' labels are names.
+        is_preference = key == "label" and isinstance(record[key], bool)
+        if key in _REFUSED_KEYS or is_preference:
             raise InvalidRecordError(f'has "{key}", by which nothing is trained here; remove it')
         meant = get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)
         if meant:
@@ -213,7 +216,9 @@ def _path(name: Any, key: str) -> Any:
         raise InvalidRecordError(
             f'has in "{key}" {name[:40]!r}, which is no file; write it to a file and name that'
         )
-    return name.removeprefix(_FILE_SCHEME) if isinstance(name, str) else name
+    if isinstance(name, str) and name.startswith(_FILE_SCHEME):
+        return unquote(name.removeprefix(_FILE_SCHEME))
+    return name
 
 
 def _read_tools(record: dict[str, Any]) -> str | None:

@@ -152,7 +152,7 @@ def read_deepseek_v2(given: dict[str, Any], name: str, path: Path) -> ModelConfi
 
 
 def read_deepseek_v3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """DeepSeek-V3."""
+    """DeepSeek-V3, and Kimi-K2, which is of its structure."""
     return _text_only(as_table(DeepseekV3Text, given, str(path)), name)
 
 

@@ -80,6 +80,7 @@ class GlmText(TextTable):
     routed_scaling_factor: PositiveFloat = 1.0
     first_k_dense_replace: int = Field(default=1, ge=0)
     norm_topk_prob: bool = True
+    num_nextn_predict_layers: int = Field(default=0, ge=0)
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
         """The language model that the table describes."""
@@ -108,6 +109,7 @@ class GlmText(TextTable):
             qk_norm=self.use_qk_norm,
             norm_eps=self.rms_norm_eps,
             tied_head=tied_head,
+            prediction_layers=self.num_nextn_predict_layers,
             runs=runs_of(kinds),
             **self.rope_fields,
         )

@@ -11,7 +11,7 @@ from omnibal.config import ModelConfig
 from omnibal.errors import UserError
 from omnibal.families import deepseek, gemma, glm, kimi, llava_onevision, qwen, text_only
 from omnibal.families.folder import CONFIG_FILE, model_name
-from omnibal.families.internvl import read_internvl
+from omnibal.families.internvl import read_internvl, unread_keys
 from omnibal.files import complaint, read_text
 
 _QUANTIZED = "quantization_config"
@@ -30,6 +30,7 @@ _READERS: dict[str, Reader] = {
     "qwen3_moe": text_only.read_qwen3_moe,
     "internvl_chat": _internvl,
     "internvl": _internvl,
+    "qwen2_vl": qwen.read_qwen2_vl,
     "qwen2_5_vl": qwen.read_qwen2_5_vl,
     "qwen3_vl": qwen.read_qwen3_vl,
     "qwen3_vl_moe": qwen.read_qwen3_vl_moe,
@@ -45,6 +46,7 @@ _READERS: dict[str, Reader] = {
     "gemma3_text": gemma.read_gemma3_text,
     "deepseek_v2": deepseek.read_deepseek_v2,
     "deepseek_v3": deepseek.read_deepseek_v3,
+    "kimi_k2": deepseek.read_deepseek_v3,
 }
 """Readers of whole files, by model_type."""
 _REFUSED = {
@@ -94,6 +96,16 @@ def has_quantized_weights(path: Path) -> bool:
         UserError: the file cannot be read.
     """
     return _is_quantized(_read_json(path))
+
+
+def keys_not_understood(path: Path) -> list[str]:
+    """Keys of a hub's `config.json` that a model is made without, which only InternVL's may have.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    given = _read_json(path)
+    return unread_keys(given) if _READERS.get(str(given.get("model_type"))) is _internvl else []
 
 
 def _is_quantized(table: dict[str, Any]) -> bool:

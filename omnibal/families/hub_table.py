@@ -18,10 +18,14 @@ T = TypeVar("T", bound="HubTable")
 NoDropout = Annotated[float, Field(ge=0, le=0)]
 """Dropout of 0: what it keeps and draws is not planned for."""
 _TEXT_MAKERS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
-_TOKEN_ID = re.compile(r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens")
+_NAMED_WITHOUT_EFFECT = re.compile(
+    # Ids of tokens, and notes of a tool that tunes models and uploads them again.
+    r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens|unsloth_.*"
+)
 _WITHOUT_EFFECT = frozenset(
     # Names, versions and code.
-    "_name_or_path transformers_version auto_map model_type tokenizer_class _commit_hash "
+    "architectures _name_or_path transformers_version auto_map model_type tokenizer_class "
+    "_commit_hash "
     # Types of stored weights (a job's are --precision), and how they are drawn.
     "torch_dtype dtype use_bfloat16 quantization_config initializer_range "
     # Kernels and what a forward returns.
@@ -39,6 +43,11 @@ _WITHOUT_EFFECT = frozenset(
     "tf_legacy_loss ignore_index".split()
 )
 """Keys that any class of Transformers may write and that change nothing of a training step."""
+
+
+def is_without_effect(key: str) -> bool:
+    """Whether any class of Transformers may write a key, which changes nothing of a step."""
+    return key in _WITHOUT_EFFECT or _NAMED_WITHOUT_EFFECT.fullmatch(key) is not None
 
 
 class HubTable(BaseModel):
@@ -74,8 +83,7 @@ class HubTable(BaseModel):
 
     @classmethod
     def _is_without_effect(cls, key: str) -> bool:
-        known = key in _WITHOUT_EFFECT or key in cls.without_effect or key == "architectures"
-        return known or _TOKEN_ID.fullmatch(key) is not None
+        return key in cls.without_effect or is_without_effect(key)
 
 
 def _refuse_variants(given: Mapping[str, Any]) -> None:

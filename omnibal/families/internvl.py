@@ -6,9 +6,10 @@ towers cannot be (features of an earlier layer, other activations, images padded
 refused by name. Defaults are those of the classes that wrote the files, which leave them out.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
@@ -16,6 +17,7 @@ from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder, TilingConfig
 from omnibal.errors import UserError
 from omnibal.families.folder import CONFIG_FILE, model_name
+from omnibal.families.hub_table import is_without_effect
 from omnibal.families.released_language import (
     Case,
     LanguageType,
@@ -35,6 +37,20 @@ NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
 TRANSFORMERS_QK_NORM_EPS = 1e-6
 """What q and k norms of Transformers' vision tower always have."""
 _TRANSFORMERS_LANGUAGES: tuple[LanguageType, ...] = ("qwen2", "llama", "qwen3", "qwen3_moe")
+_DUMPED = frozenset(
+    # Of the whole model: sizes that its parts have too, and what InternVL's own training tuned.
+    "hidden_size num_hidden_layers image_fold image_seq_length use_backbone_lora use_llm_lora "
+    # Of the tower: dropouts, kernels, and all that only `use_moe` turns on.
+    "dropout drop_path_rate attention_dropout hidden_dropout_prob projection_dropout "
+    "use_flash_attn capacity_factor eval_capacity_factor laux_allreduce moe_coeff_ratio "
+    "moe_intermediate_size moe_output_scale noisy_gate_policy num_experts num_routed_experts "
+    "num_shared_experts shared_expert_intermediate_size use_residual use_rts "
+    "use_weighted_residual "
+    # Of language models: dropouts, windows that are off, the other name of num_experts.
+    "embd_pdrop resid_pdrop max_window_layers original_max_position_embeddings "
+    "router_aux_loss_coef num_local_experts use_deepep".split()
+)
+"""Keys of released files that are not read and change nothing of a training step."""
 _REMEDY = "pass the config.json of a released InternVL, or its folder"
 
 
@@ -189,6 +205,34 @@ def open_internvl(path: Path) -> InternVLFile | None:
     if kind.model_type == "internvl":
         return InternVLFile(path=path, given=read_json_model(_Transformers, path, _REMEDY))
     return None
+
+
+def unread_keys(given: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json of InternVL that are on, not read, and of no known release.
+
+    Releases carry the keys of many versions of the classes that wrote them, so that none is refused
+    for one; a key that does change the model is planned without.
+
+    Args:
+        given: the file's content, of which `read_internvl` has made a model.
+
+    Returns:
+        Names, behind that of their table and a dot where they are in one.
+    """
+    is_original = given.get("model_type") != "internvl"
+    return _unread(_Original if is_original else _Transformers, given, "")
+
+
+def _unread(kind: type[BaseModel], given: Mapping[str, Any], place: str) -> list[str]:
+    names: list[str] = []
+    for key, value in given.items():
+        field = kind.model_fields.get(key)
+        inner = None if field is None else field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            names += _unread(inner, value, f"{key}.")
+        elif field is None and value and key not in _DUMPED and not is_without_effect(key):
+            names.append(place + key)
+    return names
 
 
 def is_tied(

@@ -3,7 +3,13 @@
 from pathlib import Path
 
 from omnibal.config import ModelConfig, load_model, model_file, preset_names
-from omnibal.families.hub import CONFIG_FILE, has_quantized_weights, read_hub_config
+from omnibal.families.hub import (
+    CONFIG_FILE,
+    has_quantized_weights,
+    keys_not_understood,
+    read_hub_config,
+)
+from omnibal.limits import words
 
 
 def named_model(name_or_path: str) -> ModelConfig:
@@ -28,10 +34,16 @@ def model_notes(name_or_path: str) -> list[str]:
         UserError: its file cannot be read.
     """
     path = _hub_file(name_or_path)
-    if path is None or not has_quantized_weights(path):
+    if path is None:
         return []
-    stored = f"{path} has a quantization_config"
-    return [f"{stored}: weights are planned in --precision, not as they are stored"]
+    notes: list[str] = []
+    if has_quantized_weights(path):
+        stored = f"{path} has a quantization_config"
+        notes.append(f"{stored}: weights are planned in --precision, not as they are stored")
+    unread = keys_not_understood(path)
+    if unread:
+        notes.append(f"{path} has keys that are not understood, {words(unread)}: planned without")
+    return notes
 
 
 def _hub_file(name_or_path: str) -> Path | None:

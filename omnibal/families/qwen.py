@@ -1,18 +1,19 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5, of which 3.6 and 3.8 have the structure, dense and sparse.
+"""Qwen2-VL, 2.5-VL, 3-VL and Qwen3.5, of which 3.6 and 3.8 have the structure, dense and sparse.
 
-Qwen2.5-VL: arXiv 2502.13923; Qwen3-VL: arXiv 2511.21631. Structures are those of Transformers'
-modules.
+Qwen2-VL: arXiv 2409.12191; Qwen2.5-VL: arXiv 2502.13923; Qwen3-VL: arXiv 2511.21631. Structures
+are those of Transformers' modules.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.encoders import ImagesEncoder, VideoConfig
-from omnibal.families.hub_table import as_table
+from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.released_language import auxiliary_loss
 from omnibal.families.text import (
     GroupedText,
     Qwen2Text,
@@ -22,12 +23,12 @@ from omnibal.families.text import (
     check_layer_types,
     runs_of,
 )
-from omnibal.families.vision import VisionTable, pixels
+from omnibal.families.vision import VisionTable, pixels, square
 from omnibal.families.whole import WholeTable, family_model, inner, vision_language
 from omnibal.layers import ExpertsConfig, LayerKind, LinearAttention
 
 _OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
-"""Of the released Qwen2.5-VL: 3,136 and 12,845,056."""
+"""Of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
 _NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
 """Of the released Qwen3-VL and Qwen3.5."""
 _NEWER_VIDEO = VideoConfig(
@@ -45,7 +46,7 @@ class _OlderWhole(_Whole):
 
 
 class Qwen25VLText(Qwen2Text):
-    """Language model of Qwen2.5-VL."""
+    """Language model of Qwen2-VL and Qwen2.5-VL."""
 
     default_theta: ClassVar[float] = 1_000_000.0
 
@@ -56,6 +57,26 @@ class Qwen25VLText(Qwen2Text):
     num_attention_heads: PositiveInt = 64
     num_key_value_heads: PositiveInt | None = 8
     rms_norm_eps: float = 1e-5
+
+
+class Qwen2VLVision(HubTable):
+    """Tower of Qwen2-VL: all layers attend fully, and feed-forwards have no gate."""
+
+    older_names: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}
+    without_effect: ClassVar[frozenset[str]] = frozenset({"spatial_patch_size"})
+
+    depth: PositiveInt = 32
+    embed_dim: PositiveInt = 1280
+    hidden_size: PositiveInt = 3584
+    """Width that the projector makes."""
+    hidden_act: Literal["quick_gelu"] = "quick_gelu"
+    mlp_ratio: PositiveFloat = 4
+    num_heads: PositiveInt = 16
+    in_channels: Literal[3] = 3
+    patch_size: PositiveInt | list[PositiveInt] = 14
+    spatial_merge_size: PositiveInt = 2
+    temporal_patch_size: PositiveInt = 2
+    rope_parameters: dict[str, Any] | None = None
 
 
 class Qwen25VLVision(VisionTable):
@@ -148,6 +169,8 @@ class HybridText(TextTable):
     linear_num_value_heads: PositiveInt = 32
     mtp_num_hidden_layers: int = Field(default=0, ge=0)
     mtp_use_dedicated_embeddings: Literal[False] = False
+    mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)
+    """Released dense files have an empty list too."""
 
     @model_validator(mode="after")
     def _has_a_type_for_each_layer(self) -> "HybridText":
@@ -218,7 +241,6 @@ class HybridMoeText(HybridText):
     norm_topk_prob: Literal[True] = True
     router_aux_loss_coef: float = 0.001
     output_router_logits: bool = False
-    mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)
     decoder_sparse_step: Literal[1] = 1
 
     @property
@@ -230,13 +252,43 @@ class HybridMoeText(HybridText):
             ffn_hidden_size=self.moe_intermediate_size,
             shared_ffn_hidden_size=self.shared_expert_intermediate_size,
             shared_gate=True,
-            auxiliary_loss=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+            auxiliary_loss=auxiliary_loss(
+                self.router_aux_loss_coef, self.num_experts_per_tok, self.num_hidden_layers
+            )
+            if self.output_router_logits
+            else 0.0,
         )
 
     @property
     def ffn_hidden_size(self) -> int:
         """Width of a dense feed-forward, which no layer has: that of a token's experts."""
         return self.intermediate_size or self.moe_intermediate_size * self.num_experts_per_tok
+
+
+def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Qwen2-VL, of files as those of Qwen2.5-VL are."""
+    whole = as_table(_OlderWhole, _with_text_table(given), str(path))
+    table = as_table(Qwen2VLVision, whole.vision_config, inner(path, "vision_config"))
+    sizes = {
+        "layers": table.depth,
+        "hidden_size": table.embed_dim,
+        "heads": table.num_heads,
+        "ffn_hidden_size": int(table.embed_dim * table.mlp_ratio),
+        "patch_size": square(table.patch_size, "patch_size"),
+        "merge_size": table.spatial_merge_size,
+        "frames_per_patch": table.temporal_patch_size,
+    }
+    encoder = ImagesEncoder(
+        **sizes,
+        normalization="LayerNorm",
+        qkv_bias=True,
+        qk_norm=False,
+        patch_bias=False,
+        **pixels(path, sizes, **_OLDER_PIXELS),
+        video=VideoConfig(),
+    )
+    text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
+    return vision_language(name, whole, text, encoder, table.hidden_size)
 
 
 def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:

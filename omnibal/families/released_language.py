@@ -1,5 +1,5 @@
 """Language models that InternVL is released with, as their part of a config.json describes them:
-InternLM2, Llama, Qwen2, and Qwen3 dense and with experts.
+InternLM2, Llama, Qwen2, Qwen3 dense and with experts, and Phi-3, which conversion does not take.
 
 Keys that are not read have no part in the structure. What this project's layers cannot be is
 refused by name. Defaults are those of the classes that wrote the files, which leave them out.
@@ -16,7 +16,7 @@ from omnibal.errors import UserError
 from omnibal.files import complaint
 from omnibal.layers import ExpertsConfig, LayerRun
 
-LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe"]
+LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe", "phi3"]
 """Kinds of language model, by Transformers' model_type."""
 ARCHITECTURES: dict[LanguageType, str] = {
     "internlm2": "InternLM2ForCausalLM",
@@ -24,13 +24,33 @@ ARCHITECTURES: dict[LanguageType, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 _GPT_OSS = {"gpt_oss", "GptOssForCausalLM"}
 SCALES_LATER, SCALES_WAVES = "dynamic", "llama3"
 """Kinds of RoPE: unscaled up to max_position_embeddings, and Llama 3.1's."""
+_PHI3_SCALES = ("su", "yarn", "longrope")
+"""Names of Phi-3's RoPE for long contexts, which costs the same and is left out of plans."""
 _QWEN3_HEAD_SIZE = 128
 Case = tuple[bool, str, str]
 """Whether it holds, what was given, and what it must be."""
+
+
+def auxiliary_loss(coefficient: float, experts_per_token: int, layers: int) -> float:
+    """Coefficient of each layer's auxiliary loss, which trains as Transformers' `coefficient`.
+
+    Transformers' `load_balancing_loss_func` takes shares and scores of all layers' tokens together,
+    and a token's share of experts sums to `experts_per_token`, so that even experts make its loss
+    `experts_per_token`. Those of `layers` single layers (`ExpertsConfig.auxiliary_loss`) are then 1
+    each, and their gradients the same where layers are about as uneven as each other.
+    """
+    return coefficient * experts_per_token / layers
+
+
+def released_coefficient(auxiliary_loss: float, experts_per_token: int, layers: int) -> float:
+    """Transformers' `router_aux_loss_coef`, of which `auxiliary_loss` makes this one."""
+    # Without what the two divisions round.
+    return float(f"{auxiliary_loss * layers / experts_per_token:.12g}")
 
 
 class _Rope(BaseModel):
@@ -76,6 +96,7 @@ class ReleasedLanguage(BaseModel):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = None
     layer_types: list[str] | None = None
     partial_rotary_factor: float | None = None
     tie_word_embeddings: bool | None = None
@@ -164,7 +185,11 @@ class ReleasedLanguage(BaseModel):
             ffn_hidden_size=self.moe_intermediate_size,
             normalized=self.norm_topk_prob,
             # Transformers adds the loss where the router's logits are returned.
-            auxiliary_loss=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+            auxiliary_loss=auxiliary_loss(
+                self.router_aux_loss_coef, self.num_experts_per_tok, self.num_hidden_layers
+            )
+            if self.output_router_logits
+            else 0.0,
         )
 
 
@@ -236,9 +261,10 @@ def refuse(path: Path, *cases: Case) -> None:
 
 def _rope_cases(given: ReleasedLanguage) -> list[Case]:
     base, kind = given.rope
+    others = _PHI3_SCALES if given.language_type == "phi3" else ()
     return [
         (
-            kind not in ("default", SCALES_LATER, SCALES_WAVES),
+            kind not in ("default", SCALES_LATER, SCALES_WAVES, *others),
             f"RoPE of type {kind!r}",
             "unscaled, or scaled as Llama 3.1's",
         ),
@@ -264,6 +290,8 @@ def _rope_cases(given: ReleasedLanguage) -> list[Case]:
 
 def _layer_cases(given: ReleasedLanguage) -> list[Case]:
     types = sorted(set(given.layer_types or ()))
+    # Without the switch that Qwen's classes have.
+    window, longest = given.sliding_window, given.max_position_embeddings or 4096
     return [
         (
             types not in ([], ["full_attention"]),
@@ -277,6 +305,11 @@ def _layer_cases(given: ReleasedLanguage) -> list[Case]:
             "without any but Qwen2's of q, k and v",
         ),
         (given.use_sliding_window, "use_sliding_window true", "false"),
+        (
+            given.language_type == "phi3" and window is not None and window < longest,
+            f"sliding_window {window}",
+            f"none, or at least max_position_embeddings {longest}",
+        ),
     ]
 
 

@@ -7,6 +7,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from omnibal.config import LanguageConfig
 from omnibal.families.hub_table import HubTable, NoDropout
+from omnibal.families.released_language import auxiliary_loss
 from omnibal.layers import ExpertsConfig, LayerKind, LayerRun
 
 
@@ -192,6 +193,13 @@ class Qwen3MoeText(Qwen3Text):
     output_router_logits: bool = False
 
     @property
+    def _sparse(self) -> list[int]:
+        """Layers with experts: those whose number from 1 is a sparse step."""
+        dense = set(self.mlp_only_layers or ())
+        step = self.decoder_sparse_step
+        return [at for at in range(step - 1, self.num_hidden_layers, step) if at not in dense]
+
+    @property
     def experts(self) -> ExpertsConfig:
         """The experts of a layer that has some."""
         return ExpertsConfig(
@@ -200,16 +208,18 @@ class Qwen3MoeText(Qwen3Text):
             ffn_hidden_size=self.moe_intermediate_size,
             normalized=self.norm_topk_prob,
             # As Transformers trains: the loss is added where the router's logits are returned.
-            auxiliary_loss=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+            auxiliary_loss=auxiliary_loss(
+                self.router_aux_loss_coef, self.num_experts_per_tok, len(self._sparse)
+            )
+            if self.output_router_logits
+            else 0.0,
         )
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model; a layer has experts where its number from 1 is a sparse step."""
-        dense = set(self.mlp_only_layers or ())
+        """The language model."""
+        sparse = self._sparse
         kinds = [
-            LayerKind(
-                experts=None if at in dense or (at + 1) % self.decoder_sparse_step else self.experts
-            )
+            LayerKind(experts=self.experts if at in sparse else None)
             for at in range(self.num_hidden_layers)
         ]
         return LanguageConfig(**self.sizes, tied_head=tied_head, runs=runs_of(kinds))

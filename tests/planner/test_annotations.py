@@ -309,6 +309,7 @@ def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
         ("[]", "is an empty array"),
         ("7", "maps each source name"),
         ("{", "maps each source name"),
+        ('{"messages":\n[]}', "an annotation file instead is a JSON list of samples"),
         ("{}", "names no source"),
         ('{"a": {"root": ""}}', 'a: one of "annotation", "shards" and "energon" must'),
         ('{"a": {"annotation": "a.jsonl", "shards": "a.tar"}}', 'one of "annotation"'),

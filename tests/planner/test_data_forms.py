@@ -53,7 +53,7 @@ def test_one_conversation_in_every_form(tmp_path):
     said_by_role = talk("<image>one<image>two", "three", "four", "five")["messages"]
     system = {"role": "system", "content": "s"}
     openai = parts(
-        ("image_url", {"image_url": {"url": "file://x.png"}}), "one",
+        ("image_url", {"image_url": {"url": "file://%78.png"}}), "one",
         ("image_url", {"image_url": "y.png"}), "two",
     )  # fmt: skip
     qwen = parts(("image", {"image": "x.png"}), "one", ("image", {"path": "y.png"}), "two")
@@ -263,6 +263,7 @@ BAD = [
     (talk("<video>q", "a", videos=["v.mp4"]), "has the video file v.mp4"),
     (talk("q", "a", imags=["x"]), 'has "imags"; did it mean "images"'),
     (talk("q", "a", rejected_response="b"), 'has "rejected_response", by which nothing is trained'),
+    (talk("q", "a", label=False), 'has "label", by which nothing is trained'),
     (talk("q", "a", objects={"bbox": []}), 'has "objects"'),
     (talk("q", "a", tools="add"), 'has an odd "tools"'),
     (talk("q", "a", system=7), 'has an odd "system"'),

@@ -108,6 +108,21 @@ def test_spellings_of_other_versions_are_the_same_model(tmp_path):
     assert read(tmp_path / "m", written) == read(tmp_path / "m", own)
 
 
+def test_the_language_model_of_a_larger_one_alone(tmp_path):
+    """Prevents: Kimi-K2 refused though K2.5, of which it is the language model, is read."""
+    whole = config_of("kimi-k2.5")
+    alone = whole["text_config"] | {"model_type": "kimi_k2"}
+    assert read(tmp_path / "k2", alone).language == named_model(str(CONFIGS / "kimi-k2.5")).language
+
+
+def test_keys_of_other_writers(tmp_path):
+    """Prevents: uploads of tuned models refused for a tool's notes, or a prediction layer lost."""
+    noted = nested("qwen3-vl-8b", "text_config", unsloth_fixed=True) | {"unsloth_version": "2026.1"}
+    assert read(tmp_path / "m", noted) == read(tmp_path / "m", config_of("qwen3-vl-8b"))
+    predicting = nested("glm-4.5v", "text_config", num_nextn_predict_layers=1)
+    assert read(tmp_path / "g", predicting).language.prediction_layers == 1
+
+
 def test_pixels_of_the_processor_beside_it(tmp_path):
     """Prevents: plans for images larger than the model's processor makes them."""
     given = config_of("qwen3-vl-2b")
@@ -151,6 +166,10 @@ REFUSED = {
     "layers without a type": (
         nested("gemma-3-4b", "text_config", layer_types=["full_attention"]),
         "layer_types has 1 entries",
+    ),
+    "a dense layer among experts": (
+        nested("qwen3.5-35b-a3b", "text_config", mlp_only_layers=[0]),
+        "mlp_only_layers",
     ),
     "a gate that is off": (
         nested("qwen3.5-9b", "text_config", attn_output_gate=False),

@@ -9,7 +9,7 @@ import pytest
 from omnibal.config import load_model
 from omnibal.errors import UserError
 from omnibal.families.internvl import read_internvl
-from omnibal.families.named import named_model
+from omnibal.families.named import model_notes, named_model
 from omnibal.layers import LayerRun
 
 pytestmark = pytest.mark.quick
@@ -46,6 +46,16 @@ QWEN2_7B = {
     "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
     "rms_norm_eps": 1e-06, "rope_scaling": {"factor": 2.0, "type": "dynamic"},
     "rope_theta": 1000000.0, "tie_word_embeddings": False, "vocab_size": 151674,
+}  # fmt: skip
+
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "embd_pdrop": 0.0,
+    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+    "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 262144,
+    "rope_scaling": {"long_factor": [1.03] * 48, "short_factor": [1.05] * 48, "type": "su"},
+    "tie_word_embeddings": False, "vocab_size": 32020,
 }  # fmt: skip
 
 
@@ -117,6 +127,33 @@ def test_earlier_versions_are_their_presets(tmp_path: Path) -> None:
     assert large.vision == load_model("internvl3-78b").vision
 
 
+def test_phi_3_is_its_preset(tmp_path: Path) -> None:
+    """Prevents: InternVL2-4B refused, or read as another model than its preset."""
+    read = read_internvl(written(tmp_path / "m", original(PHI3) | {"template": "phi3-chat"}))
+    preset = load_model("internvl2-4b")
+    assert read.vision.model_copy(update={"layer_scale_init": 1.0}) == preset.vision
+    assert read.chat_template == preset.chat_template
+    assert read.language == preset.language.model_copy(update={"norm_eps": 1e-5})
+
+
+def test_keys_that_are_not_understood_are_named(tmp_path: Path) -> None:
+    """Prevents: a changed model planned in silence, or a released one with a needless note."""
+    dumped = {
+        "use_moe": False, "moe_coeff_ratio": 0.5, "num_experts": 8, "drop_path_rate": 0.1,
+        "laux_allreduce": "all_nodes", "use_flash_attn": True, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    llm = {"moe_config": None, "max_window_layers": 70, "top_k": 50, "use_cache": True}
+    whole = {"hidden_size": 3584, "image_fold": None, "use_llm_lora": 0, "auto_map": {"A": "b"}}
+    released = original(QWEN2_7B | llm, VISION_300M | dumped) | whole
+    plain = written(tmp_path / "plain", released)
+    assert (
+        model_notes(str(plain)) == model_notes(str(written(tmp_path / "p", original(PHI3)))) == []
+    )
+    changed = original(QWEN2_7B | {"attention_sinks": True}, VISION_300M | {"use_moe": True})
+    [note] = model_notes(str(written(tmp_path / "changed", changed | {"mlp_layers": 3})))
+    assert "llm_config.attention_sinks, vision_config.use_moe and mlp_layers" in note
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -126,7 +163,9 @@ def test_earlier_versions_are_their_presets(tmp_path: Path) -> None:
         ),
         (in_transformers({**QWEN3_8B, "model_type": "gpt_oss", "architectures": None}), "GPT-OSS"),
         (original(QWEN3_30B_A3B | {"mlp_only_layers": [0]}), "leave layers without experts"),
-        (original(QWEN3_8B | {"architectures": ["Phi3ForCausalLM"]}), "is Phi3ForCausalLM"),
+        (original(QWEN3_8B | {"architectures": ["MistralForCausalLM"]}), "is MistralForCausalLM"),
+        (original(PHI3 | {"sliding_window": 2047}), "sliding_window 2047"),
+        (in_transformers(PHI3), "is Phi3ForCausalLM"),
         (original(QWEN3_8B | {"use_sliding_window": True}), "use_sliding_window true"),
         (original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}), "vision hidden_act 'silu'"),
         (in_transformers(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),

@@ -10,10 +10,12 @@ from test_experts import plan_of
 from test_tensor_parallel import by_name, gather_gradients
 from toy import OPTIONS, pack, toy_sample, toy_text_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import ModelConfig
+from omnibal.families.released_language import auxiliary_loss, released_coefficient
 from omnibal.layers import ExpertsConfig, LayerRun
 
 SAMPLES = [(0, 12), (0, 7), (0, 16)]
@@ -127,3 +129,24 @@ def test_equals_transformers(normalized):
     for name, value in expected_gradients.items():
         atol = 1e-4 * value.abs().max().item()
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=atol, msg=name)
+
+
+@pytest.mark.in_own_process
+def test_auxiliary_loss_is_transformers_of_all_layers():
+    """Prevents: an imported coefficient that trains many times as hard as the one released.
+
+    Layers route alike here. Where they do not, Transformers' loss is of their mean, and ours not.
+    """
+    layers, experts, chosen = 12, 6, 2
+    logits_SE = torch.randn(64, experts, generator=torch.Generator().manual_seed(1))
+    logits_SE = logits_SE.requires_grad_()
+    theirs = load_balancing_loss_func((logits_SE,) * layers, experts, chosen)
+    scores_SE = logits_SE.softmax(-1)
+    shares_E = torch.bincount(scores_SE.topk(chosen).indices.flatten(), minlength=experts) / 128
+    # What the trainer adds for every layer (test_auxiliary_loss_is_switch_transformers).
+    ours = layers * experts * (shares_E * scores_SE.mean(0)).sum()
+    coefficient = auxiliary_loss(0.001, chosen, layers)
+    assert released_coefficient(coefficient, chosen, layers) == 0.001
+    pair = (0.001 * theirs, coefficient * ours)
+    torch.testing.assert_close(*pair)
+    torch.testing.assert_close(*(torch.autograd.grad(one, logits_SE)[0] for one in pair))

@@ -15,6 +15,7 @@ from omnibal.families.named import named_model
 CONFIGS = Path(__file__).parents[1] / "planner" / "hub_configs"
 LAYERS = 8
 CASES = (
+    "qwen2-vl-7b",
     "qwen2.5-vl-7b",
     "qwen2.5-vl-3b",
     "qwen3-vl-8b",
@@ -81,6 +82,8 @@ TABLES = {
     "qwen2": text.Qwen2Text,
     "qwen3": text.Qwen3Text,
     "qwen3_moe": text.Qwen3MoeText,
+    "qwen2_vl_text": qwen.Qwen25VLText,
+    "qwen2_vl_vision": qwen.Qwen2VLVision,
     "qwen2_5_vl_text": qwen.Qwen25VLText,
     "qwen3_vl_text": qwen.Qwen3VLText,
     "qwen3_vl_moe_text": qwen.Qwen3VLMoeText,

@@ -26,7 +26,7 @@ from transformers import (
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.conversion.exporting import plan_export_as, write_export
-from megatron.vlm.conversion.importing import open_released
+from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -174,10 +174,11 @@ def test_export_of_the_layout_is_what_transformers_loads(tmp_path, name):
 )
 def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked, layout, other):
     """Prevents: experts in another order, or gate and up of one that change places, in files of
-    Transformers 4 or of its own names in 5."""
+    Transformers 4 or of its own names in 5; and an auxiliary loss that comes back as another."""
     config = Qwen3MoeConfig(
-        **SIZES, head_dim=10, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20,
+        **SIZES, head_dim=10, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=20,
         norm_topk_prob=True, rope_parameters={"rope_theta": 5000.0},
+        output_router_logits=is_stacked, router_aux_loss_coef=0.003,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).eval()
     source = tmp_path / "released"
@@ -186,11 +187,15 @@ def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked, layout, 
     assert ("model.layers.0.mlp.experts.gate_up_proj" in own) == is_stacked
     checkpoint = open_released(source)
     assert checkpoint.layout == layout and len(set(checkpoint.model.language.kinds)) == 1
-    run = imported(source, tmp_path / "run")
+    run = tmp_path / "run"
+    lines = import_checkpoint(checkpoint, run, lambda size: None)
+    assert any("without an auxiliary loss" in line for line in lines) != is_stacked
     assert content(exported_like(run, source, tmp_path / "back")) == content(source)
     planned = plan_export_as(open_newest(run), other, None, None, 10**9)
     write_export(planned, tmp_path / "out", lambda size: None)
     again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert again.config.output_router_logits == is_stacked
+    assert again.config.router_aux_loss_coef == (0.003 if is_stacked else 0)
     assert_equal_tensors(dict(again.named_parameters()), dict(model.named_parameters()))
     assert open_released(tmp_path / "out").model.language == checkpoint.model.language
 

@@ -234,6 +234,12 @@ def import_checkpoint(
             tokenizer.write(folder / TOKENIZER_FOLDER)
         write_weights(folder, source.model, dtypes, order, read)
     lines = [f"wrote {run / MODEL_FILE} and weights of type {_names(dtypes.values())}"]
+    experts = source.model.language.kinds[0].experts
+    if experts is not None and not experts.auxiliary_loss:
+        lines.append(
+            f"note: the model trains without an auxiliary loss that evens its experts out; for one "
+            f"set auxiliary_loss of its experts in {run / MODEL_FILE}"
+        )
     if tokenizer is not None:
         lines.append(f"wrote {run / TOKENIZER_FOLDER}: {', '.join(tokenizer.names)}")
     elif is_slow(source.directory):

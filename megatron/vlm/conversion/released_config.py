@@ -40,6 +40,7 @@ from omnibal.families.released_language import (
     invalid,
     known_type,
     language_config,
+    released_coefficient,
 )
 from omnibal.files import read_json_model
 from omnibal.layers import ExpertsConfig, LayerKind
@@ -112,7 +113,14 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
 
 def _internvl_layout(file: InternVLFile, names: Collection[str]) -> Layout:
     if file.is_original:
-        return _ORIGINAL_LAYOUTS[file.language_type]
+        kind = file.language_type
+        if kind not in _ORIGINAL_LAYOUTS:
+            known = words([ARCHITECTURES[each] for each in _ORIGINAL_LAYOUTS], "or")
+            raise UserError(
+                f"{file.path}: its language model is {ARCHITECTURES[kind]}, which is planned and "
+                f"not converted; it must be {known}"
+            )
+        return _ORIGINAL_LAYOUTS[kind]
     if _has_stacked_experts(names):
         return Layout.TRANSFORMERS_STACKED
     prefixed = any(name.startswith(_PREFIXED) for name in names)
@@ -338,7 +346,7 @@ def _kind_of(language: LanguageConfig) -> LanguageType:
 def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
     head_size = {"head_dim": language.head_width} if _states_head_size(language, kind) else {}
     experts = language.kinds[0].experts
-    of_experts = {} if experts is None else _experts(experts)
+    of_experts = {} if experts is None else _experts(experts, language.layers)
     return (
         head_size
         | of_experts
@@ -362,7 +370,7 @@ def _states_head_size(language: LanguageConfig, kind: LanguageType) -> bool:
     return language.head_size is not None or kind in ("qwen3", "qwen3_moe")
 
 
-def _experts(experts: ExpertsConfig) -> dict[str, Any]:
+def _experts(experts: ExpertsConfig, layers: int) -> dict[str, Any]:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -371,7 +379,9 @@ def _experts(experts: ExpertsConfig) -> dict[str, Any]:
         "num_experts": experts.experts,
         "num_experts_per_tok": experts.experts_per_token,
         "output_router_logits": experts.auxiliary_loss > 0,
-        "router_aux_loss_coef": experts.auxiliary_loss,
+        "router_aux_loss_coef": released_coefficient(
+            experts.auxiliary_loss, experts.experts_per_token, layers
+        ),
     }
 
 
