@@ -25,7 +25,7 @@ are heaviest for many stages; a result that does not fit in all of the run's is 
 with its own heaviest ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
 from omnibal.pipeline.bounds import Structure, least_largest, least_sums
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_tables
+from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
@@ -151,10 +151,16 @@ def search_stages(
         DoesNotFit: no split fits the cap.
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes)
+
+    def least_peak(enough_bytes: float) -> float:
+        if problem.levels > 1:
+            return least_peak_of_tables(problem.structure.runs, problem.tables)
+        return least_peak_of_splits(cost, model, workload, pipeline_size, enough_bytes)
+
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
-        search = _descend(problem, effort)
+        search = _descend(problem, effort, least_peak)
         heavier = _heavier(problem, cost, workload, _stages_at(problem, search.best_options))
         if heavier is None:
             found = _found(problem, search, prove, effort)
@@ -265,8 +271,15 @@ def _problem(
     )
 
 
-def _descend(problem: SearchProblem, effort: float = 1.0) -> "_Search":
+def _descend(
+    problem: SearchProblem, effort: float, least_peak: Callable[[float], float]
+) -> "_Search":
     """A search with a good split, over all options that are not too slow to be in a better one.
+
+    Args:
+        effort: as in `search_stages`.
+        least_peak: least memory of the fullest stage over all splits, or another that is no more
+            than the bytes given.
 
     Raises:
         DoesNotFit: no split fits the cap.
@@ -279,12 +292,11 @@ def _descend(problem: SearchProblem, effort: float = 1.0) -> "_Search":
         if found:
             return search if search.best_ms <= limit_ms else search.with_options_of_better()
         if not tried:
-            need = least_peak_of_tables(problem.structure.runs, problem.tables)
+            need = least_peak(problem.memory_cap_bytes)
             if not fits_cap(need, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    need = least_peak_of_tables(problem.structure.runs, problem.tables)
-    raise DoesNotFit(_infeasible(problem, need))
+    raise DoesNotFit(_infeasible(problem, least_peak(0.0)))
 
 
 def _even_ms(problem: SearchProblem) -> float:

@@ -131,7 +131,7 @@ class RuledOut:
     need_gib: float | None
     """Memory of one device at the best caps tried and in the best split; set where none fit."""
     most_samples_per_second: float | None
-    """Upper bound; set where some caps may fit."""
+    """Upper bound; set where some caps may fit and all of these have a bound."""
     why: str
     estimated_samples_per_second: float | None = None
     """Estimate; set where bounds did not tell that the best strategy is faster."""
@@ -614,13 +614,17 @@ def _result(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> StrategyS
         gpus=request.gpus,
         samples_per_step=request.samples_per_step,
         ranking=tuple(replace(strategy, why=_why(strategy, best)) for strategy in ranked),
-        ruled_out=tuple(
-            sorted(out, key=lambda each: (-(each.most_samples_per_second or 0), each.need_gib or 0))
-        ),
+        ruled_out=tuple(sorted(out, key=_order_of_ruled_out)),
         choices=len(trials.least_ms),
         planned=trials.planned_open(),
         gap=trials.gap(),
     )
+
+
+def _order_of_ruled_out(each: RuledOut) -> tuple[float, float]:
+    """Key by which strategies that were not planned are listed: the fastest first, then by need."""
+    fastest = each.estimated_samples_per_second or each.most_samples_per_second or 0.0
+    return -fastest, each.need_gib or 0.0
 
 
 def without_best(search: StrategySearch, why: str) -> StrategySearch:
@@ -638,12 +642,10 @@ def without_best(search: StrategySearch, why: str) -> StrategySearch:
 
 
 def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
-    most = ruled_out.most_samples_per_second
-    if most is None:
-        return ruled_out
-    estimate = ruled_out.estimated_samples_per_second
-    why = _why_slow(1e3 / most, best) if estimate is None else _why_not(1e3 / estimate, best)
-    return replace(ruled_out, why=why)
+    most, estimate = ruled_out.most_samples_per_second, ruled_out.estimated_samples_per_second
+    if estimate is not None:
+        return replace(ruled_out, why=_why_not(1e3 / estimate, best))
+    return ruled_out if most is None else replace(ruled_out, why=_why_slow(1e3 / most, best))
 
 
 def _why_slow(least_ms: float, best: Strategy) -> str:
@@ -685,12 +687,12 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
         if least_ms[choice] > best_ms or choice not in trials.need_gib
     ]
     if may_fit:
-        slower_ms = trials.estimate_beside(best, choices)
+        slower_ms, bound_ms = trials.estimate_beside(best, choices), min(may_fit)
         return RuledOut(
             parallel=parallel,
             need_gib=None,
-            most_samples_per_second=1e3 / min(may_fit),
-            why=_why_slow(min(may_fit), best) if slower_ms is None else _why_not(slower_ms, best),
+            most_samples_per_second=1e3 / bound_ms if bound_ms else None,
+            why=_why_slow(bound_ms, best) if slower_ms is None else _why_not(slower_ms, best),
             estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
         )
     need_gib = min(trials.need_gib[choice] for choice in choices)

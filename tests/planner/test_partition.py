@@ -669,7 +669,8 @@ def test_what_has_no_room_is_learned_from():
     """Prevents a bound that stays where it is, as no path is known of the splits that decide it."""
     cost, model, packs = large_case((60, 100), 12)
     cap = 1.2 * least_peak_of_splits(cost, model, packs, 12)
-    search = partition._descend(partition._problem(cost, model, packs, 12, cap))
+    problem = partition._problem(cost, model, packs, 12, cap)
+    search = partition._descend(problem, 1.0, lambda enough: enough)
     bounds_ms = []
     for _ in range(4):
         search._rule_out()

@@ -191,10 +191,11 @@ def test_ranking_is_the_planners_own():
         assert CLEARLY_WORSE * best_ms < bound_ms <= planned[each.parallel]
 
 
-def test_strategies_of_least_estimates_are_planned(monkeypatch):
+@pytest.mark.parametrize("samples_per_step", [30, 63])
+def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step):
     """Prevents a limit of plans that loses the best, hides what was left out, or says that the best
     is proven to be better than it is."""
-    searched = strategy_request(gpus=8, samples_per_step=30)
+    searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
     every = search_strategies(searched, lambda done: None)
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, also those that bounds rule out.
