@@ -21,9 +21,10 @@ from omnibal.parallel import Parallel, check_parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.placement import least_peak_beside
-from omnibal.pipeline.stage_memory import GIB, fits_cap
+from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes, unit_state_bytes
 from omnibal.pipeline.workload import Workload
 from omnibal.planner import PlanRequest, placement_problem
+from omnibal.units import unit_names
 
 SAMPLES = 20_000
 """Most samples that changes are tried on; more are subsampled unless steps are given."""
@@ -68,6 +69,16 @@ def least_need_gib(
     cost = job.cost_of_all(levels)
     stages, enough = job.parallel.pipeline, enough_gib * GIB
     return least_peak_of_splits(cost, job.pipeline_model, workload, stages, enough) / GIB
+
+
+def least_state_gib(job: JobSpec) -> float:
+    """Weights, gradients and optimizer state of the fullest device, at least, in any split: no
+    split does better than equal stages."""
+    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
+    state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
+    tied = job.cost.tied_parameters, job.cost.tied_trained_parameters
+    state_bytes -= unit_state_bytes(job.cost, *tied)
+    return state_bytes / job.parallel.pipeline / GIB
 
 
 def gib_text(gib: float) -> str:

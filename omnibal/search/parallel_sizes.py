@@ -39,7 +39,7 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import CapSpace, usual_samples_per_step
-from omnibal.search.feasible import gib_text, least_need_gib
+from omnibal.search.feasible import gib_text, least_need_gib, least_state_gib
 from omnibal.search.trial import (
     Comparison,
     StepSize,
@@ -129,7 +129,8 @@ class RuledOut:
 
     parallel: Parallel
     need_gib: float | None
-    """Memory of one device at the best caps tried and in the best split; set where none fit."""
+    """Memory of one device at the best caps tried and in the best split, at least; set where none
+    fit."""
     most_samples_per_second: float | None
     """Upper bound; set where some caps may fit and all of these have a bound."""
     why: str
@@ -368,12 +369,15 @@ class _Pack:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _FindBound:
-    """Computation of a lower bound on a choice's time per sample; 0 where none is known."""
+    """Computation of a lower bound on a choice's time per sample; 0 where none is known, or none
+    needed, as its state alone does not fit."""
 
     setting: _Setting
 
     def __call__(self, choice: Choice) -> tuple[Choice, float]:
         job, least_ms, is_bound = self.setting.trial(choice).job, 0.0, True
+        if not fits_cap(least_state_gib(job), job.memory_cap_gib):
+            return choice, 0.0
         for size in self.setting.step_sizes(choice):
             workload, stages = size.request.workload(), job.parallel.pipeline
             step_ms = least_step_ms(job.cost, job.pipeline_model, workload, stages)
@@ -436,8 +440,11 @@ class _Evaluate:
 
 def _need_gib(setting: _Setting, choice: Choice) -> float:
     """Memory of one device in the best split, at the step size that needs more; some split's
-    where that fits."""
+    where that fits, and of the state alone where that does not."""
     job = setting.trial(choice).job
+    state_gib = least_state_gib(job)
+    if not fits_cap(state_gib, job.memory_cap_gib):
+        return state_gib
     return max(
         least_need_gib(job, size.request.workload(), enough_gib=job.memory_cap_gib)
         for size in setting.step_sizes(choice)
@@ -697,7 +704,7 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
         )
     need_gib = min(trials.need_gib[choice] for choice in choices)
     cap_gib = trials.setting.request.job.memory_cap_gib
-    why = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
+    why = f"needs at least {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
     return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
 
 

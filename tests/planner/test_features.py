@@ -121,7 +121,9 @@ def test_limits_are_of_features_that_there_are():
     """Prevents a misspelt limit that never binds, and items that nothing limits."""
     check_limits(["tiles", "tokens"], ["tiles"], "it")
     check_limits(["loss_tokens", "tokens"], [], "it")
-    with pytest.raises(UserError, match=r"clip, which it cannot .* tiles, loss_tokens and tok"):
+    with pytest.raises(
+        UserError, match=r"clip, which it cannot .*--max-tiles MAX and --max-tokens"
+    ):
         check_limits(["tiles", "clip", "tokens"], ["tiles"], "it")
     with pytest.raises(UserError, match="and clips is not; give --limit clips=MAX"):
         check_limits(["tiles", "tokens"], ["tiles", "clips"], "it")

@@ -356,7 +356,7 @@ def test_other_mistakes_are_not_forgiven(pictures):
     annotation.write_text(annotation.read_text().replace("human", "robot"))
     for stage in (FIRST, TEXT, LAST):
         malformed = pictures.dataset([[1]], stage, SKIP)[0]
-        assert isinstance(malformed, UserError) and "robot, gpt" in str(malformed)
+        assert isinstance(malformed, UserError) and '"robot"; it must be' in str(malformed)
 
 
 TORCH_S = 20.0

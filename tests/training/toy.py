@@ -226,6 +226,7 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
             [local[whole.loss_positions_L[i].item()] for i in kept], dtype=torch.int64
         ),
         labels_L=whole.labels_L[kept],
+        loss_weight=whole.loss_weight * (int(share.own_pieces.tokens.sum()) / whole.tokens),
         loss_weights_L=whole.loss_weights_L[kept],
     )
 
