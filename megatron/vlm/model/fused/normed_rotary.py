@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.vlm.model.fused.rotary import Heads, Rotation, eager_split_and_rotate
+from megatron.vlm.model.fused.rotary import (
+    Heads,
+    Rotation,
+    eager_split_and_rotate,
+    sizes_of_gradients,
+    sizes_of_product,
+)
 from megatron.vlm.model.fused.sizes import require, require_shapes
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -75,15 +81,8 @@ def _fake_forward(
     weights_D: Sequence[torch.Tensor],
     eps: float,
 ) -> _Parts:
-    operation, shape = "norm_and_rotate", list(qkv.shape)
-    require(operation, "qkv", shape, len(shape) == 3, "have three axes")
-    require(operation, "queries_per_group", queries_per_group, queries_per_group > 0, "be positive")
-    tokens, groups, width = shape
-    size, rest = divmod(width, queries_per_group + 2)
-    heads = f"have a last axis of {queries_per_group} queries, a key and a value of an even size"
-    require(operation, "qkv", shape, rest == 0 and size % 2 == 0, heads)
-    angles = (tokens, size // 2)
-    require_shapes(operation, qkv=(qkv, shape), cosines=(cosines, angles), sines=(sines, angles))
+    operation = "norm_and_rotate"
+    tokens, groups, size = sizes_of_product(operation, qkv, queries_per_group, cosines, sines)
     _require_weights(operation, weights_D, size)
     return (
         qkv.new_empty((tokens, groups * queries_per_group, size)),
@@ -116,22 +115,12 @@ def _fake_backward(
     weights_D: Sequence[torch.Tensor],
     rstds_TGH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    operation, shape = "norm_and_rotate_backward", list(key_TGD.shape)
-    is_of_pairs = len(shape) == 3 and shape[2] % 2 == 0
-    require(operation, "key_TGD", shape, is_of_pairs, "be [T, G, D] with an even D")
-    tokens, groups, size = shape
-    queries = list(query_TND.shape)
-    is_of_groups = len(queries) == 3 and queries[1] > 0 == queries[1] % max(groups, 1)
-    require(operation, "query_TND", queries, is_of_groups, f"have some heads for each of {groups}")
-    per_group, angles = queries[1] // groups, (tokens, size // 2)
+    operation, gradients = "norm_and_rotate_backward", (query_TND, key_TGD, value_TGD)
+    tokens, groups, size = sizes_of_gradients(operation, gradients, cosines, sines)
+    per_group = query_TND.shape[1] // groups
     require_shapes(
         operation,
-        query_TND=(query_TND, (tokens, queries[1], size)),
-        key_TGD=(key_TGD, shape),
-        value_TGD=(value_TGD, shape),
         qkv=(qkv, (tokens, groups, (per_group + 2) * size)),
-        cosines=(cosines, angles),
-        sines=(sines, angles),
         rstds_TGH=(rstds_TGH, (tokens, groups, per_group + 1)),
     )
     _require_weights(operation, weights_D, size)

@@ -82,10 +82,19 @@ def _kernels() -> ModuleType:
     return rotary
 
 
-def _fake_rotate(
-    qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
-) -> Heads:
-    operation, shape = "split_and_rotate", list(qkv.shape)
+def sizes_of_product(
+    operation: str,
+    qkv: torch.Tensor,
+    queries_per_group: int,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+) -> tuple[int, int, int]:
+    """T, G and D of a product of q, k and v, which goes with its angles.
+
+    Raises:
+        ValueError: it does not, or an argument has other axes than it must.
+    """
+    shape = list(qkv.shape)
     require(operation, "qkv", shape, len(shape) == 3, "have three axes")
     require(operation, "queries_per_group", queries_per_group, queries_per_group > 0, "be positive")
     tokens, groups, width = shape
@@ -94,6 +103,42 @@ def _fake_rotate(
     require(operation, "qkv", shape, rest == 0 and size % 2 == 0, heads)
     angles = (tokens, size // 2)
     require_shapes(operation, qkv=(qkv, shape), cosines=(cosines, angles), sines=(sines, angles))
+    return tokens, groups, size
+
+
+def sizes_of_gradients(
+    operation: str, gradients: Heads, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[int, int, int]:
+    """T, G and D of gradients of q, k and v, which go together and with their angles.
+
+    Raises:
+        ValueError: they do not, or an argument has other axes than it must.
+    """
+    query_TND, key_TGD, value_TGD = gradients
+    shape, queries = list(key_TGD.shape), list(query_TND.shape)
+    is_of_pairs = len(shape) == 3 and shape[2] % 2 == 0
+    require(operation, "key_TGD", shape, is_of_pairs, "be [T, G, D] with an even D")
+    tokens, groups, size = shape
+    is_of_groups = len(queries) == 3 and queries[1] > 0 == queries[1] % max(groups, 1)
+    require(operation, "query_TND", queries, is_of_groups, f"have some heads for each of {groups}")
+    angles = (tokens, size // 2)
+    require_shapes(
+        operation,
+        query_TND=(query_TND, (tokens, queries[1], size)),
+        key_TGD=(key_TGD, shape),
+        value_TGD=(value_TGD, shape),
+        cosines=(cosines, angles),
+        sines=(sines, angles),
+    )
+    return tokens, groups, size
+
+
+def _fake_rotate(
+    qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
+) -> Heads:
+    tokens, groups, size = sizes_of_product(
+        "split_and_rotate", qkv, queries_per_group, cosines, sines
+    )
     query_TND = qkv.new_empty((tokens, groups * queries_per_group, size))
     return query_TND, *(qkv.new_empty((tokens, groups, size)) for _ in range(2))
 
@@ -114,21 +159,8 @@ def _fake_rotate_back(
     cosines: torch.Tensor,
     sines: torch.Tensor,
 ) -> torch.Tensor:
-    operation, shape = "split_and_rotate_backward", list(key_TGD.shape)
-    is_of_pairs = len(shape) == 3 and shape[2] % 2 == 0
-    require(operation, "key_TGD", shape, is_of_pairs, "be [T, G, D] with an even D")
-    tokens, groups, size = shape
-    queries = list(query_TND.shape)
-    is_of_groups = len(queries) == 3 and queries[1] > 0 == queries[1] % max(groups, 1)
-    require(operation, "query_TND", queries, is_of_groups, f"have some heads for each of {groups}")
-    angles = (tokens, size // 2)
-    require_shapes(
-        operation,
-        query_TND=(query_TND, (tokens, queries[1], size)),
-        key_TGD=(key_TGD, shape),
-        value_TGD=(value_TGD, shape),
-        cosines=(cosines, angles),
-        sines=(sines, angles),
+    tokens, groups, size = sizes_of_gradients(
+        "split_and_rotate_backward", (query_TND, key_TGD, value_TGD), cosines, sines
     )
     return query_TND.new_empty((tokens, groups, (query_TND.shape[1] // groups + 2) * size))
 
