@@ -90,18 +90,13 @@ class DeepseekText(TextTable):
         kinds = [LayerKind(latent=latent)] * dense
         kinds += [LayerKind(latent=latent, experts=self.experts)] * sparse
         return LanguageConfig(
-            layers=self.num_hidden_layers,
-            hidden_size=self.hidden_size,
-            heads=self.num_attention_heads,
+            **self.common_fields,
             kv_heads=self.num_attention_heads,
             head_size=self.qk_nope_head_dim,
             ffn_hidden_size=self.intermediate_size,
-            vocab_size=self.vocab_size,
-            norm_eps=self.rms_norm_eps,
             tied_head=tied_head,
             prediction_layers=self.num_nextn_predict_layers,
             runs=runs_of(kinds),
-            **self.rope_fields,
         )
 
 

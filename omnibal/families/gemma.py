@@ -73,19 +73,14 @@ class GemmaText(TextTable):
             for kind in types
         ]
         return LanguageConfig(
-            layers=self.num_hidden_layers,
-            hidden_size=self.hidden_size,
-            heads=self.num_attention_heads,
+            **self.common_fields,
             kv_heads=self.num_key_value_heads,
             head_size=self.head_dim,
             ffn_hidden_size=self.intermediate_size,
-            vocab_size=self.vocab_size,
             qk_norm=True,
             post_norms=True,
-            norm_eps=self.rms_norm_eps,
             tied_head=tied_head,
             runs=runs_of(kinds),
-            **self.rope_fields,
         )
 
 

@@ -98,20 +98,15 @@ class GlmText(TextTable):
         kinds = [LayerKind()] * dense
         kinds += [LayerKind(experts=experts)] * (self.num_hidden_layers - dense)
         return LanguageConfig(
-            layers=self.num_hidden_layers,
-            hidden_size=self.hidden_size,
-            heads=self.num_attention_heads,
+            **self.common_fields,
             kv_heads=self.num_key_value_heads,
             head_size=self.head_dim,
             ffn_hidden_size=self.intermediate_size,
-            vocab_size=self.vocab_size,
             qkv_bias=self.attention_bias,
             qk_norm=self.use_qk_norm,
-            norm_eps=self.rms_norm_eps,
             tied_head=tied_head,
             prediction_layers=self.num_nextn_predict_layers,
             runs=runs_of(kinds),
-            **self.rope_fields,
         )
 
 

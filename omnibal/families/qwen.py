@@ -210,20 +210,15 @@ class HybridText(TextTable):
     def language(self, *, tied_head: bool) -> LanguageConfig:
         """The language model that the table describes."""
         return LanguageConfig(
-            layers=self.num_hidden_layers,
-            hidden_size=self.hidden_size,
-            heads=self.num_attention_heads,
+            **self.common_fields,
             kv_heads=self.num_key_value_heads,
             head_size=self.head_dim,
             ffn_hidden_size=self.ffn_hidden_size,
-            vocab_size=self.vocab_size,
             qk_norm=True,
             output_gate=True,
-            norm_eps=self.rms_norm_eps,
             tied_head=tied_head,
             prediction_layers=self.mtp_num_hidden_layers,
             runs=runs_of(self.kinds),
-            **self.rope_fields,
         )
 
 

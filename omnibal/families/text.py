@@ -67,6 +67,18 @@ class TextTable(HubTable):
             }
         return fields
 
+    @property
+    def common_fields(self) -> dict[str, Any]:
+        """Fields of a LanguageConfig that the keys above make."""
+        return {
+            "layers": self.num_hidden_layers,
+            "hidden_size": self.hidden_size,
+            "heads": self.num_attention_heads,
+            "vocab_size": self.vocab_size,
+            "norm_eps": self.rms_norm_eps,
+            **self.rope_fields,
+        }
+
     def is_tied(self, outer: bool | None = None, *, by_default: bool = False) -> bool:
         """Whether the head is the token embedding.
 
@@ -109,17 +121,12 @@ class GroupedText(TextTable):
         """Fields of a LanguageConfig, but for what says whether the head is tied."""
         kv_heads = self.num_key_value_heads or self.num_attention_heads
         return {
-            "layers": self.num_hidden_layers,
-            "hidden_size": self.hidden_size,
-            "heads": self.num_attention_heads,
+            **self.common_fields,
             "kv_heads": kv_heads,
             "head_size": self.head_size,
             "ffn_hidden_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
             "qkv_bias": self.has_qkv_bias,
             "qk_norm": self.has_qk_norm,
-            "norm_eps": self.rms_norm_eps,
-            **self.rope_fields,
         }
 
     @property
