@@ -6,7 +6,7 @@ and has its costs, so nobody checks or counts again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
+from omnibal.targets import FREE, TARGETS, Sharding, StageRules, TargetName
 from omnibal.units import feature_names_at, frozen_mistake
 
 
@@ -58,6 +59,11 @@ class JobSpec:
     """Where the encoders run."""
     beside: EncodersBeside | None = None
     """How they run beside the pipeline; None where they do not, or it is to be searched for."""
+    made_for: TargetName | None = None
+    """The trainer that the job is planned for; None for this project's."""
+    rules: StageRules = FREE
+    """What stages may hold and recompute: what the trainer can be told, or less of its limits."""
+    sharding: Sharding = Sharding.OPTIMIZER
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_cost: EncodersCost | None = field(init=False, repr=False)
@@ -140,6 +146,7 @@ class JobSpec:
             profile=profile,
             placement=EncoderPlacement.BESIDE if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,
+            **_limits_of(plan.made_for),
         )
 
     def sized(self, parallel: Parallel) -> Self:
@@ -171,3 +178,11 @@ class JobSpec:
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
+
+
+def _limits_of(name: TargetName | None) -> dict[str, Any]:
+    """Fields of a job that is planned for a trainer."""
+    if name is None:
+        return {}
+    target = TARGETS[name]
+    return {"made_for": name, "rules": target.stages, "sharding": target.sharding}

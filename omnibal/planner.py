@@ -136,6 +136,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
+        made_for=job.made_for,
         stages=_without_recompute(stages_at[0]) if levels else stages_at[0],
         levels=_planned(levels, stages_at),
         beside=job.beside,
