@@ -11,7 +11,7 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.data.next_fit import next_fit_packs
 from omnibal.data.packs import ScheduledPacks
-from omnibal.export.reading_order import ReadingOrder
+from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.export.recompute import all_or_none, number_of_stage, one_number
 from omnibal.plan import Plan
 from omnibal.targets import TARGETS, RecomputeFreedom, Sharding, Target
@@ -147,7 +147,8 @@ def _of_sharding(plan: Plan, target: Target) -> Iterator[str]:
 def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
     """Steps that are not full: a trainer reads on into the next one."""
     assert plan.data is not None
-    full, ranks = plan.data.packs_per_step, plan.parallel.data
+    ranks = plan.parallel.data
+    full = packs_per_step(plan.data, ranks)
     if plan.data.window is not None:
         yield (
             f"a step is a window of {plan.data.window:,} samples, with more or fewer packs, and a "
