@@ -202,8 +202,8 @@ def _given_up(given: Given) -> Iterator[str]:
             f"padding: packs fill {100 * share:.1f} % of that on the mean."
         )
     yield (
-        "XTuner recomputes a share of the language layers (recompute_ratio), here all or none; what "
-        "of an encoder is recomputed is for the model's own config to say."
+        "XTuner recomputes a share of the language layers (recompute_ratio), here all or none; "
+        "what of an encoder is recomputed is for the model's own config to say."
     )
     if plan.model.encoders:
         yield (
