@@ -67,6 +67,7 @@ FLAGS = {
     "simulate": "--trace --step --json",
     "check": "--json",
     "report": "--output -o --run --replay --json",
+    "lint": "--model --launcher --gpus --set --json",
 }
 PRESETS = Path(omnibal.__file__).parent / "presets"
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
