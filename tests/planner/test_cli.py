@@ -66,6 +66,7 @@ FLAGS = {
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
+    "export": "--to --for --data --workers --json",
     "report": "--output -o --run --replay --json",
     "lint": "--model --launcher --gpus --set --json",
 }
