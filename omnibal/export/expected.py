@@ -52,7 +52,11 @@ class Expected(Frozen):
         shapes = plan.data or plan.shapes
         assert shapes is not None  # as `prediction` is of its packs
         ranks, per_gpu = plan.parallel.data, prediction.samples_per_second_per_gpu
-        full = shapes.micro_batches_per_step * ranks if plan.data is None else packs_per_step(plan.data, ranks)
+        full = (
+            shapes.micro_batches_per_step * ranks
+            if plan.data is None
+            else packs_per_step(plan.data, ranks)
+        )
         trained = _Trained.of(given, full)
         return cls(
             steps=trained.steps,
@@ -60,7 +64,7 @@ class Expected(Frozen):
             micro_batches=full // ranks,
             packs=trained.packs,
             samples=trained.samples,
-            samples_per_step=trained.samples / trained.steps if trained.steps else None,
+            samples_per_step=trained.samples_per_step,
             dropped_packs=trained.dropped_packs,
             dropped_samples=trained.dropped_samples,
             step_ms=prediction.step_ms,
@@ -76,10 +80,8 @@ class Expected(Frozen):
     @property
     def source_words(self) -> str:
         """Where the costs are from, in words."""
-        kind, _, of = self.cost_source.partition(":")
-        if kind == "profile":
-            return f"costs measured by `omnibal profile` on {of}"
-        return f"costs counted from the data sheets of {of}, not measured"
+        is_measured = self.cost_source.startswith("profile:")
+        return f"{'measured' if is_measured else 'counted from data sheets'} ({self.cost_source})"
 
 
 class _Trained(Frozen):
@@ -88,13 +90,17 @@ class _Trained(Frozen):
     steps: int | None
     packs: int | None
     samples: int | None
+    samples_per_step: float | None
     dropped_packs: int
     dropped_samples: int
 
     @classmethod
     def of(cls, given: Given, full: int) -> Self:
         if given.order is None:
-            return cls(steps=None, packs=None, samples=None, dropped_packs=0, dropped_samples=0)
+            return cls(
+                steps=None, packs=None, samples=None, samples_per_step=None,
+                dropped_packs=0, dropped_samples=0,
+            )  # fmt: skip
         steps, left = divmod(len(given.order), full)
         sizes = np.diff(given.order.packs.offsets)
         trained = int(sizes[: steps * full].sum())
@@ -102,6 +108,7 @@ class _Trained(Frozen):
             steps=steps,
             packs=steps * full,
             samples=trained,
+            samples_per_step=trained / steps if steps else None,
             dropped_packs=left,
             dropped_samples=int(sizes.sum()) - trained,
         )

@@ -114,15 +114,15 @@ def _of_recomputation(plan: Plan, target: Target) -> Iterator[str]:
             freedom is RecomputeFreedom.LANGUAGE and tower == LANGUAGE
         )
         if numbered and one_number(stages, tower) is None:
-            counts = ", ".join(str(len(stage.recomputed(tower))) for stage in stages)
+            of_stages = ", ".join(str(len(stage.recomputed(tower))) for stage in stages)
             yield (
-                f"stages recompute {counts} layers of {tower}, and {target.title} takes one number "
-                "for all stages, of the first layers that each holds"
+                f"stages recompute {of_stages} layers of {tower}, and {target.title} takes one "
+                "number for all stages, of the first layers that each holds"
             )
         elif not numbered and all_or_none(stages, tower) is None:
-            counts = sum(len(stage.recomputed(tower)) for stage in stages)
+            count = sum(len(stage.recomputed(tower)) for stage in stages)
             yield (
-                f"{counts} layers of {tower} are recomputed and others are not, and "
+                f"{count} layers of {tower} are recomputed and others are not, and "
                 f"{target.title} recomputes all of them or none"
             )
 

@@ -58,16 +58,11 @@ def _expectation(plan: Plan, expected: Expected) -> str:
         rows.append(("samples a second", f"{expected.samples_per_second:,.2f}"))
         rows.append(("samples a second and GPU", f"{expected.samples_per_second_per_gpu:,.3f}"))
     rows.append(("idle share of device time", f"{100 * expected.bubble:.1f} %"))
-    fullest = max(expected.peak_gib)
-    rows.append(
-        (
-            "memory of the fullest device, peak",
-            f"{fullest:.1f} GiB of {expected.device_gib:g} GiB "
-            f"({expected.usable_gib:.1f} GiB were planned with)",
-        )
-    )
+    peak = f"{max(expected.peak_gib):.1f} GiB of {expected.device_gib:g} GiB"
+    planned = f"{expected.usable_gib:.1f} GiB were planned with"
+    rows.append(("memory of the fullest device, peak", f"{peak} ({planned})"))
     table = _table(("", "expected"), rows)
-    return f"{table}\n\nAll of this is simulated, with {expected.source_words}."
+    return f"{table}\n\nAll of this is simulated, with costs that were {expected.source_words}."
 
 
 def _stages(plan: Plan, expected: Expected) -> str:
@@ -93,6 +88,6 @@ def _files(given: Given, exported: Exported) -> list[str]:
     names = [f"`{name}`" for name in sorted(exported.files)]
     if given.order is None:
         return names or ["none: the plan is of shapes only, so that it has no samples to order"]
-    columns = "; ".join(f"`{name}`: {what}" for name, what in COLUMNS.items())
-    about = f"`{ORDER_FILE}`: every sample, a row each, in the order of reading. Columns: {columns}"
-    return [*names, about]
+    columns = [f"  - `{name}`: {what}" for name, what in COLUMNS.items()]
+    about = f"`{ORDER_FILE}`: every sample, a row each, in the order of reading, with the columns"
+    return [*names, "\n".join([about, *columns])]

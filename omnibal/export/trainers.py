@@ -1,17 +1,12 @@
 """Every trainer's export: the one place that a new one is added to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from omnibal.errors import UserError
-from omnibal.export import ms_swift, xtuner
 from omnibal.export.exported import Exported, Given
 from omnibal.targets import TargetName
 
-EXPORTS: dict[TargetName, Callable[[Given], Exported]] = {
-    TargetName.MS_SWIFT: ms_swift.export,
-    TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
-    TargetName.XTUNER: xtuner.export,
-}
+EXPORTS: Mapping[TargetName, Callable[[Given], Exported]] = {}
 
 
 def export_of(name: TargetName) -> Callable[[Given], Exported]:
