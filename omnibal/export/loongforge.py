@@ -180,7 +180,7 @@ def _manifest_entry(annotations: Annotations, index: int, shown: bool) -> tuple[
 
 
 def _given_up(plan: Plan) -> Iterator[str]:
-    if plan.parallel.pipeline > 1 and plan.model.encoders:
+    if recompute_flags(plan) and plan.model.encoders:
         yield (
             "The list of recomputed layers gives the first stage one number; that it also rules "
             "the encoders' layers there is read from LoongForge's own scripts (38 layers "

@@ -10,7 +10,7 @@ from omnibal.export.megatron_flags import (
     Batch,
     command,
     language_recompute,
-    padding_sentence,
+    padding_sentences,
     plan_layout,
     recomputed_encoders,
     torchrun,
@@ -47,14 +47,30 @@ def export(given: Given) -> Exported:
 
 
 def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
-    """Every field of the recipe that the plan decides.
+    """Every field of the recipe that the plan decides."""
+    number, overlaps = language_recompute(plan), plan.parallel.data > 1
+    return {
+        **_sizes(plan),
+        **_split(layout),
+        "model.recompute_granularity": "full" if number else None,
+        "model.recompute_method": "block" if number else None,
+        "model.recompute_num_layers": number or None,
+        "model.seq_length": batch.sequence_length,
+        "dataset.seq_length": batch.sequence_length,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": batch.packs_per_step,
+        **({} if batch.steps is None else {"train.train_iters": batch.steps}),
+        "model.calculate_per_token_loss": True,
+        "ddp.average_in_collective": False,
+        "ddp.use_distributed_optimizer": True,
+        "ddp.overlap_grad_reduce": overlaps,
+        "ddp.overlap_param_gather": overlaps,
+        **{_FROZEN[part]: True for part in plan.frozen if part in _FROZEN},
+    }
 
-    What says the split in another way is reset, as a recipe may have set it for its own sizes.
-    """
-    sizes = plan.parallel
-    ends = None if layout.is_even else layout.ends
-    in_full = not layout.is_even and ends is None
-    number = language_recompute(plan)
+
+def _sizes(plan: Plan) -> Mapping[str, Any]:
+    sizes, predicted = plan.parallel, plan.model.language.prediction_layers
     values: dict[str, Any] = {
         "model.tensor_model_parallel_size": sizes.tensor,
         "model.pipeline_model_parallel_size": sizes.pipeline,
@@ -65,31 +81,20 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
     if expert_counts(plan.model):
         values["model.expert_model_parallel_size"] = sizes.expert
         values["model.expert_tensor_parallel_size"] = 1
-    values |= {
+    return values | ({"model.mtp_num_layers": predicted} if predicted else {})
+
+
+def _split(layout: Layout) -> Mapping[str, Any]:
+    """All fields that say a split; those that say none are reset, as a recipe may have set them
+    for its own sizes."""
+    ends = None if layout.is_even else layout.ends
+    in_full = ends is None and not layout.is_even
+    return {
         "model.num_layers_in_first_pipeline_stage": ends[0] if ends else None,
         "model.num_layers_in_last_pipeline_stage": ends[1] if ends else None,
         "model.account_for_embedding_in_pipeline_split": False,
         "model.account_for_loss_in_pipeline_split": False,
         "model.pipeline_model_parallel_layout": layout.short_text if in_full else None,
-        "model.recompute_granularity": "full" if number else None,
-        "model.recompute_method": "block" if number else None,
-        "model.recompute_num_layers": number or None,
-        "model.seq_length": batch.sequence_length,
-        "dataset.seq_length": batch.sequence_length,
-        "train.micro_batch_size": 1,
-        "train.global_batch_size": batch.packs_per_step,
-    }
-    if batch.steps is not None:
-        values["train.train_iters"] = batch.steps
-    frozen = {_FROZEN[part]: True for part in plan.frozen if part in _FROZEN}
-    overlap = plan.parallel.data > 1
-    return values | {
-        "model.calculate_per_token_loss": True,
-        "ddp.average_in_collective": False,
-        "ddp.use_distributed_optimizer": True,
-        "ddp.overlap_grad_reduce": overlap,
-        "ddp.overlap_param_gather": overlap,
-        **frozen,
     }
 
 
@@ -112,28 +117,24 @@ def _settings(values: Mapping[str, Any], layout: Layout) -> str:
     )
 
 
-def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> list[str]:
-    said = []
+def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
     if plan.parallel.pipeline > 1 or plan.parallel.expert > 1:
-        said.append(
-            padding_sentence(
-                batch,
-                "Megatron-Bridge pads to the sequence length when it trains a vision-language "
-                "model on several pipeline stages or expert-parallel ranks",
-            )
+        yield from padding_sentences(
+            batch,
+            "Megatron-Bridge pads to the sequence length when it trains a vision-language model "
+            "on several pipeline stages or expert-parallel ranks",
         )
     if not has_packs:
-        said.append(
+        yield (
             "Only the split, recomputation and the batch are told: without packs for Energon, "
             "Megatron-Bridge makes micro-batches of its own, and the prediction is not of those."
         )
     unknown = [part for part in plan.frozen if part not in _FROZEN]
     if unknown:
-        said.append(
+        yield (
             f"No field of Megatron-Bridge's models freezes {', '.join(unknown)}, which the plan "
             "freezes; freeze it in the model."
         )
-    return said
 
 
 def _notes(plan: Plan, has_packs: bool) -> Iterator[str]:

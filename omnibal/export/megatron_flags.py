@@ -1,7 +1,7 @@
 """What Megatron's launchers are told of a plan, by the names of Megatron-LM's flags."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -63,7 +63,7 @@ def plan_layout(plan: Plan) -> Layout:
 
 
 def parallel_flags(plan: Plan) -> Flags:
-    """Sizes of the parallel groups; experts are never divided."""
+    """Sizes of the parallel groups, of which none divides an expert, and what a split counts."""
     sizes = plan.parallel
     flags: dict[str, str | None] = {
         "tensor-model-parallel-size": str(sizes.tensor),
@@ -72,6 +72,8 @@ def parallel_flags(plan: Plan) -> Flags:
     }
     if sizes.sequence_parallel:
         flags["sequence-parallel"] = None
+    if plan.model.language.prediction_layers:
+        flags["mtp-num-layers"] = str(plan.model.language.prediction_layers)
     if expert_counts(plan.model):
         flags["expert-model-parallel-size"] = str(sizes.expert)
         flags["expert-tensor-parallel-size"] = "1"
@@ -138,7 +140,9 @@ def torchrun(plan: Plan, program: str) -> str:
             f" --nnodes {nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR "
             "--master_port $MASTER_PORT"
         )
-    return f"{line} {program}"
+    # Megatron refuses tensor parallelism without it, before Blackwell.
+    before = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if plan.parallel.tensor > 1 else ""
+    return f"{before}{line} {program}"
 
 
 def command(lines: Iterable[str]) -> str:
@@ -146,10 +150,12 @@ def command(lines: Iterable[str]) -> str:
     return " \\\n  ".join(lines)
 
 
-def padding_sentence(batch: Batch, why: str) -> str:
-    """What it costs where every pack is padded to the longest."""
+def padding_sentences(batch: Batch, why: str) -> Iterator[str]:
+    """What it costs where every pack is padded to the longest; nothing where all are as long."""
+    if batch.fullness == 1:
+        return
     filled = f"{100 * batch.fullness:.1f} % of the {batch.sequence_length:,}"
-    return (
+    yield (
         f"{why}: the plan's packs fill {filled} "
         "tokens on the mean, and the prediction is of packs without the padding."
     )

@@ -12,7 +12,7 @@ from omnibal.export.megatron_flags import (
     flag_lines,
     language_recompute,
     optimizer_flags,
-    padding_sentence,
+    padding_sentences,
     parallel_flags,
     plan_layout,
     recompute_flags,
@@ -38,38 +38,36 @@ def export(given: Given) -> Exported:
         split_flags(layout),
         recompute_flags(language_recompute(plan)),
         batch_flags(batch),
+        {"calculate-per-token-loss": None},
         optimizer_flags(plan),
     )
     files = energon_files(given)
-    data = [f"--dataloader-type external --data-path {given.folder / FOLDER / 'meta.yaml'}"]
-    workers = [f"--num-workers {given.workers}"] if files else []
-    head = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if plan.parallel.tensor > 1 else ""
+    data = {
+        "dataloader-type": "external",
+        "data-path": str(given.folder / FOLDER / "meta.yaml"),
+        "num-workers": str(given.workers),
+    }
     return Exported(
         files=files,
-        command=head
-        + command([torchrun(plan, _PROGRAM), *lines, *(data if files else []), *workers]),
+        command=command([torchrun(plan, _PROGRAM), *lines, *(flag_lines(data) if files else [])]),
         settings=f"layout in full: {layout.text}\nlayout in short: {layout.short_text}\n",
         given_up=tuple(_given_up(plan, batch, bool(files))),
         notes=(*_notes(plan), *energon_notes(given, files)),
     )
 
 
-def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> list[str]:
-    said = []
+def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
     if plan.parallel.pipeline > 1:
-        said.append(
-            padding_sentence(
-                batch,
-                "Megatron-LM's own launcher sets variable_seq_lengths to false, so that stages "
-                "exchange micro-batches of one length and every pack is padded to the longest",
-            )
+        yield from padding_sentences(
+            batch,
+            "Megatron-LM's own launcher sets variable_seq_lengths to false, so that stages "
+            "exchange micro-batches of one length and every pack is padded to the longest",
         )
     if not has_packs:
-        said.append(
+        yield (
             "Only the split, recomputation and the batch are told: without packs for Energon, "
             "Megatron-LM makes micro-batches of its own, and the prediction is not of those."
         )
-    return said
 
 
 def _notes(plan: Plan) -> Iterator[str]:

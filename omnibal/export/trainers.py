@@ -3,10 +3,16 @@
 from collections.abc import Callable, Mapping
 
 from omnibal.errors import UserError
+from omnibal.export import loongforge, megatron_bridge, megatron_lm, mindspeed_mm
 from omnibal.export.exported import Exported, Given
 from omnibal.targets import TargetName
 
-EXPORTS: Mapping[TargetName, Callable[[Given], Exported]] = {}
+EXPORTS: Mapping[TargetName, Callable[[Given], Exported]] = {
+    TargetName.LOONGFORGE: loongforge.export,
+    TargetName.MEGATRON_LM: megatron_lm.export,
+    TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
+    TargetName.MINDSPEED_MM: mindspeed_mm.export,
+}
 
 
 def export_of(name: TargetName) -> Callable[[Given], Exported]:
