@@ -170,6 +170,9 @@ def core_layers(layout: Layout, predicted: int) -> tuple[int, ...]:
         **told,
     )
     stages = range(layout.pipeline)
+    read = config.pipeline_model_parallel_layout
+    if read is not None:  # of which core asks the rank of a process group
+        return tuple(read.get_num_layers_to_build(pp_rank=stage) for stage in stages)
     return tuple(get_num_layers_to_build(config, pp_rank=stage) for stage in stages)
 
 
