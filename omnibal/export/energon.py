@@ -9,7 +9,6 @@ written rank by rank, and process by process.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files as package_files
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -20,7 +19,7 @@ from omnibal.errors import UserError
 from omnibal.export.exported import Given, Writer
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
-from omnibal.files import atomic
+from omnibal.export.writers import json_file, script_file
 
 FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
@@ -112,14 +111,13 @@ def energon_files(given: Given) -> Mapping[str, Writer]:
     written: dict[str, Writer] = {
         "packs.jsonl": lambda path: _write_packs(path, order, lines, numbers, annotations),
         "packs.jsonl.idx": _write_offsets,
-        "packs.json": lambda path: _write(path, json.dumps(described, indent=2) + "\n"),
-        # JSON is YAML.
-        "meta.yaml": lambda path: _write(path, json.dumps(meta, indent=2) + "\n"),
-        _MODULE: lambda path: _write(path, _script(_MODULE)),
+        "packs.json": json_file(described),
+        "meta.yaml": json_file(meta),  # JSON is YAML
+        _MODULE: script_file(_MODULE),
     }
     if _MADE in datasets:
         written["samples.jsonl"] = lambda path: _write_samples(path, numbers, annotations)
-        written[_MAKE_SHARDS] = lambda path: _write(path, _script(_MAKE_SHARDS))
+        written[_MAKE_SHARDS] = script_file(_MAKE_SHARDS)
     return {f"{FOLDER}/{name}": writer for name, writer in written.items()}
 
 
@@ -156,7 +154,7 @@ def _write_packs(
 ) -> None:
     offsets = order.packs.offsets
     seen = set[int]()
-    with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8") as file:
         for pack in map(int, lines):
             found = (
                 stored(annotations, int(n)) for n in numbers[offsets[pack] : offsets[pack + 1]]
@@ -172,14 +170,13 @@ def _write_offsets(path: Path) -> None:
     """Where every line of packs.jsonl, written before, begins and where the last one ends."""
     index, _ = index_lines(path.with_suffix(""))
     borders = np.append(index.start, index.start[-1] + index.size[-1])
-    with atomic(path) as temporary:
-        temporary.write_bytes(borders.astype("<u8").tobytes())
+    path.write_bytes(borders.astype("<u8").tobytes())
 
 
 def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) -> None:
     """Every sample that is in no shard, once, in the order in which packs first need them."""
     _, first = np.unique(numbers, return_index=True)
-    with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8") as file:
         for line in _sample_lines(numbers[np.sort(first)], annotations):
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
@@ -191,15 +188,6 @@ def _sample_lines(numbers: np.ndarray, annotations: Annotations) -> Iterator[dic
             record = annotations.stored(index).content.decode().strip()
             names = zip(found.parts[1:], map(str, found.files), strict=True)
             yield {"key": found.key, "record": record, "files": list(names)}
-
-
-def _script(name: str) -> str:
-    return package_files("omnibal.export").joinpath("scripts", name).read_text(encoding="utf-8")
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def energon_notes(given: Given, files: Mapping[str, Writer]) -> Iterator[str]:

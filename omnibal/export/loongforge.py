@@ -31,7 +31,6 @@ from omnibal.export.megatron_flags import (
 )
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.recompute import number_of_stage
-from omnibal.files import atomic
 from omnibal.plan import Plan
 
 PACK_PLAN = "pack_plan.jsonl"
@@ -115,7 +114,7 @@ def _records(given: Given) -> Annotations | None:
 
 
 def _write(path: Path, given: Given, annotations: Annotations) -> None:
-    with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8") as file:
         for line in plan_lines(given, annotations):
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 

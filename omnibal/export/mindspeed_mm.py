@@ -20,6 +20,7 @@ from omnibal.export.megatron_flags import (
     torchrun,
 )
 from omnibal.export.recompute import one_number
+from omnibal.export.writers import text_file
 from omnibal.plan import Plan
 from omnibal.units import LANGUAGE, projector_name, projector_unit
 
@@ -48,7 +49,7 @@ def export(given: Given) -> Exported:
     )
     lines = flag_lines(parallel_flags(plan), batch_flags(batch), optimizer_flags(plan))
     return Exported(
-        files={_FILE: lambda path: _write(path, text)},
+        files={_FILE: text_file(text)},
         command=f"{convert_line(plan)}\n\n# in the script of your model: {variables}\n"
         + command([torchrun(plan, "pretrain_vlm.py"), *lines]),
         settings=text,
@@ -59,10 +60,6 @@ def export(given: Given) -> Exported:
             "Flags of the model, the data and checkpoints are those of the example script.",
         ),
     )
-
-
-def _write(path: Any, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def model_json(plan: Plan) -> dict[str, Any]:
