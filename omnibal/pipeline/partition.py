@@ -33,10 +33,12 @@ import numpy as np
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
-from omnibal.pipeline.bounds import Structure
+from omnibal.pipeline.bounds import Structure, least_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables
 from omnibal.pipeline.operation_graph import planned_graph
+from omnibal.pipeline.recompute_numbers import LeastNumbers, StageNumbers
+from omnibal.pipeline.shared_numbers import NumberChoices, NumberSearch
 from omnibal.pipeline.split_search import (
     MAX_DESCENT_WORK,
     MAX_WORK,
@@ -59,8 +61,10 @@ from omnibal.pipeline.stage_options import (
     options_near,
     recompute_extremes_ms,
 )
+from omnibal.pipeline.stage_rules import limits_in_words
 from omnibal.pipeline.units import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
+from omnibal.targets import FREE, RecomputeFreedom, StageRules
 
 MAX_SAMPLED_STEPS = 32
 _MIN_SAMPLED_STEPS = 4
@@ -75,6 +79,9 @@ _MAX_LIMITS = 16
 """Limits that are tried before the search goes on without one."""
 _MAX_CHANGES = 20
 """Times that the sets near to the best ones are searched."""
+
+Search = SplitSearch | NumberSearch
+"""Of splits with any layers recomputed or a stage's own number, or with shared numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -108,6 +115,7 @@ def search_stages(
     pipeline_size: int,
     memory_cap_bytes: float,
     *,
+    rules: StageRules = FREE,
     prove: bool = True,
     effort: float = 1.0,
 ) -> SearchResult:
@@ -115,8 +123,9 @@ def search_stages(
 
     Args:
         cost: of all levels of the workload (`omnibal.pipeline.level_costs.side_by_side`).
-        pipeline_size: stages; at most as many as the model has layers.
+        pipeline_size: stages; at most as many as the model has layers, and the rules allow.
         memory_cap_bytes: of one device.
+        rules: of what stages may hold and recompute; those of recomputation are of one level.
         prove: False to end with a good split: a fraction of the time, and a bound that is of the
             slowest stage alone.
         effort: share of the usual work after which improving and proving end, each with what it
@@ -125,12 +134,12 @@ def search_stages(
     Raises:
         DoesNotFit: no split fits the cap.
     """
-    problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes)
+    problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     def least_peak(enough_bytes: float) -> float:
         if problem.levels > 1:
             return least_peak_of_tables(problem.structure.runs, problem.tables)
-        return least_peak_of_splits(cost, model, workload, pipeline_size, enough_bytes)
+        return least_peak_of_splits(cost, model, workload, pipeline_size, enough_bytes, rules)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:
@@ -143,7 +152,7 @@ def search_stages(
     return found
 
 
-def _found(problem: SearchProblem, search: SplitSearch, prove: bool, effort: float) -> SearchResult:
+def _found(problem: SearchProblem, search: Search, prove: bool, effort: float) -> SearchResult:
     """The best stages by the problem's own memory tables."""
     complete = search.choices.complete
     if prove:
@@ -152,6 +161,7 @@ def _found(problem: SearchProblem, search: SplitSearch, prove: bool, effort: flo
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
+        assert isinstance(search, SplitSearch)  # numbers are of one level, and complete
         best, best_ms, more = _changed(problem, search)
         optimistic = search.over_optimistic(best_ms)
         lower_bound_ms = (
@@ -215,7 +225,10 @@ def _heavier(
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
     tables = [few.joined(more) for few, more in zip(problem.tables, heaviest, strict=True)]
-    return replace(problem, tables=tables)
+    numbers = problem.numbers
+    if numbers is not None:
+        numbers = replace(numbers, least=numbers.least.on(tables))
+    return replace(problem, tables=tables, numbers=numbers)
 
 
 def sampled_steps(workload: Workload) -> Workload:
@@ -231,24 +244,32 @@ def _problem(
     workload: Workload,
     pipeline_size: int,
     memory_cap_bytes: float,
+    rules: StageRules = FREE,
 ) -> SearchProblem:
     simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
-    structure = Structure.of(cost, model, simulator.steps, pipeline_size)
+    structure = Structure.of(cost, model, simulator.steps, pipeline_size, rules)
+    tables = memory_tables(cost, workload, pipeline_size)
+    numbers = None
+    if rules.recompute is not RecomputeFreedom.LAYERS:
+        if cost.levels > 1:
+            raise ValueError("numbers of recomputed layers are of one level, and costs of several")
+        least = LeastNumbers.of(cost, model, structure.runs, tables, memory_cap_bytes)
+        numbers = StageNumbers(least=least, fixed=(None,) * len(least.layers.towers))
     return SearchProblem(
         model=model,
+        rules=rules,
         structure=structure,
-        tables=memory_tables(cost, workload, pipeline_size),
+        tables=tables,
         memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
         extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),
         levels=cost.levels,
         same_at_levels=workload.in_step > 1,
+        numbers=numbers,
     )
 
 
-def _descend(
-    problem: SearchProblem, effort: float, least_peak: Callable[[float], float]
-) -> SplitSearch:
+def _descend(problem: SearchProblem, effort: float, least_peak: Callable[[float], float]) -> Search:
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Args:
@@ -260,9 +281,12 @@ def _descend(
         DoesNotFit: no split fits the cap.
     """
     limit_ms = _FIRST_LIMIT * _even_ms(problem)
+    if not problem.rules.is_free:
+        # Stages cannot be even.
+        limit_ms = max(limit_ms, least_slowest_ms(problem.structure) * (1 + TOLERANCE))
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
-        search = SplitSearch(problem, choices_within(problem, limit_ms))
+        search = _search_within(problem, limit_ms)
         found = search.descend(effort * MAX_DESCENT_WORK)
         if found:
             return search if search.best_ms <= limit_ms else search.with_options_of_better()
@@ -272,6 +296,15 @@ def _descend(
                 break
         limit_ms *= _LIMIT_STEP
     raise DoesNotFit(_infeasible(problem, least_peak(0.0)))
+
+
+def _search_within(problem: SearchProblem, limit_ms: float) -> Search:
+    """A search for splits of at most `limit_ms`, over shared numbers where rules have them."""
+    freedom = problem.rules.recompute
+    if problem.numbers is None or freedom is RecomputeFreedom.STAGES:
+        return SplitSearch(problem, choices_within(problem, limit_ms))
+    choices = NumberChoices.of(freedom, problem.numbers.least)
+    return NumberSearch(problem=problem, choices_of_numbers=choices, limit_ms=limit_ms)
 
 
 def _even_ms(problem: SearchProblem) -> float:
@@ -290,9 +323,10 @@ def _even_ms(problem: SearchProblem) -> float:
 def _infeasible(problem: SearchProblem, least_peak: float) -> str:
     """The smallest cap that some split would fit, and what else would help."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
+    stages = f"{problem.stages} pipeline stages{limits_in_words(problem.rules)}"
     return (
-        f"{problem.model.name} on {problem.stages} pipeline stages needs {need:.2f} GiB per device "
-        f"at best, with recomputation where it helps: {need - cap:.2f} GiB more than the memory "
-        f"cap of {cap:.2f} GiB, which must hold every stage; raise the memory cap, use more "
-        "pipeline stages or tensor parallelism, or pack to smaller caps"
+        f"{problem.model.name} on {stages} needs {need:.2f} GiB per device at best, with "
+        f"recomputation where it helps: {need - cap:.2f} GiB more than the memory cap of "
+        f"{cap:.2f} GiB, which must hold every stage; raise the memory cap, use more pipeline "
+        "stages or tensor parallelism, or pack to smaller caps"
     )
