@@ -1,8 +1,8 @@
 """Recomputed layers that a trainer is told as numbers: a stage's, or a tower's for all stages.
 
 Told a number N, a stage recomputes the first N layers that it holds of a tower, in model order and
-whichever kind they are of, or all where it holds fewer (`omnibal.targets.RecomputeFreedom`). A
-tower without a backward has nothing to recompute, and none of its layers count.
+whichever kind they are of, or all where it holds fewer (`omnibal.targets.RecomputeFreedom`). Layers
+without a backward have nothing to recompute: where they are told a number too, it costs nothing.
 
 One layer more never needs more memory, nor less time, so the least number that fits is found by
 bisection, and of a stage with a number of its own no other is worth considering.
@@ -29,9 +29,11 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TowerLayers:
-    """Where the layers are of every tower that has a backward, in model order."""
+    """Where the layers of every tower are, in model order."""
 
     towers: tuple[str, ...]
+    has_backward: tuple[bool, ...]
+    """Whether each tower has a backward."""
     first: np.ndarray
     """Position of the tower's first layer; this and the next are [towers]."""
     stop: np.ndarray
@@ -44,8 +46,8 @@ class TowerLayers:
         """Find the towers of a model with these costs."""
         layers = [cost.kinds[index] for index in layer_kinds(cost.kinds)]
         names = np.array(unit_names(model))
-        with_backward = [kind for kind in layers if cost.units[kind.name].has_backward]
-        towers = tuple(dict.fromkeys(kind.tower for kind in with_backward))
+        has_backward = {kind.tower: cost.units[kind.name].has_backward for kind in layers}
+        towers = tuple(has_backward)
         places = [
             np.flatnonzero(np.isin(names, [kind.name for kind in layers if kind.tower == tower]))
             for tower in towers
@@ -54,6 +56,7 @@ class TowerLayers:
         np.cumsum(names[:, None] == [kind.name for kind in layers], axis=0, out=before[1:])
         return cls(
             towers=towers,
+            has_backward=tuple(has_backward.values()),
             first=np.array([each[0] for each in places]),
             stop=np.array([each[-1] + 1 for each in places]),
             before=before,

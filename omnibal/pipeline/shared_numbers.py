@@ -28,7 +28,7 @@ from omnibal.pipeline.stage_options import (
 from omnibal.targets import RecomputeFreedom
 
 Numbers = tuple[int, ...]
-"""Recomputed layers of every encoder that has a backward, and of the language model, the last."""
+"""Recomputed layers of every encoder, and of the language model, the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class NumberChoices:
     """Numbers that a trainer can be told."""
 
     encoders: tuple[tuple[int, ...], ...]
-    """Of every encoder that has a backward, rising."""
+    """Of every encoder, rising; 0 alone where it has no backward, so nothing to recompute."""
     language_layers: int
     all_or_none: bool
     """Whether the language model recomputes all of its layers or none."""
@@ -44,11 +44,18 @@ class NumberChoices:
     @classmethod
     def of(cls, freedom: RecomputeFreedom, least: LeastNumbers) -> "NumberChoices":
         """Numbers of the towers, of a freedom that has shared ones."""
-        *encoders, language = (least.layers.stop - least.layers.first).tolist()
+        towers = least.layers
+        *encoders, language = (towers.stop - towers.first).tolist()
         any_number = freedom is RecomputeFreedom.TOWERS
+
+        def of_encoder(layers: int, has_backward: bool) -> tuple[int, ...]:
+            if not has_backward:
+                return (0,)
+            return tuple(range(layers + 1)) if any_number else (0, layers)
+
         return cls(
             encoders=tuple(
-                tuple(range(layers + 1)) if any_number else (0, layers) for layers in encoders
+                of_encoder(*each) for each in zip(encoders, towers.has_backward, strict=False)
             ),
             language_layers=language,
             all_or_none=freedom is RecomputeFreedom.ALL,

@@ -17,7 +17,7 @@ from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
-from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.parallel import Parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.placement import least_peak_beside

@@ -33,7 +33,7 @@ from omnibal.data.scan_pool import map_unordered
 from omnibal.data.steps import pack_epochs
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.parallel import Parallel, expert_sizes
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap

@@ -1,25 +1,29 @@
 """The search under a trainer's rules against all splits and numbers, each simulated."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
+from plan_cases import job_spec
 from test_partition import frozen, planners_figures, random_packs
 
-from omnibal.config import ModelConfig
+from omnibal.config import ModelConfig, load_model
 from omnibal.cost.model import CostModel
-from omnibal.errors import UserError
+from omnibal.errors import DoesNotFit, UserError
+from omnibal.parallel import Parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import check_stages, unit_words
-from omnibal.targets import RecomputeFreedom, StageRules
-from omnibal.units import LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
+from omnibal.pipeline.workload import Workload
+from omnibal.targets import RecomputeFreedom, StageRules, TargetName
+from omnibal.units import LANGUAGE
 
-EVERY_FREEDOM = list(RecomputeFreedom)
+TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio language"]
 
 
 def allowed_stages(model: ModelConfig, p: int, rules: StageRules) -> Iterator[tuple[Stage, ...]]:
@@ -46,9 +50,9 @@ def numbers_of(
     layers = {name: tower.layers for name, tower in model.encoders.items() if name in with_backward}
     language = model.language.layers
     if freedom is RecomputeFreedom.STAGES:
-        most = max([*layers.values(), language])
+        most = max([*(tower.layers for tower in model.encoders.values()), language])
         for numbers in product(range(most + 1), repeat=p):
-            yield [dict.fromkeys([*layers, LANGUAGE], number) for number in numbers]
+            yield [dict.fromkeys([*model.encoders, LANGUAGE], number) for number in numbers]
         return
     every = freedom is RecomputeFreedom.TOWERS
     encoders = [range(number + 1) if every else (0, number) for number in layers.values()]
@@ -66,7 +70,9 @@ def recomputing(stage: Stage, numbers: dict[str, int]) -> Stage:
     return Stage.of(*map(str, stage.units), recompute=words)
 
 
-def brute_force(model, cost, packs, p, rules) -> tuple[np.ndarray, np.ndarray]:
+def brute_force(
+    cost: CostModel, model: ModelConfig, packs: Workload, p: int, rules: StageRules
+) -> tuple[np.ndarray, np.ndarray]:
     """Step ms and largest peak in bytes of everything that the rules allow."""
     figures = {}
     for stages in allowed_stages(model, p, rules):
@@ -78,43 +84,77 @@ def brute_force(model, cost, packs, p, rules) -> tuple[np.ndarray, np.ndarray]:
     return times, peaks
 
 
-@pytest.mark.parametrize("freedom", EVERY_FREEDOM[1:])
-def test_brute(freedom):
+def random_case(
+    rng: np.random.Generator, towers: str, freedom: RecomputeFreedom
+) -> tuple[CostModel, ModelConfig, int, StageRules]:
+    """Costs, model, pipeline size and rules; in some the first tower is frozen."""
+    number = len(towers.split())
+    layers = 1 + rng.multinomial(rng.integers(1, 6 - number), [1 / number] * number)
+    model = model_of(towers, *layers.tolist())
+    cost = random_cost(rng, model)
+    first = model.towers[0]
+    if rng.random() < 0.3 and first != LANGUAGE:
+        kinds = [each.name for each in cost.kinds if each.tower == first and not each.is_projector]
+        nothing = np.zeros(len(cost.features))
+        without = {k: replace(frozen(cost.units[k]), recompute_ms=nothing) for k in kinds}
+        cost = replace(cost, units=cost.units | without)
+    rules = StageRules(
+        encoders_on_first=bool(rng.integers(2)),
+        language_everywhere=bool(rng.integers(2)),
+        recompute=freedom,
+    )
+    is_limited = rules.encoders_on_first or rules.language_everywhere
+    most = int(layers[-1]) if is_limited else int(layers.sum())
+    return cost, model, int(rng.integers(1, min(4, most) + 1)), rules
+
+
+@pytest.mark.parametrize("freedom", list(RecomputeFreedom)[1:])
+def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
+    """Prevents stages or recomputed layers that a trainer cannot be told, better ones that are
+    missed, and bounds that are none under rules."""
     rng = np.random.default_rng(5)
-    rec = inf = 0
-    for number in range(60):
-        towers, most = [("language", 5), ("runs", 5), ("vision language", 5), ("vision runs", 5), ("vision audio language", 5)][number % 5]
-        n = len(towers.split())
-        layers = 1 + rng.multinomial(rng.integers(1, most - n + 1), [1 / n] * n)
-        model = model_of(towers, *layers.tolist())
-        cost = random_cost(rng, model)
-        if rng.random() < 0.3 and n > 1:
-            name = towers.split()[0]
-            units = {k.name: frozen(cost.units[k.name]) for k in cost.kinds if k.tower == name and not k.is_projector}
-            from dataclasses import replace
-            cost = replace(cost, units=cost.units | units)
-        on_first = bool(rng.integers(2)); every = bool(rng.integers(2))
-        rules = StageRules(encoders_on_first=on_first, language_everywhere=every, recompute=freedom)
-        most_p = int(layers[-1]) if on_first or every else int(layers.sum())
-        p = int(rng.integers(1, min(4, most_p) + 1))
+    recomputed = refused = 0
+    for towers in TOWERS * 4:
+        cost, model, p, rules = random_case(rng, towers, freedom)
         packs = random_packs(rng, int(rng.integers(1, 5)), len(cost.features))
-        times, peaks = brute_force(model, cost, packs, p, rules)
+        times, peaks = brute_force(cost, model, packs, p, rules)
         low, high = peaks.min(), peaks.max()
-        assert least_peak_of_splits(cost, model, packs, p, rules=rules) == pytest.approx(low, rel=1e-9)
-        cap = low * (1 + 1e-9) + rng.uniform(-0.1, 0.8) * (high - low)
+        least = least_peak_of_splits(cost, model, packs, p, rules=rules)
+        assert least == pytest.approx(low, rel=1e-9)
+        cap = low * (1 + 1e-9) + rng.uniform(-0.1, 0.6) * (high - low)
         if cap < low:
-            inf += 1
-            with pytest.raises(UserError, match="pipeline stages with "):
+            refused += 1
+            with pytest.raises(DoesNotFit, match=r"stages with .*needs .* more than the memory"):
                 search_stages(cost, model, packs, p, cap, rules=rules)
             cap = low * (1 + 1e-9)
-        best = times[peaks <= cap].min()
+        best_ms = times[peaks <= cap].min()
         result = search_stages(cost, model, packs, p, cap, rules=rules)
         check_stages(model, result.stages)
-        assert result.step_ms == pytest.approx(best, rel=2e-9)
-        assert result.lower_bound_ms == result.step_ms
-        assert least_step_ms(cost, model, packs, p, rules) <= best * (1 + 1e-9)
+        assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
+        assert least_step_ms(cost, model, packs, p, rules) <= best_ms * (1 + 1e-9)
         quick = search_stages(cost, model, packs, p, cap, rules=rules, prove=False)
-        assert quick.lower_bound_ms <= best * (1 + 1e-9) <= quick.step_ms * (1 + 2e-9)
-        rec += any(s.recompute for s in result.stages)
-    print(rec, inf)
-    assert rec > 10
+        assert quick.lower_bound_ms <= best_ms * (1 + 1e-9) <= quick.step_ms * (1 + 2e-9)
+        recomputed += any(stage.recompute for stage in result.stages)
+    assert recomputed >= 10 and refused >= 1, (recomputed, refused)
+
+
+def test_more_stages_than_rules_allow_are_refused():
+    """Prevents a search over splits of which there is none, which would end in a traceback."""
+    model = load_model("internvl-digits")
+    layers = model.language.layers
+    for rules, most in (
+        (StageRules(language_everywhere=True), layers),
+        (StageRules(encoders_on_first=True), layers + 1),
+        (StageRules(), model.layers),
+    ):
+        job_spec(rules=rules, parallel=Parallel(pipeline=most))
+        with pytest.raises(UserError, match=f"at most {most}$"):
+            job_spec(rules=rules, parallel=Parallel(pipeline=most + 1))
+
+
+def test_sizes_are_those_of_the_trainer():
+    """Prevents parallel sizes that the trainer does not have, in a plan, a search or advice."""
+    job = job_spec(made_for=TargetName.XTUNER, parallel=Parallel(pipeline=1))
+    for sizes in ({"pipeline": 2}, {"pipeline": 1, "tensor": 2}):
+        with pytest.raises(UserError, match=r"for XTuner v1, whose .* size is at most 1"):
+            job.sized(Parallel(**sizes))
