@@ -44,7 +44,7 @@ def export(
     """Write a plan as the files, flags and command of another trainer."""
     from omnibal.check import open_plan
     from omnibal.data.annotations import Annotations
-    from omnibal.export.directory import given_plan, make_export
+    from omnibal.export.directory import check_expressible, given_plan, make_export
     from omnibal.export.trainers import EXPORTS
 
     check_new_folder(to)
