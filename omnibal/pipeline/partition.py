@@ -35,14 +35,18 @@ from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
 from omnibal.pipeline.bounds import Structure, least_largest, least_sums
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables
+from omnibal.pipeline.least_peak import (
+    least_peak_of_splits,
+    least_peak_of_tables,
+    peak_beside_cap,
+)
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
     fits_cap,
     heaviest_passes,
-    memory_tables,
+    often_heaviest_tables,
     recomputed_at_levels,
 )
 from omnibal.pipeline.stage_options import (
@@ -152,10 +156,12 @@ def search_stages(
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes)
 
-    def least_peak(enough_bytes: float) -> float:
+    def least_peak(cap_bytes: float | None) -> float:
         if problem.levels > 1:
             return least_peak_of_tables(problem.structure.runs, problem.tables)
-        return least_peak_of_splits(cost, model, workload, pipeline_size, enough_bytes)
+        if cap_bytes is None:
+            return least_peak_of_splits(cost, model, workload, pipeline_size)
+        return peak_beside_cap(cost, model, workload, pipeline_size, cap_bytes)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:
@@ -225,12 +231,7 @@ def _heavier(
     workload: Workload,
     stages_at: Sequence[Sequence[Stage]],
 ) -> SearchProblem | None:
-    """The problem with passes in which stages that were found do not fit; None if they all fit.
-
-    Of one level, tables have all passes that matter.
-    """
-    if problem.levels == 1:
-        return None
+    """The problem with passes in which stages that were found do not fit; None if they all fit."""
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
     recomputed = recomputed_at_levels(cost.kinds, stages_at)
     heaviest = heaviest_passes(cost, workload, counts, recomputed)
@@ -262,7 +263,7 @@ def _problem(
     return SearchProblem(
         model=model,
         structure=structure,
-        tables=memory_tables(cost, workload, pipeline_size),
+        tables=often_heaviest_tables(cost, workload, pipeline_size),
         memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
         extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),
@@ -272,14 +273,14 @@ def _problem(
 
 
 def _descend(
-    problem: SearchProblem, effort: float, least_peak: Callable[[float], float]
+    problem: SearchProblem, effort: float, least_peak: Callable[[float | None], float]
 ) -> "_Search":
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Args:
         effort: as in `search_stages`.
-        least_peak: least memory of the fullest stage over all splits, or another that is no more
-            than the bytes given.
+        least_peak: least memory of the fullest stage over all splits; beside a cap, what tells
+            whether any fits it.
 
     Raises:
         DoesNotFit: no split fits the cap.
@@ -296,7 +297,7 @@ def _descend(
             if not fits_cap(need, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise DoesNotFit(_infeasible(problem, least_peak(0.0)))
+    raise DoesNotFit(_infeasible(problem, least_peak(None)))
 
 
 def _even_ms(problem: SearchProblem) -> float:

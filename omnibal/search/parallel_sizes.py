@@ -39,7 +39,7 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import CapSpace, usual_samples_per_step
-from omnibal.search.feasible import gib_text, least_need_gib, least_state_gib
+from omnibal.search.feasible import gib_text, least_state_gib, need_beside_cap_gib
 from omnibal.search.trial import (
     Comparison,
     StepSize,
@@ -446,7 +446,7 @@ def _need_gib(setting: _Setting, choice: Choice) -> float:
     if not fits_cap(state_gib, job.memory_cap_gib):
         return state_gib
     return max(
-        least_need_gib(job, size.request.workload(), enough_gib=job.memory_cap_gib)
+        need_beside_cap_gib(job, size.request.workload())
         for size in setting.step_sizes(choice)
     )
 
