@@ -117,6 +117,23 @@ class Structure:
         of_everything = self.weights[0, ::_PATHS, 0, compute]
         return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
 
+    @property
+    def slowest_ms(self) -> float:
+        """Longest structural path through the slowest stage of a split, least over all splits.
+
+        A split that is good by the stages' own work alone says what is too long to be in the best.
+        """
+        runs, own_ms = self.runs, self.own_ms
+        edges = [(runs.start, runs.end)] * self.stages
+        _, good = least_largest_path(edges, [own_ms] * self.stages, runs.units)
+        limit_ms = max(
+            self.longest_of_runs_ms(stage, np.array([run]))[0] for stage, run in enumerate(good)
+        )
+        short = np.flatnonzero(own_ms <= limit_ms)
+        bounds_ms = [self.longest_of_runs_ms(stage, short) for stage in range(self.stages)]
+        few = [(runs.start[short], runs.end[short])] * self.stages
+        return min(least_largest(few, bounds_ms, runs.units), float(limit_ms))
+
     def longest_of_runs_ms(self, stage: int, chosen: np.ndarray) -> np.ndarray:
         """`longest_ms` of some of the runs, by their indices, without recomputation. [chosen]"""
         runs = self.runs
@@ -148,23 +165,6 @@ class Structure:
         return np.where(at_start & at_end, length.max(axis=1), np.inf)
 
 
-def _least_slowest_ms(structure: Structure) -> float:
-    """Longest structural path through the slowest stage of a split, least over all splits.
-
-    A split that is good by the stages' own work alone says what is too long to be in the best.
-    """
-    runs, own_ms = structure.runs, structure.own_ms
-    edges = [(runs.start, runs.end)] * structure.stages
-    _, good = least_largest_path(edges, [own_ms] * structure.stages, runs.units)
-    limit_ms = max(
-        structure.longest_of_runs_ms(stage, np.array([run]))[0] for stage, run in enumerate(good)
-    )
-    short = np.flatnonzero(own_ms <= limit_ms)
-    bounds_ms = [structure.longest_of_runs_ms(stage, short) for stage in range(structure.stages)]
-    few = [(runs.start[short], runs.end[short])] * structure.stages
-    return min(least_largest(few, bounds_ms, runs.units), limit_ms)
-
-
 def least_step_ms(
     cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
 ) -> float:
@@ -176,7 +176,7 @@ def least_step_ms(
         pipeline_size: stages; at most as many as the model has layers.
     """
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
-    return _least_slowest_ms(Structure.of(cost, model, steps, pipeline_size))
+    return Structure.of(cost, model, steps, pipeline_size).slowest_ms
 
 
 def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:

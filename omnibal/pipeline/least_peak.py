@@ -8,12 +8,14 @@ Whether a cap is fitted is often known before.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.bounds import Runs, least_largest, least_largest_path, possible_runs
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.recompute import every_layer, least_peak_bytes, least_peaks_of_stages
 from omnibal.pipeline.stage_memory import (
     MemoryTable,
@@ -25,6 +27,7 @@ from omnibal.pipeline.stage_memory import (
     most_of_stages,
     passes_of_stages,
     room_of,
+    running_passes,
 )
 from omnibal.pipeline.workload import Workload
 
@@ -66,10 +69,10 @@ def _least_peak(
         enough_bytes = search.surely_enough_bytes()
         if fits_cap(enough_bytes, cap_bytes):
             return enough_bytes
-    while search.lower_bytes < search.upper_bytes * (1 - _TOLERANCE):
-        if cap_bytes is not None and search.decides(cap_bytes):
-            break
-        search.narrow()
+    while not search.is_done(cap_bytes):
+        path = search.best_by_passes()
+        if not search.is_done(cap_bytes):
+            search.narrow(path)
     fits = cap_bytes is None or fits_cap(search.upper_bytes, cap_bytes)
     return search.upper_bytes if fits else search.lower_bytes
 
@@ -92,28 +95,36 @@ class _Narrowing:
         self.seen = np.zeros(0, np.int64)
         self.lower_bytes, self.upper_bytes = 0.0, np.inf
 
-    def decides(self, cap_bytes: float) -> bool:
-        """Whether some split is known to fit a cap, or none."""
-        fits_lower, fits_upper = fits_cap(np.array([self.lower_bytes, self.upper_bytes]), cap_bytes)
-        return bool(fits_upper or not fits_lower)
+    def is_done(self, cap_bytes: float | None) -> bool:
+        """Whether the bounds are equal, or it is known whether some split fits a cap."""
+        if cap_bytes is not None:
+            bounds = np.array([self.lower_bytes, self.upper_bytes])
+            fits_lower, fits_upper = fits_cap(bounds, cap_bytes)
+            if fits_upper or not fits_lower:
+                return True
+        return self.lower_bytes >= self.upper_bytes * (1 - _TOLERANCE)
 
     def surely_enough_bytes(self) -> float:
         """Least peak of all splits in a pass that has as much of everything as any has."""
         peaks = self._peaks(most_of_stages(self.cost, self.workload, self.stages), self.counts)
         return least_largest(self._edges, list(peaks[:, self.row]), self.runs.units)
 
-    def narrow(self) -> None:
-        """Count the split that is best by the passes looked at in all passes; first, every run in
-        the passes with most of all features."""
-        every = passes_of_stages(self.cost, self.workload, self.stages)
+    def best_by_passes(self) -> list[int]:
+        """Runs [stages] of the split that is best by the passes looked at, which raises the lower
+        bound; the first are the passes with most of all features."""
         if not len(self.seen):
-            self._look_at(_with_most(every[0]))
-        sizes = [peaks[self.row] for peaks in self.peaks]
+            features = features_of(self.workload, self.cost)
+            self._look_at(_with_most(running_passes(features, self.workload.slot, self.stages, 0)))
+        sizes = list(self.peaks[:, self.row])
         self.lower_bytes, path = least_largest_path(self._edges, sizes, self.runs.units)
+        return path
+
+    def narrow(self, path: Sequence[int]) -> None:
+        """Count a split in all passes, and every run in those in which it needs most."""
         rows = self.row[path]
         heaviest = [
             heaviest_pass(self.cost, passes, counts, every_layer(self.cost.kinds, counts))
-            for passes, counts in zip(every, self.counts[rows], strict=True)
+            for passes, counts in zip(self._every_pass, self.counts[rows], strict=True)
         ]
         self._look_at(np.array(heaviest))
         upper_bytes = float(self.peaks[np.arange(len(rows)), rows].max())
@@ -135,6 +146,10 @@ class _Narrowing:
         room = room_of(self.workload)
         tables = [memory_table(self.cost, of_stage, room) for of_stage in passes]
         return least_peaks_of_stages(tables, counts)
+
+    @cached_property
+    def _every_pass(self) -> list[RunningPasses]:
+        return passes_of_stages(self.cost, self.workload, self.stages)
 
     @property
     def stages(self) -> int:

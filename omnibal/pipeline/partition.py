@@ -20,9 +20,11 @@ Packs may be of several levels, each with its own costs and its own recomputed l
 stage, and ranks that share one wait for each other. Where a stage has few sets of recomputed layers
 over all levels, the proof is over all of them. Where they are too many (`stage_options.py`), the
 search is over a grid of them, then over what is near to the best; the bound is that of optimistic
-sets, by which all are covered, so that a gap remains. Memory is first looked at in the passes that
-are heaviest for many stages; a result that does not fit in all of the run's is searched for again
-with its own heaviest ones.
+sets, by which all are covered, so that a gap remains.
+
+Memory is first looked at in the passes that are heaviest for many stages. More splits fit these few
+than fit all of the run's, so a bound over them holds, and the best is the best where it fits all
+passes, too; where it does not, it is searched for again with its own heaviest ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,6 +71,9 @@ _TOLERANCE = 1e-9
 _FIRST_LIMIT = 1.15
 """First time limit, relative to an even split's; stages that alone take longer are left out until
 it proves too low."""
+_SLOWEST_SLACK = 1.02
+"""First limit of an estimate, relative to the slowest stage of the split whose slowest is fastest,
+if that is more."""
 _LIMIT_STEP = 1.3
 """Factor by which the limit grows while no split is within it."""
 _MAX_LIMITS = 16
@@ -172,6 +177,29 @@ def search_stages(
             found = _found(problem, search, prove, effort)
             heavier = _heavier(problem, cost, workload, found.stages_at)
     return found
+
+
+def estimated_step_ms(
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    memory_cap_bytes: float,
+    effort: float,
+) -> float:
+    """Simulated step time of a good split, in a fraction of what `search_stages` takes: memory is
+    looked at in few passes, and nothing is proven.
+
+    Raises:
+        DoesNotFit: no split fits the cap.
+    """
+    problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes)
+    limit_ms = max(_FIRST_LIMIT * _even_ms(problem), _SLOWEST_SLACK * problem.structure.slowest_ms)
+
+    def least_peak(cap_bytes: float | None) -> float:
+        return least_peak_of_tables(problem.structure.runs, problem.tables)
+
+    return _first_split(problem, limit_ms, effort, least_peak)[0].best_ms
 
 
 def _found(problem: SearchProblem, search: "_Search", prove: bool, effort: float) -> SearchResult:
@@ -285,13 +313,31 @@ def _descend(
     Raises:
         DoesNotFit: no split fits the cap.
     """
-    limit_ms = _FIRST_LIMIT * _even_ms(problem)
+    first_ms = _FIRST_LIMIT * _even_ms(problem)
+    search, limit_ms = _first_split(problem, first_ms, effort, least_peak)
+    return search if search.best_ms <= limit_ms else search.with_options_of_better()
+
+
+def _first_split(
+    problem: SearchProblem,
+    limit_ms: float,
+    effort: float,
+    least_peak: Callable[[float | None], float],
+) -> tuple["_Search", float]:
+    """A search with a good split over all options within a limit, the first one that some are
+    within, and that limit.
+
+    Args:
+        limit_ms: the first that is tried.
+
+    Raises:
+        DoesNotFit: no split fits the cap.
+    """
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = _Search(problem, choices_within(problem, limit_ms))
-        found = search.descend(effort * _MAX_DESCENT_WORK)
-        if found:
-            return search if search.best_ms <= limit_ms else search.with_options_of_better()
+        if search.descend(effort * _MAX_DESCENT_WORK):
+            return search, limit_ms
         if not tried:
             need = least_peak(problem.memory_cap_bytes)
             if not fits_cap(need, problem.memory_cap_bytes):

@@ -291,13 +291,13 @@ class MemoryTable:
         last = _last_kind(counts)
         own_gradient = self.own_gradient_bytes.T[last]
         tied = holds_both_ends(self.kinds, counts)[..., None]
-        is_held = (counts > 0).any(axis=tuple(range(counts.ndim - 1)))
+        held_kinds = set(np.unique(np.nonzero(counts)[-1]).tolist())
         for kinds in _in_model_order(self.kinds):
             columns = (first[:, None] + kinds).ravel()
             kept, inputs = self.own_kept_bytes[:, columns], self.own_input_bytes[:, columns]
             # Backward, what comes after these has let go of what it kept.
             own = own + whole[..., columns] @ kept.T + recomputed[..., columns] @ inputs.T
-            for kind in (kind for kind in kinds if is_held[kind]):
+            for kind in (kind for kind in kinds if kind in held_kinds):
                 column = first + kind
                 every_again = (whole[..., column] == 0) & (recomputed[..., column] > 0)
                 for other in alike[kind]:
@@ -340,7 +340,9 @@ class MemoryTable:
             running = running + tied * self.tied_gradient_bytes[run.kind]
             most = np.maximum(most, self.has_backward[run.kind] * running)
         # With the earliest of each kind recomputed, what the search counts.
-        return np.maximum(self.pass_bytes(counts, recomputed), others + most + self._link_bytes(counts))
+        return np.maximum(
+            self.pass_bytes(counts, recomputed), others + most + self._link_bytes(counts)
+        )
 
     def _link_bytes(self, counts: np.ndarray) -> np.ndarray:
         """What is held in every pass of tensors between stages, with what the stage's units share.
@@ -485,9 +487,7 @@ def passes_of_stages(
     return [passes[held.key] for held in besides]
 
 
-def most_of_stages(
-    cost: CostModel, workload: Workload, pipeline_size: int
-) -> list[RunningPasses]:
+def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> list[RunningPasses]:
     """For every stage of a pipeline one pass that needs at least as much as any: bytes never fall
     where features grow."""
     features, slot = features_of(workload, cost), workload.slot
@@ -496,7 +496,9 @@ def most_of_stages(
     most = [max(h.earlier_in_forward.max(), h.later_in_backward.max()) for h in besides]
     links = np.ones((1, len(LINKS)))
     return [
-        RunningPasses(own=largest[None], others=others * largest[None], links=links, largest=largest)
+        RunningPasses(
+            own=largest[None], others=others * largest[None], links=links, largest=largest
+        )
         for others in most
     ]
 
