@@ -6,7 +6,7 @@ and has its costs, so nobody checks or counts again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,8 +30,10 @@ from omnibal.pipeline.beside import with_encoders
 from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
+from omnibal.targets import FREE, TARGETS, Sharding, StageRules, TargetName
 from omnibal.units import feature_names_at, frozen_mistake
 
 
@@ -58,6 +60,11 @@ class JobSpec:
     """Where the encoders run."""
     beside: EncodersBeside | None = None
     """How they run beside the pipeline; None where they do not, or it is to be searched for."""
+    made_for: TargetName | None = None
+    """The trainer that the job is planned for; None for this project's."""
+    rules: StageRules = FREE
+    """What stages may hold and recompute: what the trainer can be told, or less of its limits."""
+    sharding: Sharding = Sharding.OPTIMIZER
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_cost: EncodersCost | None = field(init=False, repr=False)
@@ -78,12 +85,32 @@ class JobSpec:
                 "to encoders beside the pipeline: a rank would have to take whole images, and "
                 "lengths count tokens alone; give --encoder pipeline"
             )
-        check_parallel(self.pipeline_model, self.parallel, self.cluster)
+        self._check_limits()
+        self.check_sizes(self.parallel)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
         cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
         object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
         object.__setattr__(self, "encoders_cost", encoders)
+
+    def _check_limits(self) -> None:
+        """Refuse what goes with no limits of stages, whatever the sizes."""
+        if self.is_beside and self.rules != FREE:
+            raise UserError(
+                "encoders beside the pipeline cannot be told to a trainer that takes limited "
+                "stages: give --encoder pipeline, or leave --for out"
+            )
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Refuse parallel sizes that the model, the cluster or the trainer does not allow.
+
+        Raises:
+            UserError: with what it allows.
+        """
+        check_parallel(self.pipeline_model, parallel, self.cluster)
+        check_stage_rules(self.pipeline_model, parallel.pipeline, self.rules)
+        if self.made_for is not None:
+            TARGETS[self.made_for].check_sizes(parallel)
 
     @property
     def is_beside(self) -> bool:
@@ -140,6 +167,7 @@ class JobSpec:
             profile=profile,
             placement=EncoderPlacement.BESIDE if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,
+            **_limits_of(plan.made_for),
         )
 
     def sized(self, parallel: Parallel) -> Self:
@@ -171,3 +199,11 @@ class JobSpec:
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
+
+
+def _limits_of(name: TargetName | None) -> dict[str, Any]:
+    """Fields of a job that is planned for a trainer."""
+    if name is None:
+        return {}
+    target = TARGETS[name]
+    return {"made_for": name, "rules": target.stages, "sharding": target.sharding}

@@ -22,6 +22,7 @@ from omnibal.limits import Caps, words
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
+from omnibal.targets import TargetName
 from omnibal.units import LANGUAGE, frozen_mistake, model_parts, unit_kinds
 
 SCHEMA_VERSION: Final = 2
@@ -105,6 +106,8 @@ class Plan(Frozen):
     parallel: Parallel
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
+    made_for: Annotated[TargetName | None, Field(exclude_if=lambda name: name is None)] = None
+    """The trainer that the plan was limited to, and is predicted as; None for this project's."""
     stages: tuple[Stage, ...]
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
     """Levels of packs, of rising caps; empty where there is but one, of context size 1, with the

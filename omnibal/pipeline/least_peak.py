@@ -30,38 +30,47 @@ from omnibal.pipeline.stage_memory import (
     running_passes,
 )
 from omnibal.pipeline.workload import Workload
+from omnibal.targets import FREE, StageRules
 
 _TOLERANCE = 1e-12
 """Relative difference to which both bounds are equal."""
 
 
 def least_peak_of_splits(
-    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
-) -> float:
-    """Bytes of the smallest memory cap that some split and recomputed sets fit.
-
-    Of several levels it is by the passes that are heaviest for many stages, which another pass of
-    the run may exceed a little.
-    """
-    return _least_peak(cost, model, workload, pipeline_size, None)
-
-
-def peak_beside_cap(
-    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int, cap_bytes: float
-) -> float:
-    """Bytes that say whether any split and recomputed sets fit a cap, in less time than the least:
-    where some do, what one of them needs at most; where none do, what all of them need at least."""
-    return _least_peak(cost, model, workload, pipeline_size, cap_bytes)
-
-
-def _least_peak(
     cost: CostModel,
     model: ModelConfig,
     workload: Workload,
     pipeline_size: int,
+    rules: StageRules = FREE,
+) -> float:
+    """Bytes of the smallest memory cap that some split and recomputed sets fit.
+
+    Whatever rules say of recomputed layers, all of them may be. Of several levels it is by the
+    passes that are heaviest for many stages, which another pass of the run may exceed a little.
+    """
+    return _least_peak(cost, possible_runs(cost, model, rules), workload, pipeline_size, None)
+
+
+def peak_beside_cap(
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    cap_bytes: float,
+    rules: StageRules = FREE,
+) -> float:
+    """Bytes that say whether any split and recomputed sets fit a cap, in less time than the least:
+    where some do, what one of them needs at most; where none do, what all of them need at least."""
+    return _least_peak(cost, possible_runs(cost, model, rules), workload, pipeline_size, cap_bytes)
+
+
+def _least_peak(
+    cost: CostModel,
+    runs: Runs,
+    workload: Workload,
+    pipeline_size: int,
     cap_bytes: float | None,
 ) -> float:
-    runs = possible_runs(cost, model)
     if cost.levels > 1:
         return least_peak_of_tables(runs, memory_tables(cost, workload, pipeline_size))
     search = _Narrowing(cost, workload, runs, pipeline_size)

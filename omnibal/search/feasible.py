@@ -17,7 +17,7 @@ from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
-from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.parallel import Parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.least_peak import least_peak_of_splits, peak_beside_cap
 from omnibal.pipeline.placement import least_peak_beside
@@ -64,7 +64,7 @@ def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = (
     if job.is_beside and job.beside is None:
         return least_peak_beside(placement_problem(job, workload, levels)) / GIB
     cost, stages = job.cost_of_all(levels), job.parallel.pipeline
-    return least_peak_of_splits(cost, job.pipeline_model, workload, stages) / GIB
+    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.rules) / GIB
 
 
 def need_beside_cap_gib(job: JobSpec, workload: Workload) -> float:
@@ -72,8 +72,8 @@ def need_beside_cap_gib(job: JobSpec, workload: Workload) -> float:
     split at most, or of all at least."""
     if job.is_beside and job.beside is None:
         return least_need_gib(job, workload)
-    cap_bytes, stages = job.memory_cap_gib * GIB, job.parallel.pipeline
-    return peak_beside_cap(job.cost, job.pipeline_model, workload, stages, cap_bytes) / GIB
+    model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
+    return peak_beside_cap(job.cost, model, workload, stages, cap_bytes, job.rules) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:
@@ -247,8 +247,7 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
     if job.profile is not None and job.profile.tensor != size:
         return False
     try:
-        alone = Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1)
-        check_parallel(job.pipeline_model, alone, job.cluster)
+        job.check_sizes(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
     except UserError:
         return False
     return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from omnibal.config import ClusterConfig
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.parallel import Parallel, expert_sizes
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import CapSpace, usual_samples_per_step
 from omnibal.search.feasible import gib_text
@@ -223,7 +223,7 @@ def _check_given(request: StrategyRequest) -> None:
         Parallel(tensor=tensor, pipeline=stages, sequence_parallel=tensor > 1),
         Parallel(pipeline=1, data=expert, expert=expert),
     ):
-        check_parallel(request.job.pipeline_model, alone, request.job.cluster)
+        request.job.check_sizes(alone)
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
@@ -238,7 +238,7 @@ def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
     if profile is not None and parallel.tensor != profile.tensor:
         return False
     try:
-        check_parallel(request.job.pipeline_model, parallel, request.job.cluster)
+        request.job.check_sizes(parallel)
     except UserError:
         return False
     return True

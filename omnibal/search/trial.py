@@ -138,7 +138,8 @@ def estimated_ms_per_sample(size: StepSize) -> float:
         size.request.workload().some_steps(_ESTIMATED_STEPS),
         job.parallel.pipeline,
         job.memory_cap_gib * GIB,
-        _ESTIMATE_EFFORT,
+        rules=job.rules,
+        effort=_ESTIMATE_EFFORT,
     )
     return step_ms / size.samples
 

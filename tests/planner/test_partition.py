@@ -16,7 +16,7 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel
-from omnibal.pipeline import partition
+from omnibal.pipeline import partition, split_search
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.least_peak import least_peak_of_splits, peak_beside_cap
@@ -425,7 +425,7 @@ def test_the_search_equals_brute_force():
     """Prevents a split or recomputed set that is not the best, and caps wrongly held or passed."""
     rng = np.random.default_rng(0)
     outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0}
-    for number in range(200):
+    for number in range(110):
         cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else 4)
         times, peaks_of_all = brute_force(cost, model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
@@ -459,7 +459,7 @@ def test_the_search_equals_brute_force_for_any_towers(towers: str, most: int):
     """Prevents towers or kinds of layer that are counted, recomputed or numbered as another's."""
     rng = np.random.default_rng(0)
     recomputed = several = 0
-    for _ in range(60):
+    for _ in range(40):
         cost, model, packs, p = random_case_of(rng, towers, most)
         times, peaks_of_all = brute_force(cost, model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
@@ -619,9 +619,9 @@ def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
     cap = 1.3 * least_peak_of_splits(cost, model, packs, 8)
     best = search_stages(cost, model, packs, 8, cap)
     assert best.lower_bound_ms == best.step_ms
-    monkeypatch.setattr(partition, "_FIRST_WIDTH", 1)
-    monkeypatch.setattr(partition, "_MAX_WIDTH", 1)
-    monkeypatch.setattr(partition, "_MAX_ROUNDS", 1)
+    monkeypatch.setattr(split_search, "_FIRST_WIDTH", 1)
+    monkeypatch.setattr(split_search, "_MAX_WIDTH", 1)
+    monkeypatch.setattr(split_search, "_MAX_ROUNDS", 1)
     cut_short = search_stages(cost, model, packs, 8, cap)
     assert cut_short.lower_bound_ms < cut_short.step_ms
     assert cut_short.lower_bound_ms <= best.step_ms * (1 + 1e-9)
@@ -643,11 +643,11 @@ def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
     fast the machine is."""
     cost, model, packs = large_case((30, 50), 20)
     cap = 1.2 * least_peak_of_splits(cost, model, packs, 20)
-    monkeypatch.setattr(partition, "_MAX_WORK", 1e6)
+    monkeypatch.setattr(partition, "MAX_WORK", 1e6)
     first, again = (search_stages(cost, model, packs, 20, cap) for _ in range(2))
     assert first.lower_bound_ms < first.step_ms
     assert (first.stages, first.lower_bound_ms) == (again.stages, again.lower_bound_ms)
-    monkeypatch.setattr(partition, "_MAX_WORK", 1e8)
+    monkeypatch.setattr(partition, "MAX_WORK", 1e8)
     longer = search_stages(cost, model, packs, 20, cap)
     assert longer.lower_bound_ms > first.lower_bound_ms
     assert first.lower_bound_ms <= longer.step_ms <= first.step_ms
@@ -659,8 +659,8 @@ def test_a_narrow_search_is_proven_by_what_it_learns(
 ):
     """Prevents a search that stops, or goes on in vain, once all splits that had room are known."""
     cost, model, packs = large_case((45, 80), 8)
-    monkeypatch.setattr(partition, "_FIRST_WIDTH", 40)
-    monkeypatch.setattr(partition, "_MAX_WIDTH", 40)
+    monkeypatch.setattr(split_search, "_FIRST_WIDTH", 40)
+    monkeypatch.setattr(split_search, "_MAX_WIDTH", 40)
     cap = share_of_least * least_peak_of_splits(cost, model, packs, 8)
     result = search_stages(cost, model, packs, 8, cap)
     assert result.step_ms < result.lower_bound_ms * 1.004

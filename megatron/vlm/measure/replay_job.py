@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import has_cuda
-from megatron.vlm.inputs.data import check_same_data
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import device_name
 from megatron.vlm.measure.replay import (
@@ -30,7 +29,7 @@ from omnibal.config import Provider
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
-from omnibal.data.lengths import Lengths
+from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError
@@ -221,7 +220,9 @@ def replay_stages(
     failures = [
         store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
     ]
-    together(store, "told", launch.world_size)
+    store.add("told", 1)
+    if launch.rank == 0:  # may serve the store, and so leaves last
+        wait_for_all(store, "told", launch.world_size)
     if failures and launch.rank == 0:
         raise UserError("; ".join(failures))
 
@@ -240,6 +241,13 @@ def together(
 ) -> None:
     """Wait until every process has come here, without the time limit of the store's barrier."""
     store.add(name, 1)
+    wait_for_all(store, name, processes, meanwhile)
+
+
+def wait_for_all(
+    store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until so many processes have said that they came."""
     while store.add(name, 0) < processes:
         meanwhile()
         time.sleep(_POLL_S)

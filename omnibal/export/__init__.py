@@ -1,0 +1,1 @@
+"""Plans written as the files, flags and commands of other trainers."""

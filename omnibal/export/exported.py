@@ -1,0 +1,51 @@
+"""What an export consists of: files, the command that trains with them, and what was given up.
+
+A trainer's module has one function, `export(given: Given) -> Exported`. It writes nothing itself:
+`omnibal.export.directory` writes all files of an export or none.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omnibal.data.annotations import Annotations
+from omnibal.export.reading_order import ReadingOrder
+from omnibal.plan_files import PlanFiles
+from omnibal.targets import Target
+
+Writer = Callable[[Path], None]
+"""Writes one file at a path that it is given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Given:
+    """A plan to export, and what is known besides."""
+
+    files: PlanFiles
+    """The plan with its job, packs and lengths."""
+    target: Target
+    order: ReadingOrder | None
+    """None for a plan of shapes only, of which only flags and layers are exported."""
+    annotations: Annotations | None
+    """The samples themselves; None where no data was named, so that files that hold samples are
+    left out and the order in which to write them is given instead."""
+    folder: Path
+    """Where the export will stand, for paths in commands."""
+    workers: int = 0
+    """Loader processes of every rank, where the files depend on them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Exported:
+    """The files and words of one export."""
+
+    files: Mapping[str, Writer]
+    """By their paths within the folder, such as `packs/boundaries.npy`."""
+    command: str
+    """What trains: one or several lines of shell, with every flag that the plan decides."""
+    settings: str = ""
+    """Settings that are no command line, such as Python or JSON to put into a config."""
+    given_up: tuple[str, ...] = ()
+    """Sentences on what the trainer cannot do of the plan or the data, or does otherwise."""
+    notes: tuple[str, ...] = ()
+    """Sentences on how to use the files."""

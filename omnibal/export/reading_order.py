@@ -1,0 +1,76 @@
+"""The order in which a trainer reads a plan's packs: step by step, slot by slot, rank by rank.
+
+Rank r of R reads packs r, r + R, r + 2 R and so on: in every step a rank's micro-batches are its
+slots.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.plan import DataPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReadingOrder:
+    """All packs of a run in the order in which they are read; arrays have one entry a pack."""
+
+    packs: Packs
+    """Indices into the lengths, of every pack."""
+    step: np.ndarray
+    """Step of every pack, int64, counted through all epochs."""
+    rank: np.ndarray
+    """Data-parallel rank that trains it, int32."""
+    slot: np.ndarray
+    """Position among that rank's micro-batches of the step, int32."""
+
+    @classmethod
+    def of(cls, scheduled: ScheduledPacks) -> Self:
+        """Sort a plan's packs by step, then slot, then rank."""
+        order = np.lexsort((scheduled.dp_rank, scheduled.slot, scheduled.step))
+        return cls(
+            packs=scheduled.packs.take(order),
+            step=scheduled.step[order],
+            rank=scheduled.dp_rank[order],
+            slot=scheduled.slot[order],
+        )
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    @property
+    def pack_of_rows(self) -> np.ndarray:
+        """Pack of every row, a sample of a pack, in reading order, int64 [rows]."""
+        return np.repeat(np.arange(len(self)), np.diff(self.packs.offsets))
+
+    def take(self, packs: np.ndarray) -> Self:
+        """Select these packs, in that order."""
+        return replace(
+            self,
+            packs=self.packs.take(packs),
+            step=self.step[packs],
+            rank=self.rank[packs],
+            slot=self.slot[packs],
+        )
+
+    def largest_first(self, lengths: Lengths) -> Self:
+        """The same packs, in each of which samples come from most tokens to fewest.
+
+        A trainer that packs by next fit then begins a new pack wherever it would with any order.
+        """
+        tokens = lengths.tokens[self.packs.samples]
+        rows = np.lexsort((-tokens, self.pack_of_rows))
+        samples = self.packs.samples[rows]
+        return replace(self, packs=replace(self.packs, samples=samples))
+
+
+def packs_per_step(data: DataPlan, ranks: int) -> int:
+    """Packs of all data-parallel ranks in a full step: a trainer's global batch.
+
+    Data of fewer packs than a step should have is one step of them all, or of as many as ranks have
+    equally many of.
+    """
+    return min(data.packs_per_step, data.packs // ranks * ranks) or data.packs_per_step

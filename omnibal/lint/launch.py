@@ -1,0 +1,86 @@
+"""A launch line as what its flags say, whichever trainer's they are."""
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from omnibal.frozen import Frozen
+
+Severity = Literal["refused", "refused-at-first-step", "ignored", "warning"]
+"""Whether the trainer ends before its first step, or at it, drops the flag silently, or runs."""
+
+
+class Launcher(StrEnum):
+    """Program that a launch line starts, by which flags are read and defaults are known."""
+
+    MEGATRON_LM = "megatron-lm"
+    MEGATRON_BRIDGE = "megatron-bridge"
+    MS_SWIFT = "ms-swift"
+    LOONGFORGE = "loongforge"
+
+
+class Launch(Frozen):
+    """Sizes and switches of a launch line; None where the line does not give them."""
+
+    launcher: Launcher
+    flags: dict[str, str | None]
+    """Every flag as it stands, by its name without dashes; None for a switch without a value."""
+    gpus: int | None = None
+    """Processes of the job: of torchrun's or the script's variables, or of --gpus."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    """None where the launcher's own default holds."""
+    virtual: int | None = None
+    """Chunks of a stage, of whichever flag gives them."""
+    layers_per_virtual_stage: int | None = None
+    sequence_parallel: bool = False
+    first_layers: int | None = None
+    """Layers of the language model on the first stage; on the last one below."""
+    last_layers: int | None = None
+    layout: str | tuple[tuple[str, ...], ...] | None = None
+    """Layers by stage and chunk, as Megatron's string or as lists of words."""
+    layers_by_stage: tuple[int, ...] | None = None
+    """Of LoongForge's `--custom-pipeline-layers`; by chunk, chunk-major, where `is_by_chunk`."""
+    is_by_chunk: bool = False
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    recompute: Literal["full", "selective"] | None = None
+    recompute_method: Literal["block", "uniform"] | None = None
+    recompute_layers: int | None = None
+    recompute_by_stage: tuple[int, ...] | None = None
+    recompute_modules: tuple[str, ...] = ()
+    recompute_encoders: bool = False
+    micro_batch: int | None = None
+    """Samples, or packs, of a micro-batch; of a step below."""
+    global_batch: int | None = None
+    sequence_length: int | None = None
+    """Tokens of a micro-batch's sample, or of a pack."""
+    prediction_layers: int | None = None
+    """Layers of multi-token prediction."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the model that the line freezes."""
+    environment: dict[str, str] = Field(default={})
+    """Variables that stand before the command, or that its script exports."""
+    unknown: tuple[str, ...] = ()
+    """Variables of the line whose values are not known; none of a size or switch above."""
+
+
+class Finding(Frozen):
+    """One thing that is wrong or worth knowing about a launch line."""
+
+    rule: str
+    """Short name that does not change, such as `layers-divide-stages`."""
+    severity: Severity
+    message: str
+    """What was given, what must hold and what to change."""
+    source: str
+    """File, line and version of the trainer's own check."""
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the line cannot be trained with."""
+        return self.severity in ("refused", "refused-at-first-step")

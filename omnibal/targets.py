@@ -1,0 +1,193 @@
+"""Trainers that a plan can be made for, and what of a plan each can be told.
+
+A target limits the search: which stages encoders may stand in, which layers may be recomputed, how
+samples may be packed. What it cannot be told is not planned for it. Where the limits are from is
+said in docs/trainers.md, trainer by trainer, with the version that was read.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from omnibal.errors import UserError
+from omnibal.frozen import Frozen
+from omnibal.parallel import Parallel
+
+
+class TargetName(StrEnum):
+    """Name of a trainer on the command line and in plan.json."""
+
+    MS_SWIFT = "ms-swift"
+    MS_SWIFT_DEEPSPEED = "ms-swift-deepspeed"
+    XTUNER = "xtuner"
+    LOONGFORGE = "loongforge"
+    MEGATRON_LM = "megatron-lm"
+    MEGATRON_BRIDGE = "megatron-bridge"
+    MINDSPEED_MM = "mindspeed-mm"
+
+
+class RecomputeFreedom(StrEnum):
+    """What the choice of recomputed layers is free in, from most to least."""
+
+    LAYERS = "layers"
+    """Any layers of any stage."""
+    STAGES = "stages"
+    """One number a stage: of every tower the stage recomputes so many of its first layers, or all
+    where it holds fewer."""
+    TOWERS = "towers"
+    """One number a tower, the same for all stages: each recomputes so many of the first layers that
+    it holds of the tower, or all where it holds fewer."""
+    LANGUAGE = "language"
+    """One number for the language model, as of `TOWERS`; of an encoder all layers or none."""
+    ALL = "all"
+    """All layers of the language model or none; of an encoder all or none."""
+
+
+class StageRules(Frozen):
+    """What stages may hold and recompute, and how a trainer divides encoders."""
+
+    encoders_on_first: bool = False
+    """Whether the first stage must hold all encoders and the language embed."""
+    encoders_whole: bool = False
+    """Whether every tensor-parallel rank computes all of the encoders, instead of a share."""
+    language_everywhere: bool = False
+    """Whether every stage must hold a layer of the language model."""
+    recompute: RecomputeFreedom = RecomputeFreedom.LAYERS
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the search for stages is not limited by them; the division of encoders is a
+        matter of cost."""
+        return self.model_copy(update={"encoders_whole": False}) == FREE
+
+
+FREE = StageRules()
+"""No limits: what this project's trainer can be told."""
+
+
+class PackRules(Frozen):
+    """What packs may be."""
+
+    tokens_alone: bool = False
+    """Whether packs are limited by their tokens alone, and not by items of encoders."""
+    next_fit: bool = False
+    """Whether the trainer packs samples itself, one after another: a pack ends where the next
+    sample would not fit. A plan's packs are then what that makes of the plan's order."""
+    one_medium: bool = False
+    """Whether samples of text alone and samples with images (or other items) must not share one."""
+    padded: bool = False
+    """Whether the trainer pads every pack to the cap of tokens, and computes the padding."""
+
+
+class Sharding(StrEnum):
+    """What data-parallel ranks divide among them."""
+
+    OPTIMIZER = "optimizer"
+    """Optimizer state, as Megatron's distributed optimizer and ZeRO-1 do."""
+    ALL = "all"
+    """Weights and gradients too, gathered layer by layer for every pass, as FSDP and ZeRO-3 do."""
+
+
+class Target(Frozen):
+    """A trainer, and what of a plan it can be told."""
+
+    name: TargetName
+    title: str
+    """Name as its users write it."""
+    version: str
+    """Version, or commit, whose files and flags were read."""
+    stages: StageRules = StageRules()
+    packs: PackRules = PackRules()
+    sharding: Sharding = Sharding.OPTIMIZER
+    most_pipeline: Annotated[int | None, Field(ge=1)] = None
+    """Most pipeline stages; None where there is no limit."""
+    most_tensor: Annotated[int | None, Field(ge=1)] = None
+    has_experts: bool = True
+    """Whether ranks can share out experts."""
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Refuse parallel sizes that the trainer does not have.
+
+        Raises:
+            UserError: with the option that it does not take.
+        """
+        most_expert = None if self.has_experts else 1
+        for option, name, size, most in (
+            ("--pp", "pipeline", parallel.pipeline, self.most_pipeline),
+            ("--tp", "tensor-parallel", parallel.tensor, self.most_tensor),
+            ("--ep", "expert-parallel", parallel.expert, most_expert),
+        ):
+            if most is not None and size > most:
+                raise UserError(
+                    f"{option} {size} was given for {self.title}, whose {name} size is at most "
+                    f"{most}: give {option} {most}"
+                )
+
+
+_MEGATRON = StageRules(
+    encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE
+)
+_SHARDED = StageRules(recompute=RecomputeFreedom.ALL)
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            name=TargetName.MS_SWIFT,
+            title="ms-swift (Megatron)",
+            version="4.6.0",
+            stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
+            packs=PackRules(tokens_alone=True, next_fit=True),
+        ),
+        Target(
+            name=TargetName.MS_SWIFT_DEEPSPEED,
+            title="ms-swift (DeepSpeed)",
+            version="4.6.0",
+            stages=_SHARDED,
+            packs=PackRules(tokens_alone=True, next_fit=True),
+            sharding=Sharding.ALL,
+            most_pipeline=1,
+            most_tensor=1,
+            has_experts=False,
+        ),
+        Target(
+            name=TargetName.XTUNER,
+            title="XTuner v1",
+            version="5cda4fb",
+            stages=_SHARDED,
+            packs=PackRules(padded=True),
+            sharding=Sharding.ALL,
+            most_pipeline=1,
+            most_tensor=1,
+            has_experts=False,
+        ),
+        Target(
+            name=TargetName.LOONGFORGE,
+            title="LoongForge",
+            version="130ff79",
+            stages=_MEGATRON.model_copy(update={"recompute": RecomputeFreedom.STAGES}),
+            packs=PackRules(one_medium=True),
+        ),
+        Target(
+            name=TargetName.MEGATRON_LM,
+            title="Megatron-LM",
+            version="core 0.16.1",
+            stages=_MEGATRON,
+        ),
+        Target(
+            name=TargetName.MEGATRON_BRIDGE,
+            title="Megatron-Bridge",
+            version="003e863",
+            stages=_MEGATRON,
+        ),
+        Target(
+            name=TargetName.MINDSPEED_MM,
+            title="MindSpeed-MM",
+            version="2026-10",
+            stages=StageRules(recompute=RecomputeFreedom.TOWERS),
+            packs=PackRules(tokens_alone=True),
+        ),
+    )
+}
+"""Every target, by its name."""
