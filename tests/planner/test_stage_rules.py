@@ -126,7 +126,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
     missed, and bounds that are none under rules."""
     rng = np.random.default_rng(5)
     recomputed = refused = 0
-    for towers in TOWERS * 4:
+    for towers in TOWERS * 2:
         cost, model, p, rules = random_case(rng, towers, freedom)
         packs = random_packs(rng, int(rng.integers(1, 5)), len(cost.features))
         times, peaks = brute_force(cost, model, packs, p, rules)
@@ -147,7 +147,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
         quick = search_stages(cost, model, packs, p, cap, rules=rules, prove=False)
         assert quick.lower_bound_ms <= best_ms * (1 + 1e-9) <= quick.step_ms * (1 + 2e-9)
         recomputed += any(stage.recompute for stage in result.stages)
-    assert recomputed >= 10 and refused >= 1, (recomputed, refused)
+    assert recomputed >= 5 and refused, (recomputed, refused)
 
 
 def test_more_stages_than_rules_allow_are_refused():
