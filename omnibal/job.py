@@ -15,10 +15,11 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.context import costs_at
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
 from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
 from omnibal.cost.shares import part_features, share_features
+from omnibal.cost.whole_encoders import with_whole_encoders
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -96,6 +97,8 @@ class JobSpec:
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
         cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
+        if self.rules.encoders_whole:
+            cost = with_whole_encoders(cost, *sizes, self.profile)
         exchange = None
         if self.sharding is Sharding.ALL:
             check_sharded(self.parallel)
@@ -173,8 +176,9 @@ class JobSpec:
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
-        if self.padded:
-            features = padded_features(features, names)
+        features = trained_features(
+            features, names, padded=self.padded, whole_loss=self.rules.head_on_all_tokens
+        )
         workload = Workload.of_shares(shares, features, self.parallel.data)
         workload = workload.in_groups_of(self.in_step)
         if self.exchange is not None:

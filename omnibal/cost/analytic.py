@@ -313,7 +313,7 @@ def tensor_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision
 
 
 def gather_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
-    """Time of a pass round the ring of so many consecutive ranks, and of a byte that a rank sends."""
+    """Time of a pass round a ring of consecutive ranks, and of a byte that a rank sends."""
     return _ring_line(cluster, ranks, ranks, precision)
 
 

@@ -219,6 +219,31 @@ def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np
     return np.stack([np.ones(len(packs)), *columns], axis=1).astype(np.float64)
 
 
+def trained_features(
+    features: np.ndarray, names: Sequence[str], *, padded: bool, whole_loss: bool
+) -> np.ndarray:
+    """Features of packs [packs, features] as a trainer computes them.
+
+    Args:
+        features: of the packs' samples.
+        names: of the features.
+        padded: whether every pack is padded to the tokens of the largest, by one more segment.
+        whole_loss: whether tokens without loss reach the head as well.
+    """
+    if not (padded or whole_loss):
+        return features
+    features, tokens = features.copy(), list(names).index("tokens")
+    if padded:
+        padding = features[:, tokens].max(initial=0) - features[:, tokens]
+        features[:, tokens] += padding
+        for column, name in enumerate(names):
+            if is_attended(name):
+                features[:, column] += attended(padding, name)
+    if whole_loss:
+        features[:, list(names).index("loss_tokens")] = features[:, tokens]
+    return features
+
+
 def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
     """What every sample adds to a feature of its pack, [samples]."""
     if is_attended(feature):

@@ -7,8 +7,8 @@ et al. 2020, ZeRO, arXiv 1910.02054, section 5; Zhao et al. 2023, FSDP, arXiv 23
 3.2). The exchange runs beside the computation of the unit before it, one unit ahead:
 
     forward  = gather of the first + sum over units of max(forward, gather of the next)
-    backward = gather of the last + sum over units of max(backward, gather of the one before + reduce
-               of the one after) + reduce of the first
+    backward = gather of the last + reduce of the first
+               + sum over units of max(backward, gather of the one before + reduce of the one after)
 
 What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
 Recomputation is taken to hide nothing, so that the time is on the safe side where layers recompute;
@@ -56,15 +56,20 @@ class ShardedExchange:
 
     @classmethod
     def of(
-        cls, cost: CostModel, model: ModelConfig, cluster: ClusterConfig, ranks: int, bits: Precision
+        cls,
+        cost: CostModel,
+        model: ModelConfig,
+        cluster: ClusterConfig,
+        ranks: int,
+        precision: Precision,
     ) -> "ShardedExchange":
         """Count the exchange of `ranks` data-parallel ranks.
 
         Args:
             cost: of ranks that hold weights whole.
-            bits: precision of weights, in which gradients are exchanged too.
+            precision: of weights, in which gradients are exchanged too.
         """
-        line = gather_line(cluster, ranks, bits)
+        line = gather_line(cluster, ranks, precision)
         units = [cost.units[kind.name] for kind in cost.kinds]
         names = [kind.name for kind in cost.kinds]
         size = cost.weight_bytes_per_parameter
@@ -95,13 +100,12 @@ class ShardedExchange:
         for (kind, after), times in Counter(pairwise(self.sequence)).items():
             ahead += times * np.maximum(self.gather_ms[after] - forward[:, kind], 0)
         behind = np.full(len(features), self.gather_back_ms[last] + self.reduce_ms[first])
-        around = (None, *self.sequence, None)
-        for (before, kind, after), times in Counter(
-            zip(around, around[1:], around[2:], strict=False)
-        ).items():
-            assert kind is not None
-            beside = self.gather_back_ms[before] if before is not None else 0.0
-            beside += self.reduce_ms[after] if after is not None else 0.0
+        nothing = len(self.gather_ms)
+        gather_ms, reduce_ms = np.append(self.gather_back_ms, 0), np.append(self.reduce_ms, 0)
+        around = (nothing, *self.sequence, nothing)
+        neighbours = Counter(zip(around[:-2], self.sequence, around[2:], strict=True))
+        for (before, kind, after), times in neighbours.items():
+            beside = gather_ms[before] + reduce_ms[after]
             behind += times * np.maximum(beside - backward[:, kind], 0)
         return np.stack([ahead, behind], axis=1)
 
