@@ -128,6 +128,11 @@ def given_of(
     return given_plan(files, TARGETS[name], annotations, folder, workers)
 
 
+def parts_of(images: int) -> list[str]:
+    """Names of a sample's images behind its key."""
+    return ["jpg"] if images == 1 else [f"{number}.jpg" for number in range(images)]
+
+
 def write_shards(folder: Path, shows: np.ndarray, per_shard: int = 5_000) -> Path:
     """A meta of shards with so many images in every sample, text where it has none."""
     for shard, first in enumerate(range(0, len(shows), per_shard)):
@@ -141,7 +146,7 @@ def write_shards(folder: Path, shows: np.ndarray, per_shard: int = 5_000) -> Pat
                     ],
                 }
                 members = {"json": json.dumps(record).encode()}
-                members |= {f"{n}.jpg": b"\xff\xd8%d" % number for n in range(shows[number])}
+                members |= dict.fromkeys(parts_of(int(shows[number])), b"\xff\xd8%d" % number)
                 for part, content in members.items():
                     member = tarfile.TarInfo(f"{number:06}.{part}")
                     member.size = len(content)
