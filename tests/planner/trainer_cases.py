@@ -12,7 +12,7 @@ from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums
-from omnibal.export.directory import given_plan
+from omnibal.export.directory import check_expressible, given_plan
 from omnibal.export.exported import Given
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -125,6 +125,7 @@ def given_of(
     workers: int = 0,
     folder: Path = Path("/export"),
 ) -> Given:
+    check_expressible(files, TARGETS[name])
     return given_plan(files, TARGETS[name], annotations, folder, workers)
 
 
