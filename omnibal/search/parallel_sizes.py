@@ -38,7 +38,7 @@ from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import limited_features
-from omnibal.search.caps import CapSpace, usual_samples_per_step
+from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.feasible import gib_text, least_need_gib, least_state_gib
 from omnibal.search.trial import (
     Comparison,
@@ -193,7 +193,7 @@ def search_strategies(
     """
     parallels = possible_parallels(request)
     setting = _Setting(request=request.drawn(), packs={})
-    space = CapSpace.of(request.lengths, limited_features(request.job.model))
+    space = cap_space(request, limited_features(request.job.model))
     left = progress_total(request)
 
     def advance(done: int) -> None:
