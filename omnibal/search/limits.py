@@ -12,9 +12,13 @@ from enum import StrEnum
 from typing import Self
 
 from omnibal.config import ModelConfig
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
 from omnibal.job import JobSpec
-from omnibal.limits import words
+from omnibal.limits import Caps, words
 from omnibal.parallel import Parallel
+from omnibal.plan_data import MockData, PlanData, SampleData
+from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.targets import (
     ANY_PACKS,
     FREE,
@@ -234,3 +238,72 @@ class CostOfLimits:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def rate_of(result: PlanResult) -> float:
+    """Samples per second and device of a plan; steps per second where it has no samples."""
+    prediction = result.plan.prediction
+    assert prediction is not None
+    per_second = prediction.samples_per_second_per_gpu
+    return 1e3 / prediction.step_ms if per_second is None else per_second
+
+
+def requests_lifted(
+    limits: Limits, result: PlanResult, packing: PackingMethod, free: PlanResult
+) -> dict[LimitName, PlanRequest]:
+    """Requests of a plan's sizes from which one limit alone is lifted, for those that may cost.
+
+    Where items are limited too, caps are those of the plan without limits; where these are the same
+    ones, as they were given, that limit is left out.
+
+    Args:
+        limits: of the plan.
+        result: the plan under all of them.
+        packing: rule that it was packed by.
+        free: the plan without limits, of the same data.
+    """
+    plan = result.plan
+    job = JobSpec.of_plan(plan, result.profile)
+    names = limits.of_plan(plan.model, plan.parallel, has_samples=plan.data is not None)
+    free_caps = None if free.plan.data is None else free.plan.data.caps
+    if plan.data is None or free_caps == plan.data.caps:
+        names = [name for name in names if name is not LimitName.TOKENS_ALONE]
+    requests = {}
+    for name in names:
+        lifted = limits.lifted(name)
+        caps = free_caps if name is LimitName.TOKENS_ALONE else None
+        data = _data_of(result, packing, lifted.packs, caps)
+        requests[name] = PlanRequest(job=lifted.applied(job), data=data)
+    return requests
+
+
+def _data_of(
+    result: PlanResult, packing: PackingMethod, rules: PackRules, caps: Caps | None
+) -> PlanData:
+    """Data of a plan, to be packed by other rules, and under other caps if any are given."""
+    plan = result.plan
+    if result.data is None or plan.data is None:
+        shapes = plan.shapes
+        assert shapes is not None
+        return MockData(
+            caps=shapes.caps,
+            micro_batches_per_step=shapes.micro_batches_per_step,
+            image_tokens=shapes.image_tokens,
+        )
+    return SampleData(
+        lengths=result.data[1],
+        caps=caps or plan.data.caps,
+        packing=packing,
+        packs_per_step=plan.data.packs_per_step,
+        epochs=plan.data.epochs,
+        seed=plan.data.seed,
+        rules=rules,
+    )
+
+
+def plan_rate(request: PlanRequest) -> float:
+    """Rate of the plan of a request; 0 where it cannot be made."""
+    try:
+        return rate_of(make_plan(request))
+    except UserError:
+        return 0.0
