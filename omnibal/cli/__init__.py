@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from omnibal import __version__
-from omnibal.cli import caps, check, lengths, pack, plan, presets, profile, report, simulate
+from omnibal.cli import caps, check, export, lengths, pack, plan, presets, profile, report, simulate
 from omnibal.cli.groups import with_groups
 from omnibal.program import run_app
 
@@ -44,6 +44,7 @@ for command in (
     plan.plan,
     presets.presets,
     check.check,
+    export.export,
     simulate.simulate,
     report.report,
 ):

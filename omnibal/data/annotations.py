@@ -109,6 +109,17 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A sample's record as it is stored."""
+
+    content: bytes
+    """Its JSON, with white space or a line break around it."""
+    name: str
+    """Key of the sample in a shard; else the record's number in its file, from 1."""
+    in_shard: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Folder:
     """Images, frames and recordings that are files of their own."""
 
@@ -218,6 +229,10 @@ class Annotations:
         of a shard's members; neither folders, pixels nor `data_augment`."""
         self.files = places.files
         """Annotation files and shards."""
+        self.file = places.file
+        """Index of the file of every sample's record in `files`, int32."""
+        self.number = places.number
+        """Number of every sample's record in its file, from 0, int64."""
         self.roots = tuple(entry.root for entry in sources)
         """Folder of the images and recordings, or of the shards, of every source."""
         self.augmented = tuple(entry.name for entry in sources if entry.augment)
@@ -313,6 +328,23 @@ class Annotations:
             augment=source.augment,
             max_dynamic_patch=source.max_dynamic_patch,
         )
+
+    def stored(self, index: int) -> StoredRecord:
+        """Read one record, unchecked.
+
+        Raises:
+            UserError: its file cannot be read, or its shard has no record for it.
+        """
+        in_shard = self._sources[self.source[index]].in_shards
+        try:
+            content, _, name = self._content(index)
+        except OSError as error:
+            raise UserError(
+                f"{self.where(index)} cannot be read ({error}); restore the file"
+            ) from error
+        except InvalidRecordError as error:
+            raise UserError(f"{self.where(index)} {error}") from None
+        return StoredRecord(content, name, in_shard)
 
     def _content(self, index: int) -> tuple[bytes, Media, str]:
         """A record's JSON, what it may show and say, and its key or number."""

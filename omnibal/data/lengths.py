@@ -91,6 +91,21 @@ class LengthsOrigin(Frozen):
         return {name: value for name, value in fields.items() if name not in later or value}
 
 
+def check_same_data(name: str, given: str, planned: str) -> None:
+    """Refuse data or a tokenizer that the plan was not made for.
+
+    Args:
+        name: of what is given.
+        given, planned: their hashes.
+    """
+    if planned != given:
+        raise UserError(
+            f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
+            f"lengths were scanned from {planned[:12]}; use what was scanned, or run "
+            "`omnibal lengths` and `omnibal plan` on this"
+        )
+
+
 def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
     """Pixels and tokens of a tile; None where the model takes no images."""
     if not model.takes_images:

@@ -4,12 +4,14 @@ Rank r of R reads packs r, r + R, r + 2 R and so on: in every step a rank's micr
 slots.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
+from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.plan import DataPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,3 +45,22 @@ class ReadingOrder:
     def pack_of_rows(self) -> np.ndarray:
         """Pack of every row, a sample of a pack, in reading order, int64 [rows]."""
         return np.repeat(np.arange(len(self)), np.diff(self.packs.offsets))
+
+    def largest_first(self, lengths: Lengths) -> Self:
+        """The same packs, in each of which samples come from most tokens to fewest.
+
+        A trainer that packs by next fit then begins a new pack wherever it would with any order.
+        """
+        tokens = lengths.tokens[self.packs.samples]
+        rows = np.lexsort((-tokens, self.pack_of_rows))
+        samples = self.packs.samples[rows]
+        return replace(self, packs=replace(self.packs, samples=samples))
+
+
+def packs_per_step(data: DataPlan, ranks: int) -> int:
+    """Packs of all data-parallel ranks in a full step: a trainer's global batch.
+
+    Data of fewer packs than a step should have is one step of them all, or of as many as ranks have
+    equally many of.
+    """
+    return min(data.packs_per_step, data.packs // ranks * ranks) or data.packs_per_step

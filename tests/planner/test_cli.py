@@ -66,6 +66,7 @@ FLAGS = {
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
+    "export": "--to --for --data --workers --json",
     "report": "--output -o --run --replay --json",
 }
 PRESETS = Path(omnibal.__file__).parent / "presets"

@@ -497,21 +497,6 @@ Batches = Generator[MicroBatch, None, None]
 """Generator of micro-batches in order; closing it ends the processes that load them."""
 
 
-def check_same_data(name: str, given: str, planned: str) -> None:
-    """Refuse data or a tokenizer that the plan was not made for.
-
-    Args:
-        name: of what is given.
-        given, planned: their hashes.
-    """
-    if planned != given:
-        raise UserError(
-            f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
-            f"lengths were scanned from {planned[:12]}; use what was scanned, or run "
-            "`omnibal lengths` and `omnibal plan` on this"
-        )
-
-
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
     """Load all micro-batches of the dataset in order, on `device`, ahead of use.
 

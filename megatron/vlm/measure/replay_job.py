@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import has_cuda
-from megatron.vlm.inputs.data import check_same_data
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import device_name
 from megatron.vlm.measure.replay import (
@@ -30,7 +29,7 @@ from omnibal.config import Provider
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
-from omnibal.data.lengths import Lengths
+from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import UserError

@@ -18,7 +18,7 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.inputs.data import PackDataset, check_same_data, load_batches
+from megatron.vlm.inputs.data import PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
 from megatron.vlm.inputs.reader import SampleReader
@@ -44,7 +44,7 @@ from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
-from omnibal.data.lengths import Lengths
+from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.errors import UserError

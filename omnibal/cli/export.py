@@ -1,0 +1,92 @@
+"""`omnibal export`: a plan as the files, flags and command of another trainer."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from omnibal.cli.console import print_notes, print_result, status
+from omnibal.cli.options import DirectoryArgument, JsonOption
+from omnibal.errors import UserError
+from omnibal.files import check_new_folder
+from omnibal.outputs import check_folder
+from omnibal.plan import Plan, plan_files
+from omnibal.report.table import Facts
+from omnibal.targets import TARGETS, Target, TargetName
+
+_MOST_WORKERS = 256
+
+
+def export(
+    directory: DirectoryArgument,
+    to: Annotated[Path, typer.Option(help="folder to make, with RUN.md and the trainer's files")],
+    target: Annotated[
+        TargetName | None,
+        typer.Option("--for", help="trainer to write for (default: the one that it was made for)"),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="annotation file, or meta JSON, that the lengths were scanned from (default: "
+            "files that hold or name samples are left out)"
+        ),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=_MOST_WORKERS,
+            help="loader processes of every rank, where the trainer's files depend on them",
+        ),
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan as the files, flags and command of another trainer."""
+    from omnibal.check import open_plan
+    from omnibal.data.annotations import Annotations
+    from omnibal.export.directory import given_plan, make_export
+    from omnibal.export.trainers import export_of
+
+    check_new_folder(to)
+    inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
+    check_folder("--to", to, inputs)
+    files = open_plan(directory)
+    chosen = _target(files.plan, target)
+    exporter = export_of(chosen.name)
+    with status("reading the data"):
+        annotations = None if data is None else Annotations.open(data)
+    given = given_plan(files, chosen, annotations, to.absolute(), workers)
+    made = make_export(given, exporter)
+    with status("writing"):
+        made.write()
+    print_notes(made.exported.given_up, prefix="not as planned: ")
+    print_notes(made.exported.notes)
+    result: dict[str, Any] = {
+        "target": chosen.name,
+        "folder": str(to),
+        "files": made.files,
+        "command": made.exported.command,
+        "settings": made.exported.settings,
+        "given_up": made.exported.given_up,
+        "notes": made.exported.notes,
+        "expected": made.expected.model_dump(mode="json"),
+    }
+    expected = made.expected
+    entries = [
+        ("Steps", "-" if expected.steps is None else f"{expected.steps:,}"),
+        ("Step time", f"{expected.step_ms:,.1f} ms"),
+        ("Memory of the fullest device", f"{max(expected.peak_gib):.1f} GiB"),
+        ("Files", ", ".join(made.files)),
+    ]
+    facts = Facts(f"For {chosen.title}, simulated", entries)
+    print_result(as_json, result, facts, f"what to run: {to / 'RUN.md'}")
+
+
+def _target(plan: Plan, given: TargetName | None) -> Target:
+    name = given or plan.made_for
+    if name is None:
+        raise UserError(
+            "the plan was not made for another trainer; name one with --for, one of "
+            f"{', '.join(TargetName)}"
+        )
+    return TARGETS[name]

@@ -1,0 +1,154 @@
+"""An export as a folder: what is given to a trainer's export, and all of its files or none."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths, check_same_data
+from omnibal.errors import UserError
+from omnibal.export.expected import Expected
+from omnibal.export.exported import Exported, Given
+from omnibal.export.expressible import first_obstacle
+from omnibal.export.order_file import ORDER_FILE, write_order
+from omnibal.export.reading_order import ReadingOrder
+from omnibal.export.run_page import RUN_PAGE, run_page
+from omnibal.files import atomic_directory
+from omnibal.plan_files import PlanFiles
+from omnibal.targets import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Export:
+    """A plan as a trainer's files, and what to expect of its run."""
+
+    given: Given
+    exported: Exported
+    expected: Expected
+
+    @property
+    def files(self) -> list[str]:
+        """Names of all files of the folder, sorted."""
+        order = [] if self.given.order is None else [ORDER_FILE]
+        return sorted([*self.exported.files, *order, RUN_PAGE])
+
+    def write(self) -> None:
+        """Write the folder whole or not at all.
+
+        Raises:
+            UserError: it exists, or a sample's record cannot be read or taken.
+        """
+        given = self.given
+        with atomic_directory(given.folder) as folder:
+            for name, write in self.exported.files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                write(folder / name)
+            if given.order is not None:
+                lengths = given.files.steps[1]
+                write_order(given.order, lengths, given.annotations, folder / ORDER_FILE)
+            page = run_page(given, self.exported, self.expected)
+            (folder / RUN_PAGE).write_text(page, encoding="utf-8")
+
+
+def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
+    """Make a trainer's files of a plan, which are not yet written.
+
+    Raises:
+        UserError: the plan cannot be told to the trainer: names the first thing of it; or the
+            trainer cannot take the data.
+    """
+    exported = export(given)
+    expected = Expected.of(given)
+    shared = [*_unlike_predicted(given), *_left_out(expected)]
+    exported = Exported(
+        files=exported.files,
+        command=exported.command,
+        settings=exported.settings,
+        given_up=(*exported.given_up, *shared),
+        notes=exported.notes,
+    )
+    return Export(given=given, exported=exported, expected=expected)
+
+
+def given_plan(
+    files: PlanFiles, target: Target, annotations: Annotations | None, folder: Path, workers: int
+) -> Given:
+    """What a trainer's export is given of a plan.
+
+    Raises:
+        UserError: the plan cannot be told to the trainer, or the data is not the plan's.
+    """
+    plan = files.plan
+    obstacle = first_obstacle(plan, files.data, target)
+    if obstacle is not None:
+        raise UserError(
+            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
+            f"{target.name}`"
+        )
+    order = None
+    if plan.data is not None:
+        packs, lengths = files.steps
+        order = ReadingOrder.of(packs)
+        if target.packs.next_fit:
+            order = order.largest_first(lengths)
+    if annotations is not None:
+        _check_data(files, annotations)
+    return Given(
+        files=files,
+        target=target,
+        order=order,
+        annotations=annotations,
+        folder=folder,
+        workers=workers,
+    )
+
+
+def _check_data(files: PlanFiles, annotations: Annotations) -> None:
+    plan = files.plan
+    if plan.data is None:
+        raise UserError(
+            "--data was given with a plan of shapes only, which has no samples to export; leave it "
+            "out, or make a plan with --lengths"
+        )
+    lengths = files.steps[1]
+    if plan.data.origin is not None:
+        check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
+        return
+    samples = _samples_counted(lengths)
+    if samples != len(annotations):
+        raise UserError(
+            f"--data has {len(annotations):,} samples, and the plan's lengths are of {samples:,}; "
+            "give the data that was counted, or plan with its own lengths"
+        )
+
+
+def _samples_counted(lengths: Lengths) -> int:
+    """Number of samples of the data; at least so many where some were skipped."""
+    return len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
+
+
+def _left_out(expected: Expected) -> Iterator[str]:
+    if expected.dropped_packs:
+        yield (
+            f"The last step would have {expected.dropped_packs:,} packs instead of "
+            f"{expected.packs_per_step:,}, and trainers leave such a step out: "
+            f"{expected.dropped_samples:,} samples are not trained."
+        )
+
+
+def _unlike_predicted(given: Given) -> Iterator[str]:
+    """What the trainer does otherwise than the prediction of a plan not made for it says."""
+    plan, target = given.files.plan, given.target
+    if plan.made_for is target.name:
+        return
+    if target.packs.padded:
+        yield (
+            f"{target.title} pads every pack to the longest and computes the padding, which the "
+            "prediction of this plan, not made for it, leaves out: expect less."
+        )
+    if target.stages.encoders_whole and plan.parallel.tensor > 1 and plan.model.encoders:
+        yield (
+            f"Tensor-parallel ranks of {target.title} each compute all of the encoders, and the "
+            "prediction of this plan, not made for it, divides them: expect less speed and more "
+            "memory."
+        )

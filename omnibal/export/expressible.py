@@ -1,0 +1,224 @@
+"""What of a plan a trainer cannot be told, read from the plan as it stands.
+
+A plan that `omnibal plan --for` made has none of it. One that was made otherwise, or was edited,
+is exported if it happens to have none.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.next_fit import next_fit_packs
+from omnibal.data.packs import ScheduledPacks
+from omnibal.export.reading_order import ReadingOrder, packs_per_step
+from omnibal.export.recompute import all_or_none, number_of_stage, one_number
+from omnibal.plan import Plan
+from omnibal.targets import TARGETS, RecomputeFreedom, Sharding, Target
+from omnibal.units import LANGUAGE, LANGUAGE_EMBED
+
+Data = tuple[ScheduledPacks, Lengths]
+
+
+def first_obstacle(plan: Plan, data: Data | None, target: Target) -> str | None:
+    """The first thing of a plan that the trainer cannot be told, as a sentence; None if it can be
+    told all.
+
+    Args:
+        plan: the plan.
+        data: its packs and lengths; None for a plan of shapes only.
+        target: the trainer.
+    """
+    return next(obstacles(plan, data, target), None)
+
+
+def obstacles(plan: Plan, data: Data | None, target: Target) -> Iterator[str]:
+    """Yield everything of a plan that the trainer cannot be told, a sentence each."""
+    yield from _of_sizes(plan, target)
+    yield from _of_levels(plan, target)
+    yield from _of_stages(plan, target)
+    yield from _of_recomputation(plan, target)
+    yield from _of_sharding(plan, target)
+    if data is not None and plan.data is not None:
+        yield from _of_steps(plan, data[0])
+        yield from _of_packs(data, target)
+
+
+def _of_sizes(plan: Plan, target: Target) -> Iterator[str]:
+    sizes = plan.parallel
+    for name, size, most in (
+        ("pipeline", sizes.pipeline, target.most_pipeline),
+        ("tensor", sizes.tensor, target.most_tensor),
+        ("expert", sizes.expert, None if target.has_experts else 1),
+    ):
+        if most is not None and size > most:
+            yield f"the plan has {name} size {size}, and {target.title} takes at most {most}"
+
+
+def _of_levels(plan: Plan, target: Target) -> Iterator[str]:
+    if plan.has_shared_packs:
+        yield (
+            "ranks share packs of some levels and not of others, and no context-parallel size of "
+            f"{target.title} says so"
+        )
+    elif len(plan.levels) > 1:
+        yield (
+            f"the plan has packs of {len(plan.levels)} levels, each with its own caps and "
+            f"recomputed layers, and {target.title} takes one"
+        )
+    if plan.beside is not None:
+        yield f"encoders stand beside the pipeline, which {target.title} cannot do"
+
+
+def _of_stages(plan: Plan, target: Target) -> Iterator[str]:
+    rules, stages = target.stages, plan.stages
+    encoders = set(plan.pipeline_model.encoders)
+    for number, stage in enumerate(stages):
+        away = [span for span in stage.units if _is_of(encoders, span.part)]
+        if rules.encoders_on_first and number and away:
+            yield (
+                f"stage {number} holds {away[0]}, and {target.title} has encoders on its first "
+                "stage alone"
+            )
+    embed = LANGUAGE_EMBED.replace("_", " ")
+    if rules.encoders_on_first and not stages[0].holds(embed):
+        yield f"the first stage does not hold the {embed}, as it does in {target.title}"
+    for number, stage in enumerate(stages):
+        if rules.language_everywhere and not stage.layers(LANGUAGE):
+            yield (
+                f"stage {number} holds no layer of the language model, and in {target.title} "
+                "every stage does"
+            )
+
+
+def _is_of(encoders: set[str], part: str) -> bool:
+    """Whether a part of the model is an encoder, or its projector."""
+    return part in encoders or part == "projector" or part.removesuffix("_projector") in encoders
+
+
+def _of_recomputation(plan: Plan, target: Target) -> Iterator[str]:
+    stages, freedom = plan.stages_at(0), target.stages.recompute
+    towers = plan.pipeline_model.towers
+    if freedom is RecomputeFreedom.LAYERS:
+        return
+    if freedom is RecomputeFreedom.STAGES:
+        for number, stage in enumerate(stages):
+            if number_of_stage(stage, towers) is None:
+                yield (
+                    f"stage {number} recomputes {_named(stage.recompute)}, and {target.title} "
+                    "takes one number a stage, of the first layers of every tower"
+                )
+        return
+    for tower in towers:
+        numbered = freedom is RecomputeFreedom.TOWERS or (
+            freedom is RecomputeFreedom.LANGUAGE and tower == LANGUAGE
+        )
+        if numbered and one_number(stages, tower) is None:
+            of_stages = ", ".join(str(len(stage.recomputed(tower))) for stage in stages)
+            yield (
+                f"stages recompute {of_stages} layers of {tower}, and {target.title} takes one "
+                "number for all stages, of the first layers that each holds"
+            )
+        elif not numbered and all_or_none(stages, tower) is None:
+            count = sum(len(stage.recomputed(tower)) for stage in stages)
+            yield (
+                f"{count} layers of {tower} are recomputed and others are not, and "
+                f"{target.title} recomputes all of them or none"
+            )
+
+
+def _named(spans: tuple[object, ...]) -> str:
+    return " and ".join(map(str, spans)) or "nothing"
+
+
+def _of_sharding(plan: Plan, target: Target) -> Iterator[str]:
+    made_for = Sharding.OPTIMIZER if plan.made_for is None else TARGETS[plan.made_for].sharding
+    if made_for is not target.sharding and plan.parallel.data > 1:
+        divided = {
+            Sharding.OPTIMIZER: "the optimizer's state alone",
+            Sharding.ALL: "weights and gradients too",
+        }
+        yield (
+            f"the plan is predicted with {plan.parallel.data} data-parallel ranks that divide "
+            f"{divided[made_for]}, and those of {target.title} divide {divided[target.sharding]}"
+        )
+
+
+def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
+    """Steps that are not full: a trainer reads on into the next one."""
+    assert plan.data is not None
+    ranks = plan.parallel.data
+    full = packs_per_step(plan.data, ranks)
+    if plan.data.window is not None:
+        yield (
+            f"a step is a window of {plan.data.window:,} samples, with more or fewer packs, and a "
+            "trainer's steps have equally many"
+        )
+        return
+    counts = np.bincount(packs.step)
+    odd = np.flatnonzero(counts[:-1] != full)
+    if full % ranks or len(odd):
+        step = int(odd[0]) if len(odd) else 0
+        yield (
+            f"step {step} has {counts[step]:,} packs on {ranks:,} data-parallel ranks, and "
+            f"every step but the last must have {full:,}, equally many on every rank"
+        )
+        return
+    order = ReadingOrder.of(packs)
+    whole = len(order) // full * full
+    other = np.flatnonzero(order.rank[:whole] != np.arange(whole) % ranks)
+    if len(other):
+        yield (
+            f"in step {order.step[other[0]]} ranks have unequally many packs, and a trainer gives "
+            "them packs in turn"
+        )
+
+
+def _of_packs(data: Data, target: Target) -> Iterator[str]:
+    packs, lengths = data
+    if target.packs.one_medium:
+        yield from _mixed(packs, lengths, target)
+    if target.packs.next_fit:
+        yield from _merged(ReadingOrder.of(packs), lengths, target)
+
+
+def _mixed(packs: ScheduledPacks, lengths: Lengths, target: Target) -> Iterator[str]:
+    kinds = media_of(lengths)[packs.packs.samples]
+    starts = packs.packs.offsets[:-1]
+    least, most = np.minimum.reduceat(kinds, starts), np.maximum.reduceat(kinds, starts)
+    mixed = np.flatnonzero(least != most)
+    if len(mixed):
+        row = mixed[0]
+        yield (
+            f"a pack of step {packs.step[row]} (rank {packs.dp_rank[row]}, slot "
+            f"{packs.slot[row]}) has samples with and without items of an encoder, or of several, "
+            f"and {target.title} takes packs of one medium"
+        )
+
+
+def media_of(lengths: Lengths) -> np.ndarray:
+    """What each sample shows or says, as a number of the kinds of items it has. [samples]
+
+    0 for text alone, else a bit for every kind of item, in the order of their names.
+    """
+    media = np.zeros(len(lengths), np.int64)
+    for bit, name in enumerate(sorted(lengths.item_names)):
+        media |= (lengths.items[name] > 0).astype(np.int64) << bit
+    return media
+
+
+def _merged(order: ReadingOrder, lengths: Lengths, target: Target) -> Iterator[str]:
+    """Packs that are not what next-fit makes of the samples in reading order."""
+    order = order.largest_first(lengths)
+    tokens = lengths.tokens[order.packs.samples].astype(np.int64)
+    length = int(order.packs.sums(lengths.tokens).max())
+    made = next_fit_packs(tokens, length)
+    if np.array_equal(made, order.packs.offsets):
+        return
+    same = min(len(made), len(order.packs.offsets))
+    pack = int((made[:same] != order.packs.offsets[:same]).argmax()) - 1
+    yield (
+        f"{target.title} packs samples one after another to {length:,} tokens, and would put the "
+        f"first sample of pack {pack + 1:,} (step {order.step[pack + 1]}) into pack {pack:,}, "
+        "which has room for it"
+    )

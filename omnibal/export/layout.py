@@ -1,0 +1,214 @@
+"""Layers by stage in Megatron's words: layout strings and lists, and shorter flags.
+
+A layout names what every chunk of every stage holds. In a string E is the embedding, t a layer of
+the language model, m a layer of multi-token prediction and L the head with its loss; `|` ends a
+chunk, x*3 stands for xxx and (xy)*3 for xyxyxy. Chunk i is chunk i // P of stage i % P, of P
+stages. Read in megatron-core 0.16.1, transformer/pipeline_parallel_layer_layout.py.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from omnibal.errors import UserError
+from omnibal.pipeline.stage import Stage
+from omnibal.units import HEAD, LANGUAGE
+
+EMBEDDING, DECODER, PREDICTION, LOSS, ENCODER = "embedding", "decoder", "mtp", "loss", "encoder"
+_WORDS = {"E": EMBEDDING, "t": DECODER, "m": PREDICTION, "L": LOSS}
+_LETTERS = {word: letter for letter, word in _WORDS.items()}
+_GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
+_MOST_LETTERS, _MOST_UNITS = 4_000, 100_000
+"""Most letters of a layout as it is given and written out; far more than any model has layers."""
+_SPLIT = "decoder-{}-pipeline-num-layers"
+
+Chunk = tuple[str, ...]
+"""Words of one chunk, in model order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What every chunk of every stage holds."""
+
+    pipeline: int
+    """Number of stages."""
+    chunks: tuple[Chunk, ...]
+    """Chunk i is chunk i // pipeline of stage i % pipeline: the order in which layers follow."""
+
+    @property
+    def virtual(self) -> int:
+        """Chunks of every stage."""
+        return len(self.chunks) // self.pipeline
+
+    @property
+    def units(self) -> Chunk:
+        """Words of all chunks, in model order."""
+        return tuple(word for chunk in self.chunks for word in chunk)
+
+    def of_stage(self, stage: int) -> tuple[Chunk, ...]:
+        """Chunks of one stage, in the order in which they run."""
+        return self.chunks[stage :: self.pipeline]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the language model on every stage, [stages]."""
+        stages = range(self.pipeline)
+        return tuple(sum(c.count(DECODER) for c in self.of_stage(stage)) for stage in stages)
+
+    def place(self, chunk: int) -> str:
+        """Where a chunk is, in words."""
+        stage, virtual = chunk % self.pipeline, chunk // self.pipeline
+        return f"stage {stage}" if self.virtual == 1 else f"chunk {virtual} of stage {stage}"
+
+    @property
+    def text(self) -> str:
+        """The layout as a string, every layer a letter."""
+        return "|".join("".join(_LETTERS[word] for word in chunk) for chunk in self.chunks)
+
+    @property
+    def short_text(self) -> str:
+        """The layout as a string, with equal layers counted, such as `Et*17|t*23mL`."""
+        return "|".join(
+            "".join(_counted(_LETTERS[word], len(list(run))) for word, run in groupby(chunk))
+            for chunk in self.chunks
+        )
+
+    @property
+    def lists(self) -> list[list[str]]:
+        """The layout as a list of words for every chunk."""
+        return [list(chunk) for chunk in self.chunks]
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """Layers of the first and of the last stage, if those between have equally many; None if
+        not, or if a stage has none or several chunks."""
+        layers = self.layers
+        between = set(layers[1:-1])
+        if self.pipeline < 2 or self.virtual > 1 or not all(layers) or len(between) > 1:
+            return None
+        return layers[0], layers[-1]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all stages have equally many layers, as they have without any flag."""
+        return self.virtual == 1 and len(set(self.layers)) == 1
+
+
+def _counted(letter: str, count: int) -> str:
+    return f"{letter}*{count}" if count > 2 else letter * count
+
+
+def layout_of(stages: Sequence[Stage], prediction_layers: int) -> Layout:
+    """Say what of the language model every stage holds.
+
+    Args:
+        stages: of a plan.
+        prediction_layers: layers of multi-token prediction, which the head is planned with.
+
+    Raises:
+        UserError: the language model does not begin on the first stage.
+    """
+    first = Stage.of("language embed").units[0].name
+    if not stages[0].holds(first):
+        raise UserError(
+            "stage 0 does not hold the language embed, and a layout begins with it: encoders must "
+            "all be on stage 0, as those of a plan made with --for are"
+        )
+    chunks = []
+    for stage in stages:
+        words = [EMBEDDING] if stage.holds(first) else []
+        words += [DECODER] * len(stage.layers(LANGUAGE))
+        if stage.holds(HEAD):
+            words += [PREDICTION] * prediction_layers + [LOSS]
+        chunks.append(tuple(words))
+    return Layout(pipeline=len(stages), chunks=tuple(chunks))
+
+
+def split_flags(layout: Layout) -> dict[str, str]:
+    """Megatron's flags for a split, by their names without dashes, the shortest that express it.
+
+    None where stages have equally many layers, the numbers of the first and the last stage where
+    those between have, else the layout. Layers of multi-token prediction are with the head in all.
+    """
+    if layout.is_even:
+        return {}
+    if layout.ends is not None:
+        names = (_SPLIT.format(end) for end in ("first", "last"))
+        return {name: str(layers) for name, layers in zip(names, layout.ends, strict=True)}
+    return {"pipeline-model-parallel-layout": layout.short_text}
+
+
+def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> Layout:
+    """Read a layout as Megatron-core does: its form alone, and not whether a model fits it.
+
+    Args:
+        given: a string, or a list of words for every chunk.
+        pipeline: number of stages.
+
+    Raises:
+        UserError: a letter or word is none of a layout's, or the chunks are not a multiple of the
+            stages; names the place.
+    """
+    chunks = _letters_of(given) if isinstance(given, str) else _words_of(given)
+    if len(chunks) % pipeline:
+        raise UserError(
+            f"the layout has {len(chunks)} chunks for {pipeline} pipeline stages, and every stage "
+            "must have equally many: write a multiple, a chunk for every stage and its layers' turn"
+        )
+    return Layout(pipeline=pipeline, chunks=chunks)
+
+
+def _letters_of(text: str) -> tuple[Chunk, ...]:
+    """Words of a string's chunks; its repeats are written out by two substitutions, groups first,
+    so that a group in a group is none."""
+    if len(text) > _MOST_LETTERS:
+        raise UserError(
+            f"the layout {_shown(text)} has {len(text):,} letters; write at most "
+            f"{_MOST_LETTERS:,}, with equal layers as t*3"
+        )
+    whole = _repeated(_ONE, _repeated(_GROUP, text.replace(",", "")))
+    chunks = whole.split("|")
+    for number, chunk in enumerate(chunks):
+        wrong = next((letter for letter in chunk if letter not in _WORDS), None)
+        if wrong is not None:
+            raise UserError(
+                f"the layout {_shown(text)} has {wrong!r} in chunk {number}, written out as "
+                f"{_shown(chunk)}; it may hold E, t, m, L and | alone, repeated as x*3 or (xy)*3, "
+                "without blanks and without a group in a group"
+            )
+    return tuple(tuple(_WORDS[letter] for letter in chunk) for chunk in chunks)
+
+
+def _repeated(pattern: re.Pattern[str], text: str) -> str:
+    found = list(pattern.finditer(text))
+    size = sum(len(match[1]) * int(match[2]) for match in found)
+    if size > _MOST_UNITS:
+        raise UserError(
+            f"the layout {_shown(text)} has {size:,} letters when it is written out; a model has "
+            f"at most {_MOST_UNITS:,}: correct its repeats"
+        )
+    return pattern.sub(lambda match: match[1] * int(match[2]), text)
+
+
+def _words_of(lists: Sequence[Sequence[str]]) -> tuple[Chunk, ...]:
+    chunks = []
+    known = (*_LETTERS, ENCODER)
+    for number, given in enumerate(lists):
+        if isinstance(given, str) or not all(isinstance(word, str) for word in given):
+            raise UserError(
+                f"chunk {number} of the layout is {_shown(str(given))}; each must be a list of "
+                f"words, of {', '.join(known)}"
+            )
+        words = tuple(word.strip().lower() for word in given)
+        wrong = next((word for word in words if word not in known), None)
+        if wrong is not None:
+            raise UserError(
+                f"chunk {number} of the layout has {wrong!r}; its words may be {', '.join(known)}"
+            )
+        chunks.append(words)
+    return tuple(chunks)
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."

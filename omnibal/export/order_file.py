@@ -1,0 +1,75 @@
+"""`order.parquet`: every sample of a run in the order in which a trainer reads it.
+
+A row a sample, pack after pack. Every export has it, also where no data was named, so that whoever
+has the samples in another form can put them into this order.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.export.reading_order import ReadingOrder
+from omnibal.files import atomic
+
+ORDER_FILE = "order.parquet"
+COLUMNS = {
+    "pack": "number of the pack in reading order, from 0",
+    "step": "step that trains it, from 0",
+    "rank": "data-parallel rank that trains it",
+    "slot": "place among that rank's micro-batches of the step",
+    "source": "name of the sample's source",
+    "sample": "number of the sample in all of the data, from 0",
+    "record": "number of the sample's record in its file, from 0, or without --data its row among "
+    "those of its source",
+    "file": "file of the record, with --data",
+    "tokens": "language tokens; behind it, columns of the items that encoders take",
+}
+"""Columns of the file, and what each says."""
+
+
+def sample_numbers(order: ReadingOrder, lengths: Lengths) -> np.ndarray:
+    """Number of every row's sample in the data, as `Annotations` counts them. int64 [rows]"""
+    rows = order.packs.samples
+    return rows if lengths.sample is None else lengths.sample[rows]
+
+
+def write_order(
+    order: ReadingOrder, lengths: Lengths, annotations: Annotations | None, path: Path
+) -> None:
+    """Write the order of all samples."""
+    rows, pack = order.packs.samples, order.pack_of_rows
+    sample = sample_numbers(order, lengths)
+    columns = {
+        "pack": pa.array(pack),
+        "step": pa.array(order.step[pack]),
+        "rank": pa.array(order.rank[pack]),
+        "slot": pa.array(order.slot[pack]),
+        "source": pa.DictionaryArray.from_arrays(
+            pa.array(lengths.source[rows]), list(lengths.source_names)
+        ),
+        "sample": pa.array(sample),
+    }
+    if annotations is None:
+        columns["record"] = pa.array(_rows_of_sources(lengths.source)[rows])
+    else:
+        columns["record"] = pa.array(annotations.number[sample])
+        columns["file"] = pa.DictionaryArray.from_arrays(
+            pa.array(annotations.file[sample]), [str(path) for path in annotations.files]
+        )
+    columns["tokens"] = pa.array(lengths.tokens[rows])
+    columns |= {name: pa.array(lengths.items[name][rows]) for name in lengths.item_names}
+    with atomic(path) as temporary:
+        pq.write_table(pa.table(columns), temporary)
+
+
+def _rows_of_sources(source: np.ndarray) -> np.ndarray:
+    """Number of every row among those of its source. int64 [samples]"""
+    by_source = np.argsort(source, kind="stable")
+    first = np.searchsorted(source[by_source], source)
+    numbers = np.empty(len(source), np.int64)
+    numbers[by_source] = np.arange(len(source))
+    return numbers - first

@@ -1,0 +1,93 @@
+"""`RUN.md`: the command that trains with an export, and what to expect of it."""
+
+from collections.abc import Iterable, Sequence
+
+from omnibal.export.expected import Expected
+from omnibal.export.exported import Exported, Given
+from omnibal.export.order_file import COLUMNS, ORDER_FILE
+from omnibal.pipeline.stage import Span
+from omnibal.plan import Plan
+
+RUN_PAGE = "RUN.md"
+
+
+def run_page(given: Given, exported: Exported, expected: Expected) -> str:
+    """The page as Markdown."""
+    sections = [
+        _opening(given),
+        _section("Command", f"```\n{exported.command}\n```"),
+        _section("Settings", f"```\n{exported.settings.rstrip()}\n```")
+        if exported.settings
+        else "",
+        _section("What to expect", _expectation(given.files.plan, expected)),
+        _section("Stages", _stages(given.files.plan, expected)),
+        _section("What is not as planned", _listed(exported.given_up)) if exported.given_up else "",
+        _section("Notes", _listed(exported.notes)) if exported.notes else "",
+        _section("Files", _listed(_files(given, exported))),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}"
+
+
+def _listed(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def _opening(given: Given) -> str:
+    plan, target = given.files.plan, given.target
+    return (
+        f"# {plan.model.name} on {plan.parallel.world_size:,} GPUs with {target.title}\n\n"
+        f"A plan of `omnibal plan` as the files and flags of {target.title}, written by `omnibal "
+        f"export`. Files and flags are those of its version {target.version}. Parallel sizes: "
+        f"{plan.parallel.text}."
+    )
+
+
+def _expectation(plan: Plan, expected: Expected) -> str:
+    rows = [("packs a step", f"{expected.packs_per_step:,}, {expected.micro_batches:,} a rank")]
+    if expected.steps is not None:
+        rows.insert(0, ("steps", f"{expected.steps:,}"))
+        rows.append(("samples", f"{expected.samples:,}"))
+    if expected.samples_per_step is not None:
+        rows.append(("samples a step, mean", f"{expected.samples_per_step:,.1f}"))
+    rows.append(("step time, mean", f"{expected.step_ms:,.1f} ms"))
+    if expected.samples_per_second is not None and expected.samples_per_second_per_gpu is not None:
+        rows.append(("samples a second", f"{expected.samples_per_second:,.2f}"))
+        rows.append(("samples a second and GPU", f"{expected.samples_per_second_per_gpu:,.3f}"))
+    rows.append(("idle share of device time", f"{100 * expected.bubble:.1f} %"))
+    peak = f"{max(expected.peak_gib):.1f} GiB of {expected.device_gib:g} GiB"
+    planned = f"{expected.usable_gib:.1f} GiB were planned with"
+    rows.append(("memory of the fullest device, peak", f"{peak} ({planned})"))
+    table = _table(("", "expected"), rows)
+    return f"{table}\n\nAll of this is simulated, with costs that were {expected.source_words}."
+
+
+def _stages(plan: Plan, expected: Expected) -> str:
+    rows = [
+        (str(number), _words(stage.units), _words(stage.recompute) or "nothing", f"{peak:.1f}")
+        for number, (stage, peak) in enumerate(
+            zip(plan.stages_at(0), expected.peak_gib, strict=True)
+        )
+    ]
+    return _table(("stage", "holds", "recomputes", "peak, GiB"), rows)
+
+
+def _words(spans: Sequence[Span]) -> str:
+    return ", ".join(map(str, spans))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _files(given: Given, exported: Exported) -> list[str]:
+    names = [f"`{name}`" for name in sorted(exported.files)]
+    if given.order is None:
+        return names or ["none: the plan is of shapes only, so that it has no samples to order"]
+    columns = [f"  - `{name}`: {what}" for name, what in COLUMNS.items()]
+    about = f"`{ORDER_FILE}`: every sample, a row each, in the order of reading, with the columns"
+    return [*names, "\n".join([about, *columns])]

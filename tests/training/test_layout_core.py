@@ -1,0 +1,161 @@
+"""Layouts beside Megatron-core's own reader of them."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from omnibal.config import ModelConfig, load_model, preset_names
+from omnibal.errors import UserError
+from omnibal.export.layout import EMBEDDING, Layout, layout_of, parse_layout, split_flags
+from omnibal.pipeline.stage import Stage
+from omnibal.units import projector_unit
+
+
+def core_chunks(layout: str | list, pipeline: int) -> tuple[tuple[str, ...], ...]:
+    """Words of every chunk, as Megatron-core reads them."""
+    read = PipelineParallelLayerLayout(layout, pipeline)
+    by_turn = zip(*read.layout, strict=True)
+    return tuple(tuple(unit.name for unit in chunk) for turn in by_turn for chunk in turn)
+
+
+def core_takes(layout: str | list, pipeline: int) -> bool:
+    try:
+        core_chunks(layout, pipeline)
+    except AssertionError:
+        return False
+    return True
+
+
+def we_take(layout: str | list, pipeline: int) -> bool:
+    try:
+        parse_layout(layout, pipeline)
+    except UserError:
+        return False
+    return True
+
+
+def random_stages(model: ModelConfig, pipeline: int, rng: random.Random) -> tuple[Stage, ...]:
+    """Stages with random numbers of language layers, all encoders on the first."""
+    first = []
+    for name, tower in model.encoders.items():
+        first += [f"{name} embed", f"{name} 0..{tower.layers - 1}", projector_unit(model, name)]
+    layers = model.language.layers
+    cuts = [0, *sorted(rng.sample(range(1, layers), pipeline - 1)), layers]
+    units = [[f"language {start}..{stop - 1}"] for start, stop in pairwise(cuts)]
+    units[0] = [*first, "language embed", *units[0]]
+    units[-1] += ["head"]
+    return tuple(Stage.of(*each) for each in units)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_preset_is_written_as_core_reads_it(seed):
+    """Prevents a layout by which Megatron-core puts layers on other stages than planned."""
+    rng = random.Random(seed)
+    for name in preset_names("models"):
+        model = load_model(name)
+        for pipeline in (1, 2, 3, 8):
+            if pipeline > model.language.layers:
+                continue
+            stages = random_stages(model, pipeline, rng)
+            layout = layout_of(stages, model.language.prediction_layers)
+            for written in (layout.text, layout.short_text, layout.lists):
+                assert core_chunks(written, pipeline) == layout.chunks
+                assert parse_layout(written, pipeline) == layout
+            read = PipelineParallelLayerLayout(layout.short_text, pipeline)
+            read.validate_layer_layout(model.language.layers, model.language.prediction_layers)
+            held = [[unit for chunk in stage for unit in chunk] for stage in read.layout]
+            layers = tuple(stage.count(LayerType.decoder) for stage in held)
+            assert layers == tuple(len(stage.layers("language")) for stage in stages)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_text_is_read_or_refused_as_core_does(seed):
+    """Prevents a linter that passes what Megatron-core refuses, or the other way round."""
+    rng = random.Random(seed)
+    taken = 0
+    for _ in range(1_500):
+        text = "".join(rng.choices("EtttmL|||(()))***231, x", k=rng.randint(0, 14)))
+        pipeline = rng.randint(1, 3)
+        assert we_take(text, pipeline) == core_takes(text, pipeline), (text, pipeline)
+        if we_take(text, pipeline):
+            taken += 1
+            assert parse_layout(text, pipeline).chunks == core_chunks(text, pipeline), text
+    assert 50 < taken < 1_450
+
+
+def test_repeats_are_written_out_as_core_does():
+    """Prevents a reading of nested or neighbouring repeats that is more sensible than core's."""
+    texts = (
+        "E(tt|)*29,m|L", "Et*3|(tt|)*4tt|L", "E|(t|)*4L", "(t*2|)*3L", "(tt)*2*3", "t(*3)*1",
+        "((t)*2)*2", "t*2*2", "()*3", "(t)", "t*0|", "|*3", "Et |L", "", "et|L", "t**2", "t*",
+    )  # fmt: skip
+    for text in texts:
+        assert we_take(text, 1) == core_takes(text, 1), text
+        if we_take(text, 1):
+            assert parse_layout(text, 1).chunks == core_chunks(text, 1), text
+
+
+def test_lists_are_read_or_refused_as_core_does():
+    """Prevents lists of a recipe that are read with other words than core knows."""
+    cases = (
+        [["embedding", "decoder"], ["Decoder ", "LOSS"]],
+        [["embedding"], ["encoder", "loss"]],
+        [["embedding", "t"], ["loss"]],
+        [[], ["embedding", "loss"]],
+        [["embedding"], ["decoder"], ["loss"]],
+        [[1], ["loss"]],
+        ["embedding", "loss"],
+    )
+    for lists in cases:
+        assert we_take(lists, 2) == core_takes(lists, 2), lists
+        if we_take(lists, 2):
+            assert parse_layout(lists, 2).chunks == core_chunks(lists, 2)
+
+
+def test_chunks_of_a_stage_are_those_of_core():
+    """Prevents chunks that are counted stage by stage instead of turn by turn."""
+    text = "Ett|t|ttt|tttt|t|tL"
+    layout = parse_layout(text, 3)
+    read = PipelineParallelLayerLayout(text, 3)
+    assert layout.virtual == read.virtual_pipeline_model_parallel_size == 2
+    for stage in range(3):
+        held = tuple(tuple(unit.name for unit in chunk) for chunk in read.layout[stage])
+        assert layout.of_stage(stage) == held
+    assert layout.layers == (6, 2, 4)
+    assert layout.place(4) == "chunk 1 of stage 1"
+
+
+def test_the_shortest_flags_that_express_a_split():
+    """Prevents a layout where shorter flags do, and shorter flags that say another split."""
+
+    def flags(*layers: int) -> dict[str, str]:
+        chunks = [["decoder"] * count for count in layers]
+        chunks[0].insert(0, EMBEDDING)
+        chunks[-1].append("loss")
+        return split_flags(Layout(pipeline=len(layers), chunks=tuple(map(tuple, chunks))))
+
+    first, last = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
+    assert flags(7) == flags(4, 4, 4) == {}
+    assert flags(3, 5) == {first: "3", last: "5"}
+    assert flags(3, 6, 6, 4) == {first: "3", last: "4"}
+    assert flags(3, 6, 5, 4) == {"pipeline-model-parallel-layout": "Et*3|t*6|t*5|t*4L"}
+    assert flags(0, 5) == {"pipeline-model-parallel-layout": "E|t*5L"}
+
+
+def test_errors_name_the_place():
+    """Prevents an error that leaves the wrong letter, chunk or number of stages to be guessed."""
+    with pytest.raises(UserError, match="'x' in chunk 1, written out as 'txt'"):
+        parse_layout("Ett|txt|L", 1)
+    with pytest.raises(UserError, match="3 chunks for 2 pipeline stages"):
+        parse_layout("Ett|t|L", 2)
+    with pytest.raises(UserError, match="chunk 1 of the layout has 'layer'"):
+        parse_layout([["embedding"], ["layer", "loss"]], 2)
+    with pytest.raises(UserError, match="999,999,999 letters"):
+        parse_layout("Et*999999999|L", 2)
+    with pytest.raises(UserError, match="5,001 letters"):
+        parse_layout("t*" + "9" * 4_999, 1)
+    with pytest.raises(UserError, match="stage 0 does not hold the language embed"):
+        layout_of([Stage.of("vision embed"), Stage.of("language embed", "head")], 0)
