@@ -12,11 +12,10 @@ import numpy as np
 
 from omnibal.data.fit import Seed
 from omnibal.data.level import Leading, deal_level
-from omnibal.data.next_fit import largest_first, merging
 from omnibal.data.packs import Packs
 
-_MOST_MERGING = 0.05
-"""Share of packs that may come together with the next one before they are put in order."""
+_MOST_MERGING = 0.02
+"""Share of packs that may come together with the next one before any trade places."""
 
 
 def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.ndarray]) -> Packs:
@@ -75,8 +74,8 @@ def _halves(pack: list[int], weight: dict[int, float]) -> tuple[list[int], list[
 def level_to_fill(
     packs: Packs, packs_per_step: int, tokens: np.ndarray, max_tokens: int, seed: Seed
 ) -> Packs:
-    """Deal all samples anew to as many packs as fill whole steps, level in tokens, where next fit
-    would keep these apart; packs as they are otherwise.
+    """Deal all samples anew to as many packs as fill whole steps, level in tokens, if next fit
+    keeps these apart; packs as they are otherwise, and where they are good as they are.
 
     Args:
         packs: of an epoch.
@@ -86,13 +85,18 @@ def level_to_fill(
         seed: decides between equals.
     """
     wanted = -(-len(packs) // packs_per_step) * packs_per_step
-    if wanted == len(packs) or wanted > len(tokens):
+    if wanted > len(tokens) or (wanted == len(packs) and _are_apart(packs, tokens)):
         return packs
     rng, sizes = np.random.default_rng(seed), tokens.astype(np.int64)[None]
     dealt = deal_level(sizes, wanted, np.array([max_tokens]), Leading.LARGER, rng)
-    held = dealt.sums(tokens)
-    if len(dealt) < wanted or held.max() > max_tokens:
-        return packs
-    dealt = largest_first(dealt, tokens)
-    apart = merging(held, tokens[dealt.samples[dealt.offsets[:-1]]]).sum()
-    return dealt if apart <= _MOST_MERGING * wanted else packs
+    fits = len(dealt) == wanted and dealt.sums(tokens).max() <= max_tokens
+    return dealt if fits and _are_apart(dealt, tokens) else packs
+
+
+def _are_apart(packs: Packs, tokens: np.ndarray) -> bool:
+    """Whether next fit would make nearly all of these packs as they are, in random order."""
+    held = packs.sums(tokens)
+    first = np.sort(np.maximum.reduceat(tokens[packs.samples], packs.offsets[:-1]))
+    room = (held.max() - held)[held < held.max()]
+    joined = np.searchsorted(first, room, side="right").sum() / len(packs)
+    return float(joined) <= _MOST_MERGING * len(packs)

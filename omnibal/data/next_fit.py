@@ -87,9 +87,8 @@ def kept_apart(
         wrong = np.flatnonzero(merging(held[places.order], first[places.order]))
         if not 0 < len(wrong) <= _MOST_MERGING * len(held):
             break
-        # Either of the two may be the one to go elsewhere.
-        improved = [places.improve(at) or places.improve(at + 1) for at in wrong.tolist()]
-        if not any(improved):
+        # A comprehension, as all of them are to be tried.
+        if not any([places.improve(at) for at in wrong.tolist()]):  # noqa: C419
             break
     return places.order
 
@@ -110,20 +109,26 @@ class _Places:
         self._first = np.append(first.astype(np.int64), self._full + 1)
 
     def improve(self, at: int) -> bool:
-        """Let the pack at a place trade with one of its step, if fewer come together then."""
+        """Let the pack at a place, or the one after it, trade with one of its step, if fewer come
+        together then."""
+        change, _, here, there = min(self._best_trade(at), self._best_trade(at + 1))
+        if change >= 0:
+            return False
+        self.order[[here, there]] = self.order[[there, here]]
+        return True
+
+    def _best_trade(self, at: int) -> tuple[int, float, int, int]:
+        """How many more come together, how unlike the loads are, and the two places."""
         others = np.arange(self._first_of_step[at], self._end_of_step[at])
         others = others[np.abs(others - at) > 1]
         if not len(others):
-            return False
+            return 0, 0.0, at, at
         here, there = self._pack(at), self._pack(others)
         change = self._joins(at, there) - self._joins(at, here)
         change += self._joins(others, here) - self._joins(others, there)
         unlike = np.abs(self._load[there] - self._load[here])
         best = int(np.lexsort((unlike, change))[0])
-        if change[best] >= 0:
-            return False
-        self.order[[at, others[best]]] = there[best], here
-        return True
+        return int(change[best]), float(unlike[best]), at, int(others[best])
 
     def _pack(self, place: int | np.ndarray) -> np.ndarray:
         """Packs at these places; the one that comes together with none outside of them."""
