@@ -30,6 +30,7 @@ from omnibal.pipeline.beside import with_encoders
 from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.targets import FREE, TARGETS, Sharding, StageRules, TargetName
@@ -84,12 +85,32 @@ class JobSpec:
                 "to encoders beside the pipeline: a rank would have to take whole images, and "
                 "lengths count tokens alone; give --encoder pipeline"
             )
-        check_parallel(self.pipeline_model, self.parallel, self.cluster)
+        self._check_limits()
+        self.check_sizes(self.parallel)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
         cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
         object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
         object.__setattr__(self, "encoders_cost", encoders)
+
+    def _check_limits(self) -> None:
+        """Refuse what goes with no limits of stages, whatever the sizes."""
+        if self.is_beside and self.rules != FREE:
+            raise UserError(
+                "encoders beside the pipeline cannot be told to a trainer that takes limited "
+                "stages: give --encoder pipeline, or leave --for out"
+            )
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Refuse parallel sizes that the model, the cluster or the trainer does not allow.
+
+        Raises:
+            UserError: with what it allows.
+        """
+        check_parallel(self.pipeline_model, parallel, self.cluster)
+        check_stage_rules(self.pipeline_model, parallel.pipeline, self.rules)
+        if self.made_for is not None:
+            TARGETS[self.made_for].check_sizes(parallel)
 
     @property
     def is_beside(self) -> bool:

@@ -51,6 +51,8 @@ class PlanRequest:
                 "beside the pipeline, whose memory only the joint search shares with its stages: "
                 "leave both options out, or give --encoder pipeline"
             )
+        if not self.job.rules.is_free:
+            self._check_limited(joint)
         if self.job.is_beside and any(level.context > 1 for level in self.data.levels):
             raise UserError(
                 "ranks share packs of a level, which encoders beside the pipeline do not go with: "
@@ -63,6 +65,20 @@ class PlanRequest:
                 f"--method {self.method} with --recompute {self.recompute} was given for packs of "
                 "levels, each of which recomputes layers of its own, and only the joint search "
                 f"knows them: leave both options out{instead}"
+            )
+
+    def _check_limited(self, joint: tuple[PartitionMethod, RecomputeRule]) -> None:
+        """Refuse what does not go with limits of stages."""
+        if (self.method, self.recompute) != joint:
+            raise UserError(
+                f"--method {self.method} with --recompute {self.recompute} was given for a plan "
+                "whose stages are limited to what a trainer can be told, which only the joint "
+                "search keeps to: leave both options out, or leave --for out"
+            )
+        if self.data.levels:
+            raise UserError(
+                "packs of several levels, each of which recomputes layers of its own, cannot be "
+                "told to a trainer that takes limited stages: give --levels 1, or leave --for out"
             )
 
     def sized(self, parallel: Parallel) -> Self:
@@ -203,7 +219,9 @@ def _stages(
     pipeline = job.parallel.pipeline
     cap_bytes = job.memory_cap_gib * GIB
     if request.method is PartitionMethod.OMNIBAL and request.recompute is RecomputeRule.CHEAPEST:
-        found = search_stages(cost, model, workload, pipeline, cap_bytes, effort=effort)
+        found = search_stages(
+            cost, model, workload, pipeline, cap_bytes, rules=job.rules, effort=effort
+        )
         return found.stages_at, found
     chosen = baseline_stages(
         request.method, request.recompute, cost, model, workload, pipeline, cap_bytes

@@ -10,7 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from omnibal.errors import UserError
 from omnibal.frozen import Frozen
+from omnibal.parallel import Parallel
 
 
 class TargetName(StrEnum):
@@ -109,6 +111,24 @@ class Target(Frozen):
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     has_experts: bool = True
     """Whether ranks can share out experts."""
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Refuse parallel sizes that the trainer does not have.
+
+        Raises:
+            UserError: with the option that it does not take.
+        """
+        most_expert = None if self.has_experts else 1
+        for option, name, size, most in (
+            ("--pp", "pipeline", parallel.pipeline, self.most_pipeline),
+            ("--tp", "tensor-parallel", parallel.tensor, self.most_tensor),
+            ("--ep", "expert-parallel", parallel.expert, most_expert),
+        ):
+            if most is not None and size > most:
+                raise UserError(
+                    f"{option} {size} was given for {self.title}, whose {name} size is at most "
+                    f"{most}: give {option} {most}"
+                )
 
 
 _MEGATRON = StageRules(

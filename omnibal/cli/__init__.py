@@ -12,7 +12,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from omnibal import __version__
-from omnibal.cli import caps, check, export, lengths, pack, plan, presets, profile, report, simulate
+from omnibal.cli import (
+    caps,
+    check,
+    export,
+    lengths,
+    lint,
+    pack,
+    plan,
+    presets,
+    profile,
+    report,
+    simulate,
+)
 from omnibal.cli.groups import with_groups
 from omnibal.program import run_app
 
@@ -49,3 +61,5 @@ for command in (
     report.report,
 ):
     app.command()(with_groups(command))
+# A launch line of flags alone begins as an option does.
+app.command(context_settings={"ignore_unknown_options": True})(lint.lint)

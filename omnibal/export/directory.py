@@ -130,9 +130,9 @@ def _samples_counted(lengths: Lengths) -> int:
 def _left_out(expected: Expected) -> Iterator[str]:
     if expected.dropped_packs:
         yield (
-            f"The last step would have {expected.dropped_packs:,} packs instead of "
+            f"The last step would have {expected.dropped_packs:,} pack(s) instead of "
             f"{expected.packs_per_step:,}, and trainers leave such a step out: "
-            f"{expected.dropped_samples:,} samples are not trained."
+            f"{expected.dropped_samples:,} sample(s) are not trained."
         )
 
 

@@ -3,10 +3,15 @@
 from collections.abc import Callable, Mapping
 
 from omnibal.errors import UserError
+from omnibal.export import ms_swift, xtuner
 from omnibal.export.exported import Exported, Given
 from omnibal.targets import TargetName
 
-EXPORTS: Mapping[TargetName, Callable[[Given], Exported]] = {}
+EXPORTS: Mapping[TargetName, Callable[[Given], Exported]] = {
+    TargetName.MS_SWIFT: ms_swift.export,
+    TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
+    TargetName.XTUNER: xtuner.export,
+}
 
 
 def export_of(name: TargetName) -> Callable[[Given], Exported]:

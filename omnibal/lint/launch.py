@@ -3,7 +3,12 @@
 from enum import StrEnum
 from typing import Literal
 
+from pydantic import Field
+
 from omnibal.frozen import Frozen
+
+Severity = Literal["refused", "refused-at-first-step", "ignored", "warning"]
+"""Whether the trainer ends before its first step, or at it, drops the flag silently, or runs."""
 
 
 class Launcher(StrEnum):
@@ -58,6 +63,10 @@ class Launch(Frozen):
     """Layers of multi-token prediction."""
     frozen: tuple[str, ...] = ()
     """Parts of the model that the line freezes."""
+    environment: dict[str, str] = Field(default={})
+    """Variables that stand before the command, or that its script exports."""
+    unknown: tuple[str, ...] = ()
+    """Variables of the line whose values are not known; none of a size or switch above."""
 
 
 class Finding(Frozen):
@@ -65,9 +74,13 @@ class Finding(Frozen):
 
     rule: str
     """Short name that does not change, such as `layers-divide-stages`."""
-    severity: Literal["refused", "refused-at-first-step", "ignored", "warning"]
-    """Whether the trainer ends before or at its first step, drops the flag silently, or runs."""
+    severity: Severity
     message: str
     """What was given, what must hold and what to change."""
     source: str
     """File, line and version of the trainer's own check."""
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the line cannot be trained with."""
+        return self.severity in ("refused", "refused-at-first-step")

@@ -23,8 +23,10 @@ from omnibal.pipeline.critical_path import SampledSteps, TermLayout
 from omnibal.pipeline.operation_graph import StageOrder, planned_graph, require_shortens
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import bucket_counts
+from omnibal.pipeline.stage_rules import allowed_runs
 from omnibal.pipeline.units import holds_both_ends, holds_one_end, layer_kinds
 from omnibal.pipeline.workload import Workload
+from omnibal.targets import FREE, StageRules
 from omnibal.units import unit_names
 
 _PATHS = 8
@@ -92,7 +94,12 @@ class Structure:
 
     @classmethod
     def of(
-        cls, cost: CostModel, model: ModelConfig, steps: SampledSteps, stages: int
+        cls,
+        cost: CostModel,
+        model: ModelConfig,
+        steps: SampledSteps,
+        stages: int,
+        rules: StageRules = FREE,
     ) -> "Structure":
         """Compute the bounds for pipelines of `stages` stages on these steps."""
         layers = layer_kinds(cost.kinds)
@@ -100,7 +107,7 @@ class Structure:
         return cls(
             layout=steps.layout,
             recompute_ms=_at_each_level(recompute_ms[layers], cost.levels),
-            runs=possible_runs(cost, model),
+            runs=possible_runs(cost, model, rules),
             weights=_structural_paths(steps, _unit_terms(cost)[layers], stages),
         )
 
@@ -148,7 +155,7 @@ class Structure:
         return np.where(at_start & at_end, length.max(axis=1), np.inf)
 
 
-def _least_slowest_ms(structure: Structure) -> float:
+def least_slowest_ms(structure: Structure) -> float:
     """Longest structural path through the slowest stage of a split, least over all splits.
 
     A split that is good by the stages' own work alone says what is too long to be in the best.
@@ -166,17 +173,22 @@ def _least_slowest_ms(structure: Structure) -> float:
 
 
 def least_step_ms(
-    cost: CostModel, model: ModelConfig, workload: Workload, pipeline_size: int
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    rules: StageRules = FREE,
 ) -> float:
     """Lower bound on the mean step that `predict` gives, over all splits and recomputed layers.
 
     A fraction of what the search takes: neither memory nor recomputation are in it.
 
     Args:
-        pipeline_size: stages; at most as many as the model has layers.
+        pipeline_size: stages; at most as many as the model has layers, and the rules allow.
+        rules: of which splits may be.
     """
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
-    return _least_slowest_ms(Structure.of(cost, model, steps, pipeline_size))
+    return least_slowest_ms(Structure.of(cost, model, steps, pipeline_size, rules))
 
 
 def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:
@@ -190,6 +202,20 @@ def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> floa
     """Least possible value of the largest of the stages' sizes [options]; infinite if no way leads
     through all of them."""
     return float(_least_largest_so_far(edges, sizes, units)[-1][-1])
+
+
+def least_largest_with(
+    edges: Edges, sizes: Sequence[np.ndarray], marked: Sequence[np.ndarray], units: int
+) -> float:
+    """The same over the ways that hold at least one of the marked options [options]; infinite if
+    none does."""
+    with_one = np.full(units + 1, np.inf)
+    so_far = _least_largest_so_far(edges, sizes, units)
+    for (start, end), size, mark, before in zip(edges, sizes, marked, so_far[:-1], strict=True):
+        largest = np.maximum(np.where(mark, before[start], with_one[start]), size)
+        with_one = np.full(units + 1, np.inf)
+        np.minimum.at(with_one, end, largest)
+    return float(with_one[-1])
 
 
 def least_largest_path(
@@ -247,8 +273,8 @@ def least_sums(
     return reached
 
 
-def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
-    """All runs of units that hold a layer."""
+def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE) -> Runs:
+    """All runs of units that hold a layer, and are allowed."""
     kinds, layout, unit_terms = cost.kinds, TermLayout.of(cost), _unit_terms(cost)
     indices = {kind.name: index for index, kind in enumerate(kinds)}
     sequence = np.array([indices[name] for name in unit_names(model)])
@@ -256,8 +282,8 @@ def possible_runs(cost: CostModel, model: ModelConfig) -> Runs:
     np.cumsum(sequence[:, None] == np.arange(len(kinds)), axis=0, out=before[1:])
     start, end = np.triu_indices(len(sequence) + 1, k=1)
     counts = before[end] - before[start]
-    has_layer = counts[:, layer_kinds(kinds)].any(axis=1)
-    start, end, counts = start[has_layer], end[has_layer], counts[has_layer]
+    allowed = counts[:, layer_kinds(kinds)].any(axis=1) & allowed_runs(model, rules, start, end)
+    start, end, counts = start[allowed], end[allowed], counts[allowed]
     terms = counts @ unit_terms
     for link in (layout.send, layout.receive):
         sent = unit_terms[sequence[end - 1], link]

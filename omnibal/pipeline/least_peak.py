@@ -24,6 +24,7 @@ from omnibal.pipeline.stage_memory import (
     room_of,
 )
 from omnibal.pipeline.workload import Workload
+from omnibal.targets import FREE, StageRules
 
 _TOLERANCE = 1e-12
 """Relative difference to which both bounds are equal."""
@@ -35,14 +36,15 @@ def least_peak_of_splits(
     workload: Workload,
     pipeline_size: int,
     enough_bytes: float = 0.0,
+    rules: StageRules = FREE,
 ) -> float:
     """Bytes of the smallest memory cap that some split and recomputed sets fit; or of another one
     that is no larger than `enough_bytes`, where there is such a cap.
 
-    Of several levels it is by the passes that are heaviest for many stages, which another pass of
-    the run may exceed a little.
+    Whatever rules say of recomputed layers, all of them may be. Of several levels it is by the
+    passes that are heaviest for many stages, which another pass of the run may exceed a little.
     """
-    runs = possible_runs(cost, model)
+    runs = possible_runs(cost, model, rules)
     if cost.levels > 1:
         return least_peak_of_tables(runs, memory_tables(cost, workload, pipeline_size))
     search = _Narrowing(cost, workload, runs, pipeline_size)

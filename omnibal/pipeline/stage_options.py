@@ -1,6 +1,7 @@
 """What every stage of a pipeline may be: a run of units with the layers that it recomputes.
 
-Of one level all sets of layers that fit and may be the best are options. Of several levels, too,
+Of one level all sets of layers that fit and may be the best are options; where a trainer is told
+numbers, those that they make (`omnibal.pipeline.recompute_numbers`). Of several levels, all too,
 where there are few; else those of a grid, beside optimistic ones by which all are bounded
 (`omnibal.pipeline.level_recompute`).
 """
@@ -16,7 +17,9 @@ from omnibal.pipeline.bounds import Structure
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_recompute import LevelFit, recomputes_of_levels, sets_near
 from omnibal.pipeline.recompute import Recomputes, useful_recomputes
+from omnibal.pipeline.recompute_numbers import StageNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
+from omnibal.targets import FREE, StageRules
 
 _MOST_OPTIONS = 20_000
 """Sets of recomputed layers of a stage at several levels, over all runs of units."""
@@ -86,6 +89,9 @@ class SearchProblem:
     levels: int
     same_at_levels: bool
     """Whether a stage must recompute the same layers at all levels."""
+    rules: StageRules = FREE
+    numbers: StageNumbers | None = None
+    """Numbers of recomputed layers, of one level; None where any layers may be recomputed."""
 
     @property
     def stages(self) -> int:
@@ -106,8 +112,9 @@ class Choices:
     complete: bool
 
 
-def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
-    """Options that every stage may have in a split of at most `limit_ms`."""
+def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:
+    """Indices of the runs that every stage may hold in a split of at most `limit_ms`, were nothing
+    recomputed."""
     structure, runs = problem.structure, problem.structure.runs
     short = np.flatnonzero(structure.own_ms <= limit_ms)
     fast = [
@@ -115,10 +122,15 @@ def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
         for stage in range(problem.stages)
     ]
     usable = on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
+    return [f[u] for f, u in zip(fast, usable, strict=True)]
+
+
+def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
+    """Options that every stage may have in a split of at most `limit_ms`."""
     both: list[list[StageOptions]] = [[], []]
     complete = True
-    for stage, (f, u) in enumerate(zip(fast, usable, strict=True)):
-        found = stage_choices(problem, stage, f[u])
+    for stage, usable in enumerate(runs_within(problem, limit_ms)):
+        found = stage_choices(problem, stage, usable)
         complete &= found.complete
         for options, each in zip(both, (found.fitting, found.optimistic), strict=True):
             options.append(each.take(np.flatnonzero(each.bound_ms <= limit_ms)))
@@ -139,6 +151,9 @@ class StageChoices:
 
 def stage_choices(problem: SearchProblem, stage: int, chosen: np.ndarray) -> StageChoices:
     """The chosen runs with every recomputed set that fits at that stage and may be the best."""
+    if problem.numbers is not None:
+        options = recomputing(problem, stage, *problem.numbers.of_runs(stage, chosen))
+        return StageChoices(fitting=options, optimistic=options, complete=True)
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     if problem.levels == 1:
@@ -169,7 +184,7 @@ def _of_sets(
     number = np.diff(first)[kind]
     place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
     which = np.repeat(first[kind], number) + place
-    return _recomputing(problem, stage, np.repeat(chosen, number), sets.layers[which])
+    return recomputing(problem, stage, np.repeat(chosen, number), sets.layers[which])
 
 
 def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:
@@ -183,10 +198,10 @@ def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> St
         same_at_levels=problem.same_at_levels,
     )
     sets = sets_near(fit, option.recomputed[0])
-    return _recomputing(problem, stage, np.repeat(run, len(sets)), sets)
+    return recomputing(problem, stage, np.repeat(run, len(sets)), sets)
 
 
-def _recomputing(
+def recomputing(
     problem: SearchProblem, stage: int, run: np.ndarray, recomputed: np.ndarray
 ) -> StageOptions:
     """Options of a stage: runs [n] that recompute so many layers [n, levels * layer kinds]."""

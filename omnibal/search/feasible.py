@@ -17,7 +17,7 @@ from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
-from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.parallel import Parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.placement import least_peak_beside
@@ -68,7 +68,7 @@ def least_need_gib(
         return least_peak_beside(placement_problem(job, workload, levels)) / GIB
     cost = job.cost_of_all(levels)
     stages, enough = job.parallel.pipeline, enough_gib * GIB
-    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, enough) / GIB
+    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, enough, job.rules) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:
@@ -242,8 +242,7 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
     if job.profile is not None and job.profile.tensor != size:
         return False
     try:
-        alone = Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1)
-        check_parallel(job.pipeline_model, alone, job.cluster)
+        job.check_sizes(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
     except UserError:
         return False
     return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)

@@ -103,6 +103,7 @@ class LevelTrials:
             workload.some_steps(_SEARCHED_STEPS),
             job.parallel.pipeline,
             job.memory_cap_gib * GIB,
+            rules=job.rules,
             prove=False,
         )
         times = workload_times(cost, found.stages_at, workload)

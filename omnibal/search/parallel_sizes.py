@@ -33,7 +33,7 @@ from omnibal.data.scan_pool import map_unordered
 from omnibal.data.steps import pack_epochs
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.parallel import Parallel, expert_sizes
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
@@ -270,7 +270,7 @@ def _check_given(request: StrategyRequest) -> None:
         Parallel(tensor=tensor, pipeline=stages, sequence_parallel=tensor > 1),
         Parallel(pipeline=1, data=expert, expert=expert),
     ):
-        check_parallel(request.job.pipeline_model, alone, request.job.cluster)
+        request.job.check_sizes(alone)
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
@@ -285,7 +285,7 @@ def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
     if profile is not None and parallel.tensor != profile.tensor:
         return False
     try:
-        check_parallel(request.job.pipeline_model, parallel, request.job.cluster)
+        request.job.check_sizes(parallel)
     except UserError:
         return False
     return True
@@ -380,7 +380,7 @@ class _FindBound:
             return choice, 0.0
         for size in self.setting.step_sizes(choice):
             workload, stages = size.request.workload(), job.parallel.pipeline
-            step_ms = least_step_ms(job.cost, job.pipeline_model, workload, stages)
+            step_ms = least_step_ms(job.cost, job.pipeline_model, workload, stages, job.rules)
             least_ms += size.steps_per_sample * step_ms
             # A term with a negative weight would need an upper bound.
             is_bound &= size.steps_per_sample >= 0

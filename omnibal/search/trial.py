@@ -144,6 +144,7 @@ def estimated_ms_per_sample(sizes: Sequence[StepSize]) -> float:
             workload.some_steps(_ESTIMATED_STEPS),
             job.parallel.pipeline,
             job.memory_cap_gib * GIB,
+            rules=job.rules,
             prove=False,
             effort=_ESTIMATE_EFFORT,
         )

@@ -16,7 +16,7 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel
-from omnibal.pipeline import partition
+from omnibal.pipeline import partition, split_search
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.least_peak import least_peak_of_splits
@@ -618,9 +618,9 @@ def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
     cap = 1.3 * least_peak_of_splits(cost, model, packs, 8)
     best = search_stages(cost, model, packs, 8, cap)
     assert best.lower_bound_ms == best.step_ms
-    monkeypatch.setattr(partition, "_FIRST_WIDTH", 1)
-    monkeypatch.setattr(partition, "_MAX_WIDTH", 1)
-    monkeypatch.setattr(partition, "_MAX_ROUNDS", 1)
+    monkeypatch.setattr(split_search, "_FIRST_WIDTH", 1)
+    monkeypatch.setattr(split_search, "_MAX_WIDTH", 1)
+    monkeypatch.setattr(split_search, "_MAX_ROUNDS", 1)
     cut_short = search_stages(cost, model, packs, 8, cap)
     assert cut_short.lower_bound_ms < cut_short.step_ms
     assert cut_short.lower_bound_ms <= best.step_ms * (1 + 1e-9)
@@ -642,11 +642,11 @@ def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
     fast the machine is."""
     cost, model, packs = large_case((30, 50), 20)
     cap = 1.2 * least_peak_of_splits(cost, model, packs, 20)
-    monkeypatch.setattr(partition, "_MAX_WORK", 1e6)
+    monkeypatch.setattr(partition, "MAX_WORK", 1e6)
     first, again = (search_stages(cost, model, packs, 20, cap) for _ in range(2))
     assert first.lower_bound_ms < first.step_ms
     assert (first.stages, first.lower_bound_ms) == (again.stages, again.lower_bound_ms)
-    monkeypatch.setattr(partition, "_MAX_WORK", 1e8)
+    monkeypatch.setattr(partition, "MAX_WORK", 1e8)
     longer = search_stages(cost, model, packs, 20, cap)
     assert longer.lower_bound_ms > first.lower_bound_ms
     assert first.lower_bound_ms <= longer.step_ms <= first.step_ms
@@ -658,8 +658,8 @@ def test_a_narrow_search_is_proven_by_what_it_learns(
 ):
     """Prevents a search that stops, or goes on in vain, once all splits that had room are known."""
     cost, model, packs = large_case((45, 80), 8)
-    monkeypatch.setattr(partition, "_FIRST_WIDTH", 40)
-    monkeypatch.setattr(partition, "_MAX_WIDTH", 40)
+    monkeypatch.setattr(split_search, "_FIRST_WIDTH", 40)
+    monkeypatch.setattr(split_search, "_MAX_WIDTH", 40)
     cap = share_of_least * least_peak_of_splits(cost, model, packs, 8)
     result = search_stages(cost, model, packs, 8, cap)
     assert result.step_ms < result.lower_bound_ms * 1.004

@@ -1,0 +1,133 @@
+"""`omnibal lint`: refuse a launch line of a Megatron trainer that cannot start."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from omnibal.cli.console import print_notes, print_result
+from omnibal.cli.options import JsonOption, ModelOption
+from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.families.named import named_model
+from omnibal.lint.launch import Finding, Launcher
+from omnibal.parallel import MAX_DEVICES
+
+_MOST_BYTES = 2**20
+"""Largest script that is read."""
+LineArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="LINE",
+        help="a command in quotes, flags or overrides alone, or the path of a shell script",
+    ),
+]
+LauncherOption = Annotated[
+    Launcher | None,
+    typer.Option(help="trainer that it starts (default: told by its program and flags)"),
+]
+GpusOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_DEVICES, help="GPUs of the job (default: those of the line)"),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="value of a variable of the line or script, above its own (may be repeated)",
+    ),
+]
+
+
+def lint(
+    line: LineArgument,
+    model: ModelOption,
+    launcher: LauncherOption = None,
+    gpus: GpusOption = None,
+    variables: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say of a launch line of a Megatron trainer whether it can start, and if not, why.
+
+    The exit status is 2 if it cannot. Nothing of the line is executed.
+    """
+    from omnibal.lint.command_line import read_launch
+    from omnibal.lint.line import line_of
+    from omnibal.lint.rules import findings_of
+    from omnibal.lint.split import layers_by_chunk
+
+    launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus)
+    sizes = named_model(model)
+    findings = findings_of(launch, sizes)
+    starts = not any(finding.is_refusal for finding in findings)
+    checked = line_of(launch, sizes)
+    layers = layers_by_chunk(checked) if starts else None
+    result = {
+        "starts": starts,
+        "findings": [finding.model_dump(mode="json") for finding in findings],
+        "launch": launch.model_dump(mode="json"),
+        "layers_by_chunk": layers,
+    }
+    parts = [f"TP {launch.tensor}", f"PP {launch.pipeline}", f"CP {launch.context}"]
+    parts += [f"DP {checked.data}"] if checked.data is not None else []
+    parts += [f"{checked.virtual} chunks a stage"] if checked.virtual else []
+    parts += [f"EP {launch.expert}", f"ETP {checked.expert_tensor}"] if launch.expert > 1 else []
+    print_result(
+        as_json,
+        result,
+        f"{'starts' if starts else 'cannot start'}: {launch.launcher.value}, "
+        f"{launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
+        *_shown_layers(layers),
+        *_shown(findings),
+    )
+    if launch.unknown:
+        print_notes([f"not known, and not needed: {', '.join(launch.unknown)}"])
+    if not starts:
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _shown_layers(layers: Sequence[Sequence[int]] | None) -> Iterator[str]:
+    if layers is not None and len(layers) > 1:
+        stages = ", ".join("+".join(map(str, chunks)) for chunks in layers)
+        yield f"layers by stage: {stages}"
+
+
+def _shown(findings: Sequence[Finding]) -> Iterator[str]:
+    for finding in findings:
+        yield f"\n{finding.severity.replace('-', ' ')}: {finding.rule}"
+        yield f"  {finding.message}"
+        yield f"  checked in {finding.source}"
+
+
+def _text_of(line: str) -> str:
+    """The line, or the text of the script that it is the path of.
+
+    Raises:
+        UserError: there is no such script, or it cannot be read.
+    """
+    if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:
+        return line
+    path = Path(line)
+    if not path.is_file():
+        raise UserError(f"{line}: there is no such script; give a path, or a launch line in quotes")
+    try:
+        text = path.read_bytes()[: _MOST_BYTES + 1].decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a script ({error}); give another") from error
+    if len(text) > _MOST_BYTES:
+        raise UserError(f"{path} has more than {_MOST_BYTES:,} bytes; give the launch line alone")
+    return text
+
+
+def _given(variables: Sequence[str]) -> dict[str, str]:
+    """Values by name, of `--set`.
+
+    Raises:
+        UserError: one is not of that form.
+    """
+    for text in variables:
+        if not re.match(r"\w+=", text):
+            raise UserError(f"--set {text}: must be a variable and its value, such as NNODES=4")
+    return {name: value for name, _, value in (text.partition("=") for text in variables)}

@@ -1,0 +1,293 @@
+"""A plan as ms-swift's ordered rows and flags, for its Megatron and its DeepSpeed back end.
+
+Read in ms-swift 4.6.0: swift/dataset/packing.py (packs by next fit, `sequential`),
+swift/megatron/trainers/base.py and swift/dataloader/shard.py (without shuffling, pack k goes to
+rank k modulo the ranks), swift/megatron/arguments/megatron_args.py (flags and their defaults).
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+
+from omnibal.encoders import ImagesEncoder, TilesEncoder
+from omnibal.errors import UserError
+from omnibal.export.exported import Exported, Given, Writer
+from omnibal.export.layout import layout_of, split_flags
+from omnibal.export.ms_swift_records import write_rows
+from omnibal.export.order_file import sample_numbers
+from omnibal.export.reading_order import packs_per_step
+from omnibal.export.recompute import all_or_none, one_number
+from omnibal.export.writers import script_file
+from omnibal.parallel import expert_counts
+from omnibal.plan import Plan
+from omnibal.units import LANGUAGE
+
+_ROWS, _CHECK = "train.jsonl", "check_packs.py"
+Flags = Mapping[str, str]
+"""Values of flags by their names without dashes."""
+
+
+def export(given: Given) -> Exported:
+    """Make rows and flags for `megatron sft`.
+
+    Raises:
+        UserError: some encoders are frozen or recomputed, and others not.
+    """
+    plan = given.files.plan
+    flags: dict[str, str] = {
+        **_data_flags(given),
+        **_parallel_flags(plan),
+        **_recompute_flags(plan),
+        "attention_backend": "flash",
+        "micro_batch_size": "1",
+        "global_batch_size": str(_batch(given)),
+        **_steps(given, "train_iters"),
+        "train_dataloader_shuffle": "false",
+        **_optimizer_flags(plan),
+        **_frozen_flags(plan),
+        "torch_dtype": _dtype(plan),
+    }
+    return _exported(given, "megatron sft", flags)
+
+
+def export_deepspeed(given: Given) -> Exported:
+    """Make rows and flags for `swift sft` with DeepSpeed's ZeRO-3.
+
+    Raises:
+        UserError: some encoders are frozen or recomputed, and others not.
+    """
+    plan = given.files.plan
+    again = all_or_none(plan.stages_at(0), LANGUAGE)
+    flags: dict[str, str] = {
+        **_data_flags(given),
+        "deepspeed": "zero3",
+        "attn_impl": "flash_attn",
+        "per_device_train_batch_size": "1",
+        "gradient_accumulation_steps": str(_batch(given) // plan.parallel.data),
+        **_steps(given, "max_steps"),
+        "train_dataloader_shuffle": "false",
+        "dataloader_drop_last": "true",
+        "gradient_checkpointing": _truth(bool(again)),
+        "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
+        **_frozen_flags(plan),
+        "torch_dtype": _dtype(plan),
+    }
+    return _exported(given, "swift sft", flags)
+
+
+def _exported(given: Given, program: str, flags: Flags) -> Exported:
+    return Exported(
+        files=_files(given),
+        command=_command(given.files.plan, program, flags),
+        given_up=tuple(_given_up(given)),
+        notes=tuple(_notes(given)),
+    )
+
+
+def _files(given: Given) -> dict[str, Writer]:
+    order, annotations = given.order, given.annotations
+    if order is None:
+        return {}
+    files = {_CHECK: script_file(_CHECK)}
+    if annotations is None:
+        return files
+    samples = sample_numbers(order, given.files.steps[1])
+    return files | {_ROWS: lambda path: write_rows(annotations, samples, path)}
+
+
+def packing_length(given: Given) -> int:
+    """Tokens of the longest pack: next fit then ends every pack of the plan where it ends there."""
+    if given.order is None:
+        shapes = given.files.plan.shapes
+        assert shapes is not None  # as an export is of a plan with packs or shapes
+        return shapes.caps["tokens"]
+    return int(given.order.packs.sums(given.files.steps[1].tokens).max())
+
+
+def _batch(given: Given) -> int:
+    """Packs of all ranks in a step."""
+    plan = given.files.plan
+    if plan.data is not None:
+        return packs_per_step(plan.data, plan.parallel.data)
+    assert plan.shapes is not None
+    return plan.shapes.micro_batches_per_step * plan.parallel.data
+
+
+def _steps(given: Given, name: str) -> Flags:
+    return {} if given.order is None else {name: str(len(given.order) // _batch(given))}
+
+
+def _data_flags(given: Given) -> Flags:
+    """Rows in their order, packed one after another; a row that cannot be taken ends the run."""
+    length = str(packing_length(given))
+    return {
+        "dataset": str(given.folder / _ROWS),
+        "dataset_shuffle": "false",
+        "split_dataset_ratio": "0",
+        "strict": "true",
+        "max_length": length,
+        "truncation_strategy": "delete",
+        "packing": "true",
+        "packing_strategy": "sequential",
+        "packing_length": length,
+        "packing_num_proc": "1",
+    }
+
+
+def _parallel_flags(plan: Plan) -> Flags:
+    sizes = plan.parallel
+    flags = {
+        "tensor_model_parallel_size": str(sizes.tensor),
+        "pipeline_model_parallel_size": str(sizes.pipeline),
+        "context_parallel_size": "1",
+        "sequence_parallel": _truth(sizes.sequence_parallel),
+    }
+    if expert_counts(plan.model):
+        flags |= {
+            "expert_model_parallel_size": str(sizes.expert),
+            "expert_tensor_parallel_size": "1",
+        }
+    predicted = plan.model.language.prediction_layers
+    split = split_flags(layout_of(plan.stages, predicted)) if sizes.pipeline > 1 else {}
+    flags |= {name.replace("-", "_"): value for name, value in split.items()}
+    return flags | ({"mtp_num_layers": str(predicted)} if predicted else {})
+
+
+def _recompute_flags(plan: Plan) -> Flags:
+    number = one_number(plan.stages_at(0), LANGUAGE)
+    flags = {"vit_gradient_checkpointing": _truth(_recomputes_encoders(plan))}
+    if not number:
+        return {"recompute_granularity": "none", **flags}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": str(number),
+        **flags,
+    }
+
+
+def _recomputes_encoders(plan: Plan) -> bool:
+    again = {name: bool(all_or_none(plan.stages_at(0), name)) for name in plan.model.encoders}
+    return _alike(again, "recomputes the layers of")
+
+
+def _optimizer_flags(plan: Plan) -> Flags:
+    """As plans are predicted: state divided, gradients in fp32, exchanged beside computation."""
+    overlaps = _truth(plan.parallel.data > 1)
+    return {
+        "use_distributed_optimizer": "true",
+        "accumulate_allreduce_grads_in_fp32": "true",
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps,
+    }
+
+
+def _frozen_flags(plan: Plan) -> Flags:
+    """What is trained: without these, encoders and projectors are frozen."""
+    encoders = {name: name in plan.frozen for name in plan.model.encoders}
+    projectors = {
+        part: part in plan.frozen
+        for part in {span.part for stage in plan.stages for span in stage.units}
+        if part.endswith("projector")
+    }
+    flags = {"tuner_type": "full", "freeze_llm": _truth(LANGUAGE in plan.frozen)}
+    if not encoders:
+        return flags
+    return flags | {
+        "freeze_vit": _truth(_alike(encoders, "freezes")),
+        "freeze_aligner": _truth(_alike(projectors, "freezes")),
+    }
+
+
+def _alike(parts: Mapping[str, bool], verb: str) -> bool:
+    """What holds of all the parts alike.
+
+    Raises:
+        UserError: it holds of some.
+    """
+    if len(set(parts.values())) > 1:
+        some = [name for name, holds in parts.items() if holds]
+        others = [name for name, holds in parts.items() if not holds]
+        raise UserError(
+            f"the plan {verb} {', '.join(some)} and not {', '.join(others)}, and ms-swift does one "
+            "with all of them; plan with the same for all"
+        )
+    return any(parts.values())
+
+
+def _dtype(plan: Plan) -> str:
+    return "bfloat16" if plan.precision == "bf16" else "float32"
+
+
+def _truth(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _command(plan: Plan, program: str, flags: Flags) -> str:
+    """Lines of shell; the model's folder is the user's to name."""
+    per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
+    nodes = -(-plan.parallel.world_size // per_node)
+    environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
+    lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
+    if nodes > 1:
+        lines.append(f"NNODES={nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR")
+    lines += [program, '--model "$MODEL"']
+    lines += [f"--{name} {shlex.quote(value)}" for name, value in flags.items()]
+    return " \\\n    ".join(lines)
+
+
+def _image_sizes(plan: Plan) -> Flags:
+    """Variables by which ms-swift resizes images as the lengths were counted."""
+    sizes: dict[str, str] = {}
+    for tower in plan.model.encoders.values():
+        if isinstance(tower, TilesEncoder):
+            sizes["INPUT_SIZE"] = str(tower.image_size)
+            sizes["MAX_NUM"] = str(tower.tiling.max_dynamic_patch)
+        elif isinstance(tower, ImagesEncoder) and tower.resize == "smart":
+            sizes["MIN_PIXELS"], sizes["MAX_PIXELS"] = str(tower.min_pixels), str(tower.max_pixels)
+    return sizes
+
+
+def _given_up(given: Given) -> Iterator[str]:
+    annotations = given.annotations
+    if annotations is not None and annotations.augmented:
+        yield (
+            f"Images of {', '.join(annotations.augmented)} are degraded at random (data_augment), "
+            "which ms-swift does not do."
+        )
+
+
+def _notes(given: Given) -> Iterator[str]:
+    yield "MODEL is the folder or the name of the model's checkpoint. The learning rate is yours."
+    if given.order is None:
+        yield "The plan is of shapes only: it has flags, and no rows to train; --dataset is yours."
+        return
+    if given.annotations is None:
+        yield (
+            f"No --data was given, so {_ROWS} is left out: write your rows in the order of "
+            "order.parquet, one a row, or export again with the data that was scanned."
+        )
+    yield (
+        "ms-swift packs the rows itself, by the lengths that its own template counts: a sample "
+        "that it counts otherwise shifts all packs behind it. Before training, let it count, and "
+        f"compare: `{_count_command(given)}`, then `python {_CHECK} counted/train`. What says "
+        '"as planned" can be trained at once, with `--cached_dataset counted/train` in place of '
+        "--dataset. If it does not, plan with the lengths that it counted."
+    )
+    yield (
+        "--strict true ends a run at a row that cannot be read. Without it the row is left out, "
+        "and the packs shift."
+    )
+    if any(isinstance(t, TilesEncoder) for t in given.files.plan.model.encoders.values()):
+        yield (
+            "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "
+            "trainer, and lengths of `omnibal lengths`, let the images of a sample share them."
+        )
+
+
+def _count_command(given: Given) -> str:
+    folder = shlex.quote(str(given.folder / _ROWS))
+    return (
+        f'swift export --model "$MODEL" --dataset {folder} --to_cached_dataset true '
+        f"--split_dataset_ratio 0 --dataset_shuffle false --strict true --max_length "
+        f"{packing_length(given)} --output_dir counted"
+    )

@@ -1,0 +1,152 @@
+"""Samples as ms-swift's rows: `messages`, and the files that they show and say.
+
+Read in ms-swift 4.6.0, swift/dataset/preprocessor/core.py (`RowPreprocessor`): a message has a role
+of `_ROLES`, a text, and for an assistant's `loss`; other keys are dropped in silence. The rows are
+read by Hugging Face's datasets, whose JSON reader takes a column's type from the first 10 MiB
+(datasets 4.8.4, packaged_modules/json/json.py): what none of the rows there has ends the run later.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from omnibal.data.annotations import Annotations, StoredRecord
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
+from omnibal.data.stored_files import StoredFile
+from omnibal.errors import UserError
+
+_TYPED_BYTES = 10 << 20
+"""Bytes of a file by whose rows the types of its columns are known."""
+_ROLES = frozenset(("system", "user", "assistant"))
+_LOSS = "loss"
+Row = dict[str, Any]
+
+
+def write_rows(annotations: Annotations, samples: np.ndarray, path: Path) -> None:
+    """Write a row a sample, in this order.
+
+    Args:
+        annotations: the data.
+        samples: numbers of samples in it, int64 [rows].
+        path: JSONL to write.
+
+    Raises:
+        UserError: a record cannot be read or taken, or a key first occurs too far down the file.
+    """
+    begins: dict[str, int] = {}
+    with path.open("wb") as file:
+        for sample in samples.tolist():
+            _write_row(file, annotations, sample, begins)
+    late = [key for key, byte in begins.items() if byte >= _TYPED_BYTES]
+    if late:
+        raise UserError(
+            f'the first row with "{late[0]}" begins {begins[late[0]] / 2**20:.1f} MiB into '
+            f"{path.name}, and the reader knows a column by the first {_TYPED_BYTES >> 20} MiB: "
+            "plan with another --seed, so that one of these samples comes earlier"
+        )
+
+
+def _write_row(
+    file: BinaryIO, annotations: Annotations, sample: int, begins: dict[str, int]
+) -> None:
+    """Write one row, and note where keys first occur that not every row has."""
+    stored = annotations.stored(sample)
+    row = _plain_row(stored)
+    if row is None:
+        row = row_of(annotations[sample])
+        line = json.dumps(row, ensure_ascii=False).encode()
+    else:
+        line = stored.content.strip()
+    keys = {key for key in row if key != "messages"}
+    keys |= {_LOSS} if any(_LOSS in message for message in row["messages"]) else set()
+    for key in keys:
+        begins.setdefault(key, file.tell())
+    file.write(line + b"\n")
+
+
+def _plain_row(stored: StoredRecord) -> Row | None:
+    """A record that is such a row as it stands; None where it must be written anew."""
+    try:
+        record = json.loads(stored.content)
+    except (ValueError, RecursionError):  # which reading it as a sample tells of
+        return None
+    if not isinstance(record, dict) or not {"messages"} <= set(record) <= {"messages", "images"}:
+        return None
+    one_line = stored.content.strip()
+    if b"\n" in one_line or one_line[:1] != b"{":
+        return None
+    messages, images = record["messages"], record.get("images", [])
+    if not isinstance(messages, list) or not all(map(_is_plain_message, messages)):
+        return None
+    roles = [message["role"] for message in messages]
+    turns = roles[roles[:1] == ["system"] :]
+    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
+        return None
+    shown = sum(message["content"].count(IMAGE) for message in messages)
+    if not isinstance(images, list) or len(images) != shown or ("images" in record and not images):
+        return None
+    return record if all(isinstance(p, str) and Path(p).is_absolute() for p in images) else None
+
+
+def _is_plain_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and message["role"] in _ROLES
+        and isinstance(message["content"], str)
+        and VIDEO not in message["content"]
+        and AUDIO not in message["content"]
+    )
+
+
+def row_of(sample: Sample) -> Row:
+    """Write a sample as ms-swift's row, with absolute paths.
+
+    Raises:
+        UserError: it begins with what the assistant says, or its files are in a tar shard.
+    """
+    if sample.greeting is not None:
+        raise UserError(
+            f"{sample.where} begins with what the assistant says, which ms-swift pairs with no "
+            "question; leave the sample out, or put a question before it"
+        )
+    messages: list[Row] = []
+    if sample.system is not None:
+        messages.append({"role": "system", "content": sample.system})
+    for turn in sample.turns:
+        messages += _messages_of(turn)
+    row: Row = {"messages": messages}
+    if sample.video:
+        row["videos"] = [_paths(sample, sample.images)]
+    elif sample.images:
+        row["images"] = _paths(sample, sample.images)
+    if sample.recordings:
+        row["audios"] = _paths(sample, sample.recordings)
+    return row if sample.tools is None else row | {"tools": sample.tools}
+
+
+def _messages_of(turn: Turn) -> list[Row]:
+    """A question, or what tools answered, and what the assistant says and calls."""
+    asked = [{"role": "tool", "content": result} for result in turn.results]
+    asked = asked or [{"role": "user", "content": turn.question}]
+    said = [] if turn.calls and not turn.answer else [_answer(turn)]
+    said += [{"role": "tool_call", "content": call} for call in turn.calls]
+    return asked + [message if turn.learned else {**message, _LOSS: False} for message in said]
+
+
+def _answer(turn: Turn) -> Row:
+    thought = "" if turn.reasoning is None else f"<think>\n{turn.reasoning}\n</think>\n\n"
+    return {"role": "assistant", "content": thought + turn.answer}
+
+
+def _paths(sample: Sample, files: Sequence[StoredFile]) -> list[str]:
+    for file in files:
+        if file.name is not None:
+            raise UserError(
+                f"{sample.where}: {file.name} is in a tar shard, and ms-swift reads files; unpack "
+                "the shards with `tar -xf`, name the files in JSONL, and scan and plan with that"
+            )
+    return [str(file.path.absolute()) for file in files]

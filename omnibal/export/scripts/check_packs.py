@@ -1,0 +1,96 @@
+"""Says whether ms-swift will make the plan's packs of the rows, by the lengths that it counted.
+
+    swift export ... --to_cached_dataset true --output_dir counted
+    python check_packs.py counted/train
+
+Needs pyarrow alone, which ms-swift brings. Exit status 1 where packs would differ.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def counted_lengths(folder: Path) -> list[int]:
+    """Tokens of every row of a cached dataset, in its order."""
+    files = [
+        entry["filename"]
+        for entry in json.loads((folder / "state.json").read_text())["_data_files"]
+    ]
+    rows: list[int | list[int]] = []
+    for name in files:
+        with pa.memory_map(str(folder / name)) as source:
+            table = pa.ipc.open_stream(source).read_all()
+        column = "lengths" if "lengths" in table.column_names else "length"
+        rows += table[column].to_pylist()
+    return [sum(row) if isinstance(row, list) else row for row in rows]
+
+
+def packs_of(lengths: list[int], packing_length: int) -> list[int]:
+    """First row of every pack, if rows are packed one after another."""
+    begins: list[int] = []
+    held = packing_length
+    for row, length in enumerate(lengths):
+        if held >= packing_length or held + length > packing_length:
+            begins.append(row)
+            held = 0
+        held += length
+    return begins
+
+
+def difference(counted: list[int], planned: list[int], packs: list[int]) -> str | None:
+    """What is not as planned, in words; None if all packs are.
+
+    Args:
+        counted: tokens of every row, as ms-swift counts them.
+        planned: the same, as the plan does.
+        packs: number of every row's pack in the plan.
+    """
+    if len(counted) != len(planned):
+        return (
+            f"{len(counted)} rows were counted, and the plan has {len(planned)}: rows were left out"
+        )
+    sums: dict[int, int] = {}
+    for pack, tokens in zip(packs, planned, strict=True):
+        sums[pack] = sums.get(pack, 0) + tokens
+    expected = [row for row, pack in enumerate(packs) if not row or packs[row - 1] != pack]
+    found = packs_of(counted, max(sums.values()))
+    if found == expected:
+        return None
+    both = zip([*found, None], [*expected, None], strict=False)
+    first = next(number for number, (one, other) in enumerate(both) if one != other)
+    differ = [
+        row for row, pair in enumerate(zip(counted, planned, strict=True)) if len({*pair}) > 1
+    ]
+    told = f"pack {first - 1} is another: "
+    if not differ:
+        return told + "yet all lengths are the plan's; train.jsonl is not of this order.parquet"
+    row = differ[0]
+    return told + (
+        f"{len(differ)} of {len(counted)} lengths differ, first row {row}, which has "
+        f"{counted[row]} tokens, and {planned[row]} in the plan: plan with these lengths"
+    )
+
+
+def main() -> int:
+    """Compare, print, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("counted", type=Path, help="folder `train` that `swift export` wrote")
+    order_file = Path(__file__).with_name("order.parquet")
+    parser.add_argument(
+        "--order", type=Path, default=order_file, help="order.parquet of the export"
+    )
+    arguments = parser.parse_args()
+    order = pq.read_table(arguments.order, columns=["tokens", "pack"])
+    planned, packs = order["tokens"].to_pylist(), order["pack"].to_pylist()
+    told = difference(counted_lengths(arguments.counted), planned, packs)
+    print(told or f"as planned: {packs[-1] + 1} packs of {len(planned)} rows")
+    return 0 if told is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Lets XTuner train packs that are shorter than `pack_max_length`, and keeps their images.
+
+Import this in XTuner's config file, before the trainer is built. It puts a class in place of
+`PresetPackDataset`, as read at InternLM/xtuner 5cda4fb, xtuner/v1/datasets/preset_pack.py. That
+one, as its loader builds it, refuses a pack with fewer tokens than `pack_max_length`, though the
+collator pads it; and of a sample it hands on token ids and labels alone, so that a model never sees
+its images. Here whole samples are handed on as the dataset made them, and a sample whose tokens
+are not as many as the plan counted ends the run.
+"""
+
+from typing import Any
+
+from xtuner.v1.datasets import config
+from xtuner.v1.datasets.preset_pack import PresetPackDataset
+
+
+class WholeSamplePacks(PresetPackDataset):
+    """Packs of whole samples, with all that a sample has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "short_pack_strategy": "padding"})
+
+    def __getitem__(self, pack: int) -> list[dict[str, Any]]:
+        """The samples of one pack; the collator pads them."""
+        rows = self._samples[int(self._boundaries[pack]) : int(self._boundaries[pack + 1])]
+        return [self._whole(pack, [int(number) for number in row]) for row in rows]
+
+    def _whole(self, pack: int, row: list[int]) -> dict[str, Any]:
+        path, index, _, _, start, end = row
+        dataset = self.datasets[self._path_to_ds_idx[self._paths[path]]]
+        sample = dataset[index]
+        if start or sample["num_tokens"] != end:
+            raise ValueError(
+                f"pack {pack}: line {index + 1} of {self._paths[path]} has {sample['num_tokens']} "
+                f"tokens here, and {end} in the plan; plan with lengths that XTuner's own "
+                "tokenization counts"
+            )
+        return sample
+
+
+if not hasattr(config, "PresetPackDataset"):
+    raise ImportError(
+        "xtuner.v1.datasets.config has no PresetPackDataset: this file is for versions that have "
+        'pack_level="preset"; install one of them'
+    )
+config.PresetPackDataset = WholeSamplePacks

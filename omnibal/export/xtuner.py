@@ -1,0 +1,233 @@
+"""A plan as XTuner's preset packs, their order, and the settings of its loader.
+
+Read in InternLM/xtuner: xtuner/v1/datasets/preset_pack.py at 5cda4fb, preset_sampler.py at 147cb2e,
+config.py at 0404287 and the test of its loader. XTuner shards with FSDP: it has no pipeline, and
+recomputes all layers or none.
+"""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.data.annotations import Annotations
+from omnibal.data.record_files import is_array
+from omnibal.errors import UserError
+from omnibal.export.exported import Exported, Given, Writer
+from omnibal.export.order_file import sample_numbers
+from omnibal.export.reading_order import ReadingOrder, packs_per_step
+from omnibal.export.recompute import all_or_none
+from omnibal.export.writers import array_file, json_file, script_file
+from omnibal.plan import Plan
+from omnibal.units import LANGUAGE
+
+_PACKS, _ORDER, _SCRIPT = "packs", "sampler_order.npy", "xtuner_packs.py"
+_PLAIN = -1
+"""Characters of a row that is no part of a long text."""
+
+
+def export(given: Given) -> Exported:
+    """Make the packs, their order and the settings.
+
+    Raises:
+        UserError: the data is in tar shards or in a JSON array, which XTuner does not read.
+    """
+    plan = given.files.plan
+    if given.annotations is not None:
+        _check_readable(given.annotations)
+    return Exported(
+        files=_files(given),
+        command=_command(plan),
+        settings=_settings(given),
+        given_up=tuple(_given_up(given)),
+        notes=tuple(_notes(given)),
+    )
+
+
+def _check_readable(annotations: Annotations) -> None:
+    for path in annotations.files:
+        if path.suffix == ".tar" or is_array(path):
+            kind = "a tar shard" if path.suffix == ".tar" else "a JSON array"
+            raise UserError(
+                f"{path}: is {kind}, and XTuner reads samples from JSONL, by their lines; write "
+                "them as JSONL, one a line, and scan and plan with that"
+            )
+
+
+def _files(given: Given) -> dict[str, Writer]:
+    order, annotations = given.order, given.annotations
+    if order is None:
+        return {}
+    files = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(_sampler_order(given, order))}
+    if annotations is None:
+        return files
+    return files | {
+        f"{_PACKS}/boundaries.npy": array_file(order.packs.offsets.astype(np.int64)),
+        f"{_PACKS}/samples.npy": array_file(_rows(given, order, annotations)),
+        f"{_PACKS}/paths.json": json_file([str(path) for path in _paths(annotations)]),
+    }
+
+
+def _sampler_order(given: Given, order: ReadingOrder) -> np.ndarray:
+    """Packs of all full steps, in reading order. int64"""
+    full = _global_batch(given)
+    return np.arange(len(order) // full * full, dtype=np.int64)
+
+
+def _global_batch(given: Given) -> int:
+    data = given.files.plan.data
+    assert data is not None
+    return packs_per_step(data, given.files.plan.parallel.data)
+
+
+def _paths(annotations: Annotations) -> list[Path]:
+    """Annotation files as XTuner is given them: absolute."""
+    return [path.absolute() for path in annotations.files]
+
+
+def _rows(given: Given, order: ReadingOrder, annotations: Annotations) -> np.ndarray:
+    """File, line, characters and tokens of every sample in reading order. int64 [samples, 6]
+
+    Samples are whole: their tokens are 0 to all, and they have no characters.
+    """
+    lengths = given.files.steps[1]
+    sample = sample_numbers(order, lengths)
+    tokens = lengths.tokens[order.packs.samples]
+    plain = np.full(len(sample), _PLAIN)
+    columns = (
+        annotations.file[sample],
+        annotations.number[sample],
+        plain,
+        plain,
+        np.zeros(len(sample)),
+        tokens,
+    )
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def _pack_length(given: Given) -> int:
+    if given.order is None:
+        shapes = given.files.plan.shapes
+        assert shapes is not None
+        return shapes.caps["tokens"]
+    return int(given.order.packs.sums(given.files.steps[1].tokens).max())
+
+
+def _settings(given: Given) -> str:
+    """Python for XTuner's config file."""
+    if given.order is None:
+        return ""
+    plan, folder = given.files.plan, given.folder
+    ratio = 1.0 if all_or_none(plan.stages_at(0), LANGUAGE) else 0.0
+    batch = _global_batch(given)
+    lines = [
+        "import sys",
+        "",
+        "from xtuner.v1.config import FSDPConfig",
+        "from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig",
+        "",
+        f"sys.path.insert(0, {str(folder)!r})",
+        "import xtuner_packs  # packs shorter than pack_max_length, and their images",
+        "",
+        "# tokenize_fn: the one of your model; it must count tokens as the plan's lengths do.",
+        "dataset_config = [",
+        *_datasets(given),
+        "]",
+        "dataloader_config = DataloaderConfig(",
+        "    dataset_config_list=dataset_config,",
+        '    pack_level="preset",',
+        f"    pack_config_path={str(folder / _PACKS)!r},",
+        '    sampler_type="preset",',
+        f"    sampler_config_path={str(folder / _ORDER)!r},",
+        f"    pack_max_length={_pack_length(given)},",
+        "    group_by_length=False,",
+        ")",
+        f"fsdp_config = FSDPConfig(recompute_ratio={ratio})",
+        "# trainer = TrainerConfig(dataloader_cfg=dataloader_config, fsdp_cfg=fsdp_config,",
+        f"#                         global_batch_size={batch}, epoch_num=1, ...)",
+    ]
+    return "\n".join(lines)
+
+
+def _datasets(given: Given) -> Iterator[str]:
+    if given.annotations is None:
+        yield "    # every file of the data, by the path that packs/paths.json names"
+        return
+    has_images = bool(given.files.plan.model.encoders)
+    for path, root in _roots(given.annotations).items():
+        media = f", class_name='VLMJsonlDataset', media_root={str(root)!r}" if has_images else ""
+        yield f"    {{'dataset': DatasetConfig(anno_path={str(path)!r}{media}),"
+        yield "     'tokenize_fn': ...},"
+
+
+def _roots(annotations: Annotations) -> dict[Path, Path]:
+    """Folder that names of images start from, of every annotation file: a dataset of XTuner's."""
+    pairs = np.unique(np.stack([annotations.file, annotations.source], axis=1), axis=0)
+    roots: dict[Path, Path] = {}
+    paths = _paths(annotations)
+    for file, source in pairs.tolist():
+        path, root = paths[file], annotations.roots[source].absolute()
+        if roots.setdefault(path, root) != root:
+            raise UserError(
+                f"{path}: is of several sources, whose images are in {roots[path]} and in {root}; "
+                "XTuner takes a file once, with one folder: copy the file for one of them"
+            )
+    return roots
+
+
+def _command(plan: Plan) -> str:
+    per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
+    nodes = -(-plan.parallel.world_size // per_node)
+    several = (
+        f" --nnodes {nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port 29500"
+        if nodes > 1
+        else ""
+    )
+    program = "xtuner/v1/train/cli/sft.py"
+    return f"torchrun --nproc_per_node {per_node}{several} {program} --config {_config(plan)}"
+
+
+def _config(plan: Plan) -> str:
+    return shlex.quote(f"{plan.model.name}_config.py")
+
+
+def _given_up(given: Given) -> Iterator[str]:
+    plan, order = given.files.plan, given.order
+    if order is not None:
+        length = _pack_length(given)
+        share = order.packs.sums(given.files.steps[1].tokens).mean() / length
+        yield (
+            f"XTuner pads every pack to the longest one's {length:,} tokens, and computes the "
+            f"padding: packs fill {100 * share:.1f} % of that on the mean."
+        )
+    yield (
+        "XTuner recomputes a share of the language layers (recompute_ratio), here all or none; "
+        "what of an encoder is recomputed is for the model's own config to say."
+    )
+    if plan.model.encoders:
+        yield (
+            "PresetPackDataset of XTuner (5cda4fb and 5081ed2, xtuner/v1/datasets/preset_pack.py, "
+            "__getitem__) hands on of a whole sample only input_ids, labels and num_tokens: ITS "
+            "IMAGES ARE LOST, and training goes on without them. xtuner_packs.py, which the "
+            "settings import, mends that; check that your version still needs it."
+        )
+
+
+def _notes(given: Given) -> Iterator[str]:
+    if given.order is None:
+        yield "The plan is of shapes only, without packs to write: plan with --lengths."
+        return
+    if given.annotations is None:
+        yield (
+            "No --data was given, so packs/ is left out, which names lines of files; give the data "
+            "that the lengths were scanned from, or write packs/ by order.parquet."
+        )
+    yield (
+        "xtuner_packs.py has not run with XTuner itself, but with a stand-in that has its fields. "
+        "It ends a run at the first sample whose tokens are not as many as the plan counted."
+    )
+    yield (
+        "Lines are counted as XTuner counts them where nothing is filtered, which pack_level "
+        '"preset" sees to; sample_ratio stays 1.'
+    )

@@ -1,0 +1,219 @@
+"""The launch that a command starts, as its trainer reads the flags.
+
+Megatron-LM's parser takes whole names alone (`allow_abbrev=False` in its arguments.py), so nothing
+else is taken for a flag here: what is not known is kept and not judged.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from omnibal.errors import UserError
+from omnibal.limits import words as joined_words
+from omnibal.lint.flags import (
+    DEFAULTS,
+    FIELDS,
+    FROZEN,
+    LENGTHS,
+    SHORT,
+    SWITCHES,
+    canonical,
+    is_nothing,
+    is_on,
+    is_override,
+    read_flags,
+)
+from omnibal.lint.launch import Launch, Launcher
+from omnibal.lint.script import Command, Script, read_script
+from omnibal.lint.shell_values import UNKNOWN, shown, unknown_names
+
+_SWIFT_TASKS = frozenset(("sft", "pt", "rlhf"))
+_OF_LOONGFORGE = frozenset(
+    ("custom-pipeline-layers", "custom-virtual-pipeline-layers", "custom-pipeline-recompute-layers")
+)
+_BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
+_SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
+_MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
+_MOST_GPUS = 10_000_000
+
+
+def read_launch(
+    text: str,
+    given: Mapping[str, str],
+    launcher: Launcher | None = None,
+    gpus: int | None = None,
+) -> Launch:
+    """Read a launch line, or a script that has one.
+
+    Args:
+        text: a command, flags alone, overrides of a Bridge recipe, or a whole script.
+        given: values of variables by name, which stand above the text's own.
+        launcher: trainer that it starts; None to tell by the program and the flags.
+        gpus: of the job; None to take them from the text.
+
+    Raises:
+        UserError: there is no launch line or several, a value is none of its flag's, or a size
+            depends on a variable that is not known.
+    """
+    script = read_script(text, given)
+    command = _launch_command(script)
+    flags = read_flags(command.words, lambda word: UNKNOWN.fullmatch(word) is not None)
+    by_name = {canonical(name): value for name, value in flags.items()}
+    _check_known(script, by_name)
+    launcher = launcher or _launcher_of(command.words, flags, by_name)
+    settings = {**DEFAULTS.get(launcher, {}), **by_name}
+    marks = [name for value in flags.values() for name in unknown_names(value or "")]
+    return Launch.model_validate(
+        {
+            "launcher": launcher,
+            "flags": {name: None if text is None else shown(text) for name, text in flags.items()},
+            "gpus": gpus or _gpus_of(by_name, command.environment),
+            "environment": {name: shown(text) for name, text in command.environment.items()},
+            "unknown": tuple(dict.fromkeys(marks)),
+        }
+        | _sizes(settings)
+        | _recomputing(launcher, settings)
+        | {"frozen": _frozen(settings), "sequence_length": _length(settings)}
+    )
+
+
+def _launch_command(script: Script) -> Command:
+    """The one command of a script that has flags of a Megatron trainer."""
+    commands = [nested for one in script.commands for nested in _nested(one)]
+    found = [one for one in commands if _is_launch(one)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UserError(
+            "the launch line has no flag of a Megatron trainer that is known, such as "
+            "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
+            "the path of a script with one, or flags alone"
+        )
+    lines = joined_words([str(one.line) for one in found])
+    raise UserError(
+        f"the script has {len(found)} launch lines, on lines {lines}; one at a time is judged: "
+        "give one of them in quotes"
+    )
+
+
+def _nested(command: Command) -> Sequence[Command]:
+    """A command, or those that it gives to another shell as one word, as `bash -c` does."""
+    inner = [word for word in command.words if " " in word and _has_flag(re.split(r"\s+", word))]
+    if not inner or _has_flag([word for word in command.words if word not in inner]):
+        return [command]
+    return [
+        Command(words=one.words, environment=command.environment, line=command.line)
+        for word in inner
+        for one in read_script(word, {}).commands
+    ]
+
+
+def _is_launch(command: Command) -> bool:
+    return command.words[0] not in ("echo", "printf") and _has_flag(command.words)
+
+
+def _has_flag(words: Sequence[str]) -> bool:
+    names = {canonical(name) for name in read_flags(words, lambda word: False)}
+    return bool(names & {*FIELDS, _SPLIT_BY_CHUNK})
+
+
+def _check_known(script: Script, by_name: Mapping[str, str | None]) -> None:
+    """Ask for variables that sizes and switches depend on.
+
+    Raises:
+        UserError: one is not known.
+    """
+    asked: dict[str, str] = {}
+    for name, text in by_name.items():
+        is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
+        if name not in _MARKED or is_followed:
+            continue
+        for variable in unknown_names(text or ""):
+            asked.setdefault(variable, f"--{name} {shown(text or '')}")
+    if asked:
+        reasons = [
+            f"{flag}: {script.variables.reason(name)}" for name, flag in list(asked.items())[:3]
+        ]
+        settable = [name for name in asked if re.fullmatch(r"\w+", name)]
+        change = " ".join(f"--set {name}=VALUE" for name in settable)
+        raise UserError(
+            f"values are not known ({'; '.join(reasons)}); sizes and switches must be: give "
+            f"{change or 'the launch line with the values put in'}"
+        )
+
+
+def _launcher_of(
+    words: Sequence[str], flags: Mapping[str, str | None], by_name: Mapping[str, str | None]
+) -> Launcher:
+    """The trainer that a command starts, by its program, then by how its flags are written."""
+    program = " ".join(word for word in words if not word.startswith("-"))
+    if re.search(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b", program):
+        raise UserError(
+            "`swift sft` starts ms-swift's DeepSpeed back end, which has no Megatron flags; "
+            "`megatron sft` starts the other: give a launch line of that"
+        )
+    if re.search(r"swift[./]cli[./]_megatron|(?:^|[\s/])megatron (?:sft|pt|rlhf)\b", program):
+        return Launcher.MS_SWIFT
+    if _OF_LOONGFORGE & by_name.keys() or "loongforge" in program.lower():
+        return Launcher.LOONGFORGE
+    is_bridge = _BRIDGE_PROGRAM.search(program) or any(map(is_override, flags))
+    if is_bridge or any(name in SHORT and f"-{name}" in words for name in flags):
+        return Launcher.MEGATRON_BRIDGE
+    underscored = [name for name in flags if "_" in name and canonical(name) in FIELDS]
+    has_program = any(word.endswith(".py") for word in words)
+    return Launcher.MS_SWIFT if underscored and not has_program else Launcher.MEGATRON_LM
+
+
+def _gpus_of(by_name: Mapping[str, str | None], environment: Mapping[str, str]) -> int | None:
+    """Processes of the job, where the command says both numbers; a job is of one node else."""
+    if "num-gpus" in by_name:
+        return _count(by_name["num-gpus"])
+    a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
+    nodes = _count(by_name.get("nnodes") or environment.get("NNODES") or "1")
+    return None if a_node is None or nodes is None else a_node * nodes
+
+
+def _count(text: str | None) -> int | None:
+    """The first number of a value; None where that is none, such as `auto`."""
+    first = (text or "").split()[:1]
+    count = int(first[0]) if first and re.fullmatch(r"\d{1,7}", first[0]) else 0
+    return count if 1 <= count <= _MOST_GPUS else None
+
+
+def _sizes(settings: Mapping[str, str | None]) -> dict[str, object]:
+    """Fields of a launch that flags give directly."""
+    given = {name: text for name, text in settings.items() if not is_nothing(text)}
+    fields = {
+        FIELDS[name][0]: FIELDS[name][1](f"--{name}", text)
+        for name, text in given.items()
+        if name in FIELDS
+    }
+    if _SPLIT_BY_CHUNK in given:
+        read = FIELDS["custom-pipeline-layers"][1]
+        fields["layers_by_stage"] = read(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
+        fields["is_by_chunk"] = True
+    return fields
+
+
+def _recomputing(launcher: Launcher, settings: Mapping[str, str | None]) -> dict[str, object]:
+    """What is recomputed; None where the words are none of Megatron's, which a rule tells."""
+    granularity, method = settings.get("recompute-granularity"), settings.get("recompute-method")
+    if "recompute-activations" in settings and is_on(settings["recompute-activations"]):
+        granularity = "selective"
+    return {
+        "recompute": granularity if granularity in ("full", "selective") else None,
+        "recompute_method": method if method in ("block", "uniform") else None,
+    }
+
+
+def _frozen(settings: Mapping[str, str | None]) -> tuple[str, ...]:
+    parts = [part for name, part in FROZEN.items() if name in settings and is_on(settings[name])]
+    return tuple(dict.fromkeys(parts))
+
+
+def _length(settings: Mapping[str, str | None]) -> int | None:
+    name = next((name for name in LENGTHS if name in settings), None)
+    if name is None or is_nothing(settings[name]):
+        return None
+    read = FIELDS["micro-batch-size"][1]
+    length: int = read(f"--{name}", settings[name])
+    return length

@@ -1,0 +1,180 @@
+"""Flags of Megatron trainers by name, and what of a launch each gives.
+
+Names are compared with dashes and without the section of a Bridge override, so that
+`--micro-batch-size`, `--micro_batch_size` and `train.micro_batch_size=` are one flag.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omnibal.errors import UserError
+from omnibal.frozen import MAX_COUNT
+from omnibal.lint.launch import Launcher
+
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "et": "expert_tensor_parallel_size",
+    "mb": "micro_batch_size",
+    "gb": "global_batch_size",
+    "sl": "seq_length",
+    "ng": "num_gpus",
+}
+"""Short flags of Megatron-Bridge's runner of recipes, without their dash, and their long names."""
+_SECTIONS = frozenset(
+    ("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "mixed_precision", "scheduler")
+)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+_FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+_NOTHING = ("none", "null", "")
+
+
+def canonical(name: str) -> str:
+    """A flag's name as all trainers' are compared."""
+    section, _, rest = name.partition(".")
+    if section in _SECTIONS and rest and "." not in rest:
+        name = rest
+    return SHORT.get(name, name).replace("_", "-")
+
+
+def read_flags(words: Sequence[str], is_unknown: Callable[[str], bool]) -> dict[str, str | None]:
+    """Flags and overrides of a command, by their names as written without leading dashes.
+
+    Args:
+        words: of the command; those before its first flag, and the program's name, are none.
+        is_unknown: whether a word is a variable that is not known, which may stand for anything; it
+            is a flag's value only where that has none yet.
+    """
+    flags: dict[str, str | None] = {}
+    last: str | None = None
+    for word in words:
+        override, flag = _OVERRIDE.fullmatch(word), _FLAG.fullmatch(word)
+        if override is not None:
+            flags[override[1]], last = override[2], None
+        elif flag is not None:
+            flags[flag[1]] = flag[2]
+            last = None if flag[2] is not None else flag[1]
+        elif last is not None and not (is_unknown(word) and flags[last] is not None):
+            before = flags[last]
+            flags[last] = word if before is None else f"{before} {word}"
+    return flags
+
+
+def is_override(name: str) -> bool:
+    """Whether a flag's name is that of an override of a Bridge recipe, such as `model.x`."""
+    return name.partition(".")[0] in _SECTIONS and "." in name
+
+
+def _whole(name: str, text: str | None) -> int:
+    if text is None or not re.fullmatch(r"[+-]?\d{1,12}", text.strip()):
+        raise UserError(f"{name} {text or 'without a value'}: must be a whole number; correct it")
+    return int(text)
+
+
+def _positive(name: str, text: str | None) -> int:
+    value = _whole(name, text)
+    if not 1 <= value <= MAX_COUNT:
+        raise UserError(f"{name} {value}: must be from 1 to {MAX_COUNT:,}; correct it")
+    return value
+
+
+def is_on(text: str | None) -> bool:
+    """Whether a switch is on: without a value, or with one that says so."""
+    return text is None or text.strip().lower() not in ("false", "0", "no", "off", "none", "null")
+
+
+def _switch(name: str, text: str | None) -> bool:
+    return is_on(text)
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...]:
+    return tuple(_whole(name, part) for part in (text or "").split(",") if part.strip())
+
+
+def _text(name: str, text: str | None) -> str | None:
+    return text
+
+
+def words_of(text: str | None) -> tuple[str, ...]:
+    """Words of a value that is a list: `a b`, `a,b` or `[a,b]`."""
+    return tuple(re.findall(r"[^\s,\[\]'\"]+", text or ""))
+
+
+def _words(name: str, text: str | None) -> tuple[str, ...]:
+    return words_of(text)
+
+
+def _layout(name: str, text: str | None) -> str | tuple[tuple[str, ...], ...] | None:
+    if text is None or not text.strip().startswith("["):
+        return text
+    return tuple(words_of(inner) for inner in re.findall(r"\[([^\[\]]*)\]", text))
+
+
+Read = Callable[[str, str | None], Any]
+FIELDS: Mapping[str, tuple[str, Read]] = {
+    "tensor-model-parallel-size": ("tensor", _positive),
+    "pipeline-model-parallel-size": ("pipeline", _positive),
+    "context-parallel-size": ("context", _positive),
+    "expert-model-parallel-size": ("expert", _positive),
+    "expert-tensor-parallel-size": ("expert_tensor", _positive),
+    "num-virtual-stages-per-pipeline-rank": ("virtual", _positive),
+    "virtual-pipeline-model-parallel-size": ("virtual", _positive),
+    "num-layers-per-virtual-pipeline-stage": ("layers_per_virtual_stage", _positive),
+    "sequence-parallel": ("sequence_parallel", _switch),
+    "decoder-first-pipeline-num-layers": ("first_layers", _whole),
+    "decoder-last-pipeline-num-layers": ("last_layers", _whole),
+    "num-layers-in-first-pipeline-stage": ("first_layers", _whole),
+    "num-layers-in-last-pipeline-stage": ("last_layers", _whole),
+    "pipeline-model-parallel-layout": ("layout", _layout),
+    "custom-pipeline-layers": ("layers_by_stage", _numbers),
+    "account-for-embedding-in-pipeline-split": ("account_for_embedding", _switch),
+    "account-for-loss-in-pipeline-split": ("account_for_loss", _switch),
+    "recompute-granularity": ("recompute", _text),
+    "recompute-method": ("recompute_method", _text),
+    "recompute-num-layers": ("recompute_layers", _whole),
+    "custom-pipeline-recompute-layers": ("recompute_by_stage", _numbers),
+    "recompute-modules": ("recompute_modules", _words),
+    "recompute-vision": ("recompute_encoders", _switch),
+    "vit-gradient-checkpointing": ("recompute_encoders", _switch),
+    "micro-batch-size": ("micro_batch", _positive),
+    "global-batch-size": ("global_batch", _positive),
+    "mtp-num-layers": ("prediction_layers", _whole),
+}
+"""Field of `Launch` that a flag gives, and how its value is read."""
+SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _switch)
+"""Flags that may stand without a value."""
+LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
+"""Flags for the tokens of a sample or a pack; the first that is given counts."""
+FROZEN = {
+    "freeze-llm": "language",
+    "freeze-vit": "vision",
+    "freeze-aligner": "projector",
+    "freeze-lm": "language",
+    "freeze-language-model": "language",
+    "freeze-vision-model": "vision",
+    "freeze-vision-projection": "projector",
+    "model.foundation.freeze": "language",
+    "model.image-encoder.freeze": "vision",
+    "model.image-projector.freeze": "projector",
+}
+"""Part of the model that a switch freezes."""
+DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
+    Launcher.MS_SWIFT: {
+        "micro-batch-size": "1",
+        "global-batch-size": "16",
+        "recompute-granularity": "selective",
+        "freeze-vit": "true",
+        "freeze-aligner": "true",
+    }
+}
+"""Values of flags that are not given, where a trainer has its own (ms-swift 4.6.0,
+megatron_args.py:470-504)."""
+
+
+def is_nothing(text: str | None) -> bool:
+    """Whether a value says that there is none, as overrides may."""
+    return text is not None and text.strip().lower() in _NOTHING

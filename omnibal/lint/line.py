@@ -1,0 +1,127 @@
+"""A launch line beside its model: what rules ask of the two."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from omnibal.config import ModelConfig
+from omnibal.errors import UserError
+from omnibal.export.layout import Layout, parse_layout
+from omnibal.lint.flags import canonical, is_nothing, is_on
+from omnibal.lint.launch import Launch, Launcher
+from omnibal.lint.sizes import SIZE_FLAGS, Sizes, sizes_of
+
+ARGPARSE = frozenset((Launcher.MEGATRON_LM, Launcher.LOONGFORGE))
+"""Trainers whose flags Megatron-LM's `validate_args` checks."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A launch, the sizes of its model, and what follows from both."""
+
+    launch: Launch
+    model_sizes: Sizes
+
+    @cached_property
+    def flags(self) -> dict[str, str | None]:
+        """Flags by names that all trainers share."""
+        return {canonical(name): text for name, text in self.launch.flags.items()}
+
+    def on(self, name: str) -> bool:
+        """Whether a switch is given and on."""
+        return name in self.flags and is_on(self.flags[name])
+
+    def text(self, name: str) -> str | None:
+        """Value of a flag; None where it is not given, or says that there is none."""
+        text = self.flags.get(name)
+        return None if text is None or is_nothing(text) else text.strip()
+
+    def number(self, name: str) -> int | None:
+        """Value of a flag that is a whole number; None where it is not given or is none."""
+        text = self.text(name)
+        return int(text) if text is not None and text.lstrip("+-").isdecimal() else None
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes that the trainer builds: the model's, but for those that flags give."""
+        given = {size: self.number(flag) for flag, size in SIZE_FLAGS.items()}
+        return self.model_sizes.with_counts({size: n for size, n in given.items() if n})
+
+    @property
+    def other_sizes(self) -> dict[str, tuple[int, int]]:
+        """Sizes that flags give otherwise than the model has them: the flags', the model's."""
+        built, model = asdict(self.sizes), asdict(self.model_sizes)
+        return {size: (built[size], model[size]) for size in built if built[size] != model[size]}
+
+    @property
+    def grid(self) -> int:
+        """Ranks of one copy of the model: tensor x pipeline x context."""
+        return self.launch.tensor * self.launch.pipeline * self.launch.context
+
+    @property
+    def expert_tensor(self) -> int:
+        """Expert tensor size, by the trainer's default where it is not given."""
+        default = 1 if self.launch.launcher is Launcher.MS_SWIFT else self.launch.tensor
+        return self.launch.expert_tensor or default
+
+    @property
+    def expert_grid(self) -> int:
+        """Ranks of one copy of the experts: expert tensor x expert x pipeline."""
+        return self.expert_tensor * self.launch.expert * self.launch.pipeline
+
+    @property
+    def data(self) -> int | None:
+        """Data-parallel size; None where it is not known or not whole."""
+        gpus = self.launch.gpus
+        return None if gpus is None or gpus % self.grid else gpus // self.grid
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of a rank in a step; None where they are not known or not whole."""
+        launch = self.launch
+        if self.data is None or launch.micro_batch is None:
+            return None
+        at_once = launch.micro_batch * self.data
+        steps = launch.global_batch or at_once
+        return None if steps % at_once else steps // at_once
+
+    @cached_property
+    def layout(self) -> Layout | str | None:
+        """The layout that is given; why it is none of Megatron's, or None where none is given."""
+        if self.launch.layout is None:
+            return None
+        try:
+            whole = parse_layout(self.launch.layout, 1)
+        except UserError as error:
+            return str(error)
+        chunks, stages = whole.chunks, self.launch.pipeline
+        return whole if len(chunks) % stages else Layout(pipeline=stages, chunks=chunks)
+
+    @property
+    def layers_to_split(self) -> int:
+        """Layers that stages share evenly, with one each for the embedding and the loss where the
+        line counts them."""
+        launch = self.launch
+        return self.sizes.layers + launch.account_for_embedding + launch.account_for_loss
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether stages have equally many layers, as far as flags say."""
+        launch = self.launch
+        ends = launch.first_layers is None and launch.last_layers is None
+        return ends and launch.layout is None and launch.layers_by_stage is None
+
+    @property
+    def virtual(self) -> int | None:
+        """Chunks of a stage; None for one, or where they cannot be told."""
+        launch, stages = self.launch, self.launch.pipeline
+        chunks = launch.virtual
+        if isinstance(self.layout, Layout):
+            chunks = self.layout.virtual if self.layout.pipeline == stages else None
+        elif launch.layers_per_virtual_stage is not None:
+            chunks = self.layers_to_split // stages // launch.layers_per_virtual_stage
+        return chunks if chunks is not None and chunks > 1 else None
+
+
+def line_of(launch: Launch, model: ModelConfig) -> Line:
+    """Put a launch beside the model that it trains."""
+    return Line(launch, sizes_of(model))

@@ -1,0 +1,177 @@
+"""Commands of a launch script, in order, with their variables put in; nothing is executed."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from omnibal.lint.shell_values import Value, Variables, expand, joined
+from omnibal.lint.shell_words import ARRAY, Piece, Token, Word, scan
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.DOTALL)
+_DECLARE = frozenset(("export", "declare", "local", "readonly", "typeset"))
+_OPENS = frozenset(("if", "while", "until", "for", "select", "case", "function", "{"))
+_CLOSES = frozenset(("fi", "done", "esac", "}"))
+_GOES_ON = frozenset(("then", "else", "elif", "do", "!"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A simple command: its words and what stands in its environment."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Exported variables of the script and assignments before the command."""
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """Commands of a script, and its variables at its end."""
+
+    commands: tuple[Command, ...]
+    variables: Variables
+
+
+def read_script(text: str, given: Mapping[str, str]) -> Script:
+    """Read a script, or one command, as a shell would without running anything.
+
+    Args:
+        given: values of variables, by name, that stand above the script's own.
+
+    Raises:
+        UserError: a quote or a bracket is not closed.
+    """
+    reader = _Reader(Variables(given))
+    reader.read(scan(text))
+    return Script(commands=tuple(reader.commands), variables=reader.variables)
+
+
+class _Reader:
+    """What is known of a script up to a token."""
+
+    def __init__(self, variables: Variables) -> None:
+        self.variables = variables
+        self.commands: list[Command] = []
+        self.depth = 0
+        self.last_operator = "\n"
+
+    def read(self, tokens: list[Token]) -> None:
+        words: list[Word] = []
+        array: tuple[Word, list[Word]] | None = None
+        for token in tokens:
+            if array is not None:
+                array = self._in_array(token, array, words)
+            elif isinstance(token, Word) and token.pieces[-1] == Piece(ARRAY, False, True):
+                array = (token, [])
+            elif isinstance(token, Word):
+                words.append(token)
+            else:
+                self._command(words)
+                words, self.last_operator = [], token.text
+        self._command(words)
+
+    def _in_array(
+        self, token: Token, array: tuple[Word, list[Word]], words: list[Word]
+    ) -> tuple[Word, list[Word]] | None:
+        """Take one more value of an array, or set it at its end."""
+        name, values = array
+        if isinstance(token, Word):
+            return name, [*values, token]
+        if token.text != ")":
+            return array
+        value = tuple(part for word in values for part in expand(word, self.variables))
+        literal = "".join(piece.text for piece in name.pieces[:-1])
+        self._set(literal, value, name.line, words)
+        return None
+
+    def _set(self, before: str, value: Value, line: int, words: list[Word]) -> None:
+        match = _ASSIGNMENT.match(before)
+        assert match is not None, before
+        if match[2]:
+            value = self.variables.append(match[1], value)
+        self.variables.assign(match[1], value, line if self._is_conditional(words) else None)
+
+    def _is_conditional(self, words: list[Word]) -> bool:
+        """Whether a command may not be reached."""
+        return self.depth > 0 or self.last_operator in ("&&", "||")
+
+    def _command(self, words: list[Word]) -> None:
+        """Take a simple command: keep it, or set what it assigns."""
+        words = self._without_control(words)
+        assigned, rest = _assignments(words)
+        if not rest:
+            for word in assigned:
+                self._assign(word, words)
+            return
+        if rest[0].literal in _DECLARE:
+            self._declare(rest)
+            return
+        texts = [text for word in rest for text in expand(word, self.variables)]
+        if texts:
+            self.commands.append(
+                Command(
+                    words=tuple(texts),
+                    environment=self._environment() | dict(map(self._pair, assigned)),
+                    line=words[0].line,
+                )
+            )
+
+    def _without_control(self, words: list[Word]) -> list[Word]:
+        """Words behind reserved ones, whose nesting is counted."""
+        while words and words[0].literal is not None:
+            reserved = words[0].literal
+            if reserved in _OPENS:
+                self.depth += 1
+                words = self._without_loop(words) if reserved in ("for", "select") else words[1:]
+                if reserved in ("case", "function"):
+                    return []
+            elif reserved in _CLOSES:
+                self.depth = max(0, self.depth - 1)
+                words = words[1:]
+            elif reserved in _GOES_ON:
+                words = words[1:]
+            else:
+                break
+        return words
+
+    def _without_loop(self, words: list[Word]) -> list[Word]:
+        name = words[1].literal if len(words) > 1 else None
+        if name is not None:
+            self.variables.assign(name, (), words[0].line)
+        return []
+
+    def _declare(self, words: list[Word]) -> None:
+        """Take `export NAME=VALUE` and the like."""
+        for word in words[1:]:
+            before = "".join(piece.text for piece in word.pieces)
+            if words[0].literal == "export":
+                self.variables.exported.add(before.partition("=")[0])
+            if _is_assignment(word):
+                self._assign(word, words)
+
+    def _assign(self, word: Word, words: list[Word]) -> None:
+        self._set(word.pieces[0].text, self._pair(word)[1], word.line, words)
+
+    def _pair(self, word: Word) -> tuple[str, str]:
+        """Name and value of an assignment."""
+        match = _ASSIGNMENT.match(word.pieces[0].text)
+        assert match is not None, word
+        first = word.pieces[0]
+        value = Piece(first.text[match.end() :], first.is_quoted)
+        return match[1], joined((value, *word.pieces[1:]), self.variables)
+
+    def _environment(self) -> dict[str, str]:
+        values = {name: self.variables.get(name) for name in self.variables.exported}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _is_assignment(word: Word) -> bool:
+    first = word.pieces[0] if word.pieces else None
+    plain = first is not None and not (first.is_quoted or first.is_expansion)
+    return plain and _ASSIGNMENT.match(word.pieces[0].text) is not None
+
+
+def _assignments(words: list[Word]) -> tuple[list[Word], list[Word]]:
+    """Assignments before a command, and the command."""
+    count = next((i for i, word in enumerate(words) if not _is_assignment(word)), len(words))
+    return words[:count], words[count:]

@@ -1,0 +1,239 @@
+"""Variables of a launch script, and what words stand for with them; no command is run.
+
+What is not known (a variable that the script does not set, the output of a command, what is set
+under a condition) stands in a word as `UNKNOWN`, so that only who needs the value asks for it.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import add, mul, neg, pos, sub
+
+from omnibal.lint.shell_words import Piece, Word, pieces_of
+
+UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
+"""Mark of a value that is not known, around the name that `--set` takes."""
+_PARAMETER = re.compile(
+    r"(?P<name>\w+|[@*#?$!-])(?P<all>\[[@*]\])?(?:(?P<rule>:?[-=+?])(?P<other>.*))?", re.DOTALL
+)
+_NAME = re.compile(r"(?<![\w\ue000])[A-Za-z_]\w*(?![\w\ue001])")
+_MOST_DIGITS = 18
+_NO_QUOTES = str.maketrans("", "", "\"'")
+
+
+@dataclass(frozen=True, slots=True)
+class Unset:
+    """Why a variable's value is not known."""
+
+    reason: str
+
+
+Value = str | tuple[str, ...] | Unset
+_NOT_SET = Unset("the script does not set it")
+
+
+@dataclass(slots=True)
+class Variables:
+    """Variables by name, as far as the script was read."""
+
+    given: Mapping[str, str]
+    """Values of `--set`, which no assignment changes."""
+    values: dict[str, Value] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+
+    def get(self, name: str) -> Value:
+        """The value of a variable, or why it is not known."""
+        if name in self.given:
+            return self.given[name]
+        return self.values.get(name, _NOT_SET)
+
+    def assign(self, name: str, value: Value, condition: int | None = None) -> None:
+        """Set a variable.
+
+        Args:
+            condition: line of an assignment that may not be reached; the value is then only known
+                if it is the same as before.
+        """
+        if condition is not None and self.get(name) != value:
+            value = Unset(f"line {condition} sets it under a condition")
+        self.values[name] = value
+
+    def append(self, name: str, value: Value) -> Value:
+        """The value of a variable with another one added, as `+=` adds it."""
+        before = self.get(name)
+        if isinstance(before, Unset):
+            return value if before is _NOT_SET else before
+        if isinstance(value, tuple):
+            return (*((before,) if isinstance(before, str) else before), *value)
+        if isinstance(before, tuple) or isinstance(value, Unset):
+            return value if isinstance(value, Unset) else (*before, value)
+        return before + value
+
+    def reason(self, name: str) -> str:
+        """Why a value is not known."""
+        value = self.get(name)
+        if not re.fullmatch(r"\w+", name):
+            return "it is the output of a command, and none is run"
+        return value.reason if isinstance(value, Unset) else "it is made of such a value"
+
+
+def expand(word: Word, variables: Variables) -> list[str]:
+    """Words that a word becomes: unquoted expansions are split at blanks, arrays are all words."""
+    fields: list[str] = []
+    is_open = False
+    for piece in word.pieces:
+        values = _split(piece, variables)
+        for number, (text, is_glued) in enumerate(values):
+            if number == 0 and is_open and is_glued:
+                fields[-1] += text
+            else:
+                fields.append(text)
+        if values:
+            is_open = True
+            if not values[-1][0] and not piece.is_quoted and piece.is_expansion:
+                fields.pop()
+                is_open = False
+    return fields
+
+
+def _split(piece: Piece, variables: Variables) -> list[tuple[str, bool]]:
+    """Parts of a piece, each with whether it may be glued to what stands before it.
+
+    A last part that is empty says that what follows begins a new word.
+    """
+    if not piece.is_expansion:
+        return [(piece.text, True)]
+    value = evaluate(piece.text, variables)
+    if piece.is_quoted:
+        return [(part, number == 0) for number, part in enumerate(_parts(value))]
+    text = " ".join(_parts(value))
+    words: list[tuple[str, bool]] = [
+        (part, number == 0 and not text[0].isspace()) for number, part in enumerate(text.split())
+    ]
+    return [*words, ("", False)] if words and text[-1].isspace() else words
+
+
+def _parts(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def joined(pieces: Iterable[Piece], variables: Variables) -> str:
+    """One text of pieces that are not split, as in an assignment."""
+    return "".join(
+        " ".join(_parts(evaluate(piece.text, variables))) if piece.is_expansion else piece.text
+        for piece in pieces
+    )
+
+
+def evaluate(expansion: str, variables: Variables) -> str | tuple[str, ...]:
+    """What an expansion such as `${TP:-4}` stands for; several words for an array."""
+    if expansion.startswith("$(("):
+        return _arithmetic(expansion[3:-2], variables)
+    if expansion.startswith(("$(", "`")):
+        return _unknown(expansion)
+    if expansion.startswith("${"):
+        return _parameter(expansion[2:-1], variables)
+    return _known(expansion[1:], variables)
+
+
+def _unknown(name: str) -> str:
+    return f"\ue000{name}\ue001"
+
+
+def _known(name: str, variables: Variables) -> str | tuple[str, ...]:
+    value = variables.get(name)
+    if name in ("@", "*"):
+        return ()
+    return _unknown(name) if isinstance(value, Unset) else value
+
+
+def _parameter(text: str, variables: Variables) -> str | tuple[str, ...]:
+    """Value of `${...}`, by the text between its braces."""
+    match = _PARAMETER.fullmatch(text)
+    if match is None:
+        return _unknown(re.sub(r"^[#!]?(\w*).*", r"\1", text, flags=re.DOTALL))
+    name, rule = match["name"], match["rule"]
+    value = variables.get(name)
+    if rule is None or rule.endswith("?"):
+        known = _known(name, variables)
+        return known if match["all"] or isinstance(known, str) else known[:1] or ""
+    is_set = value is not _NOT_SET and not (rule.startswith(":") and value in ("", ()))
+    if rule.endswith("+"):
+        return _other(match["other"], variables) if is_set else ""
+    if is_set:
+        return _known(name, variables)
+    other = _other(match["other"], variables)
+    if rule.endswith("="):
+        variables.assign(name, other)
+    return other
+
+
+def _other(text: str, variables: Variables) -> str:
+    """Value of what `${NAME:-...}` has behind its sign, without the quotes in it."""
+    pieces = (
+        piece if piece.is_expansion else Piece(piece.text.translate(_NO_QUOTES), True)
+        for piece in pieces_of(text)
+    )
+    return joined(pieces, variables)
+
+
+def _arithmetic(text: str, variables: Variables) -> str:
+    """Value of `$((...))` on whole numbers, or the mark of the first name that is not known."""
+    expression = joined(pieces_of(text), variables)
+    expression = _NAME.sub(lambda match: _number_of(match[0], variables), expression)
+    unknown = UNKNOWN.search(expression)
+    if unknown is not None:
+        return unknown[0]
+    try:
+        return str(_result(ast.parse(expression.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return _unknown(f"$(({text}))")
+
+
+def _number_of(name: str, variables: Variables) -> str:
+    return " ".join(_parts(_known(name, variables)))
+
+
+def _divided(left: int, right: int) -> int:
+    """Quotient rounded towards zero, as a shell has it."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+_TWO: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
+    ast.Div: _divided,
+    ast.Mod: lambda left, right: left - right * _divided(left, right),
+}
+_ONE: dict[type[ast.unaryop], Callable[[int], int]] = {ast.USub: neg, ast.UAdd: pos}
+
+
+def _result(node: ast.expr) -> int:
+    """Value of an expression of whole numbers.
+
+    Raises:
+        ValueError: it has anything else in it.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.BinOp) and type(node.op) in _TWO:
+        value = _TWO[type(node.op)](_result(node.left), _result(node.right))
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _ONE:
+        value = _ONE[type(node.op)](_result(node.operand))
+    else:
+        raise ValueError("not whole numbers, + - * / and %")
+    if abs(value) >= 10**_MOST_DIGITS:
+        raise ValueError("too large")
+    return value
+
+
+def unknown_names(text: str) -> Iterator[str]:
+    """Names of all values in a text that are not known."""
+    return (match[1] for match in UNKNOWN.finditer(text))
+
+
+def shown(text: str) -> str:
+    """A text with what is not known as a shell writes it, such as `$TP`."""
+    return UNKNOWN.sub(lambda match: f"${match[1]}".replace("$$", "$"), text)

@@ -1,0 +1,64 @@
+"""Sizes of the language model that a launch line trains, as rules compare them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omnibal.config import ModelConfig
+from omnibal.layers import LinearAttention
+
+SIZE_FLAGS: Mapping[str, str] = {
+    "num-layers": "layers",
+    "hidden-size": "hidden",
+    "num-attention-heads": "heads",
+    "num-query-groups": "query_groups",
+    "num-experts": "experts",
+    "num-moe-experts": "experts",
+}
+"""Size that a flag gives, which stands above the model's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Sizes of a language model in Megatron's words."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query_groups: int
+    """Heads of k and v; as many as heads with latent attention."""
+    experts: int
+    """Routed experts of a layer; 0 where there are none."""
+    has_shared_experts: bool
+    is_latent: bool
+    has_head_size: bool
+    """Whether the size of a head is given by itself."""
+    linear: LinearAttention | None
+    """Gated delta net of layers that have one."""
+    prediction_layers: int
+    """Layers of multi-token prediction that the released model has."""
+
+    def with_counts(self, counts: Mapping[str, int]) -> "Sizes":
+        """Return the sizes with some counts, by their names, replaced."""
+        changes: dict[str, Any] = dict(counts)
+        return replace(self, **changes)
+
+
+def sizes_of(model: ModelConfig) -> Sizes:
+    """Read the sizes that rules need of a model."""
+    language = model.language
+    mixtures = [kind.experts for kind in language.kinds if kind.experts is not None]
+    linear = [kind.linear for kind in language.kinds if kind.linear is not None]
+    is_latent = any(kind.latent is not None for kind in language.kinds)
+    return Sizes(
+        layers=language.layers,
+        hidden=language.hidden_size,
+        heads=language.heads,
+        query_groups=language.heads if is_latent else language.kv_heads,
+        experts=max((mixture.experts for mixture in mixtures), default=0),
+        has_shared_experts=any(one.shared_ffn_hidden_size is not None for one in mixtures),
+        is_latent=is_latent,
+        has_head_size=language.head_size is not None,
+        linear=linear[0] if linear else None,
+        prediction_layers=language.prediction_layers,
+    )

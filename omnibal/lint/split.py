@@ -1,0 +1,68 @@
+"""How a line divides the language model's layers over stages and their chunks."""
+
+from collections.abc import Sequence
+
+from omnibal.export.layout import DECODER, Layout
+from omnibal.lint.line import Line
+
+
+def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
+    """Layers of the language model on every chunk of every stage, [stages][chunks].
+
+    As megatron-core's `get_num_layers_to_build` counts them, and LoongForge's
+    `convert_custom_pipeline_to_layout`.
+
+    Args:
+        line: one that breaks no rule of its split.
+    """
+    launch, stages, chunks = line.launch, line.launch.pipeline, line.virtual or 1
+    if isinstance(line.layout, Layout):
+        return tuple(
+            tuple(chunk.count(DECODER) for chunk in line.layout.of_stage(stage))
+            for stage in range(stages)
+        )
+    if launch.layers_by_stage is not None:
+        return _listed(launch.layers_by_stage, stages, chunks, launch.is_by_chunk)
+    layers = _stages(line)
+    split = [[count // chunks] * chunks for count in layers]
+    split[0][0] -= launch.account_for_embedding
+    split[-1][-1] -= launch.account_for_loss
+    return tuple(map(tuple, split))
+
+
+def _listed(
+    layers: Sequence[int], stages: int, chunks: int, is_by_chunk: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Of LoongForge's lists: a stage's later chunks take what does not divide."""
+    if is_by_chunk:
+        return tuple(tuple(layers[stage::stages]) for stage in range(stages))
+    return tuple(
+        tuple(count // chunks + (chunk >= chunks - count % chunks) for chunk in range(chunks))
+        for count in layers
+    )
+
+
+def _stages(line: Line) -> list[int]:
+    """Layers of every stage, with those that count for the embedding and the loss."""
+    launch, stages = line.launch, line.launch.pipeline
+    ends = {0: launch.first_layers, stages - 1: launch.last_layers}
+    given = {stage: count for stage, count in ends.items() if count is not None}
+    between = stages - len(given)
+    rest = line.layers_to_split - sum(given.values())
+    return [given.get(stage, rest // between if between else 0) for stage in range(stages)]
+
+
+def even_ends(layers: int, stages: int, chunks: int) -> tuple[int, int, int] | None:
+    """Layers of the first stage, of every middle one and of the last, as even as can be.
+
+    None where no such split has whole chunks on every stage.
+    """
+    if stages < 2:
+        return None
+    for middle in range(-(-layers // stages), 0, -1):
+        rest = layers - middle * (stages - 2)
+        if middle % chunks or rest % chunks or rest < 2 * chunks:
+            continue
+        first = rest // chunks // 2 * chunks
+        return first, middle, rest - first
+    return None

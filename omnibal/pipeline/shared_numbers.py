@@ -1,0 +1,264 @@
+"""Search for numbers of recomputed layers that all stages share, and for the split beside them.
+
+A step is no faster with larger numbers, and fits more. So numbers are looked at from none upward,
+those of the least bound first, until the bound without memory of all that are left is above the
+best step found. A number of the language model is only worth looking at where a stage fits with it
+that does not with one less; and of its splits those that do not fit smaller numbers. Where the
+bound of these is below the best step, they are searched like any others (`split_search.py`), with
+all critical paths that are known: these hold for any numbers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+import numpy as np
+
+from omnibal.pipeline.bounds import least_largest, least_largest_with
+from omnibal.pipeline.recompute_numbers import NONE_FITS, LeastNumbers, StageNumbers
+from omnibal.pipeline.split_search import TOLERANCE, SplitSearch
+from omnibal.pipeline.stage_options import (
+    Choices,
+    SearchProblem,
+    StageOptions,
+    choices_within,
+    recomputing,
+    runs_within,
+)
+from omnibal.targets import RecomputeFreedom
+
+Numbers = tuple[int, ...]
+"""Recomputed layers of every encoder, and of the language model, the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberChoices:
+    """Numbers that a trainer can be told."""
+
+    encoders: tuple[tuple[int, ...], ...]
+    """Of every encoder, rising; 0 alone where it has no backward, so nothing to recompute."""
+    language_layers: int
+    all_or_none: bool
+    """Whether the language model recomputes all of its layers or none."""
+
+    @classmethod
+    def of(cls, freedom: RecomputeFreedom, least: LeastNumbers) -> "NumberChoices":
+        """Numbers of the towers, of a freedom that has shared ones."""
+        towers = least.layers
+        *encoders, language = (towers.stop - towers.first).tolist()
+        any_number = freedom is RecomputeFreedom.TOWERS
+
+        def of_encoder(layers: int, has_backward: bool) -> tuple[int, ...]:
+            if not has_backward:
+                return (0,)
+            return tuple(range(layers + 1)) if any_number else (0, layers)
+
+        return cls(
+            encoders=tuple(
+                of_encoder(*each) for each in zip(encoders, towers.has_backward, strict=False)
+            ),
+            language_layers=language,
+            all_or_none=freedom is RecomputeFreedom.ALL,
+        )
+
+    def larger_encoders(self, numbers: Numbers) -> Iterator[Numbers]:
+        """Numbers with the next larger one of an encoder, and none of the language model."""
+        for place, (number, choices) in enumerate(zip(numbers, self.encoders, strict=False)):
+            later = choices.index(number) + 1
+            if later < len(choices):
+                yield (*numbers[:place], choices[later], *numbers[place + 1 : -1], 0)
+
+    def smaller_encoders(self, numbers: Numbers) -> Iterator[Numbers]:
+        """Numbers with the next smaller one of an encoder."""
+        for place, (number, choices) in enumerate(zip(numbers, self.encoders, strict=False)):
+            earlier = choices.index(number) - 1
+            if earlier >= 0:
+                yield (*numbers[:place], choices[earlier], *numbers[place + 1 :])
+
+    def larger_language(self, numbers: Numbers, worth: np.ndarray) -> Numbers | None:
+        """Numbers with the next larger one of the language model of those worth looking at, which
+        are given without order; None where there is none."""
+        larger = worth[(worth > numbers[-1]) & (worth < NONE_FITS)]
+        if not len(larger):
+            return None
+        return (*numbers[:-1], self.language_layers if self.all_or_none else int(larger.min()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Found:
+    """A search with given numbers, and a bound on those of its splits that smaller numbers do not
+    fit."""
+
+    search: SplitSearch
+    bound_ms: float
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class NumberSearch:
+    """Searches with all numbers that may be in a better result, and the best so far."""
+
+    problem: SearchProblem
+    choices_of_numbers: NumberChoices
+    limit_ms: float
+    """Steps that are looked for take at most so long."""
+    earlier: dict[Numbers, _Found] = field(default_factory=dict)
+    """Searches that were made under another limit."""
+    found: dict[Numbers, _Found] = field(default_factory=dict)
+    best: SplitSearch | None = None
+    best_ms: float = np.inf
+
+    def descend(self, most_work: float) -> bool:
+        """Find the best split with all numbers in turn; whether there is any.
+
+        Args:
+            most_work: of all together, but each has its first splits tried.
+        """
+        usable = runs_within(self.problem, self._ceiling_ms)
+        if not all(map(len, usable)):
+            return False
+        none = (0,) * (len(self.choices_of_numbers.encoders) + 1)
+        waiting, seen = [(0.0, none)], {none}
+        while waiting:
+            bound_ms, numbers = heappop(waiting)
+            if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
+                break
+            options = self._unlimited(numbers, usable)
+            bound_ms = _least_ms(self.problem, options)
+            if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
+                continue
+            others = list(self.choices_of_numbers.larger_encoders(numbers))
+            more = self.choices_of_numbers.larger_language(
+                numbers, np.concatenate(self._least(numbers, usable))
+            )
+            for other in (*others, *([more] if more else [])):
+                if other not in seen:
+                    seen.add(other)
+                    heappush(waiting, (bound_ms, other))
+            most_work -= self._look_at(numbers, usable, options, most_work)
+        return self.best is not None
+
+    def with_options_of_better(self) -> "NumberSearch":
+        """The same with all that a better result may have."""
+        search = NumberSearch(
+            problem=self.problem,
+            choices_of_numbers=self.choices_of_numbers,
+            limit_ms=self.best_ms * (1 + TOLERANCE),
+            earlier=self.found,
+            best=self.best,
+            best_ms=self.best_ms,
+        )
+        search.descend(0.0)
+        return search
+
+    def prove(self, most_work: float) -> float:
+        """Search until nothing better is left or the work allowed is done; the bound that is
+        proven."""
+        lower_bound_ms = np.inf
+        for found in sorted(self.found.values(), key=lambda found: found.bound_ms):
+            search, own_ms = found.search, found.search.best_ms
+            if found.bound_ms >= self.best_ms * (1 - TOLERANCE):
+                continue
+            search.best_ms = min(own_ms, self.best_ms)
+            proven_ms = max(search.prove(max(most_work, 0.0)), found.bound_ms)
+            most_work -= search.work
+            lower_bound_ms = min(lower_bound_ms, proven_ms)
+            if search.best_ms < self.best_ms:
+                self.best, self.best_ms = search, search.best_ms
+        return min(lower_bound_ms, self.best_ms)
+
+    def quick_bound_ms(self) -> float:
+        """Lower bound on every split with any numbers."""
+        bounds_ms = [max(f.bound_ms, f.search.quick_bound_ms()) for f in self.found.values()]
+        return min([*bounds_ms, self.best_ms])
+
+    @property
+    def best_options(self) -> list[StageOptions]:
+        """The option of every stage in the best split."""
+        assert self.best is not None
+        return self.best.best_options
+
+    @property
+    def simulated(self) -> int:
+        """Splits that were simulated."""
+        return sum(found.search.simulated for found in self.found.values())
+
+    @property
+    def choices(self) -> Choices:
+        """Options of every stage, with the numbers of the best split."""
+        assert self.best is not None
+        return self.best.choices
+
+    @property
+    def _ceiling_ms(self) -> float:
+        return min(self.limit_ms, self.best_ms)
+
+    def _numbers(self, numbers: Numbers) -> StageNumbers:
+        assert self.problem.numbers is not None
+        return replace(self.problem.numbers, fixed=(*numbers[:-1], None), shared=numbers[-1])
+
+    def _least(self, numbers: Numbers, usable: list[np.ndarray]) -> list[np.ndarray]:
+        """The least number of the language model with which each run of every stage fits, beside
+        the encoders' numbers. [runs] each"""
+        given = self._numbers(numbers)
+        return [given.least.find(*each, given.fixed) for each in enumerate(usable)]
+
+    def _unlimited(self, numbers: Numbers, usable: list[np.ndarray]) -> list[StageOptions]:
+        """Options of every stage, an option a run and in their order, whether they fit or not."""
+        given = self._numbers(numbers)
+        return [
+            recomputing(
+                self.problem, stage, runs, given.recomputed(runs, np.full(len(runs), numbers[-1]))
+            )
+            for stage, runs in enumerate(usable)
+        ]
+
+    def _look_at(
+        self,
+        numbers: Numbers,
+        usable: list[np.ndarray],
+        options: list[StageOptions],
+        most_work: float,
+    ) -> float:
+        """Search with these numbers, if that may give anything better; the work done."""
+        bound_ms = self._bound_ms(numbers, usable, options)
+        if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
+            return 0.0
+        problem = replace(self.problem, numbers=self._numbers(numbers))
+        search = SplitSearch(problem, choices_within(problem, self._ceiling_ms))
+        earlier = self.earlier.get(numbers)
+        if earlier is not None:
+            search.simulated, search.cuts = earlier.search.simulated, earlier.search.cuts
+        elif search.descend(max(most_work, 0.0)) and search.best_ms < self.best_ms:
+            self.best, self.best_ms = search, search.best_ms
+        self.found[numbers] = _Found(search=search, bound_ms=bound_ms)
+        return search.work
+
+    def _bound_ms(
+        self, numbers: Numbers, usable: list[np.ndarray], options: list[StageOptions]
+    ) -> float:
+        """Lower bound on the splits that fit with these numbers and with no smaller ones."""
+        least, units = self._least(numbers, usable), self.problem.units
+        fits = [each <= numbers[-1] for each in least]
+        edges = [(option.start, option.end) for option in options]
+        bounds_ms = [
+            np.where(fit, option.bound_ms, np.inf)
+            for fit, option in zip(fits, options, strict=True)
+        ]
+        fits_smaller = [
+            [each <= numbers[-1] for each in self._least(smaller, usable)]
+            for smaller in self.choices_of_numbers.smaller_encoders(numbers)
+        ]
+        if numbers[-1]:
+            smaller_number = 0 if self.choices_of_numbers.all_or_none else numbers[-1] - 1
+            fits_smaller.append([each <= smaller_number for each in least])
+        with_others_ms = [
+            least_largest_with(edges, bounds_ms, [~fit for fit in smaller], units)
+            for smaller in fits_smaller
+        ]
+        return max([least_largest(edges, bounds_ms, units), *with_others_ms])
+
+
+def _least_ms(problem: SearchProblem, options: list[StageOptions]) -> float:
+    """Lower bound on every split of these options, by its slowest stage."""
+    edges = [(option.start, option.end) for option in options]
+    return least_largest(edges, [option.bound_ms for option in options], problem.units)

@@ -1,0 +1,167 @@
+"""Plans to export, made without a search, and the data that they are of.
+
+    case = export_case(TargetName.MS_SWIFT, seed=0, ranks=8)
+    case.export(folder / "data.jsonl", folder / "export")
+
+writes an export of 10,000 samples. `python tests/planner/export_cases.py TARGET SEED RANKS FOLDER`
+does so from a shell, for checks against the trainers themselves.
+"""
+
+import heapq
+import json
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.config import load_cluster, load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums
+from omnibal.export.directory import Export, given_plan, make_export
+from omnibal.export.trainers import export_of
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
+from omnibal.plan_data import describe_data
+from omnibal.plan_files import PlanFiles
+from omnibal.targets import TARGETS, TargetName
+
+MODEL = load_model("internvl-digits")
+CLUSTER = load_cluster("laptop-cpu")
+MICRO_BATCHES = 4
+SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class ExportCase:
+    """A plan in memory, whose sample k is line k of the data that `write_data` writes."""
+
+    files: PlanFiles
+    target: TargetName
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.files.steps[1]
+
+    @property
+    def packs(self) -> ScheduledPacks:
+        return self.files.steps[0]
+
+    def export(self, data: Path | None, folder: Path) -> Export:
+        """Write the export; the data too, where it is not there yet."""
+        if data is not None and not data.exists():
+            write_data(len(self.lengths), data)
+        annotations = None if data is None else Annotations.open(data)
+        given = given_plan(self.files, TARGETS[self.target], annotations, folder, 0)
+        made = make_export(given, export_of(self.target))
+        made.write()
+        return made
+
+
+def write_data(samples: int, path: Path) -> None:
+    """Write as many short texts, each of which says its number."""
+    with path.open("w") as file:
+        for number in range(samples):
+            messages = [
+                {"role": "user", "content": f"What is sample {number}?"},
+                {"role": "assistant", "content": str(number)},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+@cache
+def export_case(
+    target: TargetName, *, seed: int, ranks: int, samples: int = SAMPLES, full: bool = False
+) -> ExportCase:
+    """A plan on one stage with packs of nearly equal tokens; its last step is full if asked."""
+    lengths = drawn_lengths(seed, samples)
+    per_step = ranks * MICRO_BATCHES
+    count = -(-int(lengths.tokens.sum()) // 4_096)
+    count = -(-count // per_step) * per_step if full else count // per_step * per_step + ranks // 2
+    packs = scheduled(token_balanced(lengths.tokens, count), lengths, ranks, seed)
+    return ExportCase(files=plan_files(target, packs, lengths, ranks), target=target)
+
+
+def drawn_lengths(seed: int, samples: int) -> Lengths:
+    rng = np.random.default_rng(seed)
+    tokens = np.clip(rng.lognormal(6, 1, samples), 16, 4_000).astype(np.int32)
+    return Lengths(
+        items={"tiles": np.zeros(samples, np.int32)},
+        tokens=tokens,
+        loss_tokens=(tokens // 2).astype(np.int32),
+        source=np.zeros(samples, np.int32),
+        source_names=("data",),
+        origin=None,
+    )
+
+
+def token_balanced(tokens: np.ndarray, count: int) -> list[list[int]]:
+    """Samples to packs, longest first, each to the pack with the fewest tokens."""
+    held = [(0, pack) for pack in range(count)]
+    packs: list[list[int]] = [[] for _ in range(count)]
+    for sample in np.argsort(-tokens, kind="stable").tolist():
+        total, pack = heapq.heappop(held)
+        packs[pack].append(sample)
+        heapq.heappush(held, (total + int(tokens[sample]), pack))
+    return packs
+
+
+def scheduled(packs: list[list[int]], lengths: Lengths, ranks: int, seed: int) -> ScheduledPacks:
+    """Packs in any order as full steps, the last with what is over."""
+    order = np.random.default_rng(seed).permutation(len(packs))
+    place = np.arange(len(packs))
+    step, within = np.divmod(place, ranks * MICRO_BATCHES)
+    slot, rank = np.divmod(within, ranks)
+    by_rank = np.lexsort((slot, rank, step))
+    listed = Packs.from_lists([packs[order[k]] for k in by_rank])
+    return ScheduledPacks(
+        packs=listed,
+        step=step[by_rank].astype(np.int64),
+        dp_rank=rank[by_rank].astype(np.int32),
+        slot=slot[by_rank].astype(np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        items=item_sums(listed, lengths),
+        tokens=listed.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(packs), np.int32),
+    )
+
+
+def plan_files(
+    target: TargetName, packs: ScheduledPacks, lengths: Lengths, ranks: int
+) -> PlanFiles:
+    """A plan of one stage that trains these packs."""
+    stage = Stage.of(
+        "vision embed", f"vision 0..{MODEL.vision.layers - 1}", "projector", "language embed",
+        f"language 0..{MODEL.language.layers - 1}", "head",
+    )  # fmt: skip
+    plan = Plan(
+        model=MODEL,
+        precision="bf16",
+        parallel=Parallel(pipeline=1, data=ranks),
+        made_for=target,
+        stages=(stage,),
+        cluster=CLUSTER,
+        data=describe_data(
+            packs,
+            lengths,
+            caps=Caps.of(tiles=1, tokens=int(packs.tokens.max())),
+            method="other",
+            seed=0,
+            epochs=1,
+            packs_per_step=ranks * MICRO_BATCHES,
+            micro_batches_per_step=MICRO_BATCHES,
+        ),
+    )
+    return PlanFiles(plan=plan, job=JobSpec.of_plan(plan, None), data=(packs, lengths))
+
+
+if __name__ == "__main__":
+    name, seed, ranks, where = sys.argv[1:]
+    case = export_case(TargetName(name), seed=int(seed), ranks=int(ranks))
+    Path(where).mkdir(parents=True, exist_ok=True)
+    case.export(Path(where) / "data.jsonl", Path(where) / "export")

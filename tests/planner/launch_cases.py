@@ -1,0 +1,63 @@
+"""Published launch lines and their models, of launch_lines.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omnibal.config import LanguageConfig, ModelConfig, preset_names
+from omnibal.families.named import named_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedLine:
+    """A launch line, and the rule that it breaks."""
+
+    id: str
+    launcher: str
+    model: str
+    line: str
+    source: str
+    rule: str | None = None
+
+
+_DATA: dict[str, Any] = json.loads((Path(__file__).parent / "launch_lines.json").read_text())
+LINES = [PublishedLine(**row) for row in _DATA["lines"]]
+GOOD = [line for line in LINES if line.rule is None]
+BROKEN = [line for line in LINES if line.rule is not None]
+
+
+def model_of(name: str) -> ModelConfig:
+    """A preset, the model of a hub's config.json, or one of the sizes that the data give."""
+    if name in preset_names("models"):
+        return named_model(name)
+    if name not in _DATA["models"]:
+        return named_model(str(ROOT / name))
+    sizes = _DATA["models"][name]
+    return sized_model(sizes["layers"], sizes["heads"], sizes["kv_groups"], sizes["experts"])
+
+
+def sized_model(
+    layers: int, heads: int, kv_heads: int, experts: int = 0, latent: bool = False
+) -> ModelConfig:
+    """A language model of sizes that rules compare."""
+    kind: dict[str, Any] = {"layers": 1}
+    if experts:
+        kind["experts"] = {"experts": experts, "experts_per_token": 2, "ffn_hidden_size": 64}
+    if latent:
+        ranks = {"key_value_rank": 16, "head_size": 32, "rotary_head_size": 16}
+        kind["latent"] = ranks | {"value_head_size": 32}
+    language = LanguageConfig.model_validate(
+        {
+            "layers": layers,
+            "hidden_size": 64 * heads,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ffn_hidden_size": 256,
+            "vocab_size": 1024,
+            "runs": [kind] if experts or latent else [],
+        }
+    )
+    return ModelConfig(name="sizes", language=language)

@@ -1,0 +1,127 @@
+"""Published launch lines: those that run pass, broken ones are refused by the right rule."""
+
+import re
+
+import pytest
+from launch_cases import BROKEN, GOOD, PublishedLine, model_of
+
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launch import Finding
+from omnibal.lint.line import line_of
+from omnibal.lint.rules import findings_of
+from omnibal.lint.split import layers_by_chunk
+
+pytestmark = pytest.mark.quick
+
+each_good = pytest.mark.parametrize("published", GOOD, ids=lambda one: one.id)
+each_broken = pytest.mark.parametrize("published", BROKEN, ids=lambda one: one.id)
+
+
+def refusals(published: PublishedLine, line: str | None = None) -> list[Finding]:
+    launch = read_launch(line or published.line, {})
+    assert launch.launcher == published.launcher
+    found = findings_of(launch, model_of(published.model))
+    return [finding for finding in found if finding.is_refusal]
+
+
+@each_good
+def test_a_line_that_runs_is_not_refused(published: PublishedLine):
+    """Prevents: a linter that cries wolf, which nobody asks twice."""
+    assert refusals(published) == []
+
+
+@each_broken
+def test_a_broken_line_is_refused_by_its_rule(published: PublishedLine):
+    """Prevents: a launch that ends in an assertion after the GPUs were taken."""
+    found = refusals(published)
+    assert published.rule in [finding.rule for finding in found]
+    assert all(finding.source and finding.message.count("; ") >= 1 for finding in found)
+
+
+@each_good
+def test_all_layers_are_on_some_stage(published: PublishedLine):
+    """Prevents: a cost or a drawing of a split that has lost a layer."""
+    model = model_of(published.model)
+    launch = read_launch(published.line, {})
+    layers = layers_by_chunk(line_of(launch, model))
+    assert len(layers) == launch.pipeline
+    assert sum(map(sum, layers)) == model.language.layers
+
+
+def replaced(line: str, flag: str, value: str) -> str | None:
+    """A line with another value of a flag, in any trainer's spelling; None where it has none."""
+    name = flag.replace("-", "[-_]")
+    new, count = re.subn(rf"((?:--|model\.|train\.){name}[ =])(\S+)", rf"\g<1>{value}", line)
+    return new if count else None
+
+
+def added(published: PublishedLine, flag: str, value: str) -> str:
+    if published.launcher == "megatron-bridge":
+        return f"{published.line} model.{flag.replace('-', '_')}={value}"
+    name = flag.replace("-", "_") if published.launcher == "ms-swift" else flag
+    return f"{published.line} --{name} {value}"
+
+
+def mutations(published: PublishedLine) -> dict[str, str | None]:
+    """Rules, each with the line changed so that it breaks that rule; None where it has no such
+    flag."""
+    line, model = published.line, model_of(published.model)
+    launch = read_launch(line, {})
+    layers, pipeline = model.language.layers, launch.pipeline
+    odd_pipeline = next(size for size in range(2, 200) if layers % size)
+    plain = launch.layers_by_stage is None and launch.layout is None
+    plain = plain and launch.first_layers is None and launch.last_layers is None
+    changed = {
+        "heads-divide-tensor": replaced(line, "tensor-model-parallel-size", "11"),
+        "experts-divide": replaced(line, "expert-model-parallel-size", "7"),
+        "recompute-needs-method": re.sub(r"\S*recompute[-_]method[ =]\S+", "", line)
+        if launch.recompute == "full"
+        else None,
+        "selective-without-number": added(published, "recompute-num-layers", "1")
+        if launch.recompute == "selective"
+        else None,
+        "layout-layers": line.replace("'Et", "'Ett") if "'Et" in line else None,
+        "listed-layers-add-up": re.sub(r"(pipeline-layers )\d+", r"\g<1>99", line)
+        if launch.layers_by_stage
+        else None,
+        "layers-divide-stages": replaced(line, "pipeline-model-parallel-size", str(odd_pipeline))
+        if plain
+        else None,
+        "recompute-words": added(published, "recompute-granularity", "most")
+        if published.launcher != "ms-swift"
+        else None,
+        "middle-stages-and-layers": added(published, "decoder-first-pipeline-num-layers", "1")
+        if plain and pipeline == 1 and published.launcher != "megatron-bridge"
+        else None,
+    }
+    data = line_of(launch, model).data
+    if data is not None and data > 1 and launch.global_batch is not None:
+        changed["batch-divides"] = replaced(line, "global-batch-size", str(launch.global_batch + 1))
+    return changed
+
+
+@each_good
+def test_a_line_with_one_flag_broken_is_refused(published: PublishedLine):
+    """Prevents: rules that pass the good lines because they never refuse anything."""
+    tried = {rule: line for rule, line in mutations(published).items() if line is not None}
+    assert len(tried) >= 2
+    for rule, line in tried.items():
+        assert line != published.line
+        assert rule in [finding.rule for finding in refusals(published, line)], (rule, line)
+
+
+@each_good
+def test_one_gpu_more_is_refused_where_sizes_do_not_divide_it(published: PublishedLine):
+    """Prevents: a world size that no rule looks at, as it comes of no flag of the trainer."""
+    launch = read_launch(published.line, {})
+    model = model_of(published.model)
+    line = line_of(launch, model)
+    assert launch.gpus is not None
+    more = read_launch(published.line, {}, gpus=launch.gpus + 1)
+    rules = {finding.rule for finding in findings_of(more, model)}
+    expected = {
+        "gpus-divide-grid": (launch.gpus + 1) % line.grid != 0,
+        "gpus-divide-expert-grid": (launch.gpus + 1) % line.expert_grid != 0,
+    }
+    for rule, is_broken in expected.items():
+        assert (rule in rules) == is_broken

@@ -1,0 +1,210 @@
+"""Launch lines out of shell: what bash itself makes of the words, and what is asked for."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from omnibal import cli
+from omnibal.errors import UserError
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launch import Launcher
+from omnibal.lint.script import read_script
+
+pytestmark = pytest.mark.quick
+
+SCRIPT = r"""#!/bin/bash
+set -euo pipefail
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8   # of one node
+NNODES=${WORLD_SIZE-"2"}
+TP=4; PP=$((TP / 2))
+WORLD=$(($GPUS_PER_NODE*NNODES - (7 % 3) + 1))
+cat <<END >/dev/null
+TP=16 "unclosed
+END
+MODEL_ARGS=(
+    --num-layers 32          # a comment in an array
+    --seq-length "4096" --name 'single $TP "quoted"'
+)
+MODEL_ARGS+=(--layout 'Et*3|(tt|)*4L' --empty "")
+BATCH="--micro-batch-size 1 \
+  --global-batch-size ${GBS:-$((WORLD * 4))}"
+show --nproc_per_node $GPUS_PER_NODE --nnodes=$NNODES run.py \
+    a"b"'c'\ d "x\"y\$z" ${UNSET:-} "${UNSET:-}" \
+    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size="$PP" \
+    ${MODEL_ARGS[@]} "${MODEL_ARGS[@]}" $BATCH \
+    --sum=${TP}x$PP ${TP:+--sequence-parallel} pre${MODEL_ARGS[*]}post 2>&1 | cat
+"""
+"""Prints its words, a line each, where `show` does so."""
+
+
+def test_words_are_those_that_bash_makes(tmp_path: Path):
+    """Prevents: flags that are read otherwise than the shell hands them over."""
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.replace("set -euo", "show() { printf '%s\\n' \"$@\"; }\nset -eo"))
+    printed = subprocess.run(["bash", script], capture_output=True, text=True, check=True).stdout
+    commands = read_script(SCRIPT, {}).commands
+    words = next(one.words for one in commands if one.words[0] == "show")
+    assert list(words[1:]) == printed.removesuffix("\n").split("\n")
+
+
+def test_a_script_is_read_to_its_launch():
+    """Prevents: sizes of variables, arrays and defaults that are lost on the way to the rules."""
+    launch = read_launch(SCRIPT, {})
+    assert (launch.gpus, launch.tensor, launch.pipeline) == (16, 4, 2)
+    assert (launch.micro_batch, launch.global_batch, launch.sequence_length) == (1, 64, 4096)
+    assert launch.sequence_parallel
+    assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert launch.launcher is Launcher.MEGATRON_LM
+    assert launch.flags["name"] == 'single $TP "quoted"'
+
+
+def test_set_stands_above_the_script():
+    """Prevents: a variable that the user gives, and the script's own value wins."""
+    launch = read_launch(SCRIPT, {"TP": "2", "NNODES": "1", "GBS": "8"})
+    assert (launch.gpus, launch.tensor, launch.pipeline, launch.global_batch) == (8, 2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "why"),
+    [
+        ("run.py --tensor-model-parallel-size $TP", "TP", "does not set it"),
+        ("TP=2\nif [ -n \"$X\" ]; then TP=4; fi\nrun.py --tensor-model-parallel-size $TP", "TP",
+         "line 2 sets it under a condition"),
+        ("[ -z $TP ] && TP=8\nrun.py --tensor-model-parallel-size ${TP}", "TP", "condition"),
+        ("for TP in 1 2; do run.py --tensor-model-parallel-size $TP; done", "TP", "condition"),
+        ("N=2\nTP=$((N * M))\nrun.py --tensor-model-parallel-size $TP", "M", "does not set it"),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_not_known_are_asked_for(script: str, name: str, why: str):
+    """Prevents: a guess at a size, which would be judged as if it were given."""
+    with pytest.raises(UserError, match=f"{why}.*--set {name}=VALUE"):
+        read_launch(script, {})
+    launch = read_launch(script, {name: "2"})
+    assert launch.tensor in (2, 4)
+
+
+def test_output_of_a_command_is_asked_for_and_nothing_runs(tmp_path: Path):
+    """Prevents: a linter that executes what it is given."""
+    mark = tmp_path / "mark"
+    script = f"X=$(touch {mark}; echo 2)\nY=`touch {mark}`\nrun --micro-batch-size $X"
+    with pytest.raises(UserError, match="output of a command"):
+        read_launch(script, {})
+    assert read_launch(script, {"X": "3"}).micro_batch == 3
+    assert not mark.exists()
+
+
+def test_values_that_nobody_needs_may_be_unknown():
+    """Prevents: questions for paths and names that no rule looks at."""
+    line = "torchrun --nproc_per_node 8 a.py --data-path $DATA --bf16 $MORE --micro-batch-size 1 $@"
+    launch = read_launch(line, {})
+    assert launch.micro_batch == 1
+    assert launch.flags["data-path"] == "$DATA"
+    assert launch.unknown == ("DATA", "MORE")
+
+
+@pytest.mark.parametrize(
+    ("line", "launcher", "gpus"),
+    [
+        ("torchrun --nproc-per-node=4 --nnodes=2 a.py --tensor-model-parallel-size=2",
+         "megatron-lm", 8),
+        ("NPROC_PER_NODE=2 megatron sft --tensor-model-parallel-size 2", "ms-swift", 2),
+        ("export NPROC_PER_NODE=4\nexport NNODES=3\nmegatron pt --tensor_model_parallel_size 2",
+         "ms-swift", 12),
+        ("--tensor_model_parallel_size 2", "ms-swift", None),
+        ("torchrun --nproc_per_node gpu a.py --tensor-model-parallel-size 2", "megatron-lm", None),
+        ("model.tensor_model_parallel_size=2", "megatron-bridge", None),
+        ("setup.py -tp 2 -ng 64", "megatron-bridge", 64),
+        ("bash -c 'torchrun --nproc_per_node 2 a.py --tensor-model-parallel-size 2'",
+         "megatron-lm", 2),
+        ("torchrun a.py --tensor-model-parallel-size 2 --custom-pipeline-layers 3,4", "loongforge",
+         None),
+    ],
+)  # fmt: skip
+def test_trainer_and_gpus_are_told_by_the_line(line: str, launcher: str, gpus: int | None):
+    """Prevents: another trainer's defaults, and a world size that is not the line's."""
+    launch = read_launch(line, {})
+    assert launch.tensor == 2
+    assert (launch.launcher, launch.gpus) == (launcher, gpus)
+
+
+def test_overrides_and_short_flags_are_one_language():
+    """Prevents: a recipe's override that is read as the value of the flag before it."""
+    short = read_launch("run_recipe.py -tp 2 -pp 4 -cp 2 -vp None -ep 8 -et 1 -gb 64 -mb 2", {})
+    sections = (
+        "model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=4 "
+        "model.context_parallel_size=2 model.virtual_pipeline_model_parallel_size=null "
+        "model.expert_model_parallel_size=8 ++model.expert_tensor_parallel_size=1 "
+        "train.global_batch_size=64 train.micro_batch_size=2"
+    )
+    dropped = {"flags"}
+    assert short.model_dump(exclude=dropped) == read_launch(sections, {}).model_dump(
+        exclude=dropped
+    )
+    assert (short.virtual, short.expert_tensor) == (None, 1)
+
+
+def test_layout_of_lists_is_read():
+    """Prevents: layouts of Bridge's recipes, which are lists, taken for strings."""
+    launch = read_launch(
+        "model.pipeline_model_parallel_layout=[['embedding','decoder'],[loss]]", {}
+    )
+    assert launch.layout == (("embedding", "decoder"), ("loss",))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("echo hello", "no flag of a Megatron trainer"),
+        ("a --micro-batch-size 1\nb --micro-batch-size 2", "2 launch lines, on lines 1 and 2"),
+        ("a --micro-batch-size two", "must be a whole number"),
+        ("a --tensor-model-parallel-size 0", "must be from 1"),
+        ("a --x 'y", "does not close it"),
+        ("a --x ${y", "does not close it"),
+        ("NPROC_PER_NODE=8 swift sft --micro_batch_size 2", "DeepSpeed back end"),
+    ],
+)
+def test_lines_that_cannot_be_read(line: str, message: str):
+    """Prevents: a traceback, or a verdict on a line that was not understood."""
+    with pytest.raises(UserError, match=message):
+        read_launch(line, {})
+
+
+def status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lint", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_command_reads_a_line_and_a_script(capsys, tmp_path: Path):
+    """Prevents: exit statuses that a job script cannot trust, and a line taken for an option."""
+    script = tmp_path / "train.sh"
+    script.write_text("PP=2\ntorchrun --nproc_per_node 8 --nnodes $N t.py "
+                      "--pipeline-model-parallel-size $PP --micro-batch-size 1\n")  # fmt: skip
+    assert status(str(script), "--model", "internvl2.5-8b", "--set", "N=2", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == ["starts", "findings", "launch", "layers_by_chunk"]
+    assert printed["starts"] and printed["launch"]["gpus"] == 16
+    assert printed["layers_by_chunk"] == [[16], [16]]
+    flags = "--pipeline-model-parallel-size 3 --micro-batch-size 1"
+    assert status(flags, "--gpus", "6", "--model", "internvl2.5-8b", "--json") == 2
+    printed = json.loads(capsys.readouterr().out)
+    assert not printed["starts"] and printed["layers_by_chunk"] is None
+    assert [one["rule"] for one in printed["findings"]] == ["layers-divide-stages"]
+    assert status(flags, "--gpus", "6", "--model", "internvl2.5-8b") == 2
+    assert "cannot start" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.sh"], "no such script"),
+        (["--micro-batch-size 1", "--set", "N"], "must be a variable and its value"),
+    ],
+)
+def test_command_refuses_what_it_cannot_read(capsys, arguments: list[str], message: str):
+    """Prevents: an empty verdict for a path that was mistyped."""
+    assert status(*arguments, "--model", "internvl2.5-8b") == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""Rules of launch lines beside megatron-core: what one refuses, the other does, and what is built.
+
+Flags are drawn at random, about half of them broken; core is asked as a trainer asks it, by its
+configuration and the layers that every stage then builds.
+"""
+
+import random
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.line import line_of
+from omnibal.lint.rules import findings_of
+from omnibal.lint.split import layers_by_chunk
+from tests.planner.launch_cases import sized_model
+
+CASES = 600
+_REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError)
+Case = dict[str, Any]
+
+
+def drawn(dice: random.Random) -> Case:
+    """A model's sizes and fields of core's configuration, of which any may be wrong."""
+    pipeline = dice.choice([1, 2, 2, 3, 4])
+    layers = dice.choice([*[pipeline * dice.randint(1, 4) * 2] * 4, dice.randint(2, 24)])
+    case: Case = {
+        "layers": layers,
+        "heads": dice.choice([4, 8, 12]),
+        "experts": dice.choice([0, 6, 6, 12]),
+        "latent": dice.random() < 0.2,
+        "pipeline_model_parallel_size": pipeline,
+        "tensor_model_parallel_size": dice.choice([1, 2, 2, 2, 2, 3, 4]),
+        "expert_model_parallel_size": dice.choice([1] * 7 + [2, 2, 3, 4]),
+        "sequence_parallel": dice.random() < 0.2,
+    }
+    case["kv_heads"] = case["heads"] // dice.choice([1, 2, 4])
+    _draw_split(dice, case, layers, pipeline)
+    _draw_recompute(dice, case)
+    return case
+
+
+def _draw_split(dice: random.Random, case: Case, layers: int, pipeline: int) -> None:
+    kind = dice.choice(["plain", "plain", "ends", "ends", "counted", "layout", "layout", "all"])
+    if kind != "layout" and dice.random() < (0.4 if pipeline > 1 else 0.1):
+        case["virtual_pipeline_model_parallel_size"] = dice.choice([2, 2, 2, 3])
+    if kind in ("ends", "all"):
+        _draw_ends(dice, case, layers, pipeline)
+    if kind in ("counted", "all"):
+        case["account_for_embedding_in_pipeline_split"] = dice.random() < 0.6
+        case["account_for_loss_in_pipeline_split"] = dice.random() < 0.6
+        case["layers"] = max(1, layers + dice.choice([0, -1, -2, -2]))
+    if kind == "layout" or (kind == "all" and dice.random() < 0.2):
+        _draw_layout(dice, case, case["layers"], pipeline)
+
+
+def _draw_ends(dice: random.Random, case: Case, layers: int, pipeline: int) -> None:
+    share = layers // pipeline
+    more = dice.choice([0, 1, 2, 2])
+    ends = {"first": share - more, "last": share + more}
+    for name, size in ends.items():
+        if dice.random() < 0.85:
+            wild = dice.random() < 0.15
+            case[f"num_layers_in_{name}_pipeline_stage"] = dice.randint(-1, 9) if wild else size
+
+
+def _draw_layout(dice: random.Random, case: Case, layers: int, pipeline: int) -> None:
+    """Layers cut anywhere, with some letter often added, lost or moved."""
+    chunks = pipeline * (1 if pipeline == 1 else dice.choice([1, 1, 2])) + (dice.random() < 0.08)
+    cuts = sorted(dice.randint(0, layers) for _ in range(chunks - 1))
+    counts = [end - start for start, end in zip([0, *cuts], [*cuts, layers], strict=True)]
+    held = ["t" * count for count in counts]
+    prediction = dice.choice([0, 0, 1, 2])
+    held[0], held[-1] = "E" + held[0], held[-1] + "m" * prediction + "L"
+    text = "|".join(held)
+    if prediction and dice.random() < 0.3:
+        text = (
+            text.replace("m", "") if chunks == 1 else text.replace("|", "m" * prediction + "|", 1)
+        )
+    if prediction and chunks > 2 and dice.random() < 0.3:
+        text = "|".join([*held[:-2], held[-2] + "m" * prediction, "L"])
+    for _ in range(dice.choice([0, 0, 0, 1])):
+        place = dice.randrange(len(text))
+        text = text[:place] + dice.choice(["t", "", "E", "|", "m", "x", "L", "t*2"]) + text[place:]
+    case["pipeline_model_parallel_layout"] = text
+    if prediction and dice.random() < 0.9:
+        case["mtp_num_layers"] = prediction
+    elif dice.random() < 0.1:
+        case["mtp_num_layers"] = 1
+    if dice.random() < 0.2:
+        case["virtual_pipeline_model_parallel_size"] = dice.choice([1, chunks // pipeline, 2])
+
+
+def _draw_recompute(dice: random.Random, case: Case) -> None:
+    if dice.random() < 0.5:
+        return
+    case["recompute_granularity"] = dice.choice(["full"] * 5 + ["selective"] * 3 + ["some"])
+    if dice.random() < 0.9:
+        case["recompute_method"] = dice.choice(["block"] * 4 + ["uniform"] * 4 + ["other"])
+    if dice.random() < 0.9:
+        case["recompute_num_layers"] = dice.randint(1, 9)
+    if case["recompute_granularity"] == "selective" and dice.random() < 0.9:
+        case.pop("recompute_num_layers", None)
+        modules = ["core_attn", "mlp", "layernorm", "mla_up_proj", "moe", "attention"]
+        case["recompute_modules"] = dice.sample(modules, 2)
+    if dice.random() < 0.1:
+        case["distribute_saved_activations"] = True
+
+
+_OF_MODEL = ("layers", "heads", "kv_heads", "experts", "latent")
+
+
+def of_rules(case: Case) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...] | None]:
+    """Rules that a case breaks, and the layers of its chunks where it breaks none."""
+    model = sized_model(*(case[name] for name in _OF_MODEL))
+    fields = {name: value for name, value in case.items() if name not in _OF_MODEL}
+    shown = (f"model.{name}='{value}'" for name, value in fields.items())
+    launch = read_launch(" ".join(shown), {})
+    found = tuple(one.rule for one in findings_of(launch, model) if one.severity == "refused")
+    return found, None if found else layers_by_chunk(line_of(launch, model))
+
+
+def of_core(case: Case) -> tuple[tuple[int, ...], ...] | str:
+    """Layers of every stage's chunks as core builds them, or why it does not."""
+    fields = {name: value for name, value in case.items() if name not in _OF_MODEL}
+    if case["experts"]:
+        fields |= {"num_moe_experts": case["experts"], "moe_ffn_hidden_size": 64}
+        if case["experts"] % case["expert_model_parallel_size"]:
+            return "moe_layer.py: num_moe_experts % ep_size"  # asserted when a layer is built
+    kind = MLATransformerConfig if case["latent"] else TransformerConfig
+    groups = None if case["latent"] else case["kv_heads"]
+    try:
+        config = kind(
+            num_layers=case["layers"],
+            hidden_size=64 * case["heads"],
+            num_attention_heads=case["heads"],
+            num_query_groups=groups,
+            pipeline_dtype=torch.bfloat16,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            add_bias_linear=False,
+            **fields,
+        )
+        if kind is MLATransformerConfig:
+            assert config.multi_latent_attention
+        return _built(config)
+    except _REFUSALS as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _built(config: TransformerConfig) -> tuple[tuple[int, ...], ...]:
+    virtual, stages = (
+        config.virtual_pipeline_model_parallel_size or 1,
+        config.pipeline_model_parallel_size,
+    )
+    if virtual > 1 and stages == 1:
+        raise RuntimeError("parallel_state.py: interleaved schedule of one stage")
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return tuple(
+            tuple(chunk.count(LayerType.decoder) for chunk in row) for row in layout.layout
+        )
+    return tuple(
+        tuple(
+            get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+            for chunk in range(virtual)
+        )
+        for stage in range(stages)
+    )
+
+
+@pytest.mark.quick
+def test_rules_agree_with_core_on_random_flags():
+    """Prevents: a rule that refuses what core takes, takes what core refuses, or a split that
+    core builds otherwise."""
+    dice = random.Random(21)
+    broken: Counter[str] = Counter()
+    accepted: Counter[str] = Counter()
+    for _ in range(CASES):
+        case = drawn(dice)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = of_core(case)
+        rules, layers = of_rules(case)
+        assert bool(rules) == isinstance(expected, str), (case, rules, expected)
+        assert layers is None or layers == expected, (case, layers, expected)
+        broken.update(rules)
+        accepted.update(() if rules else ("", *case))
+    # Neither verdict may be rare, and no flag or rule untried.
+    assert 0.15 * CASES < accepted[""] < 0.75 * CASES
+    assert len(broken) >= 20 and min(accepted.values()) >= 3, (broken, accepted)
