@@ -336,8 +336,8 @@ def plan(
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
-    _refuse_overruled(context, data, strategy)
     strategy.refuse_others(context, sizes, levels=data.levels, encoder=partition.encoder)
+    _refuse_overruled(context, data, strategy)
     asked = _Asked(
         given=given,
         data=data,
