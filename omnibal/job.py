@@ -18,6 +18,7 @@ from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
 from omnibal.cost.shares import part_features, share_features
+from omnibal.cost.whole_encoders import with_whole_encoders
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -90,6 +91,8 @@ class JobSpec:
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
         cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
+        if self.rules.encoders_whole:
+            cost = with_whole_encoders(cost, *sizes, self.profile)
         object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
         object.__setattr__(self, "encoders_cost", encoders)
 

@@ -26,8 +26,9 @@ from omnibal.cost.analytic import analytic_cost, exchange_line, tensor_line
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.image_counts import patch_values
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.profile import Profile, fitted_cost, link_line
+from omnibal.cost.profile import Profile, link_line
 from omnibal.cost.shaped_rates import Line
+from omnibal.cost.whole_encoders import cost_of_copies
 from omnibal.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
 from omnibal.parallel import Parallel
 from omnibal.units import BESIDE_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
@@ -140,10 +141,7 @@ def encoders_cost(
     Raises:
         UserError: the profile is of another model, precision or tensor-parallel size.
     """
-    # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
-    alone = Parallel(pipeline=1, data=parallel.world_size)
-    sizes = model, cluster, alone, precision, frozen
-    cost = analytic_cost(*sizes) if profile is None else fitted_cost(profile, *sizes)
+    cost = cost_of_copies(model, cluster, parallel.world_size, precision, frozen, profile)
     held = [unit for name in model.encoders for unit in _held(model, cost, name)]
     parameters = sum(number * unit.parameters for number, unit in held)
     trained = sum(number * unit.trained_parameters for number, unit in held)
