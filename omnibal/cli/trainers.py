@@ -26,10 +26,9 @@ _OUR_OWN = {
 }
 """Why an option does not go with --for."""
 _IMAGES_LOST = (
-    "XTuner's preset packs lose images in the versions that were read: __getitem__ of "
-    "xtuner/v1/datasets/preset_pack.py (commit 5cda4fb) makes a row with char_start -1 of "
-    "input_ids, labels and num_tokens alone, so pixel_values are gone; see docs/trainers.md for a "
-    "check of the version you have"
+    "XTuner's preset packs lose images in the versions that were read (5cda4fb and 5081ed2, "
+    "xtuner/v1/datasets/preset_pack.py, __getitem__): train with the module that `omnibal export` "
+    "writes beside the packs, or see whether your version needs it (docs/trainers.md)"
 )
 
 

@@ -20,7 +20,6 @@ from omnibal.export.expressible import first_obstacle, obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recompute import all_or_none, number_of_stage, one_number
-from omnibal.export.trainers import EXPORTS
 from omnibal.limits import Caps
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import PlannedLevel
@@ -303,7 +302,7 @@ def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
             given_plan(*arguments)
 
 
-@pytest.mark.parametrize("target", list(EXPORTS))
+@pytest.mark.parametrize("target", list(TargetName))
 def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     """Prevents: a plan without samples that cannot be exported, or promises steps and samples."""
     planned = make_plan(request(lengths=None, frozen=(), epochs=1)).plan
