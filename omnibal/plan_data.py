@@ -187,7 +187,7 @@ class SampleData:
         assert steps is not None
         sizes = job.parallel
         packs = deal_steps(
-            steps, lengths, self._load(job), sizes.data, self.levels, in_step=sizes.in_step
+            steps, lengths, self._load(job), sizes.data, self.levels, in_step=job.in_step
         )
         if self.rules.next_fit:
             load = self._load(job)(packs.packs)
@@ -371,7 +371,7 @@ class StreamData:
             epochs=self.epochs,
             ranks=job.parallel.data,
             stages=job.parallel.pipeline,
-            in_step=job.parallel.in_step,
+            in_step=job.in_step,
         )
         packs = schedule_windows(
             self.lengths, request, lambda packs: job.load_ms(packs, self.lengths)

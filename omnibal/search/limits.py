@@ -41,6 +41,7 @@ class LimitName(StrEnum):
     ENCODERS_ON_FIRST = "encoders_on_first"
     ENCODERS_WHOLE = "encoders_whole"
     LANGUAGE_EVERYWHERE = "language_everywhere"
+    HEAD = "head_on_all_tokens"
     RECOMPUTE = "recompute"
     TOKENS_ALONE = "tokens_alone"
     ONE_MEDIUM = "one_medium"
@@ -54,6 +55,7 @@ _WORDS = {
     LimitName.ENCODERS_ON_FIRST: "the encoder stays on the first stage",
     LimitName.ENCODERS_WHOLE: "every tensor-parallel rank computes the whole encoder",
     LimitName.LANGUAGE_EVERYWHERE: "every stage must hold a language layer",
+    LimitName.HEAD: "the head runs on all tokens, with and without loss",
     LimitName.TOKENS_ALONE: "packs are limited by their tokens alone",
     LimitName.ONE_MEDIUM: "texts and images never share a pack",
     LimitName.PADDED: "every pack is padded to the longest",
@@ -93,7 +95,13 @@ class Limits:
         """Return the job under these limits."""
         if not self.made_for:
             return job
-        return replace(job, made_for=self.made_for, rules=self.stages, sharding=self.sharding)
+        return replace(
+            job,
+            made_for=self.made_for,
+            rules=self.stages,
+            sharding=self.sharding,
+            padded=self.packs.padded,
+        )
 
     def lifted(self, limit: LimitName) -> Self:
         """Return all limits but one.
@@ -134,6 +142,7 @@ class Limits:
             and has_encoders
             and parallel.tensor > 1,
             LimitName.LANGUAGE_EVERYWHERE: stages.language_everywhere and has_encoders and is_split,
+            LimitName.HEAD: stages.head_on_all_tokens,
             LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
             LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
             LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,

@@ -12,6 +12,7 @@ from plan_cases import example_lengths, origin_of, request
 
 from omnibal import cli
 from omnibal.beside import EncodersBeside
+from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.errors import UserError
 from omnibal.export.directory import given_plan, make_export
@@ -20,12 +21,15 @@ from omnibal.export.expressible import first_obstacle, obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recompute import all_or_none, number_of_stage, one_number
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import PlannedLevel
+from omnibal.plan_data import MockData
 from omnibal.plan_files import save_plan
-from omnibal.planner import PlanResult, make_plan
-from omnibal.targets import TARGETS, TargetName
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.targets import FREE, TARGETS, TargetName
 
 SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
 LOONGFORGE, MINDSPEED = TargetName.LOONGFORGE, TargetName.MINDSPEED_MM
@@ -163,6 +167,28 @@ def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
             ]  # fmt: skip
             found = number_of_stage(stage, ("vision", "language"))
             assert (found is None) == (not fitting) and (found in fitting or not fitting)
+
+
+@pytest.mark.parametrize("target", [SWIFT, LOONGFORGE])
+def test_what_the_limited_search_finds_can_be_told(target):
+    """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
+    name, rules = target, TARGETS[target]
+    cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0})
+    job = JobSpec(
+        model=load_model("internvl2.5-8b"),
+        cluster=cluster,
+        parallel=Parallel(pipeline=4, data=2),
+        precision="bf16",
+        made_for=name,
+        rules=rules.stages,
+        sharding=rules.sharding,
+    )
+    data = MockData(caps=Caps.of(tiles=12, tokens=8_192), micro_batches_per_step=8)
+    plan = make_plan(PlanRequest(job=job, data=data)).plan
+    assert first_obstacle(plan, None, rules) is None
+    assert sum(stage.recomputed_layers for stage in plan.stages) > 0
+    free = make_plan(PlanRequest(job=replace(job, made_for=None, rules=FREE), data=data)).plan
+    assert first_obstacle(free, None, rules) is not None
 
 
 def held(stage: Stage, name: str) -> bool:

@@ -172,9 +172,10 @@ def test_limits_that_cannot_bind_are_not_looked_at():
         found[tensor, pipeline, has_samples] = {
             limit.value for limit in limits.of_plan(MODEL, parallel, has_samples=has_samples)
         }
-    assert found[1, 1, False] == {"recompute"}
-    assert found[2, 1, False] == {"recompute", "encoders_whole"}
-    of_stages = {"recompute", "encoders_on_first", "language_everywhere"}
+    always = {"recompute", "head_on_all_tokens"}
+    assert found[1, 1, False] == always
+    assert found[2, 1, False] == always | {"encoders_whole"}
+    of_stages = always | {"encoders_on_first", "language_everywhere"}
     assert found[1, 2, False] == of_stages
     assert found[2, 2, True] == of_stages | {"encoders_whole", "tokens_alone", "next_fit"}
 
