@@ -1,6 +1,6 @@
 """How many images a second become tokens from their headers, beside reading them whole.
 
-    python benchmarks/native_scan.py [--images 2000] [--decoded 30] [--samples 20000]
+    python benchmarks/native_scan.py [--images 2000] [--decoded 30] [--samples 40000]
 
 Writes JPEG, PNG and WebP files of photographs' sizes (0.3 to 12 megapixels, smooth noise, which
 compresses as photographs do), and counts the tokens of each as Qwen3-VL has them: once from the
@@ -8,10 +8,11 @@ header and the file's end, as `omnibal lengths` reads an image, and once by deco
 the data loaders do that pack while they train. One process, in CPU seconds, so that other
 programs' load does not count; files are in the page cache.
 
-Then the whole command: `omnibal lengths` on a JSONL of `--samples` conversations about one JPEG
-each, every one a file of its own, with a chat template and two processes, on the clock. The
-tokenizer is byte-level with merges of these texts alone, so that texts are not shorter in tokens
-than a released one would make them.
+Then a JSONL of `--samples` conversations about one JPEG each, every one a file of its own, with a
+tokenizer's chat template: the scan of a part of them in this process, in CPU time, and all of them
+by the whole command, `omnibal lengths` with two processes, on the clock, beside what it takes for a
+handful, which is its start. The tokenizer is byte-level with merges of these texts alone, so that
+texts are not shorter in tokens than a released one would make them.
 """
 
 import argparse
@@ -28,13 +29,19 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from omnibal.data.annotations import Annotations
 from omnibal.data.image_files import ImageFile
 from omnibal.data.native_resolution import image_segments
-from omnibal.data.scan import image_size
+from omnibal.data.scan import image_size, scan_lengths
+from omnibal.data.tokenizer import open_tokenizer
 from omnibal.encoders import ImageRule
+from omnibal.families.named import named_model
 
 SIZES = ((640, 480), (1024, 768), (1280, 960), (1920, 1080), (2048, 1536), (4032, 3024))
 FORMATS = ("jpg", "png", "webp")
+MODEL = "qwen3-vl-8b"
+FEW = 512
+"""Samples of a scan that is all start."""
 DIFFERENT = 6
 """Files of a format; each is read again and again."""
 QUESTION = (
@@ -51,6 +58,7 @@ TEMPLATE = """\
 {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
 {%- else -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}
 {{- '<|im_end|>\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 SPECIAL = [
     "<|im_start|>",
@@ -124,11 +132,18 @@ def write_conversations(folder: Path, images: list[Path], count: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def scanned_per_second(folder: Path, images: list[Path], count: int) -> float:
-    """Images a second of `omnibal lengths` on two processes, from its start to its end."""
-    write_tokenizer(folder / "tokenizer")
-    write_conversations(folder, images, count)
-    command = "-m omnibal lengths data.jsonl --model qwen3-vl-8b --tokenizer-model tokenizer"
+def scan_cpu_ms(folder: Path, count: int) -> float:
+    """CPU time of a sample that this process scans."""
+    annotations = Annotations.open(folder / "data.jsonl").take(np.arange(count))
+    model, tokenizer = named_model(MODEL), open_tokenizer(folder / "tokenizer")
+    start = time.process_time()
+    scan_lengths(annotations, model, tokenizer, lambda done: None)
+    return (time.process_time() - start) / count * 1e3
+
+
+def command_seconds(folder: Path, data: str) -> float:
+    """Seconds of `omnibal lengths` on two processes, from its start to its end."""
+    command = f"-m omnibal lengths {data} --model {MODEL} --tokenizer-model tokenizer"
     paths = os.pathsep.join(str(Path(path).resolve()) for path in ("", *sys.path))
     start = time.perf_counter()
     subprocess.run(
@@ -138,14 +153,29 @@ def scanned_per_second(folder: Path, images: list[Path], count: int) -> float:
         stdout=subprocess.DEVNULL,
         check=True,
     )
-    return count / (time.perf_counter() - start)
+    return time.perf_counter() - start
+
+
+def print_scan(folder: Path, images: list[Path], count: int) -> None:
+    """Measure and print the scan of so many conversations."""
+    write_tokenizer(folder / "tokenizer")
+    write_conversations(folder, images, count)
+    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)
+    (folder / "few.jsonl").write_text("".join(lines[:FEW]))
+    print(f"scan of one sample: {scan_cpu_ms(folder, min(count, 8000)):.3f} ms of CPU time")
+    few_s, all_s = command_seconds(folder, "few.jsonl"), command_seconds(folder, "data.jsonl")
+    print(
+        f"omnibal lengths, two processes: {count:,} images in {all_s:.1f} s on the clock, "
+        f"{count / all_s:,.0f} images/s; {FEW} of them take {few_s:.1f} s, so that each further "
+        f"second is {(count - FEW) / (all_s - few_s):,.0f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--decoded", type=int, default=30)
-    parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument("--samples", type=int, default=40_000)
     arguments = parser.parse_args()
     print(f"{'format':8}{'headers/s':>12}{'decoded/s':>12}")
     with tempfile.TemporaryDirectory() as name:
@@ -156,8 +186,7 @@ def main() -> None:
             print(f"{kind:8}{headers:12,.0f}{decoded:12,.1f}")
         # The smallest of the files, so that they fit the page cache.
         small = sorted(written["jpg"], key=lambda path: path.stat().st_size)[:2]
-        rate = scanned_per_second(Path(name), small, arguments.samples)
-        print(f"omnibal lengths, two processes: {rate:,.0f} images/s on the clock")
+        print_scan(Path(name), small, arguments.samples)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ class SampleData:
         assert steps is not None
         sizes = job.parallel
         packs = deal_steps(
-            steps, lengths, self._load(job), sizes.data, self.levels, in_step=sizes.in_step
+            steps, lengths, self._load(job), sizes.data, self.levels, in_step=job.in_step
         )
         return packs, lengths
 
@@ -360,7 +360,7 @@ class StreamData:
             epochs=self.epochs,
             ranks=job.parallel.data,
             stages=job.parallel.pipeline,
-            in_step=job.parallel.in_step,
+            in_step=job.in_step,
         )
         packs = schedule_windows(
             self.lengths, request, lambda packs: job.load_ms(packs, self.lengths)

@@ -51,15 +51,19 @@ class StageRules(Frozen):
     """Whether the first stage must hold all encoders and the language embed."""
     encoders_whole: bool = False
     """Whether every tensor-parallel rank computes all of the encoders, instead of a share."""
+    head_on_all_tokens: bool = False
+    """Whether the head computes logits of tokens without loss too, as Megatron's and Transformers'
+    models do."""
     language_everywhere: bool = False
     """Whether every stage must hold a layer of the language model."""
     recompute: RecomputeFreedom = RecomputeFreedom.LAYERS
 
     @property
     def is_free(self) -> bool:
-        """Whether the search for stages is not limited by them; the division of encoders is a
-        matter of cost."""
-        return self.model_copy(update={"encoders_whole": False}) == FREE
+        """Whether the search for stages is not limited by them; the division of encoders and the
+        head's tokens are matters of cost."""
+        costs = {"encoders_whole": False, "head_on_all_tokens": False}
+        return self.model_copy(update=costs) == FREE
 
 
 FREE = StageRules()
@@ -126,9 +130,12 @@ class Target(Frozen):
 
 
 _MEGATRON = StageRules(
-    encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE
+    encoders_on_first=True,
+    head_on_all_tokens=True,
+    language_everywhere=True,
+    recompute=RecomputeFreedom.LANGUAGE,
 )
-_SHARDED = StageRules(recompute=RecomputeFreedom.ALL)
+_SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
 
 TARGETS = {
     target.name: target
@@ -185,7 +192,7 @@ TARGETS = {
             name=TargetName.MINDSPEED_MM,
             title="MindSpeed-MM",
             version="2026-10",
-            stages=StageRules(recompute=RecomputeFreedom.TOWERS),
+            stages=StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.TOWERS),
             packs=PackRules(tokens_alone=True),
         ),
     )

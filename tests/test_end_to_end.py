@@ -158,7 +158,7 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single_plan, digits, l
         "tools/replay.py", plan, "--data", digits / "train" / "meta.json", "--tokenizer-model",
         digits / "tokenizer.model", "-o", replay, "--steps", "1", "--repetitions", "1",
     )  # fmt: skip
-    assert "stage 1 waits" in succeed(*TORCHRUN, *replayed)
+    assert "stage 1 waits" in pair_succeeds(*replayed)
     result = json.loads(succeed(*report, "--replay", replay))
     assert result["replay"]["provider"] == "local"
     assert result["replay"]["step_ms"] > 0 and result["run"]["step_ms"] > 0
@@ -280,7 +280,7 @@ def test_broken_image_stops_both_ranks_with_one_error(plan, digits, tmp_path):
     subprocess.run(["cp", "-r", digits, copy], check=True)
     for image in (copy / "train" / "images").iterdir():
         image.write_bytes(image.read_bytes()[:60])
-    result = run(*TORCHRUN, *training(plan, copy, tmp_path / "run", "--train-iters", "1"))
+    result = run_pair(*training(plan, copy, tmp_path / "run", "--train-iters", "1"))
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "cannot read this image" in errors[0], result.stderr

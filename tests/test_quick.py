@@ -9,6 +9,8 @@ import pytest
 pytestmark = pytest.mark.quick
 
 REPOSITORY = Path(__file__).parent.parent
+NOT_IMPORTED = {"omnibal.presets", "omnibal.export.scripts"}
+"""Data alone, and scripts that are copied into what is exported."""
 
 
 def quick_modules() -> list[Path]:
@@ -21,7 +23,7 @@ def packages() -> Iterator[str]:
     for top in ("omnibal", "megatron/vlm", "tools"):
         for folder in {path.parent for path in (REPOSITORY / top).rglob("*.py")}:
             name = folder.relative_to(REPOSITORY).as_posix().replace("/", ".")
-            if name != "omnibal.presets":  # data alone
+            if name not in NOT_IMPORTED:
                 yield name
 
 

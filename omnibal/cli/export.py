@@ -44,19 +44,19 @@ def export(
     """Write a plan as the files, flags and command of another trainer."""
     from omnibal.check import open_plan
     from omnibal.data.annotations import Annotations
-    from omnibal.export.directory import given_plan, make_export
-    from omnibal.export.trainers import export_of
+    from omnibal.export.directory import check_expressible, given_plan, make_export
+    from omnibal.export.trainers import EXPORTS
 
     check_new_folder(to)
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
     check_folder("--to", to, inputs)
     files = open_plan(directory)
     chosen = _target(files.plan, target)
-    exporter = export_of(chosen.name)
+    check_expressible(files, chosen)
     with status("reading the data"):
         annotations = None if data is None else Annotations.open(data)
     given = given_plan(files, chosen, annotations, to.absolute(), workers)
-    made = make_export(given, exporter)
+    made = make_export(given, EXPORTS[chosen.name])
     with status("writing"):
         made.write()
     print_notes(made.exported.given_up, prefix="not as planned: ")

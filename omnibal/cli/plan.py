@@ -51,7 +51,8 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.plan_data import MockData, PlanData, SampleData, StreamData
     from omnibal.planner import PlanRequest, PlanResult
     from omnibal.search.encoder_placement import PlacementChoice
-    from omnibal.search.parallel_sizes import Strategy, StrategySearch
+    from omnibal.search.parallel_sizes import StrategySearch
+    from omnibal.search.strategy import Strategy
 
 DEFAULT_IMAGE_SHARE = 0.5
 """Of the tokens of a pack of shapes."""
@@ -516,11 +517,11 @@ def _find_strategy(
     """Parallel sizes and, where not given, caps of least predicted time per sample."""
     from omnibal.data.scan_pool import usable_cores
     from omnibal.search.parallel_sizes import (
-        StrategyRequest,
         progress_total,
         search_strategies,
         strategy_samples_per_step,
     )
+    from omnibal.search.strategy import StrategyRequest
 
     assert strategy.gpus is not None
     usual = strategy_samples_per_step(strategy.gpus, job.cluster)

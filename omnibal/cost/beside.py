@@ -16,8 +16,7 @@ gathered before the first forward: neither is hidden behind computation.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,9 +24,10 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost, exchange_line, tensor_line
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.image_counts import patch_values
-from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.profile import Profile, fitted_cost, link_line
+from omnibal.cost.model import CostModel, UnitCost, with_features
+from omnibal.cost.profile import Profile, link_line
 from omnibal.cost.shaped_rates import Line
+from omnibal.cost.whole_encoders import cost_of_copies
 from omnibal.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
 from omnibal.parallel import Parallel
 from omnibal.units import BESIDE_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
@@ -140,10 +140,7 @@ def encoders_cost(
     Raises:
         UserError: the profile is of another model, precision or tensor-parallel size.
     """
-    # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
-    alone = Parallel(pipeline=1, data=parallel.world_size)
-    sizes = model, cluster, alone, precision, frozen
-    cost = analytic_cost(*sizes) if profile is None else fitted_cost(profile, *sizes)
+    cost = cost_of_copies(model, cluster, parallel.world_size, precision, frozen, profile)
     held = [unit for name in model.encoders for unit in _held(model, cost, name)]
     parameters = sum(number * unit.parameters for number, unit in held)
     trained = sum(number * unit.trained_parameters for number, unit in held)
@@ -265,11 +262,7 @@ def pipeline_cost(cost: CostModel, encoders: EncodersCost) -> CostModel:
 
 def _with_waits(unit: UnitCost, *, is_embed: bool) -> UnitCost:
     """The unit's costs with the two features more, which the language embed takes as they are."""
-    padded: dict[str, Any] = {}
-    for each in fields(unit):
-        value = getattr(unit, each.name)
-        if isinstance(value, np.ndarray):
-            padded[each.name] = np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, 2)])
+    padded = with_features(unit, len(BESIDE_MS))
     if is_embed:
         padded["forward_ms"][-2] = padded["backward_ms"][-1] = 1.0
     return replace(unit, **padded)

@@ -35,9 +35,11 @@ from omnibal.data.native_resolution import (
 )
 from omnibal.data.own_template import (
     OwnTemplate,
+    WrittenConversation,
     encode_conversation,
     encode_own_prompt,
     own_template,
+    write_conversation,
 )
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
@@ -224,8 +226,50 @@ def _pieces(model: ModelConfig) -> tuple[str, ...]:
     return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenSample:
+    """One conversation as text, before it is tokenized."""
+
+    sample: Sample
+    messages: tuple[str, ...]
+    """Of this project's templates; none of the tokenizer's own."""
+    answers: tuple[int, ...]
+    """Indices of the messages that are learned."""
+    by_own: WrittenConversation | None
+    """The whole, by the tokenizer's own template."""
+
+
+def write_sample(sample: Sample, model: ModelConfig, tokenizer: Tokenizer) -> WrittenSample:
+    """The whole conversation as text.
+
+    Raises:
+        UserError: the template cannot write it, or the sample has a recording and the model takes
+            none.
+    """
+    if _is_own(model):
+        _check_recordings(sample, model, own=True)
+        template = _own_template(model, tokenizer)
+        written = write_conversation(sample, model.system_message, template)
+        return WrittenSample(sample, (), (), written)
+    messages = _messages(sample, model, chatting=False)
+    answers = _answers(sample, messages, _TEMPLATES[model.chat_template])
+    return WrittenSample(sample, tuple(messages), tuple(answers), None)
+
+
 def encode_sample(
     sample: Sample,
+    tiles_per_image: Sequence[int],
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    clips_per_recording: Sequence[int] = (),
+) -> EncodedSample:
+    """Write a conversation and encode it, as `write_sample` and `encode_written` do."""
+    written = write_sample(sample, model, tokenizer)
+    return encode_written(written, tiles_per_image, model, tokenizer, clips_per_recording)
+
+
+def encode_written(
+    written: WrittenSample,
     tiles_per_image: Sequence[int],
     model: ModelConfig,
     tokenizer: Tokenizer,
@@ -236,9 +280,9 @@ def encode_sample(
     it takes so many tokens, at least one, as does every place of a video's text.
 
     Raises:
-        UserError: the text turns into control tokens, the tokenizer lacks a piece, or the sample
-            has a recording and the model takes none.
+        UserError: the text turns into control tokens, or the tokenizer lacks a piece.
     """
+    sample = written.sample
     given = (len(tiles_per_image), len(clips_per_recording))
     needed = (image_places(sample, model), len(sample.recordings))
     if given != needed:
@@ -246,19 +290,30 @@ def encode_sample(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
             f"were given for {needed[0]} and {needed[1]}"
         )
-    if _is_own(model):
-        _check_recordings(sample, model, own=True)
-        return _encode_by_own(sample, tiles_per_image, model, tokenizer)
+    if written.by_own is not None:
+        places = _tokens_per_image(tiles_per_image, model)
+        template = _own_template(model, tokenizer)
+        encoded = encode_conversation(written.by_own, sample, places, template)
+        return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
+    return _encode_by_ours(written, tiles_per_image, model, tokenizer, clips_per_recording)
+
+
+def _encode_by_ours(
+    written: WrittenSample,
+    tiles_per_image: Sequence[int],
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    clips_per_recording: Sequence[int],
+) -> EncodedSample:
+    """The whole conversation, by one of this project's templates."""
     template = _TEMPLATES[model.chat_template]
-    messages = _messages(sample, model, chatting=False)
-    answers = _answers(sample, messages, template)
     encode = _encode_apart if template.message_by_message else _encode_together
-    token_ids, loss_mask = encode(messages, answers, template, tokenizer, sample)
+    token_ids, loss_mask = encode(written, template, tokenizer)
     if template.never_learned is not None:
         unlearned = tokenizer.id_of(template.never_learned)
         loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
     before, contexts = _item_tokens(
-        token_ids, tiles_per_image, clips_per_recording, model, tokenizer, sample
+        token_ids, tiles_per_image, clips_per_recording, model, tokenizer, written.sample
     )
     token_ids = np.insert(token_ids, before, contexts)
     loss_mask = np.insert(loss_mask, before, False)
@@ -267,16 +322,6 @@ def encode_sample(
         token_ids=np.concatenate([bos, token_ids]),
         loss_mask=np.concatenate([np.zeros(len(bos), bool), loss_mask]),
     )
-
-
-def _encode_by_own(
-    sample: Sample, tiles_per_image: Sequence[int], model: ModelConfig, tokenizer: Tokenizer
-) -> EncodedSample:
-    """The whole conversation, by the tokenizer's own template."""
-    tokens = _tokens_per_image(tiles_per_image, model)
-    template = _own_template(model, tokenizer)
-    encoded = encode_conversation(sample, tokens, model.system_message, template)
-    return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
 
 
 def encode_prompt(
@@ -465,42 +510,34 @@ def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
 
 
 def _encode_together(
-    messages: list[str],
-    answers: Sequence[int],
-    template: _Template,
-    tokenizer: Tokenizer,
-    sample: Sample,
+    written: WrittenSample, template: _Template, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask of the messages as one string; those at `answers` are learned."""
+    """Ids and mask of the messages as one string."""
     end = tokenizer.required(template.end)
-    token_ids = np.array(tokenizer.encode("".join(messages)), np.int64)
+    token_ids = np.array(tokenizer.encode("".join(written.messages)), np.int64)
     ends = np.flatnonzero(token_ids == end)
-    if len(ends) != len(messages):
-        raise _control_tokens(sample)
+    if len(ends) != len(written.messages):
+        raise _control_tokens(written.sample)
     header = _header_tokens(template, tokenizer)
     loss_mask = np.zeros(len(token_ids), bool)
-    for answer in answers:
+    for answer in written.answers:
         loss_mask[ends[answer - 1] + 1 + header : ends[answer] + 1] = True
     return token_ids, loss_mask
 
 
 def _encode_apart(
-    messages: list[str],
-    answers: Sequence[int],
-    template: _Template,
-    tokenizer: Tokenizer,
-    sample: Sample,
+    written: WrittenSample, template: _Template, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and mask of messages that are tokenized one by one."""
     header = _header_tokens(template, tokenizer)
-    encoded = list(map(tokenizer.encode, messages))
+    encoded = list(map(tokenizer.encode, written.messages))
     masks = [np.zeros(len(ids), bool) for ids in encoded]
-    for answer in answers:
+    for answer in written.answers:
         closed = len(encoded[answer]) - (1 if template.after_end else 0)  # before the line end
         masks[answer][header:closed] = True
     token_ids = np.array([number for ids in encoded for number in ids], np.int64)
-    if np.count_nonzero(token_ids == tokenizer.required(template.end)) != len(messages):
-        raise _control_tokens(sample)
+    if np.count_nonzero(token_ids == tokenizer.required(template.end)) != len(encoded):
+        raise _control_tokens(written.sample)
     return token_ids, np.concatenate(masks)
 
 

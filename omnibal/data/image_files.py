@@ -33,11 +33,12 @@ def webp_size(file: BinaryIO) -> tuple[int, int] | None:
     specification has them (RFC 9649, section 2), or the file is shorter than they say, it is asked.
     """
     head = file.read(_WEBP_HEADER_BYTES)
-    whole = file.seek(0, 2)
     file.seek(0)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
     if not is_webp or len(head) < _WEBP_HEADER_BYTES:
         return None
+    whole = file.seek(0, 2)
+    file.seek(0)
     if whole < int.from_bytes(head[4:8], "little") + 8:
         return None
     match head[12:16]:

@@ -9,7 +9,7 @@ Parts of the last become text in which a mark stands for each item, as in the ot
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO
@@ -142,21 +142,22 @@ def _read_message(message: dict[str, Any], form: _Form, items: dict[Medium, list
             f'"{form.speaker}" {json.dumps(speaker)}; it must be one of {", ".join(_ROLES)}'
         )
     content = said.pop(form.text, None)
-    read = Message(role=role, text="")
-    for key, reader in _FIELDS.items():
+    more: dict[str, Any] = {}
+    for key, (name, reader) in _FIELDS.items():
         if key in said:
             given = said.pop(key)
             if role != "assistant" and given:
                 raise InvalidRecordError(f'"{key}", which only an assistant\'s may have')
-            read = reader(read, given)
+            more[name] = reader(given)
     unknown = [key for key in said if key not in _UNSPOKEN]
     if unknown:
         raise InvalidRecordError(f'"{unknown[0]}", which is not understood; remove it')
     if speaker in _CALLING:
-        return replace(read, calls=(*read.calls, *_read_calls(content)))
-    if content is None and read.calls:
-        return read
-    return replace(read, text=_read_text(content, form, items))
+        more["calls"] = (*more.get("calls", ()), *_read_calls(content))
+        return Message(role=role, text="", **more)
+    if content is None and more.get("calls"):
+        return Message(role=role, text="", **more)
+    return Message(role=role, text=_read_text(content, form, items), **more)
 
 
 def _read_text(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> str:
@@ -197,28 +198,16 @@ def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
     return MARK_OF[medium]
 
 
-def _read_loss(message: Message, loss: Any) -> Message:
+def _read_loss(loss: Any) -> bool:
     if not isinstance(loss, bool):
         raise InvalidRecordError(f'a "loss" of {json.dumps(loss)}; it must be true or false')
-    return replace(message, learned=loss)
+    return loss
 
 
-def _read_reasoning(message: Message, reasoning: Any) -> Message:
+def _read_reasoning(reasoning: Any) -> str:
     if not isinstance(reasoning, str):
         raise InvalidRecordError('an odd "reasoning_content"; it must be a text')
-    return replace(message, reasoning=reasoning)
-
-
-def _read_tool_calls(message: Message, calls: Any) -> Message:
-    return replace(message, calls=_read_calls(calls))
-
-
-_FIELDS: dict[str, Callable[[Message, Any], Message]] = {
-    "loss": _read_loss,
-    "reasoning_content": _read_reasoning,
-    "tool_calls": _read_tool_calls,
-}
-"""What an assistant's message may have beside its text."""
+    return reasoning
 
 
 def _read_calls(given: Any) -> tuple[str, ...]:
@@ -238,6 +227,14 @@ def _read_call(call: Any) -> str:
     if not isinstance(arguments, dict):
         raise _odd_calls()
     return json.dumps({"name": inner["name"], "arguments": arguments}, ensure_ascii=False)
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "loss": ("learned", _read_loss),
+    "reasoning_content": ("reasoning", _read_reasoning),
+    "tool_calls": ("calls", _read_calls),
+}
+"""What an assistant's message may have beside its text: field of the message, and its reader."""
 
 
 def _parsed(given: Any) -> Any:

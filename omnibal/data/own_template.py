@@ -156,7 +156,10 @@ def _written_video(tokenizer: Tokenizer) -> str | None:
 
 
 def encode_conversation(
-    sample: Sample, tokens_per_place: Sequence[int], system: str | None, template: OwnTemplate
+    written: WrittenConversation,
+    sample: Sample,
+    tokens_per_place: Sequence[int],
+    template: OwnTemplate,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of the whole conversation, int64 [tokens], and whether each is learned, bool.
 
@@ -164,19 +167,17 @@ def encode_conversation(
 
     Args:
         tokens_per_place: of every image, or of every place of a video's text.
-        system: message of the model's config, for samples without their own.
 
     Raises:
-        UserError: as `write_conversation` has it, or the template does not write every image once.
+        UserError: the template does not write every image once.
     """
-    written = write_conversation(sample, system, template)
     ids, starts = template.tokenizer.encode_with_places(written.text)
-    token_ids, first = np.array(ids, np.int64), np.array(starts, np.int64)
-    learned = np.zeros(len(token_ids), bool)
+    first = np.array(starts, np.int64)
+    learned = np.zeros(len(ids), bool)
     for begin, end in written.learned:
         learned |= (begin <= first) & (first < end)
-    counts = _counts(token_ids, tokens_per_place, template, sample)
-    return np.repeat(token_ids, counts), np.repeat(learned, counts)
+    counts = _counts(ids, tokens_per_place, template, sample)
+    return np.repeat(np.array(ids, np.int64), counts), np.repeat(learned, counts)
 
 
 def encode_own_prompt(
@@ -195,15 +196,15 @@ def encode_own_prompt(
     answers = [k for k, said in enumerate(conversation.messages) if said["role"] == "assistant"]
     place = answers[len(answers) - len(sample.turns) + turn]
     text = conversation.rendered(conversation.messages[:place], prompt=True)
-    token_ids = np.array(template.tokenizer.encode(_unmarked(text)), np.int64)
-    return np.repeat(token_ids, _counts(token_ids, tokens_per_place, template, sample))
+    ids = template.tokenizer.encode(_unmarked(text))
+    return np.repeat(np.array(ids, np.int64), _counts(ids, tokens_per_place, template, sample))
 
 
 def _counts(
-    token_ids: np.ndarray, tokens_per_place: Sequence[int], template: OwnTemplate, sample: Sample
+    ids: Sequence[int], tokens_per_place: Sequence[int], template: OwnTemplate, sample: Sample
 ) -> np.ndarray:
     """How often each token stands: 1, or as the image needs it, int64 [tokens]."""
-    counts = np.ones(len(token_ids), np.int64)
+    counts = np.ones(len(ids), np.int64)
     path = template.tokenizer.path
     if not template.repeated and len(tokens_per_place):
         known = ", ".join(family.written for family in _FAMILIES)
@@ -212,9 +213,8 @@ def _counts(
             f"pieces that stand for one ({known}); choose a model that takes images, or its own "
             "tokenizer"
         )
-    repeated = np.array([template.tokenizer.required(piece) for piece in template.repeated], int)
-    # For the one or two that there are, faster than `np.isin`.
-    places = np.flatnonzero((token_ids == repeated[:, None]).any(axis=0))
+    repeated = [template.tokenizer.required(piece) for piece in template.repeated]
+    places = [place for place, number in enumerate(ids) if number in repeated]
     if len(places) != len(tokens_per_place):
         raise UserError(
             f"{sample.where}: the chat template of {path} writes {len(places)} "
@@ -466,7 +466,9 @@ def _compiled(template: str, path: str) -> jinja2.Template:
     # Without strftime_now, on purpose: the same data is the same tokens on any day.
     environment.globals["raise_exception"] = _refuse
     try:
-        return environment.from_string(template)
+        # As `from_string` does, but with globals in one table, which halves the time of rendering.
+        code = environment.compile(template)
+        return jinja2.Template.from_code(environment, code, dict(environment.globals))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"{path}: its chat template is not Jinja ({error.message}, line {error.lineno}); "

@@ -15,7 +15,6 @@ from typing import BinaryIO
 
 import numpy as np
 import soundfile
-from scipy.signal import resample_poly
 
 from omnibal.data.audio_files import AudioFile
 
@@ -110,6 +109,9 @@ def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
     They are those of the whole recording resampled: the filter sees all that it reaches, and what
     is decoded begins where an input sample falls on an output sample.
     """
+    # Here, as a scan reads headers alone, and would wait for this in each of its processes.
+    from scipy.signal import resample_poly
+
     common = gcd(RATE_HZ, sound.samplerate)
     up, down = RATE_HZ // common, sound.samplerate // common
     reach = -(-_FILTER_REACH * max(up, down) // up) + 1

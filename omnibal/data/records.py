@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -123,9 +124,15 @@ def _check_keys(record: dict[str, Any]) -> None:
         is_preference = key == "label" and isinstance(record[key], bool)
         if key in _REFUSED_KEYS or is_preference:
             raise InvalidRecordError(f'has "{key}", by which nothing is trained here; remove it')
-        meant = get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)
-        if meant:
-            raise InvalidRecordError(f'has "{key}"; did it mean "{meant[0]}"? rename or remove it')
+        meant = _similar_key(key)
+        if meant is not None:
+            raise InvalidRecordError(f'has "{key}"; did it mean "{meant}"? rename or remove it')
+
+
+@lru_cache(maxsize=1024)
+def _similar_key(key: str) -> str | None:
+    """A key that is read, of which this one may be a misspelling."""
+    return next(iter(get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)), None)
 
 
 def _read_images(
@@ -253,10 +260,13 @@ def _read_conversation(
             f'must have in "kinds" one name for each of its {len(questions)} turn(s)'
         )
     turns = tuple(
-        replace(turn, question=question, kind=kind)
+        turn
+        if question == turn.question and kind is None
+        # Costs as much as all else that is done with a turn here.
+        else replace(turn, question=question, kind=kind)
         for turn, question, kind in zip(said.turns, questions, kinds, strict=True)
     )
-    return replace(said, turns=turns)
+    return Conversation(system=said.system, greeting=said.greeting, turns=turns)
 
 
 def _check_marks(said: Conversation, recordings: int) -> None:

@@ -65,7 +65,7 @@ def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
         command=exported.command,
         settings=exported.settings,
         given_up=(*exported.given_up, *shared),
-        notes=exported.notes,
+        notes=(*exported.notes, *_on_trust(given)),
     )
     return Export(given=given, exported=exported, expected=expected)
 
@@ -78,13 +78,8 @@ def given_plan(
     Raises:
         UserError: the plan cannot be told to the trainer, or the data is not the plan's.
     """
+    check_expressible(files, target)
     plan = files.plan
-    obstacle = first_obstacle(plan, files.data, target)
-    if obstacle is not None:
-        raise UserError(
-            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
-            f"{target.name}`"
-        )
     order = None
     if plan.data is not None:
         packs, lengths = files.steps
@@ -101,6 +96,20 @@ def given_plan(
         folder=folder,
         workers=workers,
     )
+
+
+def check_expressible(files: PlanFiles, target: Target) -> None:
+    """Refuse a plan that a trainer cannot be told.
+
+    Raises:
+        UserError: names the first thing, and how a plan without it is made.
+    """
+    obstacle = first_obstacle(files.plan, files.data, target)
+    if obstacle is not None:
+        raise UserError(
+            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
+            f"{target.name}`"
+        )
 
 
 def _check_data(files: PlanFiles, annotations: Annotations) -> None:
@@ -133,6 +142,15 @@ def _left_out(expected: Expected) -> Iterator[str]:
             f"The last step would have {expected.dropped_packs:,} pack(s) instead of "
             f"{expected.packs_per_step:,}, and trainers leave such a step out: "
             f"{expected.dropped_samples:,} sample(s) are not trained."
+        )
+
+
+def _on_trust(given: Given) -> Iterator[str]:
+    data = given.files.plan.data
+    if given.annotations is not None and data is not None and data.origin is None:
+        yield (
+            "The plan's lengths do not say which data they are of: that every row is of the sample "
+            "in its place is taken on trust. Lengths of `omnibal lengths` say so."
         )
 
 

@@ -46,6 +46,16 @@ class ReadingOrder:
         """Pack of every row, a sample of a pack, in reading order, int64 [rows]."""
         return np.repeat(np.arange(len(self)), np.diff(self.packs.offsets))
 
+    def take(self, packs: np.ndarray) -> Self:
+        """Select these packs, in that order."""
+        return replace(
+            self,
+            packs=self.packs.take(packs),
+            step=self.step[packs],
+            rank=self.rank[packs],
+            slot=self.slot[packs],
+        )
+
     def largest_first(self, lengths: Lengths) -> Self:
         """The same packs, in each of which samples come from most tokens to fewest.
 

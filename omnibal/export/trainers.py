@@ -2,8 +2,14 @@
 
 from collections.abc import Callable, Mapping
 
-from omnibal.errors import UserError
-from omnibal.export import ms_swift, xtuner
+from omnibal.export import (
+    loongforge,
+    megatron_bridge,
+    megatron_lm,
+    mindspeed_mm,
+    ms_swift,
+    xtuner,
+)
 from omnibal.export.exported import Exported, Given
 from omnibal.targets import TargetName
 
@@ -11,17 +17,8 @@ EXPORTS: Mapping[TargetName, Callable[[Given], Exported]] = {
     TargetName.MS_SWIFT: ms_swift.export,
     TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
     TargetName.XTUNER: xtuner.export,
+    TargetName.LOONGFORGE: loongforge.export,
+    TargetName.MEGATRON_LM: megatron_lm.export,
+    TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
+    TargetName.MINDSPEED_MM: mindspeed_mm.export,
 }
-
-
-def export_of(name: TargetName) -> Callable[[Given], Exported]:
-    """The function that makes a trainer's files.
-
-    Raises:
-        UserError: plans can be made for the trainer, and are not exported yet.
-    """
-    if name not in EXPORTS:
-        raise UserError(
-            f"plans for {name} are not exported yet; choose one of {', '.join(EXPORTS)}"
-        )
-    return EXPORTS[name]

@@ -21,19 +21,19 @@ from omnibal.lint.flags import (
     is_on,
     is_override,
     read_flags,
+    whole_number,
 )
 from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.script import Command, Script, read_script
 from omnibal.lint.shell_values import UNKNOWN, shown, unknown_names
+from omnibal.parallel import MAX_DEVICES
 
-_SWIFT_TASKS = frozenset(("sft", "pt", "rlhf"))
 _OF_LOONGFORGE = frozenset(
     ("custom-pipeline-layers", "custom-virtual-pipeline-layers", "custom-pipeline-recompute-layers")
 )
 _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
 _MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
-_MOST_GPUS = 10_000_000
 
 
 def read_launch(
@@ -103,7 +103,7 @@ def _nested(command: Command) -> Sequence[Command]:
     return [
         Command(words=one.words, environment=command.environment, line=command.line)
         for word in inner
-        for one in read_script(word, {}).commands
+        for one in read_script(word, command.environment).commands
     ]
 
 
@@ -175,8 +175,8 @@ def _gpus_of(by_name: Mapping[str, str | None], environment: Mapping[str, str]) 
 def _count(text: str | None) -> int | None:
     """The first number of a value; None where that is none, such as `auto`."""
     first = (text or "").split()[:1]
-    count = int(first[0]) if first and re.fullmatch(r"\d{1,7}", first[0]) else 0
-    return count if 1 <= count <= _MOST_GPUS else None
+    count = whole_number(first[0]) if first else None
+    return count if count is not None and 1 <= count <= MAX_DEVICES else None
 
 
 def _sizes(settings: Mapping[str, str | None]) -> dict[str, object]:

@@ -69,10 +69,16 @@ def is_override(name: str) -> bool:
     return name.partition(".")[0] in _SECTIONS and "." in name
 
 
+def whole_number(text: str) -> int | None:
+    """A whole number of at most 12 digits; None where a text is none."""
+    return int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", text) else None
+
+
 def _whole(name: str, text: str | None) -> int:
-    if text is None or not re.fullmatch(r"[+-]?\d{1,12}", text.strip()):
+    number = None if text is None else whole_number(text)
+    if number is None:
         raise UserError(f"{name} {text or 'without a value'}: must be a whole number; correct it")
-    return int(text)
+    return number
 
 
 def _positive(name: str, text: str | None) -> int:

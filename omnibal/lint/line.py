@@ -6,7 +6,8 @@ from functools import cached_property
 from omnibal.config import ModelConfig
 from omnibal.errors import UserError
 from omnibal.export.layout import Layout, parse_layout
-from omnibal.lint.flags import canonical, is_nothing, is_on
+from omnibal.frozen import MAX_COUNT, MAX_LAYERS
+from omnibal.lint.flags import canonical, is_nothing, is_on, whole_number
 from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.sizes import SIZE_FLAGS, Sizes, sizes_of
 
@@ -38,7 +39,7 @@ class Line:
     def number(self, name: str) -> int | None:
         """Value of a flag that is a whole number; None where it is not given or is none."""
         text = self.text(name)
-        return int(text) if text is not None and text.lstrip("+-").isdecimal() else None
+        return None if text is None else whole_number(text)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -123,5 +124,15 @@ class Line:
 
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:
-    """Put a launch beside the model that it trains."""
-    return Line(launch, sizes_of(model))
+    """Put a launch beside the model that it trains.
+
+    Raises:
+        UserError: the launch gives a size that no model has.
+    """
+    line = Line(launch, sizes_of(model))
+    for name in SIZE_FLAGS:
+        most = MAX_LAYERS if name == "num-layers" else MAX_COUNT
+        size = line.number(name)
+        if size is not None and not 0 <= size <= most:
+            raise UserError(f"--{name} {size}: must be at most {most:,}; correct it")
+    return line

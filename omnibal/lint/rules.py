@@ -13,6 +13,7 @@ from omnibal.lint.rules_loongforge import LOONGFORGE_RULES
 from omnibal.lint.rules_model import MODEL_RULES
 from omnibal.lint.rules_optimizer import OPTIMIZER_RULES
 from omnibal.lint.rules_recompute import RECOMPUTE_RULES
+from omnibal.lint.rules_router import ROUTER_RULES
 from omnibal.lint.rules_split import SPLIT_RULES
 
 GROUPS: dict[str, tuple[Rule, ...]] = {
@@ -23,6 +24,7 @@ GROUPS: dict[str, tuple[Rule, ...]] = {
     "LoongForge's lists": LOONGFORGE_RULES,
     "Recomputation": RECOMPUTE_RULES,
     "Tensor, sequence, context and expert ranks": MODEL_RULES,
+    "Routers of experts": ROUTER_RULES,
     "Precision, optimizer and checkpoints": OPTIMIZER_RULES,
 }
 """Rules by what they are of."""

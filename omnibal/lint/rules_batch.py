@@ -1,6 +1,6 @@
 """Rules of micro-batches, steps and the length of samples."""
 
-from omnibal.lint.flags import FIELDS, canonical, words_of
+from omnibal.lint.flags import FIELDS, canonical, whole_number, words_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import BRIDGE, CORE, MEGATRON_LM, SWIFT, Broken, Rule
@@ -46,11 +46,11 @@ def _rampup_form(line: Line) -> Broken | None:
 
 
 def _rampup_steps(line: Line) -> Broken | None:
-    given = words_of(line.text("rampup-batch-size"))
+    given = [whole_number(word) for word in words_of(line.text("rampup-batch-size"))]
     whole = line.launch.global_batch
-    if len(given) != 3 or whole is None or not all(one.isdecimal() for one in given):
+    if len(given) != 3 or whole is None or given[0] is None or given[1] is None:
         return None
-    start, increment = int(given[0]), int(given[1])
+    start, increment = given[0], given[1]
     if increment > 0 and whole >= start and (whole - start) % increment == 0:
         return None
     return Broken(

@@ -2,7 +2,7 @@
 
 from math import lcm, prod
 
-from omnibal.lint.flags import words_of
+from omnibal.lint.flags import whole_number, words_of
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, MEGATRON_LM, Broken, Rule
 
@@ -68,7 +68,7 @@ def _context_levels(line: Line) -> Broken | None:
     sizes = line.text("hierarchical-context-parallel-sizes")
     if sizes is None:
         return None
-    counts = [int(size) for size in words_of(sizes) if size.isdecimal()]
+    counts = [whole_number(size) or 0 for size in words_of(sizes)]
     if prod(counts) == line.launch.context:
         return None
     return Broken(f"sizes {sizes} and CP {line.launch.context}", "give sizes with that product")
@@ -80,6 +80,19 @@ def _context_exchange(line: Line) -> Broken | None:
         return None
     return Broken(
         "the exchange a2a+p2p without sizes", "give --hierarchical-context-parallel-sizes"
+    )
+
+
+def _order(line: Line) -> Broken | None:
+    gpus, stages = line.launch.gpus, line.launch.pipeline
+    if gpus is None or line.data is None or gpus % line.expert_grid or stages == 1:
+        return None
+    data = gpus // line.expert_grid
+    if not line.on("use-tp-pp-dp-mapping") or data == line.data:
+        return None
+    return Broken(
+        f"--use-tp-pp-dp-mapping with data-parallel size {line.data} and {data} copies of experts",
+        "leave it out, or choose ETP and EP with ETP x EP = TP x CP",
     )
 
 
@@ -143,6 +156,13 @@ GRID_RULES = (
         holds="a2a+p2p needs hierarchical context sizes",
         source=f"training/arguments.py, validate_args, {MEGATRON_LM}",
         broken=_context_exchange,
+    ),
+    Rule(
+        name="rank-order",
+        holds="experts must have as many copies as the rest where stages are not the last ranks",
+        source=f"core/parallel_state.py:808, {CORE}",
+        broken=_order,
+        launchers=ARGPARSE,
     ),
     Rule(
         name="fsdp2-alone",

@@ -1,5 +1,7 @@
 """Rules of precision, optimizer and checkpoints."""
 
+import re
+
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, MEGATRON_LM, SWIFT, Broken, Rule
@@ -18,6 +20,21 @@ def _low_precision(line: Line) -> Broken | None:
     if line.text("fp4-format") is None or line.text("fp8-format") is None:
         return None
     return Broken("fp4 and fp8", "leave one of them out")
+
+
+def _ends_in_bf16(line: Line) -> Broken | None:
+    if line.text("fp8-format") is None or not line.on("first-last-layers-bf16"):
+        return None
+    if (line.text("fp8-recipe") or "delayed") == "delayed":
+        return Broken("first and last layers in bf16 with fp8 recipe delayed", "use another recipe")
+    most = line.sizes.layers // line.launch.pipeline
+    ends = {end: line.number(f"num-layers-at-{end}-in-bf16") for end in ("start", "end")}
+    wrong = [f"{count} at the {end}" for end, count in ends.items() if count and count > most]
+    if not wrong:
+        return None
+    return Broken(
+        f"{' and '.join(wrong)} in bf16, {most} layers a stage", f"keep at most {most} in bf16"
+    )
 
 
 def _gather(line: Line) -> Broken | None:
@@ -85,9 +102,33 @@ def _muon(line: Line) -> Broken | None:
     return Broken(f"muon with {', '.join(given)}", "use adam, or leave them out")
 
 
+def _checkpoint_form(line: Line) -> Broken | None:
+    needed = {"torch_dcp": "use-torch-fsdp2", "fsdp_dtensor": "use-megatron-fsdp"}
+    form = line.text("ckpt-format")
+    flag = needed.get(form or "")
+    if flag is not None and not line.on(flag):
+        return Broken(f"--ckpt-format {form} without --{flag}", "use torch_dist")
+    if line.on("use-megatron-fsdp") and form != "fsdp_dtensor":
+        return Broken("--use-megatron-fsdp alone", "give --ckpt-format fsdp_dtensor")
+    return None
+
+
+def _sources(line: Line) -> Broken | None:
+    by_split = [f"{part}-data-path" for part in ("train", "valid", "test")]
+    given = {
+        "--mock-data": line.on("mock-data"),
+        "--data-path": "data-path" in line.flags,
+        "paths by split": any(name in line.flags for name in by_split),
+    }
+    both = [words for words, holds in given.items() if holds]
+    if len(both) < 2:
+        return None
+    return Broken(" and ".join(both), "leave all but one out")
+
+
 def _frozen_share(line: Line) -> Broken | None:
     share = line.text("freeze-parameters-ratio")
-    if share is None or float(share) <= 0 or line.launch.pipeline == 1:
+    if share is None or re.fullmatch(r"[0.]*|1|1\.0*", share) or line.launch.pipeline == 1:
         return None
     return Broken(
         f"--freeze_parameters_ratio {share} with PP {line.launch.pipeline}",
@@ -125,6 +166,13 @@ OPTIMIZER_RULES = (
         source=_VALIDATE,
         broken=_low_precision,
         launchers=ARGPARSE,
+    ),
+    Rule(
+        name="bf16-ends-of-fp8",
+        holds="layers that stay in bf16 are of one stage, and not with delayed scaling",
+        source=f"core/transformer/transformer_config.py:990-1017, {CORE}",
+        broken=_ends_in_bf16,
+        launchers=ARGPARSE | _SWIFT,
     ),
     Rule(
         name="weights-gathered-need-optimizer",
@@ -173,6 +221,20 @@ OPTIMIZER_RULES = (
         holds="muon works without the distributed optimizer and with plain checkpoints",
         source=_VALIDATE,
         broken=_muon,
+        launchers=ARGPARSE,
+    ),
+    Rule(
+        name="checkpoint-form",
+        holds="a form of checkpoints goes with its own way of sharding",
+        source=_VALIDATE,
+        broken=_checkpoint_form,
+        launchers=ARGPARSE,
+    ),
+    Rule(
+        name="one-source-of-data",
+        holds="data come from one source",
+        source=_VALIDATE,
+        broken=_sources,
         launchers=ARGPARSE,
     ),
     Rule(

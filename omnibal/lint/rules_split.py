@@ -52,19 +52,6 @@ def _even_chunks(line: Line) -> Broken | None:
     )
 
 
-def _room(line: Line) -> Broken | None:
-    """Chunks that would hold less than nothing once embedding or loss have their place."""
-    launch, stages = line.launch, line.launch.pipeline
-    counted = launch.account_for_embedding + launch.account_for_loss
-    parts = stages * _chunks(line)
-    if not line.is_plain or not counted or line.layers_to_split % parts:
-        return None
-    needed = counted if parts == 1 else 1
-    if line.layers_to_split // parts >= needed:
-        return None
-    return Broken(f"{_counted(line)} on {parts} chunks", "leave the flags that count them out")
-
-
 def _ends(line: Line) -> dict[str, int]:
     given = {"first": line.launch.first_layers, "last": line.launch.last_layers}
     return {end: count for end, count in given.items() if count is not None}
@@ -193,12 +180,6 @@ SPLIT_RULES = (
         holds="the layers of a stage must be a multiple of its chunks",
         source=f"{_BLOCK}:174, transformer_config.py:1470, {CORE}",
         broken=_even_chunks,
-    ),
-    Rule(
-        name="chunks-hold-embedding-and-loss",
-        holds="the chunks of embedding and loss must have the place that is counted for them",
-        source=f"{_BLOCK}:193-200, {CORE}",
-        broken=_room,
     ),
     Rule(
         name="end-stages-hold-layers",

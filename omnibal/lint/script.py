@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from omnibal.errors import UserError
 from omnibal.lint.shell_values import Value, Variables, expand, joined
 from omnibal.lint.shell_words import ARRAY, Piece, Token, Word, scan
 
@@ -39,10 +40,15 @@ def read_script(text: str, given: Mapping[str, str]) -> Script:
         given: values of variables, by name, that stand above the script's own.
 
     Raises:
-        UserError: a quote or a bracket is not closed.
+        UserError: a quote or a bracket is not closed, or values grow without end.
     """
     reader = _Reader(Variables(given))
-    reader.read(scan(text))
+    try:
+        reader.read(scan(text))
+    except RecursionError as error:
+        raise UserError(
+            "the launch line or script nests its brackets too deeply; give the command alone"
+        ) from error
     return Script(commands=tuple(reader.commands), variables=reader.variables)
 
 

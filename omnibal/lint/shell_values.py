@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import add, mul, neg, pos, sub
 
+from omnibal.errors import UserError
 from omnibal.lint.shell_words import Piece, Word, pieces_of
 
 UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
@@ -18,7 +19,10 @@ _PARAMETER = re.compile(
     r"(?P<name>\w+|[@*#?$!-])(?P<all>\[[@*]\])?(?:(?P<rule>:?[-=+?])(?P<other>.*))?", re.DOTALL
 )
 _NAME = re.compile(r"(?<![\w\ue000])[A-Za-z_]\w*(?![\w\ue001])")
-_MOST_DIGITS = 18
+_MOST_DIGITS, _MOST_SYMBOLS = 18, 1_000
+_MOST_LETTERS = 2**20
+"""Most letters of a variable's value: a launch line is far shorter, and values that double line by
+line have no end."""
 _NO_QUOTES = str.maketrans("", "", "\"'")
 
 
@@ -54,7 +58,15 @@ class Variables:
         Args:
             condition: line of an assignment that may not be reached; the value is then only known
                 if it is the same as before.
+
+        Raises:
+            UserError: the value is too long.
         """
+        if not isinstance(value, Unset) and sum(map(len, _parts(value))) > _MOST_LETTERS:
+            raise UserError(
+                f"the script gives {name} more than {_MOST_LETTERS:,} letters, which no launch "
+                "line has; give the command alone"
+            )
         if condition is not None and self.get(name) != value:
             value = Unset(f"line {condition} sets it under a condition")
         self.values[name] = value
@@ -128,7 +140,7 @@ def joined(pieces: Iterable[Piece], variables: Variables) -> str:
 
 def evaluate(expansion: str, variables: Variables) -> str | tuple[str, ...]:
     """What an expansion such as `${TP:-4}` stands for; several words for an array."""
-    if expansion.startswith("$(("):
+    if expansion.startswith("$((") and expansion.endswith("))"):
         return _arithmetic(expansion[3:-2], variables)
     if expansion.startswith(("$(", "`")):
         return _unknown(expansion)
@@ -185,6 +197,8 @@ def _arithmetic(text: str, variables: Variables) -> str:
     unknown = UNKNOWN.search(expression)
     if unknown is not None:
         return unknown[0]
+    if len(expression) > _MOST_SYMBOLS:
+        return _unknown(f"$(({text}))")
     try:
         return str(_result(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):

@@ -186,11 +186,10 @@ class _Scanner:
                 pieces += [*([Piece(plain, True)] if plain else []), expansion]
                 plain = ""
                 continue
-            if self.text[self.at] == "\\" and self.text[self.at + 1 : self.at + 2] in '"\\$`\n':
-                self.at += 1
-            skipped = self.text[self.at] == "\n" and self.text[self.at - 1] == "\\"
-            plain += "" if skipped else self.text[self.at]
-            self.at += 1
+            pair = self.text[self.at : self.at + 2]
+            is_escape = pair[0] == "\\" and pair[1:] in ('"', "\\", "$", "`", "\n")
+            plain += pair[1:].replace("\n", "") if is_escape else pair[0]
+            self.at += 2 if is_escape else 1
         return [*pieces, Piece(plain, True)] if plain else pieces
 
     def _expansion(self, is_quoted: bool) -> Piece | None:

@@ -20,9 +20,11 @@ Packs may be of several levels, each with its own costs and its own recomputed l
 stage, and ranks that share one wait for each other. Where a stage has few sets of recomputed layers
 over all levels, the proof is over all of them. Where they are too many (`stage_options.py`), the
 search is over a grid of them, then over what is near to the best; the bound is that of optimistic
-sets, by which all are covered, so that a gap remains. Memory is first looked at in the passes that
-are heaviest for many stages; a result that does not fit in all of the run's is searched for again
-with its own heaviest ones.
+sets, by which all are covered, so that a gap remains.
+
+Memory is first looked at in the passes that are heaviest for many stages. More splits fit these few
+than fit all of the run's, so a bound over them holds, and the best is the best where it fits all
+passes, too; where it does not, it is searched for again with its own heaviest ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +37,11 @@ from omnibal.cost.model import CostModel
 from omnibal.errors import DoesNotFit
 from omnibal.pipeline.bounds import Structure, least_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables
+from omnibal.pipeline.least_peak import (
+    least_peak_of_splits,
+    least_peak_of_tables,
+    peak_beside_cap,
+)
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute_numbers import LeastNumbers, StageNumbers
 from omnibal.pipeline.shared_numbers import NumberChoices, NumberSearch
@@ -50,7 +56,7 @@ from omnibal.pipeline.stage_memory import (
     GIB,
     fits_cap,
     heaviest_passes,
-    memory_tables,
+    often_heaviest_tables,
     recomputed_at_levels,
 )
 from omnibal.pipeline.stage_options import (
@@ -73,6 +79,9 @@ _SAMPLED_PACKS = 2_048
 _FIRST_LIMIT = 1.15
 """First time limit, relative to an even split's; stages that alone take longer are left out until
 it proves too low."""
+_SLOWEST_SLACK = 1.02
+"""The same, relative to the slowest stage of the split whose slowest is the fastest, where stages
+cannot be even, or a split is to be found at once."""
 _LIMIT_STEP = 1.3
 """Factor by which the limit grows while no split is within it."""
 _MAX_LIMITS = 16
@@ -136,10 +145,12 @@ def search_stages(
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
-    def least_peak(enough_bytes: float) -> float:
+    def least_peak(cap_bytes: float | None) -> float:
         if problem.levels > 1:
             return least_peak_of_tables(problem.structure.runs, problem.tables)
-        return least_peak_of_splits(cost, model, workload, pipeline_size, enough_bytes, rules)
+        if cap_bytes is None:
+            return least_peak_of_splits(cost, model, workload, pipeline_size, rules)
+        return peak_beside_cap(cost, model, workload, pipeline_size, cap_bytes, rules)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:
@@ -150,6 +161,31 @@ def search_stages(
             found = _found(problem, search, prove, effort)
             heavier = _heavier(problem, cost, workload, found.stages_at)
     return found
+
+
+def estimated_step_ms(
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    memory_cap_bytes: float,
+    *,
+    rules: StageRules = FREE,
+    effort: float = 1.0,
+) -> float:
+    """Simulated step time of a good split, in a fraction of what `search_stages` takes: memory is
+    looked at in few passes, and nothing is proven. Arguments are as there.
+
+    Raises:
+        DoesNotFit: no split fits the cap.
+    """
+    problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
+
+    def least_peak(cap_bytes: float | None) -> float:
+        return least_peak_of_tables(problem.structure.runs, problem.tables)
+
+    limit_ms = max(_first_limit_ms(problem), _slowest_limit_ms(problem))
+    return _first_split(problem, limit_ms, effort, least_peak)[0].best_ms
 
 
 def _found(problem: SearchProblem, search: Search, prove: bool, effort: float) -> SearchResult:
@@ -210,12 +246,7 @@ def _heavier(
     workload: Workload,
     stages_at: Sequence[Sequence[Stage]],
 ) -> SearchProblem | None:
-    """The problem with passes in which stages that were found do not fit; None if they all fit.
-
-    Of one level, tables have all passes that matter.
-    """
-    if problem.levels == 1:
-        return None
+    """The problem with passes in which stages that were found do not fit; None if they all fit."""
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
     recomputed = recomputed_at_levels(cost.kinds, stages_at)
     heaviest = heaviest_passes(cost, workload, counts, recomputed)
@@ -248,7 +279,7 @@ def _problem(
 ) -> SearchProblem:
     simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
     structure = Structure.of(cost, model, simulator.steps, pipeline_size, rules)
-    tables = memory_tables(cost, workload, pipeline_size)
+    tables = often_heaviest_tables(cost, workload, pipeline_size)
     numbers = None
     if rules.recompute is not RecomputeFreedom.LAYERS:
         if cost.levels > 1:
@@ -269,33 +300,59 @@ def _problem(
     )
 
 
-def _descend(problem: SearchProblem, effort: float, least_peak: Callable[[float], float]) -> Search:
+def _descend(
+    problem: SearchProblem, effort: float, least_peak: Callable[[float | None], float]
+) -> Search:
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Args:
         effort: as in `search_stages`.
-        least_peak: least memory of the fullest stage over all splits, or another that is no more
-            than the bytes given.
+        least_peak: least memory of the fullest stage over all splits; beside a cap, what tells
+            whether any fits it.
 
     Raises:
         DoesNotFit: no split fits the cap.
     """
-    limit_ms = _FIRST_LIMIT * _even_ms(problem)
-    if not problem.rules.is_free:
-        # Stages cannot be even.
-        limit_ms = max(limit_ms, least_slowest_ms(problem.structure) * (1 + TOLERANCE))
+    search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
+    return search if search.best_ms <= limit_ms else search.with_options_of_better()
+
+
+def _first_split(
+    problem: SearchProblem,
+    limit_ms: float,
+    effort: float,
+    least_peak: Callable[[float | None], float],
+) -> tuple[Search, float]:
+    """A search with a good split over all options within a limit, the first one that some are
+    within, and that limit.
+
+    Args:
+        limit_ms: the first that is tried.
+
+    Raises:
+        DoesNotFit: no split fits the cap.
+    """
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = _search_within(problem, limit_ms)
-        found = search.descend(effort * MAX_DESCENT_WORK)
-        if found:
-            return search if search.best_ms <= limit_ms else search.with_options_of_better()
+        if search.descend(effort * MAX_DESCENT_WORK):
+            return search, limit_ms
         if not tried:
             need = least_peak(problem.memory_cap_bytes)
             if not fits_cap(need, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise DoesNotFit(_infeasible(problem, least_peak(0.0)))
+    raise DoesNotFit(_infeasible(problem, least_peak(None)))
+
+
+def _first_limit_ms(problem: SearchProblem) -> float:
+    limit_ms = _FIRST_LIMIT * _even_ms(problem)
+    # By rules stages cannot be even.
+    return limit_ms if problem.rules.is_free else max(limit_ms, _slowest_limit_ms(problem))
+
+
+def _slowest_limit_ms(problem: SearchProblem) -> float:
+    return _SLOWEST_SLACK * least_slowest_ms(problem.structure)
 
 
 def _search_within(problem: SearchProblem, limit_ms: float) -> Search:

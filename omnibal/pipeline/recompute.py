@@ -96,6 +96,13 @@ def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     return _peak_bytes(table, counts, every_layer(table.kinds, counts, table.levels))
 
 
+def least_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
+    """The same at every stage of a pipeline, in the same few passes of it. [stages, runs]"""
+    every = every_layer(tables[0].kinds, counts, tables[0].levels)
+    running = tables[0].running_bytes(counts, every)
+    return np.stack([table.peak_bytes(counts, every, running) for table in tables])
+
+
 def every_layer(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
     """All layers of stages of these units [..., kinds] at each level. [..., levels * kinds]"""
     return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)

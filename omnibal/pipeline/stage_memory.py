@@ -53,12 +53,18 @@ _CAP_TOLERANCE = 1e-12
 _KEPT_COUNTS = 8
 """Pairs of pipeline size and micro-batches whose in-flight counts are cached, as they repeat."""
 
+_KEPT_KINDS = 8
+"""Models whose order of kinds is cached."""
+
 _PASSES_AT_ONCE = 4_096
 """Passes of which memory is computed at a time."""
-_DRAWN_STAGES = 32
-"""Stages, drawn at random, whose heaviest passes a table of several levels has."""
-_RECOMPUTING_ALL = 8
-"""Stages of these that recompute every layer."""
+_LOOKED_AT = 9
+"""Most stages of a pipeline whose heaviest passes are looked for."""
+_DRAWN_STAGES, _DRAWN_OF_LEVELS = 8, 32
+"""Contents of a stage, drawn at random, whose heaviest passes a table of one level has, and one of
+several."""
+_RECOMPUTING_ALL = 4
+"""Of so many of these, one recomputes every layer."""
 _MOST_LAYERS = (4, 24)
 """Layers of a kind in these stages, of which there are few and many."""
 
@@ -150,21 +156,31 @@ def _running_sums(features: np.ndarray) -> np.ndarray:
 
 
 def _passes(
-    features: np.ndarray, total: np.ndarray, slot: np.ndarray, held: _HeldBesides
+    features: np.ndarray,
+    total: np.ndarray,
+    slot: np.ndarray,
+    held: _HeldBesides,
+    chosen: np.ndarray | None = None,
 ) -> RunningPasses:
-    pack = np.arange(len(slot))
+    """Passes of a stage, or those of them that are chosen by their rising indices."""
+    packs = len(slot)
+    every = np.arange(2 * packs) if chosen is None else chosen
+    forward, backward = every[every < packs], every[every >= packs] - packs
     # A step may have fewer micro-batches than others: what comes after its last is not held.
-    ends = np.append(np.flatnonzero(slot == 0)[1:], len(slot))
+    ends = np.append(np.flatnonzero(slot == 0)[1:], packs)
     end = ends[np.cumsum(slot == 0) - 1]
-    before = total[pack] - total[pack - held.earlier_in_forward[slot]]
-    last = np.minimum(pack + 1 + held.later_in_backward[slot], end)
-    after = total[last] - total[pack + 1]
-    begun, ended = slot > 0, slot > held.earlier_in_forward[slot]
+    before = total[forward] - total[forward - held.earlier_in_forward[slot[forward]]]
+    last = np.minimum(backward + 1 + held.later_in_backward[slot[backward]], end[backward])
+    after = total[last] - total[backward + 1]
+    begun, not_last = slot > 0, np.arange(packs) + 1 < end
+    ended = (slot > held.earlier_in_forward[slot])[forward]
     # A step's first forward and its first backward are begun without the next one's tensor.
-    in_forward = [begun & (pack + 1 < end), ended, begun, ended, 0 * pack]
-    in_backward = [last < end, begun, 0 * pack + 1, begun & (pack + 1 < end), 0 * pack + 1]
+    both = begun & not_last
+    in_forward = [both[forward], ended, begun[forward], ended, 0 * forward]
+    one = np.ones_like(backward)
+    in_backward = [last < end[backward], begun[backward], one, both[backward], one]
     return RunningPasses(
-        own=np.concatenate([features, features]),
+        own=features[np.concatenate([forward, backward])],
         others=np.concatenate([before, after]),
         links=np.concatenate([np.stack(in_forward, 1), np.stack(in_backward, 1)]).astype(float),
         largest=features.max(axis=0),
@@ -229,10 +245,19 @@ class MemoryTable:
         kept = whole @ (self.others_kept_bytes + self.own_kept_bytes).T
         return kept + recomputed @ (self.others_input_bytes + self.own_input_bytes).T
 
-    def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Peak memory of a stage, all kinds of memory together. [...]"""
+    def peak_bytes(
+        self, counts: np.ndarray, recomputed: np.ndarray, running: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Peak memory of a stage, all kinds of memory together. [...]
+
+        Args:
+            running: what `running_bytes` gives, where that is known. [..., passes]
+        """
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
-        return state + self._with_encoders(counts, self.pass_bytes(counts, recomputed))
+        if running is None:
+            running = self.running_bytes(counts, recomputed)
+        pass_bytes = running + self._besides_bytes(counts, recomputed)
+        return state + self._with_encoders(counts, pass_bytes)
 
     def _with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
         """Largest of some passes [..., passes], with what encoders beside the pipeline take; what
@@ -242,7 +267,18 @@ class MemoryTable:
         return held + np.maximum(pass_bytes.max(axis=-1), self.room.phase)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Peak of every pass besides the state. [..., passes]
+        """Peak of every pass besides the state. [..., passes]"""
+        return self.running_bytes(counts, recomputed) + self._besides_bytes(counts, recomputed)
+
+    def _besides_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """What the other micro-batches in flight and links hold in every pass. [..., passes]"""
+        whole = self._at_every_level(counts) - recomputed
+        others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
+        return others + self._link_bytes(counts)
+
+    def running_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Most that the micro-batch that runs holds in every pass, with the working memory of the
+        unit that runs. It is the same in all stages. [..., passes]
 
         Recomputing one layer more never raises it: of a kind's layers the earliest are recomputed,
         so that as long as one is not, it runs backward before them with more kept than they bring
@@ -250,34 +286,34 @@ class MemoryTable:
         as kept while one of them runs.
         """
         whole = self._at_every_level(counts) - recomputed
-        others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
-        own, most, passing = (np.zeros_like(others) for _ in range(3))
-        first = len(self.kinds) * np.arange(self.levels)
-        links, own_gradient = self._of_links(counts)
-        last = _last_kind(counts)[..., None]
+        own, most, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
+        first, alike = len(self.kinds) * np.arange(self.levels), _alike(self.kinds)
+        last = _last_kind(counts)
+        own_gradient = self.own_gradient_bytes.T[last]
         tied = holds_both_ends(self.kinds, counts)[..., None]
+        held_kinds = set(np.unique(np.nonzero(counts)[-1]).tolist())
         for kinds in _in_model_order(self.kinds):
             columns = (first[:, None] + kinds).ravel()
             kept, inputs = self.own_kept_bytes[:, columns], self.own_input_bytes[:, columns]
             # Backward, what comes after these has let go of what it kept.
             own = own + whole[..., columns] @ kept.T + recomputed[..., columns] @ inputs.T
-            for kind in kinds:
+            for kind in (kind for kind in kinds if kind in held_kinds):
                 column = first + kind
                 every_again = (whole[..., column] == 0) & (recomputed[..., column] > 0)
-                for other in _alike(self.kinds, kind):
+                for other in alike[kind]:
                     every_again &= whole[..., first + other] == 0
                 brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
                 running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
                 held = counts[..., kind, None] > 0
                 if self.has_backward[kind]:
                     # The stage's last unit works with the gradient that it is given.
-                    running = running + (kind != last) * own_gradient
+                    running = running + (kind != last[..., None]) * own_gradient
                     running = running + tied * self.tied_gradient_bytes[kind]
                 else:
                     passing = passing + held * self.passing_bytes[:, kind]
                     running = running + passing
                 most = np.where(held, np.maximum(most, running), most)
-        return others + most + links
+        return most
 
     def stage_bytes(self, runs: Sequence[UnitRun]) -> np.ndarray:
         """The same of one stage, whichever of its layers are recomputed. [passes]
@@ -287,7 +323,7 @@ class MemoryTable:
         """
         counts, recomputed = counts_of_runs(len(self.kinds), runs)
         others, own, most = np.zeros((3, len(self.working_bytes)))
-        links, own_gradient = self._of_links(counts)
+        own_gradient = self.own_gradient_bytes.T[_last_kind(counts)]
         tied = holds_both_ends(self.kinds, counts)
         for run in runs:
             column = len(self.kinds) * np.arange(self.levels) + run.kind
@@ -304,16 +340,18 @@ class MemoryTable:
             running = running + tied * self.tied_gradient_bytes[run.kind]
             most = np.maximum(most, self.has_backward[run.kind] * running)
         # With the earliest of each kind recomputed, what the search counts.
-        return np.maximum(self.pass_bytes(counts, recomputed), others + most + links)
+        return np.maximum(
+            self.pass_bytes(counts, recomputed), others + most + self._link_bytes(counts)
+        )
 
-    def _of_links(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is held in every pass of tensors between stages, with what the stage's units share,
-        and the gradient that its backward begins with. [..., passes] each"""
+    def _link_bytes(self, counts: np.ndarray) -> np.ndarray:
+        """What is held in every pass of tensors between stages, with what the stage's units share.
+        [..., passes]"""
         first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
         links = self.first_bytes.T[first] + self.last_bytes.T[last]
         shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
         shared = shared + ((counts > 0) * self.expert_bytes).max(axis=-1)
-        return links + shared[..., None], self.own_gradient_bytes.T[last]
+        return links + shared[..., None]
 
     def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
         return np.tile(counts, self.levels)
@@ -377,15 +415,18 @@ def _last_kind(counts: np.ndarray) -> np.ndarray:
     return counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
 
 
-def _alike(kinds: Sequence[UnitKind], kind: int) -> list[int]:
-    """Indices of other kinds of layer that differ from one only in what they carry over cuts: as
-    long as one of theirs is kept, this one's bring back no more than was kept before."""
+@lru_cache(maxsize=_KEPT_KINDS)
+def _alike(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
+    """Indices of other kinds of layer that differ from each only in what they carry over cuts: as
+    long as one of theirs is kept, its own bring back no more than was kept before."""
     return [
-        index for index, each in enumerate(kinds) if index != kind and each.is_like(kinds[kind])
+        [index for index, each in enumerate(kinds) if index != kind and each.is_like(own)]
+        for kind, own in enumerate(kinds)
     ]
 
 
-def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
+@lru_cache(maxsize=_KEPT_KINDS)
+def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
     """Indices of kinds, those of a tower's layers together."""
     groups = groupby(enumerate(kinds), lambda each: each[1].is_layer or each[1].name)
     return [[index for index, _ in same] for _, same in groups]
@@ -394,24 +435,47 @@ def _in_model_order(kinds: Sequence[UnitKind]) -> list[list[int]]:
 def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> list[MemoryTable]:
     """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
 
-    Of one level they have every pass that may be a stage's peak. Of several levels these are too
-    many: tables then have those that are the peak of a wide choice of stages and recomputed layers,
-    and what is found by them must be looked at in all passes (`heaviest_passes`).
+    Of one level they have every pass that may be a stage's peak; of several levels these are too
+    many, and they are `often_heaviest_tables`.
     """
-    choose = _largest if cost.levels == 1 else _often_largest
+    if cost.levels > 1:
+        return often_heaviest_tables(cost, workload, pipeline_size)
     of_stages, room = passes_of_stages(cost, workload, pipeline_size), room_of(workload)
     # Stages that hold the same micro-batches share a table.
     distinct = {id(passes): passes for passes in of_stages}
     tables = {
-        key: memory_table(cost, choose(cost, passes), room) for key, passes in distinct.items()
+        key: memory_table(cost, _largest(cost, passes), room) for key, passes in distinct.items()
     }
     return [tables[id(passes)] for passes in of_stages]
 
 
-def passes_of_stages(
+def often_heaviest_tables(
     cost: CostModel, workload: Workload, pipeline_size: int
+) -> list[MemoryTable]:
+    """Memory tables with the few passes that are the peak of a wide choice of stages and recomputed
+    layers: what is found by them must be looked at in all passes (`heaviest_passes`).
+
+    Of many stages some are looked at; between two of these a stage has both ones' passes.
+    """
+    of_stages, room = passes_of_stages(cost, workload, pipeline_size), room_of(workload)
+    drawn = _drawn_stages(cost, of_stages[0].largest)
+    last = pipeline_size - 1
+    looked_at = np.linspace(0, last, min(pipeline_size, _LOOKED_AT)).round().astype(np.int64)
+    heaviest = [_heaviest_for(drawn, of_stages[stage]) for stage in looked_at]
+    tables = []
+    for stage, passes in enumerate(of_stages):
+        after = int(np.searchsorted(looked_at, stage))
+        before = after if looked_at[after] == stage else after - 1
+        found = np.union1d(heaviest[before], heaviest[after])
+        tables.append(memory_table(cost, passes.take(found), room))
+    return tables
+
+
+def passes_of_stages(
+    cost: CostModel, workload: Workload, pipeline_size: int, chosen: np.ndarray | None = None
 ) -> list[RunningPasses]:
-    """Every pass of every stage of a pipeline; stages that hold the same micro-batches share them.
+    """Every pass of every stage of a pipeline, or those chosen by their rising indices; stages that
+    hold the same micro-batches share them.
 
     Those of two stages at one index are the same pass of the same micro-batch.
     """
@@ -419,8 +483,24 @@ def passes_of_stages(
     besides = _held_besides(pipeline_size, int(slot.max()) + 1)
     total = _running_sums(features)
     distinct = {held.key: held for held in besides}
-    passes = {key: _passes(features, total, slot, held) for key, held in distinct.items()}
+    passes = {key: _passes(features, total, slot, held, chosen) for key, held in distinct.items()}
     return [passes[held.key] for held in besides]
+
+
+def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> list[RunningPasses]:
+    """For every stage of a pipeline one pass that needs at least as much as any: bytes never fall
+    where features grow."""
+    features, slot = features_of(workload, cost), workload.slot
+    largest = features.max(axis=0)
+    besides = _held_besides(pipeline_size, int(slot.max()) + 1)
+    most = [max(h.earlier_in_forward.max(), h.later_in_backward.max()) for h in besides]
+    links = np.ones((1, len(LINKS)))
+    return [
+        RunningPasses(
+            own=largest[None], others=others * largest[None], links=links, largest=largest
+        )
+        for others in most
+    ]
 
 
 def heaviest_pass(
@@ -509,9 +589,13 @@ def _measured(
     return np.concatenate(needed), np.concatenate(kept)
 
 
-def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
-    """Those passes that are the heaviest for some of a wide choice of stages."""
-    others, own, own_backward, links = _drawn_stages(cost, passes.largest)
+_Drawn = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""What `_drawn_stages` gives."""
+
+
+def _heaviest_for(drawn: _Drawn, passes: RunningPasses) -> np.ndarray:
+    """Indices of the passes that are the heaviest for some of the stages that were drawn."""
+    others, own, own_backward, links = drawn
     chunks = range(0, len(passes.own), _PASSES_AT_ONCE)
     most, found = np.full(len(others), -np.inf), np.zeros(len(others), np.int64)
     for chunk in (slice(first, first + _PASSES_AT_ONCE) for first in chunks):
@@ -522,12 +606,10 @@ def _often_largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
         largest = bytes_[np.arange(len(others)), place]
         found = np.where(largest > most, chunk.start + place, found)
         most = np.maximum(largest, most)
-    return passes.take(np.unique(found))
+    return np.unique(found)
 
 
-def _drawn_stages(
-    cost: CostModel, largest: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
     """What a unit of each feature takes in stages that are drawn at random, while a unit of each
     kind runs in them: of the other micro-batches, of the running one, and of that in a backward
     besides, [stages * kinds * moments, levels * features] each; and what each of `LINKS` but the
@@ -535,12 +617,13 @@ def _drawn_stages(
     rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
     units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
-    shape = _DRAWN_STAGES, levels, kinds
-    most = np.where(is_layer, rng.choice(_MOST_LAYERS, (_DRAWN_STAGES, 1)), 2)
+    drawn = _DRAWN_STAGES if levels == 1 else _DRAWN_OF_LEVELS
+    shape = drawn, levels, kinds
+    most = np.where(is_layer, rng.choice(_MOST_LAYERS, (drawn, 1)), 2)
     counts = rng.integers(0, most)
     # Most levels recompute nothing or all they can, and some stages all of every level.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
-    share[:: _DRAWN_STAGES // _RECOMPUTING_ALL] = 1
+    share[::_RECOMPUTING_ALL] = 1
     again = counts[:, None] * is_layer * share
     whole = np.repeat(counts[:, None] - again, len(cost.features) // levels, axis=1)
     recomputed = np.repeat(again, len(cost.features) // levels, axis=1)

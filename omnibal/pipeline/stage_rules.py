@@ -4,7 +4,8 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.errors import UserError
-from omnibal.targets import RecomputeFreedom, StageRules
+from omnibal.limits import words
+from omnibal.targets import StageRules
 from omnibal.units import LANGUAGE_EMBED, unit_names
 
 
@@ -50,21 +51,13 @@ def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> Non
 
 
 def limits_in_words(rules: StageRules) -> str:
-    """Limits of the search for stages, for a message, such as " with all encoders on the first
-    stage"; empty where there are none."""
+    """Limits of what stages hold, for a message on memory, such as " with all encoders on the first
+    stage"; empty where there are none. Whatever is said of recomputation, all layers may be."""
     limits = []
     if rules.encoders_on_first:
         limits.append("all encoders on the first stage")
+    if rules.encoders_whole:
+        limits.append("encoders whole on every tensor-parallel rank")
     if rules.language_everywhere:
         limits.append("a layer of the language model on every stage")
-    if rules.recompute is not RecomputeFreedom.LAYERS:
-        limits.append(_FREEDOMS[rules.recompute])
-    return f" with {', '.join(limits)}" if limits else ""
-
-
-_FREEDOMS = {
-    RecomputeFreedom.STAGES: "one number of recomputed layers a stage",
-    RecomputeFreedom.TOWERS: "one number of recomputed layers a tower",
-    RecomputeFreedom.LANGUAGE: "one number of recomputed layers for all stages",
-    RecomputeFreedom.ALL: "all layers of a tower recomputed or none",
-}
+    return f", with {words(limits)}," if limits else ""

@@ -19,7 +19,7 @@ from omnibal.levels import Level
 from omnibal.limits import Caps, option_of, words
 from omnibal.parallel import Parallel, expert_sizes
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.least_peak import least_peak_of_splits, peak_beside_cap
 from omnibal.pipeline.placement import least_peak_beside
 from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes, unit_state_bytes
 from omnibal.pipeline.workload import Workload
@@ -58,17 +58,22 @@ class Advice:
     """Kinds of changes of which at least one was tried, successful or not."""
 
 
-def least_need_gib(
-    job: JobSpec, workload: Workload, levels: Sequence[Level] = (), enough_gib: float = 0.0
-) -> float:
+def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least, for a
-    workload of packs of these levels; or, where that is no more than `enough_gib`, of a split that
-    needs no more."""
+    workload of packs of these levels."""
     if job.is_beside and job.beside is None:
         return least_peak_beside(placement_problem(job, workload, levels)) / GIB
-    cost = job.cost_of_all(levels)
-    stages, enough = job.parallel.pipeline, enough_gib * GIB
-    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, enough, job.rules) / GIB
+    cost, stages = job.cost_of_all(levels), job.parallel.pipeline
+    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.rules) / GIB
+
+
+def need_beside_cap_gib(job: JobSpec, workload: Workload) -> float:
+    """Memory of the fullest device by which a job of one level fits its cap or does not: of some
+    split at most, or of all at least."""
+    if job.is_beside and job.beside is None:
+        return least_need_gib(job, workload)
+    model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
+    return peak_beside_cap(job.cost, model, workload, stages, cap_bytes, job.rules) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:

@@ -16,38 +16,36 @@ of all splits says whether one fits, and then it is planned. Those whose bound i
 best time, and all but a few of those whose bound is above it, are listed with their bound, whether
 they fit or not, and are not in the ranking, which has the fastest all the same.
 
-Where bounds leave more than `_MOST_PLANNED` choices of sizes and caps, all of them are estimated on
-a few steps (`omnibal.search.trial.estimated_ms_per_sample`), and those of the least estimates are
-planned. The others are listed with their estimates, and the result says how much faster than the
-best one they may be by their bounds. The limit is of plans and not of time, so that results depend
-neither on the machine nor on the number of processes.
+Where there are more than `_MOST_PLANNED` choices of sizes and caps, some are estimated on a few
+steps (`omnibal.search.trial.estimated_ms_per_sample`): one of every tensor, pipeline and data size,
+then others in the order of their likely times. Of those, the ones with estimates near the least are
+planned. The others are listed with their estimates or bounds, and the result says how much faster
+than the best one they may be by their bounds. Limits are of trials and not of time, so that results
+depend neither on the machine nor on the number of processes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from omnibal.config import ClusterConfig
-from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
-from omnibal.data.steps import pack_epochs
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.limits import Caps
 from omnibal.parallel import Parallel, expert_sizes
-from omnibal.pipeline.bounds import least_step_ms
-from omnibal.pipeline.prediction import LostTime
-from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import CapSpace, usual_samples_per_step
-from omnibal.search.feasible import gib_text, least_need_gib, least_state_gib
-from omnibal.search.trial import (
-    Comparison,
-    StepSize,
-    Trial,
-    estimated_ms_per_sample,
-    micro_batches_at,
-    step_sizes,
-    time_per_sample,
+from omnibal.search.feasible import gib_text
+from omnibal.search.strategy import (
+    Bound,
+    Choice,
+    Estimate,
+    Evaluate,
+    FindBound,
+    Need,
+    PackSamples,
+    Setting,
+    Strategy,
+    StrategyRequest,
 )
 
 CLEARLY_WORSE = 1.15
@@ -58,12 +56,13 @@ _SHOWN = 8
 """Strategies that are planned although their bounds say that they are not the best."""
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Choices of sizes and caps that are planned; of more, estimates tell which."""
-_ESTIMATE_SLACK = 1.02
-"""Factor over the least estimate; a choice whose bound is above it is not estimated."""
-_TRIAL_EFFORT = 0.1
-"""Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
-_TRIAL_TYPES = 64
-"""Sizes that samples are told apart by when they are packed for trials."""
+_ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
+"""Factors over the least estimate of one choice of every tensor, pipeline and data size; another
+one whose bound is above the first, or whose likely time is above the second, is not estimated."""
+_MOST_ESTIMATED = 48
+"""Choices that are estimated besides, of those that fit."""
+_NEAR = 1.1
+"""Factor over the least estimate; a choice whose estimate is above it is not planned."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
 _MOVE = 2**0.25
@@ -75,52 +74,6 @@ _LEAST_CAUSE = 0.01
 """Share of the best time per sample below which a cause is not named."""
 _ROUNDING = 1e-6
 """Tolerance before rounding down, as a share of the last digit shown."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StrategyRequest(Comparison):
-    """Devices to share out among tensor, pipeline and data parallelism, and what is trained.
-
-    Every strategy replaces the parallel sizes of the job.
-    """
-
-    gpus: int
-    caps: Caps | None = None
-    """Caps of every strategy; None to choose them too."""
-    tensor: int | None = None
-    """Tensor-parallel size; this and the next three are chosen where None. Measured costs fix
-    it."""
-    pipeline: int | None = None
-    data: int | None = None
-    expert: int | None = None
-
-    @property
-    def given(self) -> dict[str, int]:
-        """Sizes that multiply to the devices and are not to be chosen, by their options."""
-        sizes = {"--tp": self.tensor, "--pp": self.pipeline, "--dp": self.data}
-        return {name: size for name, size in sizes.items() if size is not None}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Strategy:
-    """Parallel sizes with the best of the caps that were tried with them."""
-
-    parallel: Parallel
-    caps: Caps
-    micro_batches: int
-    """Micro-batches per rank and step: the whole number nearest to the requested samples."""
-    samples_per_second: float
-    """Samples per second of all devices together."""
-    ms_per_sample: float
-    """Time per sample of all devices together; times their number, the device time per sample."""
-    lost: LostTime
-    """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
-    peak_gib: float
-    """Peak memory of a device of the fullest stage; this and the next are at `micro_batches`."""
-    recomputed_layers: int
-    """Recomputed layers of all stages."""
-    why: str
-    """Reasons why it is slower than the best strategy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +145,7 @@ def search_strategies(
             packs.
     """
     parallels = possible_parallels(request)
-    setting = _Setting(request=request.drawn(), packs={})
+    setting = Setting(request=request.drawn(), packs={})
     space = CapSpace.of(request.lengths, limited_features(request.job.model))
     left = progress_total(request)
 
@@ -324,145 +277,21 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-Choice = tuple[Parallel, Caps]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Setting:
-    """Samples and packs that strategies are evaluated on; can be sent to another process."""
-
-    request: StrategyRequest
-    """Request with the samples that were drawn."""
-    packs: dict[Caps, Packs]
-
-    def micro_batches(self, choice: Choice) -> float:
-        """Micro-batches per rank in a step of the requested samples; not a whole number."""
-        (parallel, caps), request = choice, self.request
-        packs, samples = len(self.packs[caps]), len(request.lengths)
-        return micro_batches_at(request.samples_per_step, samples, packs, parallel.data)
-
-    def trial(self, choice: Choice) -> Trial:
-        """The job with these sizes, on the packs of these caps."""
-        parallel, caps = choice
-        job = self.request.job.sized(parallel)
-        return Trial(job=job, data=self.request.sample_data(caps), packed=[self.packs[caps]])
-
-    def step_sizes(self, choice: Choice) -> list[StepSize]:
-        """The steps that are mixed to the requested samples."""
-        wanted = self.request.samples_per_step
-        return step_sizes(self.trial(choice), wanted, self.micro_batches(choice))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Pack:
-    """Packing of the samples under given caps."""
-
-    setting: _Setting
-
-    def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
-        # Packs are the same for any parallel sizes.
-        request = self.setting.request
-        drawn = request.sample_data(caps).draw_request(request.job)
-        (packs,) = pack_epochs(request.lengths, drawn, most_types=_TRIAL_TYPES)
-        return caps, packs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _FindBound:
-    """Computation of a lower bound on a choice's time per sample; 0 where none is known, or none
-    needed, as its state alone does not fit."""
-
-    setting: _Setting
-
-    def __call__(self, choice: Choice) -> tuple[Choice, float]:
-        job, least_ms, is_bound = self.setting.trial(choice).job, 0.0, True
-        if not fits_cap(least_state_gib(job), job.memory_cap_gib):
-            return choice, 0.0
-        for size in self.setting.step_sizes(choice):
-            workload, stages = size.request.workload(), job.parallel.pipeline
-            step_ms = least_step_ms(job.cost, job.pipeline_model, workload, stages, job.rules)
-            least_ms += size.steps_per_sample * step_ms
-            # A term with a negative weight would need an upper bound.
-            is_bound &= size.steps_per_sample >= 0
-        return choice, least_ms if is_bound else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Need:
-    """Memory in GiB that a choice needs, and does not fit."""
-
-    gib: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Estimate:
-    """Estimate of a choice's time per sample."""
-
-    setting: _Setting
-
-    def __call__(self, choice: Choice) -> tuple[Choice, float | _Need]:
-        setting = self.setting
-        need_gib = _need_gib(setting, choice)
-        if not fits_cap(need_gib, setting.request.job.memory_cap_gib):
-            return choice, _Need(gib=need_gib)
-        return choice, estimated_ms_per_sample(setting.step_sizes(choice))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Evaluate:
-    """Planning of a choice."""
-
-    setting: _Setting
-    fits: bool = False
-    """Whether all choices are known to fit."""
-
-    def __call__(self, choice: Choice) -> tuple[Choice, Strategy | _Need]:
-        setting, (parallel, caps) = self.setting, choice
-        need_gib = 0.0 if self.fits else _need_gib(setting, choice)
-        if not fits_cap(need_gib, setting.request.job.memory_cap_gib):
-            return choice, _Need(gib=need_gib)
-        trial, micro_batches = setting.trial(choice), setting.micro_batches(choice)
-        wanted = setting.request.samples_per_step
-        timed = time_per_sample(trial, wanted, micro_batches, _TRIAL_EFFORT)
-        assert timed.plan.prediction is not None
-        return choice, Strategy(
-            parallel=parallel,
-            caps=caps,
-            micro_batches=timed.micro_batches,
-            samples_per_second=1e3 / timed.ms_per_sample,
-            ms_per_sample=timed.ms_per_sample,
-            lost=timed.lost,
-            peak_gib=max(stage.memory.peak_gib for stage in timed.plan.prediction.stages),
-            recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages),
-            why="",
-        )
-
-
-def _need_gib(setting: _Setting, choice: Choice) -> float:
-    """Memory of one device in the best split, at the step size that needs more; some split's
-    where that fits, and of the state alone where that does not."""
-    job = setting.trial(choice).job
-    state_gib = least_state_gib(job)
-    if not fits_cap(state_gib, job.memory_cap_gib):
-        return state_gib
-    return max(
-        least_need_gib(job, size.request.workload(), enough_gib=job.memory_cap_gib)
-        for size in setting.step_sizes(choice)
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _StrategyTrials:
     """Strategies at caps, evaluated on the same samples."""
 
-    setting: _Setting
+    setting: Setting
     processes: int
     advance: Callable[[int], None]
     least_ms: dict[Choice, float] = field(default_factory=dict)
-    """Lower bounds on the times per sample of choices with a pack for every rank."""
+    """Lower bounds on the times per sample of choices with a pack for every rank; 0 where none is
+    known."""
+    bounds: dict[Choice, Bound] = field(default_factory=dict)
+    """What bounds say of those whose state may fit."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
     need_gib: dict[Choice, float] = field(default_factory=dict)
-    """Memory of one device in the best split of choices that do not fit."""
+    """Memory of one device, at least, of choices that do not fit."""
     estimated_ms: dict[Choice, float] = field(default_factory=dict)
     """Estimated times per sample of choices that fit, where there are more than are planned."""
 
@@ -472,22 +301,32 @@ class _StrategyTrials:
         new = [choice for choice in choices if choice not in self.least_ms]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
-        packs |= dict(map_unordered(_Pack(setting=self.setting), caps, self._useful(caps)))
+        packs |= dict(map_unordered(PackSamples(setting=self.setting), caps, self._useful(caps)))
         full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
-        find = _FindBound(setting=self.setting)
-        least_ms = dict(map_unordered(find, full, self._useful(full)))
-        self.least_ms.update((choice, least_ms[choice]) for choice in full)
         self.advance(len(new) - len(full))
-        in_order = sorted(full, key=self._order)
+        in_order = sorted(self._bound(full), key=self._order)
         if len(full) > most:
             fastest = self._of_least_estimates(in_order, most)
-            self._plan(fastest, _Evaluate(setting=self.setting, fits=True), len(fastest))
+            self._plan(fastest, Evaluate(setting=self.setting, fits=True), len(fastest))
             return
         # More processes may look at more, which are left out of the result.
-        work = _Evaluate(setting=self.setting)
+        work = Evaluate(setting=self.setting)
         self._plan(self._promising(in_order), work, len(full))
 
-    def _plan(self, choices: Iterable[Choice], work: _Evaluate, most: int) -> None:
+    def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Find the bounds of choices; those whose state may fit."""
+        find = FindBound(setting=self.setting)
+        found = dict(map_unordered(find, choices, self._useful(choices)))
+        for choice in choices:
+            each = found[choice]
+            if isinstance(each, Need):
+                self.least_ms[choice], self.need_gib[choice] = 0.0, each.gib
+                self.advance(1)
+            else:
+                self.least_ms[choice], self.bounds[choice] = each.least_ms, each
+        return [choice for choice in choices if choice in self.bounds]
+
+    def _plan(self, choices: Iterable[Choice], work: Evaluate, most: int) -> None:
         for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
             if isinstance(found, Strategy):
                 self.planned[choice] = found
@@ -497,31 +336,66 @@ class _StrategyTrials:
 
     def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
         """Of choices in the order of their bounds, those to plan by their estimates: one of each
-        of the fastest sizes, then the fastest whatever their sizes."""
-        estimated, needed = dict[Choice, float](), dict[Choice, float]()
+        of the fastest sizes, then the fastest whatever their sizes.
 
-        def promising() -> Iterator[Choice]:
+        First one choice of every tensor, pipeline and data size is estimated. How far it is above
+        its bound says what the others, of other expert sizes and caps, may take.
+        """
+        by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
+        first = {_without_experts(choice): choice for choice in by_bound}
+        self._estimate(list(first.values()), len(first))
+        above = {
+            sizes: self.estimated_ms[choice] / self.bounds[choice].about_ms
+            for sizes, choice in first.items()
+            if choice in self.estimated_ms
+        }
+        usual = min(above.values(), default=1.0)
+        likely_ms = {
+            choice: self.bounds[choice].about_ms * above.get(_without_experts(choice), usual)
+            for choice in choices
+            if choice not in first.values()
+        }
+        best_ms = min((self.estimated_ms.get(each, math.inf) for each in choices), default=math.inf)
+        others = [
+            choice
+            for choice, ms in likely_ms.items()
+            if self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms and ms <= _LIKELY * best_ms
+        ]
+        others.sort(key=lambda choice: (likely_ms[choice], self._order(choice)))
+        self.advance(len(likely_ms) - len(others))
+        self._estimate(others, _MOST_ESTIMATED)
+        by_ms = [choice for choice in choices if choice in self.estimated_ms]
+        by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
+        limit_ms = _NEAR * self.estimated_ms[by_ms[0]] if by_ms else 0.0
+        near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
+        return _some_of_each(near, most)
+
+    def _estimate(self, choices: Sequence[Choice], most: int) -> None:
+        """Estimate choices in this order until so many that fit are estimated."""
+        found = dict[Choice, float | Need]()
+
+        def until_enough() -> Iterator[Choice]:
             for choice in choices:
-                if self.least_ms[choice] <= _limit_ms(estimated):
+                if sum(not isinstance(each, Need) for each in found.values()) < most:
                     yield choice
                 else:
                     self.advance(1)
 
-        work = _Estimate(setting=self.setting)
-        for choice, found in map_unordered(work, promising(), self._useful(choices)):
-            if isinstance(found, _Need):
-                needed[choice] = found.gib
-            else:
-                estimated[choice] = found
+        work = Estimate(setting=self.setting)
+        for choice, each in map_unordered(work, until_enough(), self._useful(choices)):
+            found[choice] = each
             self.advance(1)
-        # More processes may have looked at more.
-        limit_ms = _limit_ms(estimated)
-        is_in = [choice for choice in choices if self.least_ms[choice] <= limit_ms]
-        self.need_gib.update((choice, needed[choice]) for choice in is_in if choice in needed)
-        by_ms = [choice for choice in is_in if choice in estimated]
-        by_ms.sort(key=lambda choice: (estimated[choice], self._order(choice)))
-        self.estimated_ms.update((choice, estimated[choice]) for choice in by_ms)
-        return _some_of_each(by_ms, most)
+        fitting = 0
+        for choice in choices:
+            # More processes may have looked at more.
+            if fitting == most:
+                return
+            each, bound = found[choice], self.bounds[choice]
+            if isinstance(each, Need):
+                self.need_gib[choice] = each.gib
+            else:
+                self.estimated_ms[choice] = each * bound.about_ms / bound.of_nearest_ms
+                fitting += 1
 
     def is_clearly_slower(self, choice: Choice) -> bool:
         """Whether its bound alone says that a choice is none of the best."""
@@ -590,9 +464,10 @@ class _StrategyTrials:
         return max(min(self.processes, len(tasks)), 1)
 
 
-def _limit_ms(estimated: Mapping[Choice, float]) -> float:
-    """Bound above which a choice is not estimated."""
-    return _ESTIMATE_SLACK * min(estimated.values(), default=math.inf)
+def _without_experts(choice: Choice) -> tuple[int, int, int]:
+    """Tensor, pipeline and data size of a choice."""
+    parallel, _ = choice
+    return parallel.tensor, parallel.pipeline, parallel.data
 
 
 def _some_of_each(choices: Sequence[Choice], most: int) -> list[Choice]:

@@ -18,7 +18,7 @@ from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
-from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan import Plan
@@ -91,6 +91,8 @@ class StepSize:
 
     micro_batches: int
     request: PlanRequest
+    samples: float
+    """Samples of such a step, in the mean."""
     steps_per_sample: float
     """Weight: steps of this size per sample of the mix; negative where the line is extrapolated."""
 
@@ -102,45 +104,44 @@ def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int
 
 
 def step_sizes(trial: Trial, samples_per_step: int, micro_batches: float) -> list[StepSize]:
-    """Steps of the whole numbers next to `micro_batches`, mixed to the samples per step."""
+    """Steps of the whole numbers next to `micro_batches`, mixed to the samples per step; where both
+    have equally many samples, those of the nearest."""
     lengths = trial.data.lengths
     wanted = min(samples_per_step, len(lengths))
     whole = sorted({math.floor(micro_batches), math.ceil(micro_batches)})
     requests = [trial.at(number) for number in whole]
     samples = [len(lengths) / _steps_of(request) for request in requests]
     if samples[0] == samples[-1]:
-        weights = [1 / samples[0], 0.0]
+        nearest = whole.index(round(micro_batches))
+        whole, requests = [whole[nearest]], [requests[nearest]]
+        weights = [1 / samples[0]]
     else:
         more = (wanted - samples[0]) / (samples[-1] - samples[0])
         weights = [(1 - more) / wanted, more / wanted]
     return [
-        StepSize(micro_batches=number, request=request, steps_per_sample=weight)
-        for number, request, weight in zip(whole, requests, weights, strict=False)
+        StepSize(micro_batches=number, request=request, samples=of_step, steps_per_sample=weight)
+        for number, request, of_step, weight in zip(whole, requests, samples, weights, strict=False)
     ]
 
 
-def estimated_ms_per_sample(sizes: Sequence[StepSize]) -> float:
-    """Estimate what `time_per_sample` predicts in a fraction of the work, from the first stages
-    that are found on a few steps.
+def estimated_ms_per_sample(size: StepSize) -> float:
+    """Estimate the time per sample in steps of one size in a fraction of a plan's work, from the
+    first stages that are found on a few of them.
 
     Raises:
         DoesNotFit: no split fits the memory cap on these steps.
     """
-    ms_per_sample = 0.0
-    for size in sizes:
-        job, workload = size.request.job, size.request.workload()
-        found = search_stages(
-            job.cost,
-            job.pipeline_model,
-            workload.some_steps(_ESTIMATED_STEPS),
-            job.parallel.pipeline,
-            job.memory_cap_gib * GIB,
-            rules=job.rules,
-            prove=False,
-            effort=_ESTIMATE_EFFORT,
-        )
-        ms_per_sample += size.steps_per_sample * found.step_ms
-    return ms_per_sample
+    job = size.request.job
+    step_ms = estimated_step_ms(
+        job.cost,
+        job.pipeline_model,
+        size.request.workload().some_steps(_ESTIMATED_STEPS),
+        job.parallel.pipeline,
+        job.memory_cap_gib * GIB,
+        rules=job.rules,
+        effort=_ESTIMATE_EFFORT,
+    )
+    return step_ms / size.samples
 
 
 def _steps_of(request: PlanRequest) -> int:

@@ -21,7 +21,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.export.directory import Export, given_plan, make_export
-from omnibal.export.trainers import export_of
+from omnibal.export.trainers import EXPORTS
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -58,7 +58,7 @@ class ExportCase:
             write_data(len(self.lengths), data)
         annotations = None if data is None else Annotations.open(data)
         given = given_plan(self.files, TARGETS[self.target], annotations, folder, 0)
-        made = make_export(given, export_of(self.target))
+        made = make_export(given, EXPORTS[self.target])
         made.write()
         return made
 

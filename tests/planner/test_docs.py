@@ -18,7 +18,7 @@ SUBJECTS = (
     *("faults", "lint"),
 )
 GUIDES = (README, *(ROOT / "docs" / f"{subject}.md" for subject in SUBJECTS))
-PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 MOST_LINES = 150
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

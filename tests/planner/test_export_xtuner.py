@@ -19,6 +19,8 @@ from omnibal.export.directory import given_plan
 from omnibal.export.xtuner import export
 from omnibal.targets import TARGETS, TargetName
 
+pytestmark = pytest.mark.quick
+
 XTUNER = TargetName.XTUNER
 
 

@@ -1,6 +1,7 @@
 """Launch lines out of shell: what bash itself makes of the words, and what is asked for."""
 
 import json
+import random
 import subprocess
 from pathlib import Path
 
@@ -170,6 +171,41 @@ def test_lines_that_cannot_be_read(line: str, message: str):
     """Prevents: a traceback, or a verdict on a line that was not understood."""
     with pytest.raises(UserError, match=message):
         read_launch(line, {})
+
+
+def test_any_text_is_read_or_refused():
+    """Prevents: a traceback, or a reader that never ends, on text that is no shell."""
+    dice = random.Random(3)
+    parts = [*"'\"\\`$(){}<>|&;#=\n *@-", "$((", "))", "${", "<<E\n", "E\n", "A=", "A+=(", "A",
+             "if ", "fi ", "for A in ", "1", "+", "--micro-batch-size ", "2>&1", ":-"]  # fmt: skip
+    read = 0
+    for _ in range(3000):
+        text = "".join(dice.choices(parts, k=dice.randint(1, 12))) + "\nrun --micro-batch-size 1"
+        try:
+            read += read_launch(text, {}).micro_batch is not None
+        except UserError:
+            continue
+    assert 300 < read < 2700
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1",
+        "run --micro-batch-size " + "${A:-" * 600 + "1" + "}" * 600,
+    ],
+)
+def test_values_without_end_are_refused(script: str):
+    """Prevents: a script of a few lines that fills the memory, or a traceback of recursion."""
+    with pytest.raises(UserError, match="give the command alone"):
+        read_launch(script, {})
+
+
+def test_endless_arithmetic_is_not_known():
+    """Prevents: numbers of millions of digits, and expressions that the parser cannot hold."""
+    for expression in ("9" * 30, "(" * 900 + "1" + ")" * 900, "1+" * 2000 + "1"):
+        with pytest.raises(UserError, match="not known"):
+            read_launch(f"run --micro-batch-size $(({expression}))", {})
 
 
 def status(*arguments: str) -> int:

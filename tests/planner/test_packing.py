@@ -49,12 +49,11 @@ def test_every_sample_once_within_the_caps(sizes, seed, iterations):
     assert len(packs) >= naive_lower_bound(lengths, caps)
 
 
-@pytest.mark.parametrize("method", PackingMethod)
 @pytest.mark.parametrize(
     ("sizes", "optimum"),
     [
         ([(9, 512)] * 50, 50),
-        ([(0, 1)] * 1_000_000, -(-1_000_000 // 512)),
+        ([(0, 1)] * 100_000, -(-100_000 // 512)),
         ([(3, 100)] * 50, 17),
         ([(9, 512)] + [(0, 1)] * 99, 2),
         ([(0, 512), (9, 1)] * 50, None),
@@ -64,20 +63,21 @@ def test_every_sample_once_within_the_caps(sizes, seed, iterations):
         ([(0, 512)], 1),
     ],
     ids=[
-        "all at the caps", "a million tiny", "all equal", "one giant", "opposite extremes",
+        "all at the caps", "many tiny", "all equal", "one giant", "opposite extremes",
         "tiles over half", "tokens over half", "tokens over a third", "one sample",
     ],
 )  # fmt: skip
-def test_adversarial_lengths(sizes, optimum, method):
+def test_adversarial_lengths(sizes, optimum):
     """Prevents off-by-one cuts where sums meet the caps exactly or one dimension is empty."""
     lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
-    packs = pack_samples(lengths, caps, method, 0)
-    assert_valid(packs, lengths, caps)
     bound = packs_lower_bound(lengths, caps)
-    assert bound <= len(packs)
-    if optimum is not None:
-        assert bound == optimum
-        assert method is PackingMethod.ISF or len(packs) == optimum
+    assert optimum is None or bound == optimum
+    for method in PackingMethod:
+        packs = pack_samples(lengths, caps, method, 0)
+        assert_valid(packs, lengths, caps)
+        assert bound <= len(packs)
+        if optimum is not None and method is PackingMethod.BALANCED:
+            assert len(packs) == optimum
 
 
 def fewest_packs(sizes: list[tuple[int, int]], caps: Caps) -> int:
@@ -192,7 +192,7 @@ def test_packs_are_mixtures(name):
 
     The spread of samples per pack must be below that of ISF, whose packs are random.
     """
-    lengths = family(name, 4000)
+    lengths = family(name, 2000)
     caps = Caps.of(tiles=FAMILIES[name][0], tokens=FAMILIES[name][1])
     sizes = [np.diff(pack_samples(lengths, caps, m, 0).offsets) for m in PackingMethod]
     assert sizes[0].std() < sizes[1].std()
@@ -210,7 +210,7 @@ def test_seeds_put_other_samples_together():
 
 def test_balanced_bytes_follow_the_seed():
     """Prevents packs that cannot be made again, on however many threads numpy runs."""
-    lengths, caps = family("charts", 3000), Caps.of(tiles=15, tokens=4096)
+    lengths, caps = family("charts", 1500), Caps.of(tiles=15, tokens=4096)
     first, again, other = (
         pack_samples(lengths, caps, PackingMethod.BALANCED, seed).samples.tobytes()
         for seed in (5, 5, 6)

@@ -1,28 +1,40 @@
 """The search under a trainer's rules against all splits and numbers, each simulated."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations, pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
-from plan_cases import job_spec
+from plan_cases import job_spec, request
 from test_partition import frozen, planners_figures, random_packs
 
-from omnibal.config import ModelConfig, load_model
-from omnibal.cost.model import CostModel
+from omnibal.beside import EncoderPlacement
+from omnibal.check import check_plan
+from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import DoesNotFit, UserError
+from omnibal.job import JobSpec
+from omnibal.levels import Level
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.pipeline.baselines import PartitionMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.units import check_stages, unit_words
+from omnibal.pipeline.stage_cost import trained_parameters
+from omnibal.pipeline.units import check_stages, encoders_stage, unit_words
 from omnibal.pipeline.workload import Workload
-from omnibal.targets import RecomputeFreedom, StageRules, TargetName
+from omnibal.plan import write_plan
+from omnibal.plan_files import save_plan
+from omnibal.planner import make_plan
+from omnibal.targets import TARGETS, RecomputeFreedom, StageRules, TargetName
 from omnibal.units import LANGUAGE
 
+FOUR_TENSOR_RANKS = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
 TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio language"]
 
 
@@ -114,7 +126,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
     missed, and bounds that are none under rules."""
     rng = np.random.default_rng(5)
     recomputed = refused = 0
-    for towers in TOWERS * 4:
+    for towers in TOWERS * 2:
         cost, model, p, rules = random_case(rng, towers, freedom)
         packs = random_packs(rng, int(rng.integers(1, 5)), len(cost.features))
         times, peaks = brute_force(cost, model, packs, p, rules)
@@ -124,7 +136,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
         cap = low * (1 + 1e-9) + rng.uniform(-0.1, 0.6) * (high - low)
         if cap < low:
             refused += 1
-            with pytest.raises(DoesNotFit, match=r"stages with .*needs .* more than the memory"):
+            with pytest.raises(DoesNotFit, match=r"pipeline stages.* needs .* more than the"):
                 search_stages(cost, model, packs, p, cap, rules=rules)
             cap = low * (1 + 1e-9)
         best_ms = times[peaks <= cap].min()
@@ -135,7 +147,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
         quick = search_stages(cost, model, packs, p, cap, rules=rules, prove=False)
         assert quick.lower_bound_ms <= best_ms * (1 + 1e-9) <= quick.step_ms * (1 + 2e-9)
         recomputed += any(stage.recompute for stage in result.stages)
-    assert recomputed >= 10 and refused >= 1, (recomputed, refused)
+    assert recomputed >= 5 and refused, (recomputed, refused)
 
 
 def test_more_stages_than_rules_allow_are_refused():
@@ -158,3 +170,57 @@ def test_sizes_are_those_of_the_trainer():
     for sizes in ({"pipeline": 2}, {"pipeline": 1, "tensor": 2}):
         with pytest.raises(UserError, match=r"for XTuner v1, whose .* size is at most 1"):
             job.sized(Parallel(**sizes))
+
+
+def test_whole_encoders_cost_what_they_cost_alone():
+    """Prevents encoders that a trainer computes whole from being planned at a share of their time,
+    memory or parameters, and a language model that changes with them."""
+    sizes = {"model": load_model("internvl2.5-8b"), "cluster": load_cluster("h100-80g")}
+    shared_out = JobSpec(**sizes, precision="bf16", parallel=FOUR_TENSOR_RANKS)
+    alone = JobSpec(**sizes, precision="bf16", parallel=Parallel(pipeline=2, data=2))
+    whole = replace(shared_out, rules=StageRules(encoders_whole=True))
+    names = [each.name for each in fields(UnitCost)]
+    for kind in whole.cost.kinds:
+        as_in = shared_out if kind.tower == LANGUAGE else alone
+        for name in names:
+            found, expected = (getattr(job.cost.units[kind.name], name) for job in (whole, as_in))
+            np.testing.assert_array_equal(found, expected, f"{kind.name} {name}")
+    # InternViT-300M with its projector, by the model's card: 304 million parameters and 33.
+    encoder = encoders_stage(sizes["model"])
+    assert trained_parameters(whole.cost, [encoder])[0] == pytest.approx(337e6, rel=0.01)
+    assert trained_parameters(shared_out.cost, [encoder])[0] < 100e6
+
+
+def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
+    """Prevents a check, or a resumed run, that predicts the plan as another trainer runs it."""
+    asked = request(
+        parallel=Parallel(tensor=2, pipeline=2, sequence_parallel=True),
+        model=load_model("internvl-digits"),
+    )
+    rules = TARGETS[TargetName.MS_SWIFT].stages
+    job = replace(asked.job, made_for=TargetName.MS_SWIFT, rules=rules)
+    made = make_plan(replace(asked, job=job))
+    save_plan(made, tmp_path / "plan")
+    check_plan(tmp_path / "plan")
+    assert JobSpec.of_plan(made.plan, None).rules == rules
+    assert made.plan.stages[0].holds("language embed")
+    # As this project's trainer it would take another time.
+    other = made.plan.model_copy(update={"made_for": None})
+    write_plan(other, tmp_path / "plan")
+    with pytest.raises(UserError, match="prediction"):
+        check_plan(tmp_path / "plan")
+
+
+def test_what_does_not_go_with_limited_stages_is_refused():
+    """Prevents a plan by another method, of levels or with encoders beside the pipeline, which
+    would ignore what the trainer can be told."""
+    rules = StageRules(encoders_on_first=True)
+    asked = request()
+    limited = replace(asked.job, rules=rules)
+    with pytest.raises(UserError, match="joint search"):
+        replace(asked, job=limited, method=PartitionMethod.LAYER)
+    levels = (Level(caps=Caps.of(tiles=4, tokens=256)), Level(caps=asked.data.caps))
+    with pytest.raises(UserError, match="levels"):
+        replace(asked, job=limited, data=replace(asked.data, levels=levels))
+    with pytest.raises(UserError, match="beside the pipeline"):
+        replace(limited, placement=EncoderPlacement.BESIDE)

@@ -32,17 +32,14 @@ from omnibal.search import parallel_sizes
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 from omnibal.search.parallel_sizes import (
     CLEARLY_WORSE,
-    StrategyRequest,
     StrategySearch,
-    _FindBound,
-    _Pack,
-    _Setting,
     possible_parallels,
     progress_total,
     search_strategies,
     strategy_samples_per_step,
     without_best,
 )
+from omnibal.search.strategy import Bound, FindBound, PackSamples, Setting, StrategyRequest
 from omnibal.units import unit_names
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
@@ -199,7 +196,8 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     every = search_strategies(searched, lambda done: None)
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, also those that bounds rule out.
-    monkeypatch.setattr(parallel_sizes, "_ESTIMATE_SLACK", 10)
+    for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_NEAR"):
+        monkeypatch.setattr(parallel_sizes, slack, 10)
     done: list[int] = []
     few = search_strategies(searched, done.append)
     assert min(done) >= 0
@@ -230,13 +228,14 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
 def test_bound_holds_for_mixed_steps(samples_per_step):
     """Prevents a bound above the time where the line goes on beyond both step sizes."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
-    setting = _Setting(request=searched, packs={})
-    setting.packs.update([_Pack(setting=setting)(CAPS)])
+    setting = Setting(request=searched, packs={})
+    setting.packs.update([PackSamples(setting=setting)(CAPS)])
     bounds = []
     for parallel in possible_parallels(searched):
-        _, bound = _FindBound(setting=setting)((parallel, CAPS))
-        bounds.append(bound)
-        assert bound <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
+        _, bound = FindBound(setting=setting)((parallel, CAPS))
+        assert isinstance(bound, Bound)
+        bounds.append(bound.least_ms)
+        assert bound.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
     assert sum(bound > 0 for bound in bounds) > len(bounds) / 3
 
 

@@ -1,10 +1,11 @@
-"""Kernels against plain torch: PYTHONPATH=. python tests/training/kernel_checks.py NAME DEVICE.
+"""Kernels against plain torch: PYTHONPATH=. python tests/training/kernel_checks.py DEVICE NAME...
 
 On the device `cpu`, Triton's interpreter runs them, with TRITON_INTERPRET=1 in the environment.
 
 Shapes: S sequence, B batch, H hidden size, F feed-forward width, N heads, D head size, T tokens.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,11 @@ from megatron.vlm.model.fused import (
 
 DTYPES = (torch.float32, torch.bfloat16)
 BF16_ROUNDING = 2.0**-8
+SUMMED_IN_PARTS = {
+    "activations": "_ROW_GROUPS", "residual": "_PARTS", "head_norms": "_PARTS",
+    "normed_rotary": "_PARTS",
+}  # fmt: skip
+"""Modules of kernels that add up rows, and their names of the most parts of a sum."""
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -36,6 +42,11 @@ class Case:
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+    def rows(self, many: int, few: int) -> int:
+        """More rows than there are parts of a sum over rows: `many` on a device, and `few` in the
+        interpreter, where `sum_in_few_parts` makes these do and each takes a millisecond."""
+        return few if self.device == "cpu" else many
 
     def few(self, shapes: Sequence[Any]) -> Sequence[Any]:
         """All in fp32; in bf16, which changes loads and stores only, the first two."""
@@ -98,7 +109,7 @@ def promised(op: Any, *arguments: object) -> None:
 
 def check_activations(case: Case) -> None:
     """SwiGLU and GELU, over widths that are no multiple of a block."""
-    for shape in case.few([(5, 1, 6), (1, 1, 1030), (0, 1, 8), (270, 2, 14)]):
+    for shape in case.few([(5, 1, 6), (1, 1, 1030), (0, 1, 8), (case.rows(270, 13), 2, 14)]):
         inner = case.random(*shape)
         case.compare(activations.Swiglu.apply, activations.eager_swiglu, [inner])
         bias = case.random(shape[-1])
@@ -146,7 +157,7 @@ def _like(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor | No
 def check_residual(case: Case) -> None:
     """Norms and residual adds, with and without each of their parts."""
     for tokens, tiles, width in case.few(
-        [(1, 1, 5), (7, 3, 20), (0, 2, 8), (130, 2, 3), (2, 1, 3200)]
+        [(1, 1, 5), (7, 3, 20), (0, 2, 8), (case.rows(130, 5), 2, 3), (2, 1, 3200)]
     ):
         shape = (tokens, tiles, width)
         hidden, output = case.random(*shape), case.random(*shape)
@@ -196,7 +207,8 @@ def _eager_heads(qkv: Any, query_weight: Any, key_weight: Any, *rest: Any) -> An
 
 def check_head_norms(case: Case) -> None:
     """Norms of q and k on one rank, and as two ranks compute them with sums from each other."""
-    for shape in case.few([(5, 2, 3, 8), (1, 1, 2, 4), (260, 1, 1, 2), (0, 1, 2, 4)]):
+    tall = case.rows(260, 9)
+    for shape in case.few([(5, 2, 3, 8), (1, 1, 2, 4), (tall, 1, 1, 2), (0, 1, 2, 4)]):
         tokens, tiles, heads, size = shape
         qkv = case.random(tokens, tiles, heads, 3 * size)
         weights = [case.random(heads * size) for _ in range(2)]
@@ -282,7 +294,8 @@ def _eager_normed_rotary(qkv: Any, query_weight: Any, key_weight: Any, *rest: An
 
 def check_normed_rotary(case: Case) -> None:
     """Norms of q's and k's heads, and their rotation, of sizes that are no power of two too."""
-    cases = [((3, 1, 6), 2, 3, 8), ((1,), 1, 1, 2), ((0,), 1, 2, 4), ((2, 70), 3, 2, 96)]
+    last = case.rows(70, 12)
+    cases = [((3, 1, 6), 2, 3, 8), ((1,), 1, 1, 2), ((0,), 1, 2, 4), ((2, last), 3, 2, 96)]
     for samples, groups, per_group, size in case.few(cases):
         borders = torch.tensor([0, *samples], device=case.device).cumsum(0).to(torch.int32)
         tokens = sum(samples)
@@ -352,13 +365,27 @@ def _check_divided_cross_entropy(case: Case, logits: torch.Tensor) -> None:
     promised(cross_entropy._backward, gradient, own[0], labels, normalizer, 0, 12)
 
 
+def sum_in_few_parts() -> None:
+    """Have kernels add up rows in so few parts that each of them takes several, if rows are few."""
+    for name, limit in SUMMED_IN_PARTS.items():
+        module = importlib.import_module(f"megatron.vlm.model.kernels.{name}")
+        assert vars(module)[limit] > 2
+        setattr(module, limit, 2)
+
+
+CHECKS = (
+    *(check_activations, check_residual, check_head_norms, check_rotary),
+    *(check_normed_rotary, check_cross_entropy),
+)
+
+
 if __name__ == "__main__":
-    name, device = sys.argv[1:]
-    checks = (
-        *(check_activations, check_residual, check_head_norms, check_rotary),
-        *(check_normed_rotary, check_cross_entropy),
-    )
-    for dtype in DTYPES:
-        {check.__name__.removeprefix("check_"): check for check in checks}[name](
-            Case(device, dtype)
-        )
+    device, *names = sys.argv[1:]
+    if device == "cpu":
+        sum_in_few_parts()
+    for name in names:
+        for dtype in DTYPES:
+            {check.__name__.removeprefix("check_"): check for check in CHECKS}[name](
+                Case(device, dtype)
+            )
+        print("checked", name)

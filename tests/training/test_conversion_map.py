@@ -59,13 +59,13 @@ def cuts_of(model: ModelConfig, stage_layers: Sequence[int]) -> list[int]:
 
 
 def table_9_plan(number: int) -> Plan:
+    """A job of the paper without its data-parallel copies, which smaller jobs below have."""
     job = TABLE_9[number]
     model, sizes = load_model(job.model), job.parallel
     return toy_plan(
         model,
         stages_of(model, *cuts_of(model, job.stage_layers)),
         tensor=sizes.tensor,
-        data=sizes.data,
         sequence_parallel=sizes.sequence_parallel,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cuda_checks import losses_on_one_pack, real_size_plan
 from ranks import run_ranks
+from test_kernels import NAMES as KERNEL_CHECKS
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
@@ -51,14 +52,12 @@ def test_on_device(check, tmp_path):
 
 
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
-@pytest.mark.parametrize(
-    "check", ["activations", "residual", "head_norms", "rotary", "normed_rotary", "cross_entropy"]
-)
+@pytest.mark.parametrize("check", KERNEL_CHECKS)
 def test_kernels_on_device(check):
     """Prevents: a kernel that is right in Triton's interpreter only."""
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     result = subprocess.run(
-        [sys.executable, str(CHECKS.with_name("kernel_checks.py")), check, "cuda"],
+        [sys.executable, str(CHECKS.with_name("kernel_checks.py")), "cuda", check],
         cwd=REPOSITORY, env={**environment, "PYTHONPATH": str(REPOSITORY)}, text=True,
         capture_output=True, timeout=600,
     )  # fmt: skip

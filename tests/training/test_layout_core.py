@@ -4,8 +4,11 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omnibal.config import ModelConfig, load_model, preset_names
 from omnibal.errors import UserError
@@ -143,6 +146,55 @@ def test_the_shortest_flags_that_express_a_split():
     assert flags(3, 6, 6, 4) == {first: "3", last: "4"}
     assert flags(3, 6, 5, 4) == {"pipeline-model-parallel-layout": "Et*3|t*6|t*5|t*4L"}
     assert flags(0, 5) == {"pipeline-model-parallel-layout": "E|t*5L"}
+
+
+_FIELDS = {
+    "decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+    "pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
+}
+"""Fields of Megatron-core's configuration that flags of Megatron-LM set."""
+
+
+def core_layers(layout: Layout, predicted: int) -> tuple[int, ...]:
+    """Layers that Megatron-core builds on every stage, of the flags alone."""
+    flags = split_flags(layout)
+    told = {_FIELDS[name]: int(v) if v.isdigit() else v for name, v in flags.items()}
+    config = TransformerConfig(
+        num_layers=sum(layout.layers),
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=layout.pipeline,
+        pipeline_dtype=torch.bfloat16,
+        mtp_num_layers=predicted or None,
+        **told,
+    )
+    stages = range(layout.pipeline)
+    read = config.pipeline_model_parallel_layout
+    if read is not None:  # of which core asks the rank of a process group
+        return tuple(read.get_num_layers_to_build(pp_rank=stage) for stage in stages)
+    return tuple(get_num_layers_to_build(config, pp_rank=stage) for stage in stages)
+
+
+def test_core_builds_the_layers_of_the_flags():
+    """Prevents numbers of the first and the last stage by which core divides the rest otherwise,
+    and flags that it refuses."""
+    rng = random.Random(0)
+    for name in ("internvl3.5-8b", "deepseek-v3"):
+        model = load_model(name)
+        predicted = model.language.prediction_layers
+        for pipeline in (1, 2, 3, 4):
+            for _ in range(5):
+                layout = layout_of(random_stages(model, pipeline, rng), predicted)
+                assert core_layers(layout, predicted) == layout.layers
+        layers = model.language.layers
+        for first in (1, 2):
+            rest, left = divmod(layers - first, 3)
+            chunks = [first, rest, rest, rest + left]
+            layout = parse_layout(
+                "E" + "|".join("t" * n for n in chunks) + "m" * predicted + "L", 4
+            )
+            assert layout.ends and core_layers(layout, predicted) == layout.layers == tuple(chunks)
 
 
 def test_errors_name_the_place():

@@ -220,7 +220,9 @@ def replay_stages(
     failures = [
         store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
     ]
-    together(store, "told", launch.world_size)
+    store.add("told", 1)
+    if launch.rank == 0:  # may serve the store, and so leaves last
+        wait_for_all(store, "told", launch.world_size)
     if failures and launch.rank == 0:
         raise UserError("; ".join(failures))
 
@@ -239,6 +241,13 @@ def together(
 ) -> None:
     """Wait until every process has come here, without the time limit of the store's barrier."""
     store.add(name, 1)
+    wait_for_all(store, name, processes, meanwhile)
+
+
+def wait_for_all(
+    store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until so many processes have said that they came."""
     while store.add(name, 0) < processes:
         meanwhile()
         time.sleep(_POLL_S)

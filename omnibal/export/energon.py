@@ -1,0 +1,224 @@
+"""Packs for Megatron-Energon: a line each, read one by one, with the keys of their samples.
+
+Energon 7.4.1 reads a JSONL file in order where nothing shuffles it. Its lines are divided into as
+many equal runs as there are loader processes on all ranks, and a rank takes turns among the
+processes of its own (flavors/webdataset/sharder.py, `split_samples_to_workers`). So lines are
+written rank by rank, and process by process.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from omnibal.data.annotations import Annotations
+from omnibal.data.record_files import index_lines
+from omnibal.errors import UserError
+from omnibal.export.exported import Given, Writer
+from omnibal.export.order_file import sample_numbers
+from omnibal.export.reading_order import ReadingOrder, packs_per_step
+from omnibal.export.writers import json_file, script_file
+
+FOLDER = "energon"
+_MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
+_MADE = "samples"
+"""Name of the dataset that `make_shards.py` makes, and of its folder."""
+_OF_SHARDS = "source"
+"""First part of the names of datasets that are shards already, before the source's number."""
+_META = ".nv-meta"
+
+
+def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
+    """Packs by the line on which each must stand, so that rank r reads r, r + ranks and so on.
+
+    Where a rank's packs are no multiple of its loader processes, its last one stands on some more
+    lines, which are read behind all others.
+
+    Args:
+        packs: number of packs in reading order, a multiple of the ranks.
+        ranks: data-parallel ranks.
+        workers: loader processes of each; 0 and 1 read alike.
+
+    Returns:
+        Pack of every line, int64 [lines].
+    """
+    each, workers = packs // ranks, max(workers, 1)
+    rounds = -(-each // workers)
+    turn = np.minimum(np.arange(rounds * workers), max(each - 1, 0))
+    by_process = turn.reshape(rounds, workers).T.ravel()
+    return (by_process * ranks + np.arange(ranks)[:, None]).ravel()
+
+
+def whole_steps(given: Given) -> ReadingOrder | None:
+    """The packs of all full steps; None for a plan of shapes only."""
+    plan, order = given.files.plan, given.order
+    if order is None or plan.data is None:
+        return None
+    full = packs_per_step(plan.data, plan.parallel.data)
+    return order.take(np.arange(len(order) // full * full))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a sample's members are."""
+
+    dataset: str
+    key: str
+    parts: tuple[str, ...]
+    """What is behind the key in their names; the record comes first."""
+    files: tuple[Path, ...]
+    """Files that are to be stored under these parts, but for the record; empty in a shard."""
+
+
+def stored(annotations: Annotations, index: int) -> _Stored:
+    """Find the members of a sample, those of its own shard or those that it will have in one.
+
+    Raises:
+        UserError: the record is not well-formed, or cannot be read.
+    """
+    sample, record = annotations[index], annotations.stored(index)
+    shown = (*sample.images, *sample.recordings)
+    if record.in_shard:
+        members = (str(file.name).removeprefix(f"{record.name}.") for file in shown)
+        parts = tuple(dict.fromkeys(("json", *members)))
+        return _Stored(f"{_OF_SHARDS}{annotations.source[index]}", record.name, parts, ())
+    names = (f"{n}{PurePath(file.path).suffix.lower()}" for n, file in enumerate(shown))
+    files = tuple(file.path.absolute() for file in shown)
+    return _Stored(_MADE, f"{index:09}", ("json", *names), files)
+
+
+def energon_files(given: Given) -> Mapping[str, Writer]:
+    """The files by which Energon reads the plan's packs; none without the samples.
+
+    Raises:
+        UserError: shards of a source are not prepared for Energon.
+    """
+    order, annotations = whole_steps(given), given.annotations
+    if order is None or annotations is None:
+        return {}
+    numbers = sample_numbers(order, given.files.steps[1])
+    ranks = given.files.plan.parallel.data
+    lines = loader_order(len(order), ranks, given.workers)
+    datasets = _datasets(annotations, numbers)
+    described = {"ranks": ranks, "workers": max(given.workers, 1), "lines": len(lines)}
+    meta = {
+        "__module__": "megatron.energon",
+        "__class__": "MetadatasetV2",
+        "splits": {"train": {"path": "packs.jsonl", "aux": datasets}},
+    }
+    written: dict[str, Writer] = {
+        "packs.jsonl": lambda path: _write_packs(path, order, lines, numbers, annotations),
+        "packs.jsonl.idx": _write_offsets,
+        "packs.json": json_file(described),
+        "meta.yaml": json_file(meta),  # JSON is YAML
+        _MODULE: script_file(_MODULE),
+    }
+    if _MADE in datasets:
+        written["samples.jsonl"] = lambda path: _write_samples(path, numbers, annotations)
+        written[_MAKE_SHARDS] = script_file(_MAKE_SHARDS)
+    return {f"{FOLDER}/{name}": writer for name, writer in written.items()}
+
+
+def _datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
+    """Folders of the datasets that hold the samples, by their names; one is still to be made."""
+    datasets = {}
+    for source in np.unique(annotations.source[numbers]):
+        index = int(numbers[np.argmax(annotations.source[numbers] == source)])
+        if annotations.stored(index).in_shard:
+            datasets[f"{_OF_SHARDS}{source}"] = str(_prepared(annotations, int(source)))
+        else:
+            datasets[_MADE] = _MADE
+    return datasets
+
+
+def _prepared(annotations: Annotations, source: int) -> Path:
+    """Folder of a dataset that was prepared: that of its shards, or one above it."""
+    root = annotations.roots[source].absolute()
+    for folder in (root, *root.parents):
+        if (folder / _META).is_dir():
+            return folder
+    raise UserError(
+        f"{root}: the shards of source {annotations.sources[source]!r} have no {_META} there or "
+        "above, by which Energon finds samples by their keys; run `energon prepare` on their folder"
+    )
+
+
+def _write_packs(
+    path: Path,
+    order: ReadingOrder,
+    lines: np.ndarray,
+    numbers: np.ndarray,
+    annotations: Annotations,
+) -> None:
+    offsets = order.packs.offsets
+    seen = set[int]()
+    with path.open("w", encoding="utf-8") as file:
+        for pack in map(int, lines):
+            found = (
+                stored(annotations, int(n)) for n in numbers[offsets[pack] : offsets[pack + 1]]
+            )
+            samples = [[each.dataset, each.key, each.parts] for each in found]
+            number = -1 if pack in seen else pack
+            seen.add(pack)
+            line = {"pack": number, "samples": samples}
+            file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def _write_offsets(path: Path) -> None:
+    """Where every line of packs.jsonl, written before, begins and where the last one ends."""
+    index, _ = index_lines(path.with_suffix(""))
+    borders = np.append(index.start, index.start[-1] + index.size[-1])
+    path.write_bytes(borders.astype("<u8").tobytes())
+
+
+def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) -> None:
+    """Every sample that is in no shard, once, in the order in which packs first need them."""
+    _, first = np.unique(numbers, return_index=True)
+    with path.open("w", encoding="utf-8") as file:
+        for line in _sample_lines(numbers[np.sort(first)], annotations):
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _sample_lines(numbers: np.ndarray, annotations: Annotations) -> Iterator[dict]:
+    for index in map(int, numbers):
+        found = stored(annotations, index)
+        if found.dataset == _MADE:
+            record = annotations.stored(index).content.decode().strip()
+            names = zip(found.parts[1:], map(str, found.files), strict=True)
+            yield {"key": found.key, "record": record, "files": list(names)}
+
+
+def energon_notes(given: Given, files: Mapping[str, Writer]) -> Iterator[str]:
+    """Sentences on how to load the packs, or on what is missing for it."""
+    if given.order is None:
+        return
+    if given.annotations is None:
+        yield (
+            "Without --data no packs are written for Energon; order.parquet says which samples "
+            "make them, and in which order."
+        )
+        return
+    yield (
+        f"`{FOLDER}/{_MODULE}` reads the packs: put its `PlannedPacks` before your TaskEncoder and "
+        "call its `planned_dataset` in place of Energon's `get_train_dataset`."
+    )
+    yield (
+        f"`{FOLDER}/packs.jsonl` is in the order of {given.files.plan.parallel.data:,} "
+        f"data-parallel rank(s) with {max(given.workers, 1)} loader process(es) each: "
+        f"`--num-workers {given.workers}`. For others export again with --workers."
+    )
+    if f"{FOLDER}/samples.jsonl" in files:
+        yield (
+            f"The samples are files of their own, and Energon finds samples by key in tar shards: "
+            f"run `python {FOLDER}/{_MAKE_SHARDS}`, then `energon prepare {FOLDER}/{_MADE}`. The "
+            "shards are in the order in which packs need them. Their records are as they stand in "
+            "their files; what a record shows stands behind its key as 0.jpg, 1.jpg and so on, in "
+            "its order."
+        )
+    else:
+        yield (
+            "Samples are read by key from your shards, in the plan's order: keep them on a disk "
+            "that is fast at random reads."
+        )

@@ -1,0 +1,225 @@
+"""Export for LoongForge: a pack plan for its offline packing, and flags with lists by stage.
+
+Read: tools/data_preprocess/vlm/offline_packing/wds_pack (cli/build_plan.py, io/webdataset_writer.py
+and manifest/scan.py at 7393697), loongforge/train/arguments.py and
+loongforge/data/multimodal/dataloader_provider.py (4ce92af).
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnibal.data.annotations import Annotations
+from omnibal.errors import UserError
+from omnibal.export.energon import loader_order, whole_steps
+from omnibal.export.exported import Exported, Given
+from omnibal.export.megatron_flags import (
+    Batch,
+    Flags,
+    batch_flags,
+    command,
+    flag_lines,
+    optimizer_flags,
+    parallel_flags,
+    plan_layout,
+    torchrun,
+)
+from omnibal.export.order_file import sample_numbers
+from omnibal.export.recompute import number_of_stage
+from omnibal.plan import Plan
+
+PACK_PLAN = "pack_plan.jsonl"
+MEDIA = ("text", "image", "video")
+_PROGRAM = "$LOONGFORGE_PATH/loongforge/train.py --config-file YOUR_MODEL.yaml"
+
+
+def export(given: Given) -> Exported:
+    """Write a plan's packs for LoongForge's offline packing, and the flags of its trainer.
+
+    Raises:
+        UserError: a pack or a sample's record is not what LoongForge's packing takes.
+    """
+    plan, batch = given.files.plan, Batch.of(given)
+    lines = flag_lines(
+        parallel_flags(plan),
+        split_flags(plan),
+        recompute_flags(plan),
+        batch_flags(batch),
+        optimizer_flags(plan),
+        {
+            "max-packed-tokens": str(batch.sequence_length),
+            "variable-seq-lengths": None,
+            "dataloader-type": "external",
+            "num-workers": str(given.workers),
+        },
+    )
+    records = _records(given)
+    files = {} if records is None else {PACK_PLAN: lambda path: _write(path, given, records)}
+    return Exported(
+        files=files,
+        command=command([torchrun(plan, _PROGRAM), *lines, "--data-path $PACKED_WDS_DIR"]),
+        given_up=tuple(_given_up(plan)),
+        notes=tuple(_notes(given, batch, bool(files))),
+    )
+
+
+def split_flags(plan: Plan) -> Flags:
+    """Layers of the language model by stage; one stage needs none."""
+    layers = plan_layout(plan).layers
+    return {"custom-pipeline-layers": _listed(layers)} if len(layers) > 1 else {}
+
+
+def recompute_flags(plan: Plan) -> Flags:
+    """Recomputed layers by stage, a number each; none where no stage recomputes any.
+
+    A list needs a comma, so a single stage has Megatron's own number.
+    """
+    towers = plan.model.towers
+    numbers = [number_of_stage(stage, towers) for stage in plan.stages_at(0)]
+    counts = [0 if number is None else number for number in numbers]
+    if not any(counts):
+        return {}
+    full = {"recompute-granularity": "full", "recompute-method": "block"}
+    if len(counts) == 1:
+        return full | {"recompute-num-layers": str(counts[0])}
+    return full | {"custom-pipeline-recompute-layers": _listed(counts)}
+
+
+def _listed(numbers: list[int] | tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def sample_id(shard: Path, key: str) -> str:
+    """Name of a shard's sample in LoongForge's manifest, of shards that lie in its `wds_dir`.
+
+    As manifest/scan.py makes it: the shard's name without its suffix, and 16 digits of a SHA-1 of
+    the shard's path within that folder and the key.
+    """
+    digest = hashlib.sha1(f"{shard.name}\0{key}".encode(), usedforsecurity=False).hexdigest()
+    return f"{shard.stem}__{digest[:16]}"
+
+
+def _records(given: Given) -> Annotations | None:
+    """The samples, if they are in shards."""
+    annotations, order = given.annotations, given.order
+    if annotations is None or order is None or not len(order):
+        return None
+    first = sample_numbers(order, given.files.steps[1])[0]
+    return annotations if annotations.stored(int(first)).in_shard else None
+
+
+def _write(path: Path, given: Given, annotations: Annotations) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for line in plan_lines(given, annotations):
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def plan_lines(given: Given, annotations: Annotations) -> Iterator[dict[str, Any]]:
+    """Yield the lines of pack_plan.jsonl in the order in which Energon hands out packs.
+
+    Raises:
+        UserError: samples of a pack are of several media, or a record is not as LoongForge's scan
+            takes it.
+    """
+    order, lengths = whole_steps(given), given.files.steps[1]
+    assert order is not None
+    rows = order.packs.samples
+    numbers, tokens = sample_numbers(order, lengths), lengths.tokens[rows]
+    shown = np.any([lengths.items[name][rows] > 0 for name in lengths.item_names], axis=0)
+    counted = Counter[str]()
+    for pack in loader_order(len(order), given.files.plan.parallel.data, given.workers):
+        held = range(order.packs.offsets[pack], order.packs.offsets[pack + 1])
+        found = [_manifest_entry(annotations, int(numbers[r]), bool(shown[r])) for r in held]
+        media = sorted({medium for _, medium in found})
+        if len(media) > 1:
+            raise UserError(
+                f"pack {pack} has samples of {' and '.join(media)}, and LoongForge takes packs of "
+                "one medium; give videos a source of their own, and plan each for itself"
+            )
+        pack_tokens = tokens[held.start : held.stop].tolist()
+        yield {
+            "pack_id": f"{media[0]}_pack_{counted[media[0]]:08d}",
+            "media_type": media[0],
+            "sample_ids": [name for name, _ in found],
+            "sample_token_lens": pack_tokens,
+            "total_token_len": sum(pack_tokens),
+        }
+        counted[media[0]] += 1
+
+
+def _manifest_entry(annotations: Annotations, index: int, shown: bool) -> tuple[str, str]:
+    """Name and medium of a sample in LoongForge's manifest; `shown` says whether it has items."""
+    record, where = annotations.stored(index), annotations.where(index)
+    if not record.in_shard:
+        raise UserError(
+            f"{where} is in no shard, and other samples are; LoongForge packs samples of shards "
+            "alone: write all of them as shards"
+        )
+    try:
+        said = json.loads(record.content)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
+    medium = str(said.get("media_type") or said.get("media") or "text").lower()
+    if medium not in MEDIA:
+        raise UserError(
+            f"{where} has media_type {medium!r}, which LoongForge's scan leaves out; it must be "
+            f"one of {', '.join(MEDIA)}"
+        )
+    if shown == (medium == "text"):
+        raise UserError(
+            f"{where} shows {'images' if shown else 'nothing'}, and LoongForge's scan takes it for "
+            f'{medium}; write its medium as "media_type" into the record'
+        )
+    return sample_id(annotations.files[annotations.file[index]], record.name), medium
+
+
+def _given_up(plan: Plan) -> Iterator[str]:
+    if recompute_flags(plan) and plan.model.encoders:
+        yield (
+            "The list of recomputed layers gives the first stage one number; that it also rules "
+            "the encoders' layers there is read from LoongForge's own scripts (38 layers "
+            "recomputed on a stage with 5 of the language model), and was not found in its code."
+        )
+
+
+def _notes(given: Given, batch: Batch, has_packs: bool) -> Iterator[str]:
+    yield (
+        "`--custom-pipeline-layers` counts layers of the language model; newer LoongForge also "
+        f"takes `--pipeline-model-parallel-layout '{plan_layout(given.files.plan).short_text}'`, "
+        "never both."
+    )
+    if given.order is None:
+        return
+    if not has_packs:
+        yield (
+            f"{PACK_PLAN} is left out: LoongForge packs samples of tar shards, which its manifest "
+            "knows by the shard and the key. Write the samples as shards, scan them with `omnibal "
+            "lengths`, and export with --data; order.parquet has the packs until then."
+        )
+        return
+    yield (
+        f"Copy `{PACK_PLAN}` into `data.work_dir` of your packing config behind `python -m "
+        "wds_pack.cli.scan_manifest`, in place of its steps 2 and 3, with `sample.max_token_len` "
+        f"at least {batch.sequence_length}, then run `python -m wds_pack.cli.write_wds`."
+    )
+    yield (
+        "All shards must lie in `data.wds_dir` itself, as names of samples are made of the shard's "
+        "path in it. Token counts must be those of its manifest (`SELECT sample_id, token_len FROM "
+        "samples`); where they are not, plan with its lengths."
+    )
+    yield (
+        "Keep the packed data in one tar (`packed_wds.maxcount` and `maxsize` above its packs and "
+        "bytes): several are read in the order of .nv-meta/split.yaml, which is drawn, and in "
+        "training their parts are mixed. Leave `--data-shuffle-buffer-size` and "
+        "`--data-max-samples-per-sequence` out, and do not pack again (`--packing-sft-data`)."
+    )
+    yield (
+        f"Lines are in the order of {given.files.plan.parallel.data:,} data-parallel rank(s) with "
+        f"{max(given.workers, 1)} loader process(es) each: `--num-workers {given.workers}`. For "
+        "others export again with --workers."
+    )

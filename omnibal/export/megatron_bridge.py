@@ -1,0 +1,161 @@
+"""Export for Megatron-Bridge (003e863): overrides of a recipe, and packs for Energon."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omnibal.export.energon import energon_files, energon_notes
+from omnibal.export.exported import Exported, Given
+from omnibal.export.layout import Layout
+from omnibal.export.megatron_flags import (
+    Batch,
+    command,
+    language_recompute,
+    padding_sentences,
+    plan_layout,
+    recomputed_encoders,
+    torchrun,
+)
+from omnibal.parallel import expert_counts
+from omnibal.plan import Plan
+from omnibal.units import LANGUAGE
+
+_RUNNER = "scripts/training/run_recipe.py --recipe YOUR_RECIPE"
+_FROZEN = {
+    LANGUAGE: "model.freeze_language_model",
+    "vision": "model.freeze_vision_model",
+    "projector": "model.freeze_vision_projection",
+}
+
+
+def export(given: Given) -> Exported:
+    """Write a plan as overrides of a recipe of Megatron-Bridge, and its packs for Energon.
+
+    Raises:
+        UserError: shards of a source are not prepared for Energon.
+    """
+    plan, batch = given.files.plan, Batch.of(given)
+    layout, files = plan_layout(plan), energon_files(given)
+    values = overrides(plan, batch, layout)
+    lines = [f"{name}={_hydra(value)}" for name, value in values.items()]
+    return Exported(
+        files=files,
+        command=command([torchrun(plan, _RUNNER), *lines]),
+        settings=_settings(values, layout),
+        given_up=tuple(_given_up(plan, batch, bool(files))),
+        notes=(*_notes(plan, bool(files)), *energon_notes(given, files)),
+    )
+
+
+def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
+    """Every field of the recipe that the plan decides."""
+    number, overlaps = language_recompute(plan), plan.parallel.data > 1
+    return {
+        **_sizes(plan),
+        **_split(layout),
+        "model.recompute_granularity": "full" if number else None,
+        "model.recompute_method": "block" if number else None,
+        "model.recompute_num_layers": number or None,
+        "model.seq_length": batch.sequence_length,
+        "dataset.seq_length": batch.sequence_length,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": batch.packs_per_step,
+        **({} if batch.steps is None else {"train.train_iters": batch.steps}),
+        "model.calculate_per_token_loss": True,
+        "ddp.average_in_collective": False,
+        "ddp.use_distributed_optimizer": True,
+        "ddp.overlap_grad_reduce": overlaps,
+        "ddp.overlap_param_gather": overlaps,
+        **{_FROZEN[part]: True for part in plan.frozen if part in _FROZEN},
+    }
+
+
+def _sizes(plan: Plan) -> Mapping[str, Any]:
+    sizes, predicted = plan.parallel, plan.model.language.prediction_layers
+    values: dict[str, Any] = {
+        "model.tensor_model_parallel_size": sizes.tensor,
+        "model.pipeline_model_parallel_size": sizes.pipeline,
+        "model.virtual_pipeline_model_parallel_size": None,
+        "model.context_parallel_size": 1,
+        "model.sequence_parallel": sizes.sequence_parallel,
+    }
+    if expert_counts(plan.model):
+        values["model.expert_model_parallel_size"] = sizes.expert
+        values["model.expert_tensor_parallel_size"] = 1
+    return values | ({"model.mtp_num_layers": predicted} if predicted else {})
+
+
+def _split(layout: Layout) -> Mapping[str, Any]:
+    """All fields that say a split; those that say none are reset, as a recipe may have set them
+    for its own sizes."""
+    ends = None if layout.is_even else layout.ends
+    in_full = ends is None and not layout.is_even
+    return {
+        "model.num_layers_in_first_pipeline_stage": ends[0] if ends else None,
+        "model.num_layers_in_last_pipeline_stage": ends[1] if ends else None,
+        "model.account_for_embedding_in_pipeline_split": False,
+        "model.account_for_loss_in_pipeline_split": False,
+        "model.pipeline_model_parallel_layout": layout.short_text if in_full else None,
+    }
+
+
+def _hydra(value: Any) -> str:
+    """A value as an override of the command line has it."""
+    if value is None:
+        return "null"
+    # A shell needs quotes around a layout, and Hydra takes its letters and signs without any.
+    return f"'{value}'" if isinstance(value, str) and not value.isalnum() else str(value)
+
+
+def _settings(values: Mapping[str, Any], layout: Layout) -> str:
+    """The same as statements of a recipe, with the layout as lists."""
+    lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
+    lists = [f"    {chunk!r}," for chunk in layout.lists]
+    return "\n".join(["# in a recipe, whose ConfigContainer is cfg", *lines]) + (
+        "\n# the split as lists, for a recipe's own table of layouts\nlayout = [\n"
+        + "\n".join(lists)
+        + "\n]\n"
+    )
+
+
+def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
+    if plan.parallel.pipeline > 1 or plan.parallel.expert > 1:
+        yield from padding_sentences(
+            batch,
+            "Megatron-Bridge pads to the sequence length when it trains a vision-language model "
+            "on several pipeline stages or expert-parallel ranks",
+        )
+    if not has_packs:
+        yield (
+            "Only the split, recomputation and the batch are told: without packs for Energon, "
+            "Megatron-Bridge makes micro-batches of its own, and the prediction is not of those."
+        )
+    unknown = [part for part in plan.frozen if part not in _FROZEN]
+    if unknown:
+        yield (
+            f"No field of Megatron-Bridge's models freezes {', '.join(unknown)}, which the plan "
+            "freezes; freeze it in the model."
+        )
+
+
+def _notes(plan: Plan, has_packs: bool) -> Iterator[str]:
+    yield (
+        "`YOUR_RECIPE` is the recipe of your model, whose other fields stay as they are. The "
+        "overrides also reset fields by which a recipe may have said another split."
+    )
+    yield (
+        "The first stage holds the encoders beside its layers of the language model; the split "
+        "counts layers of the language model alone."
+    )
+    encoders = recomputed_encoders(plan)
+    if encoders:
+        yield (
+            f"All layers of {', '.join(encoders)} are recomputed in the plan; models of "
+            "Megatron-Bridge have fields of their own for it, if any: see your model's provider."
+        )
+    if has_packs:
+        yield (
+            "Its EnergonProvider passes no `parallel_shard_iters`, without which Energon refuses "
+            "to keep the order: use a DatasetProvider of your own that hands out "
+            "`get_savable_loader(planned_dataset(...))`. That its step takes joined packs of your "
+            "TaskEncoder was not tried."
+        )

@@ -1,0 +1,161 @@
+"""What Megatron's launchers are told of a plan, by the names of Megatron-LM's flags."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from omnibal.export.energon import whole_steps
+from omnibal.export.exported import Given
+from omnibal.export.layout import Layout, layout_of
+from omnibal.export.reading_order import packs_per_step
+from omnibal.export.recompute import all_or_none, one_number
+from omnibal.parallel import expert_counts
+from omnibal.plan import Plan
+from omnibal.units import LANGUAGE
+
+Flags = Mapping[str, str | None]
+"""Values of flags by their names without dashes; None for a switch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Sizes of a micro-batch, a pack, and of a step."""
+
+    sequence_length: int
+    """Tokens of the longest pack, rounded up to what tensor-parallel ranks divide."""
+    packs_per_step: int
+    """Packs of all data-parallel ranks."""
+    steps: int | None
+    """Full steps; None for a plan of shapes only."""
+    fullness: float
+    """Tokens of packs on the mean, of the sequence length."""
+
+    @classmethod
+    def of(cls, given: Given) -> Self:
+        """Count them of the packs of all full steps, or take them from a plan of shapes only."""
+        plan, order = given.files.plan, whole_steps(given)
+        multiple = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
+        if order is None or plan.data is None:
+            shapes = plan.shapes or plan.data
+            assert shapes is not None  # as an export is of a plan with either
+            length = _up_to(shapes.caps["tokens"], multiple)
+            packs = shapes.micro_batches_per_step * plan.parallel.data
+            return cls(sequence_length=length, packs_per_step=packs, steps=None, fullness=1.0)
+        tokens = order.packs.sums(given.files.steps[1].tokens)
+        length = _up_to(int(tokens.max()), multiple)
+        packs = packs_per_step(plan.data, plan.parallel.data)
+        return cls(
+            sequence_length=length,
+            packs_per_step=packs,
+            steps=len(order) // packs,
+            fullness=float(tokens.mean()) / length,
+        )
+
+
+def _up_to(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def plan_layout(plan: Plan) -> Layout:
+    """What of the language model every stage holds."""
+    return layout_of(plan.stages, plan.model.language.prediction_layers)
+
+
+def parallel_flags(plan: Plan) -> Flags:
+    """Sizes of the parallel groups, of which none divides an expert, and what a split counts."""
+    sizes = plan.parallel
+    flags: dict[str, str | None] = {
+        "tensor-model-parallel-size": str(sizes.tensor),
+        "pipeline-model-parallel-size": str(sizes.pipeline),
+        "context-parallel-size": "1",
+    }
+    if sizes.sequence_parallel:
+        flags["sequence-parallel"] = None
+    if plan.model.language.prediction_layers:
+        flags["mtp-num-layers"] = str(plan.model.language.prediction_layers)
+    if expert_counts(plan.model):
+        flags["expert-model-parallel-size"] = str(sizes.expert)
+        flags["expert-tensor-parallel-size"] = "1"
+    return flags
+
+
+def optimizer_flags(plan: Plan) -> Flags:
+    """How data-parallel ranks divide the optimizer, as the plan is predicted."""
+    flags: dict[str, str | None] = {"use-distributed-optimizer": None}
+    if plan.parallel.data > 1:
+        flags |= {"overlap-grad-reduce": None, "overlap-param-gather": None}
+    return flags | ({"bf16": None} if plan.precision == "bf16" else {})
+
+
+def batch_flags(batch: Batch) -> Flags:
+    """A pack a micro-batch, and as many steps as the plan has full ones."""
+    flags: dict[str, str | None] = {
+        "seq-length": str(batch.sequence_length),
+        "micro-batch-size": "1",
+        "global-batch-size": str(batch.packs_per_step),
+    }
+    return flags | ({} if batch.steps is None else {"train-iters": str(batch.steps)})
+
+
+def language_recompute(plan: Plan) -> int:
+    """Layers of the language model that every stage recomputes, or all where it holds fewer."""
+    number = one_number(plan.stages_at(0), LANGUAGE)
+    assert number is not None  # as the plan was found expressible
+    return number
+
+
+def recomputed_encoders(plan: Plan) -> tuple[str, ...]:
+    """Encoders all of whose layers are recomputed."""
+    return tuple(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
+
+
+def recompute_flags(number: int) -> Flags:
+    """One number for all stages: so many of the first layers of each; none for 0."""
+    if not number:
+        return {}
+    return {
+        "recompute-granularity": "full",
+        "recompute-method": "block",
+        "recompute-num-layers": str(number),
+    }
+
+
+def flag_lines(*groups: Flags) -> list[str]:
+    """A line for every flag, with its value quoted where a shell needs it."""
+    return [
+        f"--{name}" if value is None else f"--{name} {shlex.quote(value)}"
+        for flags in groups
+        for name, value in flags.items()
+    ]
+
+
+def torchrun(plan: Plan, program: str) -> str:
+    """The beginning of a command that starts the program on every device."""
+    per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
+    nodes = -(-plan.parallel.world_size // per_node)
+    line = f"torchrun --nproc_per_node {per_node}"
+    if nodes > 1:
+        line += (
+            f" --nnodes {nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR "
+            "--master_port $MASTER_PORT"
+        )
+    # Megatron refuses tensor parallelism without it, before Blackwell.
+    before = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if plan.parallel.tensor > 1 else ""
+    return f"{before}{line} {program}"
+
+
+def command(lines: Iterable[str]) -> str:
+    """Lines of one command of shell."""
+    return " \\\n  ".join(lines)
+
+
+def padding_sentences(batch: Batch, why: str) -> Iterator[str]:
+    """What it costs where every pack is padded to the longest; nothing where all are as long."""
+    if batch.fullness == 1:
+        return
+    filled = f"{100 * batch.fullness:.1f} % of the {batch.sequence_length:,}"
+    yield (
+        f"{why}: the plan's packs fill {filled} "
+        "tokens on the mean, and the prediction is of packs without the padding."
+    )

@@ -1,0 +1,97 @@
+"""Export for Megatron-LM (core 0.16.1): flags of the split and the batch, and packs for Energon."""
+
+from collections.abc import Iterator
+
+from omnibal.export.energon import FOLDER, energon_files, energon_notes
+from omnibal.export.exported import Exported, Given
+from omnibal.export.layout import split_flags
+from omnibal.export.megatron_flags import (
+    Batch,
+    batch_flags,
+    command,
+    flag_lines,
+    language_recompute,
+    optimizer_flags,
+    padding_sentences,
+    parallel_flags,
+    plan_layout,
+    recompute_flags,
+    recomputed_encoders,
+    torchrun,
+)
+from omnibal.plan import Plan
+from omnibal.units import LANGUAGE, model_parts
+
+_PROGRAM = "YOUR_TRAINING_SCRIPT.py"
+
+
+def export(given: Given) -> Exported:
+    """Write a plan's flags for Megatron-LM's launcher, and its packs for Energon.
+
+    Raises:
+        UserError: shards of a source are not prepared for Energon.
+    """
+    plan, batch = given.files.plan, Batch.of(given)
+    layout = plan_layout(plan)
+    lines = flag_lines(
+        parallel_flags(plan),
+        split_flags(layout),
+        recompute_flags(language_recompute(plan)),
+        batch_flags(batch),
+        {"calculate-per-token-loss": None},
+        optimizer_flags(plan),
+    )
+    files = energon_files(given)
+    data = {
+        "dataloader-type": "external",
+        "data-path": str(given.folder / FOLDER / "meta.yaml"),
+        "num-workers": str(given.workers),
+    }
+    return Exported(
+        files=files,
+        command=command([torchrun(plan, _PROGRAM), *lines, *(flag_lines(data) if files else [])]),
+        settings=f"layout in full: {layout.text}\nlayout in short: {layout.short_text}\n",
+        given_up=tuple(_given_up(plan, batch, bool(files))),
+        notes=(*_notes(plan), *energon_notes(given, files)),
+    )
+
+
+def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
+    if plan.parallel.pipeline > 1:
+        yield from padding_sentences(
+            batch,
+            "Megatron-LM's own launcher sets variable_seq_lengths to false, so that stages "
+            "exchange micro-batches of one length and every pack is padded to the longest",
+        )
+    if not has_packs:
+        yield (
+            "Only the split, recomputation and the batch are told: without packs for Energon, "
+            "Megatron-LM makes micro-batches of its own, and the prediction is not of those."
+        )
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    yield (
+        f"`{_PROGRAM}` is yours, with the flags of the model itself, the tokenizer and "
+        "checkpoints: Megatron-LM has none that are the same for all vision-language models."
+    )
+    yield (
+        "The first stage holds the encoders beside its layers of the language model, as in "
+        "examples/multimodal; the split counts layers of the language model alone."
+    )
+    if plan.frozen:
+        yield (
+            f"Frozen in the plan: {', '.join(plan.frozen)}. In examples/multimodal `--freeze-LM` "
+            "and `--freeze-ViT` say so; freeze projectors in your model."
+        )
+    encoders = recomputed_encoders(plan)
+    if encoders:
+        yield (
+            f"All layers of {', '.join(encoders)} are recomputed: `--recompute-vision` in "
+            "examples/multimodal."
+        )
+    elif language_recompute(plan) and len(model_parts(plan.model)) > 1:
+        yield (
+            f"The recompute flags are of {LANGUAGE} alone; no layer of an encoder is recomputed. "
+            "See to it that your model gives its encoders a configuration of their own."
+        )

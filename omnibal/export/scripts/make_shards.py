@@ -1,0 +1,60 @@
+"""Write the samples of samples.jsonl as tar shards, in the order in which packs first need them.
+
+    python make_shards.py [--samples-per-shard 10000]
+    energon prepare samples            # then index them
+
+A line of samples.jsonl has a sample's key, its record as it stood in its file, and the files that
+it shows, by the names that they get behind the key. Needs Python alone. Existing shards are kept:
+remove the folder `samples` to begin anew.
+"""
+
+import argparse
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+
+def main() -> None:
+    """Write all shards, or none if there are any."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--samples-per-shard", type=int, default=10_000)
+    most = parser.parse_args().samples_per_shard
+    if most < 1:
+        sys.exit(f"--samples-per-shard is {most}; it must be at least 1")
+    target = FOLDER / "samples"
+    if target.exists():
+        sys.exit(f"{target} exists already; remove it to write the shards anew")
+    part = FOLDER / "samples.part"
+    part.mkdir(exist_ok=True)
+    with (FOLDER / "samples.jsonl").open(encoding="utf-8") as lines:
+        samples = map(json.loads, lines)
+        for number, first in enumerate(samples):
+            write_shard(part / f"shard-{number:06}.tar", first, islice(samples, most - 1))
+    part.rename(target)
+
+
+def write_shard(path: Path, first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> None:
+    """Write a sample and those behind it as one shard."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as shard:
+        for sample in (first, *rest):
+            add(shard, f"{sample['key']}.json", sample["record"].encode())
+            for part, file in sample["files"]:
+                add(shard, f"{sample['key']}.{part}", Path(file).read_bytes())
+
+
+def add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Add a member of these bytes."""
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    shard.addfile(member, io.BytesIO(content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""What all exports have in common: what is refused, the order, RUN.md, all or nothing."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from export_cases import drawn_lengths, export_case, plan_files, scheduled, write_data
+from plan_cases import example_lengths, origin_of, request
+
+from omnibal import cli
+from omnibal.beside import EncodersBeside
+from omnibal.config import load_cluster, load_model
+from omnibal.data.annotations import Annotations
+from omnibal.errors import UserError
+from omnibal.export.directory import given_plan, make_export
+from omnibal.export.exported import Exported
+from omnibal.export.expressible import first_obstacle, obstacles
+from omnibal.export.order_file import write_order
+from omnibal.export.reading_order import ReadingOrder
+from omnibal.export.recompute import all_or_none, number_of_stage, one_number
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import PlannedLevel
+from omnibal.plan_data import MockData
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.targets import FREE, TARGETS, TargetName
+
+SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
+LOONGFORGE, MINDSPEED = TargetName.LOONGFORGE, TargetName.MINDSPEED_MM
+VISION = ("vision embed", "vision 0..3", "projector")
+FIRST = Stage.of(*VISION, "language embed", "language 0..1")
+LAST = Stage.of("language 2..3", "head")
+ALONE = Stage.of(*VISION, "language embed", "language 0..3", "head")
+
+
+def small_case(target: TargetName = SWIFT, ranks: int = 1):
+    return export_case(target, seed=0, ranks=ranks, samples=300)
+
+
+def recomputing(*layers: tuple[str, ...]) -> dict:
+    stages = (FIRST, LAST)
+    pairs = zip(stages, layers, strict=True)
+    changed = [Stage.of(*map(str, stage.units), recompute=again) for stage, again in pairs]
+    return {"stages": tuple(changed)}
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "told"),
+    [
+        (XTUNER, {"stages": (FIRST, LAST)}, "pipeline size 2, and XTuner v1 takes at most 1"),
+        (SWIFT, {"stages": (Stage.of(*VISION[:2]), Stage.of(*map(str, ALONE.units[2:])))},
+         "stage 1 holds projector, and ms-swift"),
+        (SWIFT, {"stages": (Stage.of(*VISION), Stage.of(*map(str, ALONE.units[3:])))},
+         "first stage does not hold the language embed"),
+        (SWIFT, {"stages": (FIRST, Stage.of("language 2..3"), Stage.of("head"))},
+         "stage 2 holds no layer of the language model"),
+        (SWIFT, recomputing(("language 0..1",), ("language 2",)),
+         "stages recompute 2, 1 layers of language, and"),
+        (SWIFT, recomputing(("language 1",), ("language 2",)), "one number for all stages"),
+        (SWIFT, recomputing(("vision 0..1",), ()), "2 layers of vision are recomputed and others"),
+        (MINDSPEED, recomputing(("vision 1..3",), ()), "stages recompute 3, 0 layers of vision"),
+        (LOONGFORGE, recomputing(("vision 0..2", "language 0"), ()),
+         "stage 0 recomputes vision 0..2 and language 0, and LoongForge takes one number a stage"),
+        (XTUNER, {"stages": (Stage.of(*map(str, ALONE.units), recompute=("language 0",)),)},
+         "1 layers of language are recomputed"),
+    ],
+)  # fmt: skip
+def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
+    """Prevents: a plan exported as flags that mean another plan."""
+    plan = small_case(target).files.plan
+    parallel = plan.parallel.model_copy(update={"pipeline": len(changes["stages"])})
+    plan = plan.model_copy(update={**changes, "parallel": parallel})
+    assert told in first_obstacle(plan, None, TARGETS[target])
+
+
+def test_what_no_trainer_can_be_told_is_named():
+    """Prevents: levels, shared packs or encoders beside the pipeline dropped without a word."""
+    plan = small_case().files.plan
+    caps = [Caps.of(tiles=1, tokens=tokens) for tokens in (100, 5_000)]
+    levels = [PlannedLevel(caps=cap, recompute=((),)) for cap in caps]
+    beside = EncodersBeside(
+        pipelines=1, items_per_pass={"vision": 1}, kept_items={"vision": 1}, item_ms={"vision": 1.0}
+    )
+    shared = levels[1].model_copy(update={"context": 2})
+    for changes, told in (
+        ({"levels": levels}, "packs of 2 levels"),
+        ({"levels": (levels[0], shared)}, "ranks share packs of some levels"),
+        ({"beside": beside}, "encoders stand beside the pipeline"),
+    ):
+        changed = plan.model_copy(update=changes)
+        assert all(
+            any(told in each for each in obstacles(changed, None, target))
+            for target in TARGETS.values()
+        )
+
+
+def test_sharding_counts_where_ranks_divide_something():
+    """Prevents: ZeRO-1's memory printed for FSDP's run; and one rank's plan refused for it."""
+    for ranks, refused in ((1, False), (2, True)):
+        plan = small_case(XTUNER, ranks).files.plan
+        assert first_obstacle(plan, None, TARGETS[XTUNER]) is None
+        unlimited = plan.model_copy(update={"made_for": None})
+        assert (first_obstacle(unlimited, None, TARGETS[XTUNER]) is not None) == refused
+
+
+def test_steps_that_a_trainer_would_read_on_from_are_refused():
+    """Prevents: every pack behind an odd step trained a step early, by another rank."""
+    lengths = drawn_lengths(0, 24)
+    packs = scheduled([[sample] for sample in range(24)], lengths, 2, 0)
+    files = plan_files(LOONGFORGE, packs, lengths, 2)
+    target = TARGETS[LOONGFORGE]
+    assert first_obstacle(files.plan, files.data, target) is None
+    short = packs.take(np.delete(np.arange(24), 10))  # of step 1
+    told = first_obstacle(files.plan, (short, lengths), target)
+    assert told.startswith("step 1 has 7 packs on 2 data-parallel ranks")
+    moved = replace(packs, dp_rank=np.where(packs.step == 1, 0, packs.dp_rank))
+    assert "in step 1 ranks have unequally many" in first_obstacle(
+        files.plan, (moved, lengths), target
+    )
+    last = packs.take(np.arange(23))
+    assert first_obstacle(files.plan, (last, lengths), target) is None
+    data = files.plan.data.model_copy(update={"window": 8})
+    windows = files.plan.model_copy(update={"data": data})
+    assert "a step is a window of 8 samples" in first_obstacle(windows, files.data, target)
+
+
+def test_packs_of_mixed_media_are_refused_where_they_must_be():
+    """Prevents: LoongForge ending at the first pack with a text beside an image."""
+    lengths = drawn_lengths(0, 8)
+    lengths = replace(lengths, items={"tiles": np.array([1, 1, 0, 0, 2, 2, 0, 0], np.int32)})
+    for lists, told in (([[0, 1], [2, 3], [4, 5], [6, 7]], None), ([[0, 2], [1, 3]], "with and")):
+        files = plan_files(LOONGFORGE, scheduled(lists, lengths, 1, 0), lengths, 1)
+        found = first_obstacle(files.plan, files.data, TARGETS[LOONGFORGE])
+        assert (found is None) if told is None else told in found
+        assert first_obstacle(files.plan, files.data, TARGETS[MINDSPEED]) is None
+
+
+def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
+    """Prevents: a number that recomputes other layers than the plan; all sets are tried."""
+    for mask in range(2**8):
+        names = [f"vision {k}" for k in range(4)] + [f"language {k}" for k in range(4)]
+        again = {name for k, name in enumerate(names) if mask >> k & 1}
+        stages = [
+            Stage.of(*map(str, stage.units), recompute=tuple(
+                name for name in names if name in again and held(stage, name)
+            ))
+            for stage in (FIRST, LAST)
+        ]  # fmt: skip
+        for tower in ("vision", "language"):
+            mine = {name for name in again if name.startswith(tower)}
+            fitting = [n for n in range(5) if meant([FIRST, LAST], tower, n) == mine]
+            assert (one_number(stages, tower) in fitting) == bool(fitting)
+            assert (one_number(stages, tower) is None) == (not fitting)
+            every = {name for name in names if name.startswith(tower)}
+            assert all_or_none(stages, tower) == {0: False, 4: True}.get(len(mine & every))
+        for stage, plain in zip(stages, (FIRST, LAST), strict=True):
+            of_stage = {name for name in again if held(plain, name)}
+            fitting = [
+                n for n in range(5)
+                if meant([plain], "vision", n) | meant([plain], "language", n) == of_stage
+            ]  # fmt: skip
+            found = number_of_stage(stage, ("vision", "language"))
+            assert (found is None) == (not fitting) and (found in fitting or not fitting)
+
+
+@pytest.mark.parametrize("target", [SWIFT, LOONGFORGE])
+def test_what_the_limited_search_finds_can_be_told(target):
+    """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
+    name, rules = target, TARGETS[target]
+    cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0})
+    job = JobSpec(
+        model=load_model("internvl2.5-8b"),
+        cluster=cluster,
+        parallel=Parallel(pipeline=4, data=2),
+        precision="bf16",
+        made_for=name,
+        rules=rules.stages,
+        sharding=rules.sharding,
+    )
+    data = MockData(caps=Caps.of(tiles=12, tokens=8_192), micro_batches_per_step=8)
+    plan = make_plan(PlanRequest(job=job, data=data)).plan
+    assert first_obstacle(plan, None, rules) is None
+    assert sum(stage.recomputed_layers for stage in plan.stages) > 0
+    free = make_plan(PlanRequest(job=replace(job, made_for=None, rules=FREE), data=data)).plan
+    assert first_obstacle(free, None, rules) is not None
+
+
+def held(stage: Stage, name: str) -> bool:
+    tower, number = name.split()
+    return int(number) in stage.layers(tower)
+
+
+def meant(stages: list[Stage], tower: str, number: int) -> set[str]:
+    """Layers that a trainer recomputes by one number."""
+    return {f"{tower} {layer}" for stage in stages for layer in stage.layers(tower)[:number]}
+
+
+def test_order_says_where_every_sample_is_trained(tmp_path):
+    """Prevents: rows in another order than the plan's, and a row's number for a sample's."""
+    case = export_case(SWIFT, seed=1, ranks=2, samples=300)
+    skipped = 7 + 2 * np.arange(300, dtype=np.int64)
+    sources = (np.arange(300) % 3).astype(np.int32)
+    lengths = replace(case.lengths, sample=skipped, source=sources, source_names=("x", "y", "z"))
+    order = ReadingOrder.of(case.packs)
+    write_order(order, lengths, None, tmp_path / "order.parquet")
+    rows = pq.read_table(tmp_path / "order.parquet").to_pylist()
+    place = {}
+    for row, (step, rank, slot) in enumerate(
+        zip(case.packs.step, case.packs.dp_rank, case.packs.slot, strict=True)
+    ):
+        for sample in case.packs.packs[row].tolist():
+            place[sample] = (step, slot, rank)
+    assert [row["pack"] for row in rows] == sorted(row["pack"] for row in rows)
+    assert len(rows) == len(place) == 300
+    for row in rows:
+        sample = (row["sample"] - 7) // 2
+        assert (row["step"], row["slot"], row["rank"]) == place[sample]
+        assert row["pack"] % 2 == row["rank"] and row["tokens"] == lengths.tokens[sample]
+        assert (row["source"], row["record"]) == ("xyz"[sample % 3], sample // 3)
+    steps = [(row["step"], row["slot"], row["rank"]) for row in rows]
+    assert steps == sorted(steps)
+
+
+def failing(path: Path) -> None:
+    path.write_text("begun")
+    raise UserError("no")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
+    """Prevents: half an export that looks like one."""
+    case = small_case()
+    given = given_plan(case.files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
+    names = ["a/one", "b", "c"]
+    writers = {name: lambda path: path.write_text("x") and None for name in names}
+    writers[names[place]] = failing
+    made = make_export(given, lambda given: Exported(files=writers, command="train"))
+    with pytest.raises(UserError, match="no"):
+        made.write()
+    assert list(tmp_path.rglob("*")) in ([], [tmp_path / "deep"])
+
+
+@pytest.fixture
+def plan(tmp_path) -> Path:
+    case = small_case()
+    result = PlanResult(plan=case.files.plan, data=case.files.data, profile=None, search=None)
+    save_plan(result, tmp_path / "plan")
+    write_data(300, tmp_path / "data.jsonl")
+    return tmp_path / "plan"
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return ended.value.code or 0, printed.out, printed.err
+
+
+def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
+    """Prevents: figures of RUN.md that are not the plan's, and a result that no script can read."""
+    folder = tmp_path / "export"
+    status, out, _ = run(capsys, plan, "--to", folder, "--data", tmp_path / "data.jsonl", "--json")
+    assert status == 0
+    result, page = json.loads(out), (folder / "RUN.md").read_text()
+    expected = result["expected"]
+    case = small_case()
+    full = int((np.bincount(case.packs.step) == 4).sum())
+    assert expected["steps"] == full and expected["packs"] == 4 * full
+    assert expected["samples"] + expected["dropped_samples"] == 300
+    assert expected["dropped_packs"] == len(case.packs) - 4 * full
+    assert expected["samples_per_second"] == expected["samples_per_second_per_gpu"]  # one GPU
+    for told in (f"| steps | {full} |", f"{expected['step_ms']:,.1f} ms", result["command"],
+                 "counted from data sheets (analytic:laptop-cpu", "4 GiB"):  # fmt: skip
+        assert told in page
+    assert sorted(result["files"]) == sorted(path.name for path in folder.iterdir())
+    assert {"target", "settings", "given_up", "notes", "folder"} <= set(result)
+    status, out, err = run(capsys, plan, "--to", tmp_path / "other", "--for", "xtuner")
+    assert status == 0 and "what to run:" in out and "ITS IMAGES ARE LOST" in err
+
+
+def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
+    """Prevents: an export over something else, of other samples, or for a trainer that cannot."""
+    data, folder = tmp_path / "data.jsonl", tmp_path / "export"
+    write_data(299, tmp_path / "fewer.jsonl")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(data.read_text().replace("assistant", "nobody", 1))
+    unlimited = tmp_path / "unlimited"
+    made = make_plan(request(lengths=example_lengths(origin_of(small_case().files.plan.model))))
+    save_plan(made, unlimited)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for arguments, told in (
+        ((plan, "--to", unlimited), "exists already"),
+        ((plan, "--to", data), "exists already"),
+        ((plan, "--to", data / "export"), "is not a directory"),
+        ((plan, "--to", folder, "--data", tmp_path / "fewer.jsonl"), "has 299 samples, and the"),
+        ((plan, "--to", folder, "--data", folder), "is or holds"),
+        ((plan, "--to", folder, "--data", broken), "must be one of system, human"),
+        ((unlimited, "--to", folder), "name one with --for"),
+        ((unlimited, "--to", folder, "--for", "xtuner"), "`omnibal plan --for xtuner`"),
+        ((tmp_path, "--to", folder), "plan.json: no such file"),
+    ):
+        status, out, err = run(capsys, *arguments)
+        assert (status, out) == (2, "") and told in err and err.count("\n") == 1, arguments
+        after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert after == before
+
+
+def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
+    """Prevents: another dataset of as many samples exported in the plan's order."""
+    case = small_case()
+    write_data(300, tmp_path / "data.jsonl")
+    annotations = Annotations.open(tmp_path / "data.jsonl")
+    for sha256, is_same in ((annotations.sha256, True), ("0" * 64, False)):
+        origin = origin_of(case.files.plan.model, data_sha256=sha256)
+        data = case.files.plan.data.model_copy(update={"origin": origin})
+        files = replace(case.files, plan=case.files.plan.model_copy(update={"data": data}))
+        arguments = (files, TARGETS[SWIFT], annotations, tmp_path / "export", 0)
+        if is_same:
+            assert given_plan(*arguments).annotations is annotations
+            continue
+        with pytest.raises(UserError, match="the plan was made for other data: --data has sha256"):
+            given_plan(*arguments)
+
+
+@pytest.mark.parametrize("target", list(TargetName))
+def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
+    """Prevents: a plan without samples that cannot be exported, or promises steps and samples."""
+    planned = make_plan(request(lengths=None, frozen=(), epochs=1)).plan
+    planned = planned.model_copy(update={"prediction": None})
+    parallel = planned.parallel.model_copy(update={"pipeline": 1, "data": 1})
+    stages = {"stages": (ALONE,), "parallel": parallel, "made_for": target}
+    planned = planned.model_copy(update=stages)
+    save_plan(PlanResult(plan=planned, data=None, profile=None, search=None), tmp_path / "plan")
+    status, out, err = run(capsys, tmp_path / "plan", "--to", tmp_path / "export", "--json")
+    assert status == 0, err
+    expected = json.loads(out)["expected"]
+    assert expected["steps"] is None and expected["samples"] is None and expected["step_ms"] > 0
+    assert (tmp_path / "export/RUN.md").is_file()
+    assert not (tmp_path / "export/order.parquet").exists()

@@ -1,0 +1,314 @@
+"""Packs for Energon and LoongForge: what their readers, restated here, make of the files.
+
+Restated of Energon 7.4.1: flavors/webdataset/sharder.py (`split_samples_to_workers`: equal runs of
+lines for all loader processes of all ranks), loader.py (a rank takes turns among its processes) and
+flavors/jsonl/ijsonl.py (offsets). Of LoongForge 7393697: wds_pack/cli/build_plan.py (checks, bytes
+of a line), manifest/scan.py (`safe_sample_id`, `get_sample_media_type`).
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from plan_cases import MODEL
+from shard_cases import make_samples, write_lines
+from trainer_cases import (
+    MICRO_BATCHES,
+    given_of,
+    lengths_of,
+    plan_files,
+    random_packs,
+    stages_of,
+    write_shards,
+)
+
+from omnibal.data.annotations import Annotations, StoredRecord
+from omnibal.errors import UserError
+from omnibal.export import loongforge, megatron_lm
+from omnibal.export.energon import energon_files, loader_order, whole_steps
+from omnibal.export.exported import Given
+from omnibal.parallel import Parallel
+from omnibal.targets import TargetName
+
+SAMPLES = 10_000
+
+
+def energon_reads(lines: list, ranks: int, workers: int) -> list[list]:
+    """What every rank reads of a JSONL file, or of one tar, in order."""
+    processes = ranks * max(workers, 1)
+    assert len(lines) % processes == 0  # else some have one more, in an order of their own
+    each = len(lines) // processes
+    read = []
+    for rank in range(ranks):
+        first = rank * max(workers, 1) * each
+        runs = [lines[first + w * each : first + (w + 1) * each] for w in range(max(workers, 1))]
+        read.append([run[turn] for turn in range(each) for run in runs])
+    return read
+
+
+class Stored:
+    """Annotations of text in one shard, by their numbers; no file is behind them."""
+
+    files = (Path("all.tar"),)
+
+    def __init__(self, samples: int, root: Path = Path()) -> None:
+        self.file = self.source = np.zeros(samples, np.int32)
+        self.sources, self.roots = ("a",), (root,)
+
+    def stored(self, index: int) -> StoredRecord:
+        return StoredRecord(b'{"media_type": "text"}', f"{index:06}", True)
+
+    def where(self, index: int) -> str:
+        return f"sample {index}"
+
+    def __getitem__(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(images=(), recordings=())
+
+
+def large(seed: int, ranks: int, name: TargetName, workers: int) -> Given:
+    """A plan of 10,000 samples of text in random packs."""
+    rng = np.random.default_rng(seed)
+    lengths = lengths_of(rng.integers(10, 300, SAMPLES), np.zeros(SAMPLES))
+    packs = random_packs(SAMPLES, 20, rng)
+    files = plan_files(
+        packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=ranks)
+    )
+    return given_of(files, name, None, workers)
+
+
+def samples_of_ranks(given: Given) -> list[list[list[int]]]:
+    """Samples of every pack that each rank trains, by step and slot, read from the plan itself."""
+    run = given.files.steps[0]
+    full = MICRO_BATCHES * given.files.plan.parallel.data
+    whole = np.bincount(run.step) == full
+    places: dict[tuple[int, int, int], list[int]] = {
+        (rank, step, slot): run.packs[row].tolist()
+        for row, (rank, step, slot) in enumerate(zip(run.dp_rank, run.step, run.slot, strict=True))
+        if whole[step]
+    }
+    ranks = range(given.files.plan.parallel.data)
+    return [[places[key] for key in sorted(places) if key[0] == rank] for rank in ranks]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_energon_hands_every_rank_its_packs_in_order(seed, ranks, tmp_path):
+    """Prevents packs that Energon gives to another rank, or in another step, than planned."""
+    workers = (0, 2, 3)[seed]
+    given = large(seed, ranks, TargetName.MEGATRON_LM, workers)
+    (tmp_path / ".nv-meta").mkdir()
+    given = replace(given, annotations=Stored(SAMPLES, tmp_path))
+    energon_files(given)["energon/packs.jsonl"](tmp_path / "packs.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "packs.jsonl").read_text().splitlines()]
+    planned = samples_of_ranks(given)
+    for rank, read in enumerate(energon_reads(lines, ranks, workers)):
+        trained, filling = read[: len(planned[rank])], read[len(planned[rank]) :]
+        assert [[int(key) for _, key, _ in line["samples"]] for line in trained] == planned[rank]
+        assert [line["pack"] for line in trained] == list(range(rank, len(trained) * ranks, ranks))
+        assert all(line["pack"] == -1 for line in filling) and len(filling) < max(workers, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_loongforge_packs_what_is_planned(seed, ranks):
+    """Prevents a pack plan that LoongForge refuses, or whose packs it hands to other ranks."""
+    workers = (8, 0, 3)[seed]
+    given = large(seed, ranks, TargetName.LOONGFORGE, workers)
+    lines = list(loongforge.plan_lines(given, Stored(SAMPLES)))
+    tokens = given.files.steps[1].tokens
+    number = {loongforge.sample_id(Path("all.tar"), f"{n:06}"): n for n in range(SAMPLES)}
+    read = [
+        check_line(line, int(given.files.plan.data.caps["tokens"]), number, tokens)
+        for line in lines
+    ]
+    assert len({line["pack_id"] for line in lines}) == len(lines)
+    planned = samples_of_ranks(given)
+    for rank, packs in enumerate(energon_reads(read, ranks, workers)):
+        assert packs[: len(planned[rank])] == planned[rank]
+
+
+def check_line(line: dict, most: int, number: dict[str, int], tokens: np.ndarray) -> list[int]:
+    """LoongForge's own checks of a pack; its samples."""
+    ids, lens, total = line["sample_ids"], line["sample_token_lens"], line["total_token_len"]
+    assert list(line) == [
+        "pack_id",
+        "media_type",
+        "sample_ids",
+        "sample_token_lens",
+        "total_token_len",
+    ]
+    assert ids and len(ids) == len(lens) and sum(lens) == total <= most
+    assert lens == [int(tokens[number[name]]) for name in ids]
+    return [number[name] for name in ids]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """A meta of records in a file, with pictures beside it, and the records."""
+    folder = tmp_path_factory.mktemp("photos")
+    records = make_samples(folder)
+    return write_lines(folder, records), records
+
+
+def planned_of(annotations: Annotations, name: TargetName, workers: int = 0, **changes) -> Given:
+    count = len(annotations)
+    shown = np.array([len(annotations[index].images) for index in range(count)])
+    lengths = lengths_of(np.arange(10, 10 + count), shown)
+    packs = changes.pop("packs", None) or random_packs(count, 3, np.random.default_rng(0))
+    files = plan_files(packs, lengths, stages_of(MODEL, 1, 3))
+    return given_of(files, name, annotations, workers)
+
+
+def packs_of(order) -> list[list[int]]:
+    return [order.packs[pack].tolist() for pack in range(len(order))]
+
+
+def write(files: dict, folder: Path) -> None:
+    for name, writer in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        writer(folder / name)
+
+
+def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
+    """Prevents packs that name keys, or members, which the shards made for them do not have."""
+    meta, records = photos
+    annotations = Annotations.open(meta)
+    given = planned_of(annotations, TargetName.MEGATRON_LM)
+    write(megatron_lm.export(given).files, tmp_path)
+    folder = tmp_path / "energon"
+    made = [sys.executable, str(folder / "make_shards.py"), "--samples-per-shard", "7"]
+    assert subprocess.run(made, check=False).returncode == 0
+    made_of = members_of(sorted((folder / "samples").iterdir()))
+    named = 0
+    lines = (folder / "packs.jsonl").read_text().splitlines()
+    for line, pack in zip(lines, packs_of(whole_steps(given)), strict=True):
+        for (dataset, key, parts), index in zip(json.loads(line)["samples"], pack, strict=True):
+            record, *shown = (made_of[f"{key}.{part}"] for part in parts)
+            assert dataset == "samples" and json.loads(record) == records[index]
+            assert shown == [file.path.read_bytes() for file in annotations[index].images]
+            named += len(parts)
+    assert named == len(made_of) > 20
+    again = subprocess.run(made, check=False, capture_output=True, text=True)
+    assert again.returncode == 1 and "exists already" in again.stderr
+
+
+def members_of(shards: Iterable[Path]) -> dict[str, bytes]:
+    """Contents of all members of some shards, by their names."""
+    found = {}
+    for path in shards:
+        with tarfile.open(path) as shard:
+            found |= {member.name: shard.extractfile(member).read() for member in shard}
+    return found
+
+
+def test_offsets_are_of_the_lines(photos, tmp_path):
+    """Prevents an index by which Energon reads a line from its middle."""
+    given = planned_of(Annotations.open(photos[0]), TargetName.MEGATRON_BRIDGE, workers=2)
+    write(energon_files(given), tmp_path)
+    content = (tmp_path / "energon/packs.jsonl").read_bytes()
+    offsets = np.frombuffer((tmp_path / "energon/packs.jsonl.idx").read_bytes(), "<u8")
+    lines = [content[a:b] for a, b in pairwise(offsets)]
+    assert b"".join(lines) == content and all(json.loads(line)["samples"] for line in lines)
+    assert json.loads((tmp_path / "energon/packs.json").read_text()) == {
+        "ranks": 1, "workers": 2, "lines": len(lines)
+    }  # fmt: skip
+    meta = json.loads((tmp_path / "energon/meta.yaml").read_text())
+    assert meta["splits"]["train"] == {"path": "packs.jsonl", "aux": {"samples": "samples"}}
+
+
+def test_shards_are_read_where_they_are(tmp_path):
+    """Prevents samples of shards that are copied, or sought in a folder that Energon has not
+    indexed."""
+    shows = np.array([0, 1, 2, 0] * 5)
+    annotations = Annotations.open(write_shards(tmp_path, shows))
+    given = planned_of(annotations, TargetName.MEGATRON_LM)
+    with pytest.raises(UserError, match=r"source 'a' have no \.nv-meta"):
+        energon_files(given)
+    (tmp_path / ".nv-meta").mkdir()
+    files = energon_files(given)
+    assert set(files) == {
+        f"energon/{name}"
+        for name in (
+            "packs.jsonl",
+            "packs.jsonl.idx",
+            "packs.json",
+            "meta.yaml",
+            "omnibal_packs.py",
+        )
+    }
+    write(files, tmp_path)
+    meta = json.loads((tmp_path / "energon/meta.yaml").read_text())
+    assert meta["splits"]["train"]["aux"] == {"source0": str(tmp_path)}
+    for line in (tmp_path / "energon/packs.jsonl").read_text().splitlines():
+        for dataset, key, parts in json.loads(line)["samples"]:
+            assert dataset == "source0"
+            assert parts == ["json", *(f"{n}.jpg" for n in range(shows[int(key)]))]
+
+
+def test_without_data_only_what_needs_none_is_written(photos):
+    """Prevents files of samples that were guessed."""
+    given = planned_of(Annotations.open(photos[0]), TargetName.MEGATRON_LM)
+    exported = megatron_lm.export(replace(given, annotations=None))
+    assert not exported.files and "--data-path" not in exported.command
+    assert any("Without --data" in note for note in exported.notes)
+    assert any("makes micro-batches of its own" in each for each in exported.given_up)
+
+
+def test_a_pack_plan_is_written_as_loongforge_writes_it(tmp_path):
+    """Prevents other bytes, names or media than those of LoongForge's own step."""
+    shows = np.array([0, 1] * 10)
+    annotations = Annotations.open(write_shards(tmp_path, shows, per_shard=8))
+    packs = random_packs(20, 1, np.random.default_rng(0))
+    given = planned_of(annotations, TargetName.LOONGFORGE, packs=packs)
+    exported = loongforge.export(given)
+    write(exported.files, tmp_path)
+    text = (tmp_path / "pack_plan.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert text == "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    seen = {"text": 0, "image": 0}
+    for line, (sample,) in zip(lines, packs_of(given.order), strict=True):
+        medium = "image" if shows[sample] else "text"
+        shard = f"part-{sample // 8}"
+        digest = hashlib.sha1(f"{shard}.tar\0{sample:06}".encode()).hexdigest()[:16]
+        assert line["sample_ids"] == [f"{shard}__{digest}"]
+        assert line["pack_id"] == f"{medium}_pack_{seen[medium]:08d}"
+        assert line["media_type"] == medium and line["sample_token_lens"] == [10 + sample]
+        seen[medium] += 1
+
+
+def test_records_that_loongforge_would_take_otherwise(tmp_path, photos):
+    """Prevents a pack plan of samples that LoongForge's scan leaves out, or takes for text."""
+    cases = {"sound": "leaves out", "text": "takes it for text", None: "takes it for text"}
+    for number, (medium, words) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        meta = write_shards(folder, np.ones(2, np.int64))
+        annotations = Annotations.open(meta)
+        given = planned_of(annotations, TargetName.LOONGFORGE)
+        record = json.dumps({"media_type": medium} if medium else {}).encode()
+        annotations.stored = lambda index, record=record: StoredRecord(record, "k", True)
+        with pytest.raises(UserError, match=words):
+            list(loongforge.plan_lines(given, annotations))
+    given = planned_of(Annotations.open(photos[0]), TargetName.LOONGFORGE,
+                       packs=random_packs(24, 1, np.random.default_rng(0)))  # fmt: skip
+    exported = loongforge.export(given)
+    assert not exported.files and any("is left out" in note for note in exported.notes)
+
+
+def test_lines_fill_the_last_round_of_loader_processes():
+    """Prevents a number of lines that Energon divides unequally among processes."""
+    for packs, ranks, workers in ((1, 1, 0), (6, 2, 2), (8, 2, 3), (40, 8, 4), (3, 3, 5)):
+        lines = loader_order(packs, ranks, workers)
+        assert len(lines) % (ranks * max(workers, 1)) == 0
+        assert set(lines) == set(range(packs))
+        for rank, read in enumerate(energon_reads(lines.tolist(), ranks, workers)):
+            assert read[: packs // ranks] == list(range(rank, packs, ranks))

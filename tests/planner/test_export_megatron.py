@@ -1,0 +1,242 @@
+"""Flags, overrides and lists of Megatron trainers, read back as their programs read them.
+
+Restated of LoongForge: loongforge/train/arguments.py (its lists). Of MindSpeed-MM:
+checkpoint/common/converter.py (`validate_pp_layers`) and examples/qwen2.5vl/README.md (vision
+before language). Megatron-core itself reads the split in tests/training/test_layout_core.py.
+"""
+
+import json
+import shlex
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from plan_cases import MODEL
+from trainer_cases import MICRO_BATCHES, given_of, lengths_of, plan_files, random_packs, stages_of
+
+from omnibal.config import ModelConfig
+from omnibal.encoders import ClipsEncoder
+from omnibal.errors import UserError
+from omnibal.export import loongforge, megatron_bridge, megatron_lm, mindspeed_mm
+from omnibal.export.exported import Given
+from omnibal.export.layout import parse_layout
+from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.targets import TargetName
+
+LARGER = MODEL.with_layers(vision=6, language=12)
+
+
+def planned(
+    stages: tuple[Stage, ...], name: TargetName, model: ModelConfig = LARGER, **changes
+) -> Given:
+    """A plan of random packs on two data-parallel ranks."""
+    rng = np.random.default_rng(0)
+    lengths = lengths_of(rng.integers(10, 300, 60), np.zeros(60))
+    sizes = {"pipeline": len(stages), "data": 2, **changes.pop("sizes", {})}
+    files = plan_files(
+        random_packs(60, 3, rng),
+        lengths,
+        stages,
+        model=model,
+        parallel=Parallel(**sizes),
+        **changes,
+    )
+    return given_of(files, name)
+
+
+def flags_of(command: str) -> dict[str, str]:
+    """Flags of a command as argparse reads them."""
+    words = shlex.split(command.replace("\\\n", " "))
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    ends = [*starts[1:], len(words)]
+    return {words[a][2:]: " ".join(words[a + 1 : b]) for a, b in zip(starts, ends, strict=True)}
+
+
+def overrides_of(command: str) -> dict[str, str]:
+    words = shlex.split(command.replace("\\\n", " "))
+    return dict(
+        word.split("=", 1) for word in words if word.startswith(("model.", "train.", "ddp."))
+    )
+
+
+def longest(given: Given) -> int:
+    tokens = given.order.packs.sums(given.files.steps[1].tokens)
+    full = MICRO_BATCHES * given.files.plan.parallel.data
+    return int(tokens[: len(tokens) // full * full].max())
+
+
+def test_megatron_lm_is_told_split_recomputation_and_batch():
+    """Prevents a launch with other sizes, layers or steps than were planned."""
+    again = {0: ("vision 0..5", "language 0..1"), 1: ("language 2..4",), 2: ("language 6..8",),
+             3: ("language 9..11",)}  # fmt: skip
+    stages = stages_of(LARGER, 2, 4, 3, 3, recompute=again)
+    given = planned(stages, TargetName.MEGATRON_LM, sizes={"tensor": 2, "sequence_parallel": True})
+    exported = megatron_lm.export(given)
+    flags = flags_of(exported.command)
+    assert exported.command.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun")
+    assert parse_layout(flags["pipeline-model-parallel-layout"], 4).layers == (2, 4, 3, 3)
+    # Two layers on the first stage are all that it holds.
+    recompute = {
+        name: flags[f"recompute-{name}"] for name in ("granularity", "method", "num-layers")
+    }
+    assert recompute == {"granularity": "full", "method": "block", "num-layers": "3"}
+    assert any("--recompute-vision" in note for note in exported.notes)
+    wanted = {
+        "tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "4", "bf16": None,
+        "sequence-parallel": "", "micro-batch-size": "1", "overlap-grad-reduce": "",
+        "global-batch-size": str(2 * MICRO_BATCHES), "use-distributed-optimizer": "",
+        "train-iters": str(len(given.order) // (2 * MICRO_BATCHES)),
+        "seq-length": str(longest(given) + longest(given) % 2), "expert-model-parallel-size": None,
+    }  # fmt: skip
+    assert {name: flags.get(name) for name in wanted} == wanted
+    assert exported.settings.splitlines()[0] == "layout in full: Ett|tttt|ttt|tttL"
+
+
+def test_experts_are_never_divided():
+    """Prevents expert tensor parallelism, whose size is the tensor size where no flag says it."""
+    experts = LayerRun(
+        layers=1, experts=ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64)
+    )
+    model = LARGER.with_tower("language", runs=(experts,))
+    given = planned(stages_of(model, 6, 6), TargetName.MEGATRON_LM, model, sizes={"expert": 2})
+    flags = flags_of(megatron_lm.export(given).command)
+    assert (flags["expert-model-parallel-size"], flags["expert-tensor-parallel-size"]) == ("2", "1")
+    overrides = overrides_of(megatron_bridge.export(given).command)
+    assert overrides["model.expert_model_parallel_size"] == "2"
+    assert overrides["model.expert_tensor_parallel_size"] == "1"
+
+
+def test_overrides_say_the_split_and_take_back_the_recipes():
+    """Prevents a recipe's own layout, or numbers of its ends, from standing beside the plan's."""
+    split = (
+        "virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    )  # fmt: skip
+    cases = {
+        (3, 3, 3, 3): ("null", "null", "null", "null", "False", "False"),
+        (2, 4, 3, 3): ("null", "null", "null", "Ett|t*4|t*3|t*3L", "False", "False"),
+        (2, 3, 3, 4): ("null", "2", "4", "null", "False", "False"),
+    }
+    for layers, values in cases.items():
+        exported = megatron_bridge.export(
+            planned(stages_of(LARGER, *layers), TargetName.MEGATRON_BRIDGE, frozen=("vision",))
+        )
+        read = overrides_of(exported.command)
+        assert tuple(read[f"model.{name}"] for name in split) == values
+        assert read["model.freeze_vision_model"] == "True"
+        assert read["model.recompute_granularity"] == "null"
+        tables = {name: SimpleNamespace() for name in ("model", "train", "dataset", "ddp")}
+        names = {"cfg": SimpleNamespace(**tables)}
+        exec(exported.settings, names)
+        assert parse_layout(names["layout"], 4).layers == layers
+        for name, value in read.items():
+            table, _, field = name.partition(".")
+            stated = vars(tables[table])[field]
+            assert value == ("null" if stated is None else str(stated))
+
+
+def test_padding_is_told_with_its_share():
+    """Prevents a prediction without padding that is taken for the run of a trainer that pads."""
+    given = planned(stages_of(LARGER, 6, 6), TargetName.MEGATRON_LM)
+    tokens = given.order.packs.sums(given.files.steps[1].tokens)
+    full = 2 * MICRO_BATCHES
+    mean = tokens[: len(tokens) // full * full].mean() / longest(given)
+    told = [each for each in megatron_lm.export(given).given_up if "padded to the longest" in each]
+    assert len(told) == 1 and f"fill {100 * mean:.1f} % of the {longest(given)} tokens" in told[0]
+    alone = planned(stages_of(LARGER, 12), TargetName.MEGATRON_LM)
+    assert not any("padded" in each for each in megatron_lm.export(alone).given_up)
+
+
+def test_lists_of_loongforge():
+    """Prevents lists that LoongForge refuses, or that recompute other layers than planned."""
+    # The first stage recomputes all of its 2 language layers, as it has fewer than 4.
+    again = {0: ("vision 0..3", "language 0..1"), 1: ("language 2..4",)}
+    stages = stages_of(LARGER, 2, 4, 6, recompute=again)
+    flags = flags_of(loongforge.export(planned(stages, TargetName.LOONGFORGE)).command)
+    layers = [int(each) for each in flags["custom-pipeline-layers"].split(",")]
+    numbers = [int(each) for each in flags["custom-pipeline-recompute-layers"].split(",")]
+    assert len(layers) == len(numbers) == int(flags["pipeline-model-parallel-size"])
+    assert sum(layers) == LARGER.language.layers and min(layers) >= 1
+    assert "pipeline-model-parallel-layout" not in flags
+    assert (flags["recompute-granularity"], flags["recompute-method"]) == ("full", "block")
+    assert (layers, numbers) == ([2, 4, 6], [4, 3, 0])
+    for stage, number in zip(stages, numbers, strict=True):
+        for tower in LARGER.towers:
+            assert stage.recomputed(tower) == tuple(stage.layers(tower)[:number])
+
+
+def test_loongforge_on_one_stage_has_megatrons_number():
+    """Prevents lists without a comma, which LoongForge refuses."""
+    stages = stages_of(LARGER, 12, recompute={0: ("vision 0..4", "language 0..4")})
+    flags = flags_of(loongforge.export(planned(stages, TargetName.LOONGFORGE)).command)
+    assert not {name for name in flags if name.startswith("custom")}
+    assert flags["recompute-num-layers"] == "5"
+    plain = flags_of(
+        loongforge.export(planned(stages_of(LARGER, 12), TargetName.LOONGFORGE)).command
+    )
+    assert not {name for name in plain if name.startswith("recompute")}
+
+
+VISION_ALONG = (
+    Stage.of("vision embed", "vision 0..3", recompute=("vision 0..1",)),
+    Stage.of(
+        "vision 4..5", "projector", "language embed", "language 0", recompute=("vision 4..5",)
+    ),
+    Stage.of("language 1..5"),
+    Stage.of("language 6..11", "head"),
+)
+
+
+def test_both_towers_lists_of_mindspeed_mm():
+    """Prevents lists that MindSpeed-MM, or its conversion of weights, refuses."""
+    exported = mindspeed_mm.export(planned(VISION_ALONG, TargetName.MINDSPEED_MM))
+    model = json.loads(exported.settings)
+    vision, text = model["image_encoder"]["vision_encoder"], model["text_decoder"]
+    assert vision["pipeline_num_layers"] == [4, 2, 0, 0]
+    assert text["pipeline_num_layers"] == [0, 1, 5, 6]
+    for tower in (vision, text):
+        assert len(tower["pipeline_num_layers"]) == 4
+        assert sum(tower["pipeline_num_layers"]) == tower["num_layers"]
+    begins = next(n for n, count in enumerate(text["pipeline_num_layers"]) if count)
+    assert not any(vision["pipeline_num_layers"][begins + 1 :])
+    assert (vision["recompute_method"], vision["recompute_num_layers"]) == ("block", 2)
+    assert "recompute_granularity" not in text
+    flags = flags_of(exported.command)
+    assert json.loads(flags["cfg.parallel_config.llm_pp_layers"]) == [[0, 1, 5, 6]]
+    assert json.loads(flags["cfg.parallel_config.vit_pp_layers"]) == [[4, 2, 0, 0]]
+    assert flags["cfg.parallel_config.tp_size"].split()[0] == "1"
+    written = exported.files["model.json"]
+    assert json.loads(exported.settings) == model and callable(written)
+
+
+def test_units_that_mindspeed_mm_moves_are_told(tmp_path):
+    """Prevents a plan whose projector is trained elsewhere than it was predicted, untold."""
+    stages = (
+        Stage.of("vision embed", "vision 0..5"),
+        Stage.of("projector", "language embed", "language 0..10"),
+        Stage.of("language 11", "head"),
+    )
+    exported = mindspeed_mm.export(planned(stages, TargetName.MINDSPEED_MM, frozen=("vision",)))
+    moved = [each for each in exported.given_up if each.startswith("The ")]
+    assert len(moved) == 1
+    assert moved[0].startswith("The projector is on stage 1 in the plan, and on stage 0 in")
+    assert any("--enable-dummy-optimizer" in each for each in exported.given_up)
+    exported.files["model.json"](tmp_path / "model.json")
+    written = json.loads((tmp_path / "model.json").read_text())
+    assert written["image_encoder"]["vision_encoder"]["freeze"] is True
+
+
+def test_an_encoder_without_a_table():
+    """Prevents a model.json without a tower that the plan has."""
+    clips = ClipsEncoder(
+        layers=2, hidden_size=64, heads=4, ffn_hidden_size=64, normalization="LayerNorm",
+        qkv_bias=True, qk_norm=False,
+    )  # fmt: skip
+    model = LARGER.model_copy(update={"encoders": {"ears": clips}})
+    given = planned(VISION_ALONG, TargetName.MINDSPEED_MM)
+    plan = given.files.plan.model_copy(update={"model": model})
+    with pytest.raises(UserError, match="an encoder 'ears'"):
+        mindspeed_mm.model_json(plan)

@@ -1,0 +1,152 @@
+"""Plans whose packs and stages are written by hand, and shards of their samples, for exports."""
+
+import json
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from plan_cases import MODEL, job_spec
+
+from omnibal.config import ModelConfig
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums
+from omnibal.export.directory import given_plan
+from omnibal.export.exported import Given
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage import Stage
+from omnibal.plan import Plan
+from omnibal.plan_data import describe_data
+from omnibal.plan_files import PlanFiles
+from omnibal.targets import TARGETS, TargetName
+
+MICRO_BATCHES = 2
+
+
+def stages_of(
+    model: ModelConfig, *language: int, recompute: dict[int, tuple[str, ...]] | None = None
+) -> tuple[Stage, ...]:
+    """Stages with so many language layers each, and all encoders on the first one."""
+    units: list[list[str]] = []
+    first = 0
+    for count in language:
+        units.append([f"language {first}..{first + count - 1}"] if count else [])
+        first += count
+    encoders = [
+        [f"{name} embed", f"{name} 0..{tower.layers - 1}", "projector"]
+        for name, tower in model.encoders.items()
+    ]
+    units[0] = [*(unit for each in encoders for unit in each), "language embed", *units[0]]
+    units[-1].append("head")
+    again = recompute or {}
+    return tuple(
+        Stage.of(*each, recompute=again.get(number, ())) for number, each in enumerate(units)
+    )
+
+
+def random_packs(samples: int, most: int, rng: np.random.Generator) -> Packs:
+    """All samples in random packs of 1 to `most`."""
+    cuts = np.cumsum(rng.integers(1, most + 1, samples))
+    offsets = np.concatenate([[0], cuts[cuts < samples], [samples]])
+    return Packs(samples=rng.permutation(samples), offsets=offsets.astype(np.int64))
+
+
+def scheduled(packs: Packs, lengths: Lengths, ranks: int) -> ScheduledPacks:
+    """The packs in this order of reading, with `MICRO_BATCHES` of a rank in every step."""
+    place = np.arange(len(packs))
+    step, within = np.divmod(place, MICRO_BATCHES * ranks)
+    slot, rank = np.divmod(within, ranks)
+    order = np.lexsort((slot, rank, step))
+    taken = packs.take(order)
+    return ScheduledPacks(
+        packs=taken,
+        step=step[order],
+        dp_rank=rank[order].astype(np.int32),
+        slot=slot[order].astype(np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        items=item_sums(taken, lengths),
+        tokens=taken.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(packs), np.int32),
+    )
+
+
+def lengths_of(tokens: np.ndarray, tiles: np.ndarray) -> Lengths:
+    return Lengths(
+        items={"tiles": tiles.astype(np.int32)},
+        tokens=tokens.astype(np.int32),
+        loss_tokens=(tokens // 4).astype(np.int32),
+        source=np.zeros(len(tokens), np.int32),
+        source_names=("a",),
+        origin=None,
+    )
+
+
+def plan_files(
+    packs: Packs,
+    lengths: Lengths,
+    stages: tuple[Stage, ...],
+    *,
+    parallel: Parallel | None = None,
+    model: ModelConfig = MODEL,
+    **changes,
+) -> PlanFiles:
+    """A plan of these packs in this order, on as many ranks as `parallel` has."""
+    parallel = parallel or Parallel(pipeline=len(stages))
+    job = job_spec(model=model, parallel=parallel, **changes)
+    run = scheduled(packs, lengths, parallel.data)
+    data = describe_data(
+        run,
+        lengths,
+        caps=Caps.of(tiles=max(int(run.items["tiles"].max()), 1), tokens=int(run.tokens.max())),
+        method="other",
+        seed=0,
+        epochs=1,
+        packs_per_step=MICRO_BATCHES * parallel.data,
+        micro_batches_per_step=MICRO_BATCHES,
+    )
+    plan = Plan(
+        model=model,
+        precision=job.precision,
+        parallel=parallel,
+        frozen=job.frozen,
+        stages=stages,
+        cluster=job.cluster,
+        data=data,
+    )
+    return PlanFiles(plan=plan, job=job, data=(run, lengths))
+
+
+def given_of(
+    files: PlanFiles,
+    name: TargetName,
+    annotations: Annotations | None = None,
+    workers: int = 0,
+    folder: Path = Path("/export"),
+) -> Given:
+    return given_plan(files, TARGETS[name], annotations, folder, workers)
+
+
+def write_shards(folder: Path, shows: np.ndarray, per_shard: int = 5_000) -> Path:
+    """A meta of shards with so many images in every sample, text where it has none."""
+    for shard, first in enumerate(range(0, len(shows), per_shard)):
+        with tarfile.open(folder / f"part-{shard}.tar", "w") as tar:
+            for number in range(first, min(first + per_shard, len(shows))):
+                record = {
+                    "media_type": "image" if shows[number] else "text",
+                    "conversations": [
+                        {"from": "human", "value": "<image>" * int(shows[number]) + "?"},
+                        {"from": "gpt", "value": "!"},
+                    ],
+                }
+                members = {"json": json.dumps(record).encode()}
+                members |= {f"{n}.jpg": b"\xff\xd8%d" % number for n in range(shows[number])}
+                for part, content in members.items():
+                    member = tarfile.TarInfo(f"{number:06}.{part}")
+                    member.size = len(content)
+                    tar.addfile(member, BytesIO(content))
+    last = (len(shows) - 1) // per_shard
+    meta = folder / "meta.json"
+    meta.write_text(json.dumps({"a": {"shards": f"part-{{0..{last}}}.tar"}}))
+    return meta
