@@ -1,11 +1,12 @@
 """An export as a folder: what is given to a trainer's export, and all of its files or none."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths, check_same_data
+from omnibal.data.loongforge_manifest import Manifest
 from omnibal.errors import UserError
 from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, Given
@@ -15,7 +16,7 @@ from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
 from omnibal.files import atomic_directory
 from omnibal.plan_files import PlanFiles
-from omnibal.targets import Target
+from omnibal.targets import Target, TargetName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,6 +97,21 @@ def given_plan(
         folder=folder,
         workers=workers,
     )
+
+
+def with_manifest(given: Given, manifest: Manifest) -> Given:
+    """The same with LoongForge's manifest in place of the data.
+
+    Raises:
+        UserError: the export is for another trainer, or the plan has no samples.
+    """
+    if given.target.name is not TargetName.LOONGFORGE or given.order is None:
+        raise UserError(
+            f"{manifest.path} is LoongForge's manifest, and the export is for "
+            f"{given.target.title}{'' if given.order else ', of a plan of shapes only'}; give the "
+            "annotation file or the meta of the samples, or leave --data out"
+        )
+    return replace(given, manifest=manifest)
 
 
 def check_expressible(files: PlanFiles, target: Target) -> None:
