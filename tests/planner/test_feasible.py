@@ -84,8 +84,16 @@ LARGER = {
 }
 
 
-@pytest.mark.parametrize("share", [0.97, 0.85, 0.7, 0.55])
-@pytest.mark.parametrize("lengths", [example_lengths(), None], ids=["data", "shapes"])
+@pytest.mark.parametrize(
+    ("lengths", "share"),
+    [
+        *(
+            pytest.param(example_lengths(), share, id=f"data-{share}")
+            for share in (0.97, 0.7, 0.55)
+        ),
+        *(pytest.param(None, share, id=f"shapes-{share}") for share in (0.85, 0.55)),
+    ],
+)
 def test_changes_are_the_smallest_that_fit(lengths, share):
     """Prevents advice that does not help, and more devices than are needed."""
     roomy = one_epoch(lengths=lengths)
