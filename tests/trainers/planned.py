@@ -131,4 +131,3 @@ def drawn_lengths(seed: int) -> Lengths:
         source_names=("data",),
         origin=None,
     )
-

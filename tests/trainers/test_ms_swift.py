@@ -9,10 +9,10 @@ import datasets
 import pytest
 import swift
 import torch.distributed as dist
+from planned import MICRO_BATCHES, Planned, planned
 from swift.dataloader import BatchSamplerShard
 from swift.dataset.packing import PackingDataset
 from swift.megatron.trainers.batch_sampler import MegatronPretrainingRandomSampler
-from trainers.planned import MICRO_BATCHES, Planned, planned
 
 BACK_ENDS = ("ms-swift", "ms-swift-deepspeed")
 SEEDS, RANKS = (0, 1, 2), (1, 2, 8)
@@ -69,9 +69,7 @@ def test_ms_swift_makes_and_deals_the_planned_packs(folder, monkeypatch, seed, r
 def _dealt(target: str, packs: int, rank: int, ranks: int, monkeypatch) -> list[int]:
     """Packs that ms-swift's own sampler gives to a rank."""
     if target == "ms-swift":
-        sampler = MegatronPretrainingRandomSampler(
-            None, packs, 0, 1, rank, ranks, False, False
-        )
+        sampler = MegatronPretrainingRandomSampler(None, packs, 0, 1, rank, ranks, False, False)
         return [pack for batch in sampler for pack in batch]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
