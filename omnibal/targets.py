@@ -70,6 +70,19 @@ FREE = StageRules()
 """No limits: what this project's trainer can be told."""
 
 
+class Padding(StrEnum):
+    """Where a trainer pads every pack to the tokens of the longest, and computes the padding."""
+
+    NOWHERE = "nowhere"
+    PIPELINES = "pipelines"
+    """Where there are several stages, which then exchange micro-batches of one length."""
+    EVERYWHERE = "everywhere"
+
+    def applies(self, pipeline: int) -> bool:
+        """Whether packs are padded on so many stages."""
+        return self is Padding.EVERYWHERE or (self is Padding.PIPELINES and pipeline > 1)
+
+
 class PackRules(Frozen):
     """What packs may be."""
 
@@ -80,8 +93,7 @@ class PackRules(Frozen):
     sample would not fit. A plan's packs are then what that makes of the plan's order."""
     one_medium: bool = False
     """Whether samples of text alone and samples with images (or other items) must not share one."""
-    padded: bool = False
-    """Whether the trainer pads every pack to the cap of tokens, and computes the padding."""
+    padded: Padding = Padding.NOWHERE
     full_steps: bool = False
     """Whether every step has as many packs as any other: the trainer leaves out what is over."""
 
@@ -171,7 +183,7 @@ TARGETS = {
             title="XTuner v1",
             version="5cda4fb",
             stages=_SHARDED,
-            packs=_GIVEN.model_copy(update={"padded": True}),
+            packs=_GIVEN.model_copy(update={"padded": Padding.EVERYWHERE}),
             sharding=Sharding.ALL,
             most_pipeline=1,
             most_tensor=1,
