@@ -176,7 +176,10 @@ class JobSpec:
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
         features = trained_features(
-            features, names, padded=self.padded.applies(self.parallel.pipeline), whole_loss=self.rules.head_on_all_tokens
+            features,
+            names,
+            padded=self.padded.applies(self.parallel.pipeline),
+            whole_loss=self.rules.head_on_all_tokens,
         )
         workload = Workload.of_shares(shares, features, self.parallel.data)
         workload = workload.in_groups_of(self.in_step)

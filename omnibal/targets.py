@@ -148,10 +148,7 @@ class Target(Frozen):
 
 
 _MEGATRON = StageRules(
-    encoders_on_first=True,
-    head_on_all_tokens=True,
-    language_everywhere=True,
-    recompute=RecomputeFreedom.LANGUAGE,
+    encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
 _GIVEN = PackRules(full_steps=True)
@@ -193,7 +190,9 @@ TARGETS = {
             name=TargetName.LOONGFORGE,
             title="LoongForge",
             version="130ff79",
-            stages=_MEGATRON.model_copy(update={"recompute": RecomputeFreedom.STAGES}),
+            stages=_MEGATRON.model_copy(
+                update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
+            ),
             packs=_GIVEN.model_copy(update={"one_medium": True}),
         ),
         Target(
@@ -201,14 +200,14 @@ TARGETS = {
             title="Megatron-LM",
             version="core 0.16.1",
             stages=_MEGATRON,
-            packs=_GIVEN,
+            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
         Target(
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
-            packs=_GIVEN,
+            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
         Target(
             name=TargetName.MINDSPEED_MM,

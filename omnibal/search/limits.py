@@ -24,6 +24,7 @@ from omnibal.targets import (
     FREE,
     TARGETS,
     PackRules,
+    Padding,
     RecomputeFreedom,
     Sharding,
     StageRules,
