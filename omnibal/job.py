@@ -15,8 +15,9 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.context import costs_at
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
+from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
 from omnibal.cost.shares import part_features, share_features
 from omnibal.cost.whole_encoders import with_whole_encoders
 from omnibal.data.by_level import levels_of_packs
@@ -66,10 +67,15 @@ class JobSpec:
     rules: StageRules = FREE
     """What stages may hold and recompute: what the trainer can be told, or less of its limits."""
     sharding: Sharding = Sharding.OPTIMIZER
+    """What data-parallel ranks divide."""
+    padded: bool = False
+    """Whether the trainer computes every pack as if it had as many tokens as the largest."""
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_cost: EncodersCost | None = field(init=False, repr=False)
     """Costs of encoders beside the pipeline; None where there are none."""
+    exchange: ShardedExchange | None = field(init=False, repr=False)
+    """Exchange of weights and gradients in every pass; None where ranks hold them whole."""
 
     def __post_init__(self) -> None:
         mistake = frozen_mistake(self.model, self.frozen)
@@ -93,8 +99,15 @@ class JobSpec:
         cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
         if self.rules.encoders_whole:
             cost = with_whole_encoders(cost, *sizes, self.profile)
+        exchange = None
+        if self.sharding is Sharding.ALL:
+            check_sharded(self.parallel)
+            ranks = self.parallel.data
+            exchange = ShardedExchange.of(cost, self.model, self.cluster, ranks, self.precision)
+            cost = sharded_cost(cost, ranks)
         object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
         object.__setattr__(self, "encoders_cost", encoders)
+        object.__setattr__(self, "exchange", exchange)
 
     def _check_limits(self) -> None:
         """Refuse what goes with no limits of stages, whatever the sizes."""
@@ -125,6 +138,18 @@ class JobSpec:
         """The part of the model that stages are cut from."""
         return self.model.without_encoders() if self.is_beside else self.model
 
+    @property
+    def in_step(self) -> int:
+        """Neighbouring data-parallel ranks that run their micro-batches in step."""
+        return self.parallel.data if self.exchange is not None else self.parallel.in_step
+
+    def _with_exchange(self, workload: Workload) -> Workload:
+        """The workload with the exchange of weights that its micro-batches do not hide."""
+        assert self.exchange is not None
+        features, columns = workload.features.copy(), exposed_columns(self.cost.features)
+        features[:, columns] = self.exchange.exposed_ms(features[:, : -len(columns)])
+        return replace(workload, features=features)
+
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Costs of units on packs of every level; without levels, `cost` alone.
 
@@ -151,8 +176,13 @@ class JobSpec:
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
+        features = trained_features(
+            features, names, padded=self.padded, whole_loss=self.rules.head_on_all_tokens
+        )
         workload = Workload.of_shares(shares, features, self.parallel.data)
-        workload = workload.in_groups_of(self.parallel.in_step)
+        workload = workload.in_groups_of(self.in_step)
+        if self.exchange is not None:
+            workload = self._with_exchange(workload)
         if self.beside is None:
             return workload
         assert self.encoders_cost is not None
@@ -209,4 +239,9 @@ def _limits_of(name: TargetName | None) -> dict[str, Any]:
     if name is None:
         return {}
     target = TARGETS[name]
-    return {"made_for": name, "rules": target.stages, "sharding": target.sharding}
+    return {
+        "made_for": name,
+        "rules": target.stages,
+        "sharding": target.sharding,
+        "padded": target.packs.padded,
+    }

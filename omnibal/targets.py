@@ -51,15 +51,19 @@ class StageRules(Frozen):
     """Whether the first stage must hold all encoders and the language embed."""
     encoders_whole: bool = False
     """Whether every tensor-parallel rank computes all of the encoders, instead of a share."""
+    head_on_all_tokens: bool = False
+    """Whether the head computes logits of tokens without loss too, as Megatron's and Transformers'
+    models do."""
     language_everywhere: bool = False
     """Whether every stage must hold a layer of the language model."""
     recompute: RecomputeFreedom = RecomputeFreedom.LAYERS
 
     @property
     def is_free(self) -> bool:
-        """Whether the search for stages is not limited by them; the division of encoders is a
-        matter of cost."""
-        return self.model_copy(update={"encoders_whole": False}) == FREE
+        """Whether the search for stages is not limited by them; the division of encoders and the
+        head's tokens are matters of cost."""
+        costs = {"encoders_whole": False, "head_on_all_tokens": False}
+        return self.model_copy(update=costs) == FREE
 
 
 FREE = StageRules()
@@ -78,6 +82,12 @@ class PackRules(Frozen):
     """Whether samples of text alone and samples with images (or other items) must not share one."""
     padded: bool = False
     """Whether the trainer pads every pack to the cap of tokens, and computes the padding."""
+    full_steps: bool = False
+    """Whether every step has as many packs as any other: the trainer leaves out what is over."""
+
+
+ANY_PACKS = PackRules()
+"""No limits: packs as this project's trainer takes them."""
 
 
 class Sharding(StrEnum):
@@ -126,9 +136,14 @@ class Target(Frozen):
 
 
 _MEGATRON = StageRules(
-    encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE
+    encoders_on_first=True,
+    head_on_all_tokens=True,
+    language_everywhere=True,
+    recompute=RecomputeFreedom.LANGUAGE,
 )
-_SHARDED = StageRules(recompute=RecomputeFreedom.ALL)
+_SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
+_GIVEN = PackRules(full_steps=True)
+_NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 
 TARGETS = {
     target.name: target
@@ -138,14 +153,14 @@ TARGETS = {
             title="ms-swift (Megatron)",
             version="4.6.0",
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
-            packs=PackRules(tokens_alone=True, next_fit=True),
+            packs=_NEXT_FIT,
         ),
         Target(
             name=TargetName.MS_SWIFT_DEEPSPEED,
             title="ms-swift (DeepSpeed)",
             version="4.6.0",
             stages=_SHARDED,
-            packs=PackRules(tokens_alone=True, next_fit=True),
+            packs=_NEXT_FIT,
             sharding=Sharding.ALL,
             most_pipeline=1,
             most_tensor=1,
@@ -156,7 +171,7 @@ TARGETS = {
             title="XTuner v1",
             version="5cda4fb",
             stages=_SHARDED,
-            packs=PackRules(padded=True),
+            packs=_GIVEN.model_copy(update={"padded": True}),
             sharding=Sharding.ALL,
             most_pipeline=1,
             most_tensor=1,
@@ -167,26 +182,28 @@ TARGETS = {
             title="LoongForge",
             version="130ff79",
             stages=_MEGATRON.model_copy(update={"recompute": RecomputeFreedom.STAGES}),
-            packs=PackRules(one_medium=True),
+            packs=_GIVEN.model_copy(update={"one_medium": True}),
         ),
         Target(
             name=TargetName.MEGATRON_LM,
             title="Megatron-LM",
             version="core 0.16.1",
             stages=_MEGATRON,
+            packs=_GIVEN,
         ),
         Target(
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
+            packs=_GIVEN,
         ),
         Target(
             name=TargetName.MINDSPEED_MM,
             title="MindSpeed-MM",
             version="2026-10",
-            stages=StageRules(recompute=RecomputeFreedom.TOWERS),
-            packs=PackRules(tokens_alone=True),
+            stages=StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.TOWERS),
+            packs=_GIVEN.model_copy(update={"tokens_alone": True}),
         ),
     )
 }

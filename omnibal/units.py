@@ -28,6 +28,11 @@ the most that any of these has of samples that are divided over several, as all 
 BESIDE_MS = ("beside_forward_ms", "beside_backward_ms")
 """Features of a micro-batch where encoders stand beside the pipeline: what its pipeline waits for
 them before the step's first forward, and after its last backward. Both are times already."""
+EXPOSED_MS = ("exposed_forward_ms", "exposed_backward_ms")
+"""Features of a micro-batch where data-parallel ranks divide weights and gradients: the exchange of
+these that computation does not hide, in its forward and backward. Both are times already."""
+TIMES = (*BESIDE_MS, *EXPOSED_MS)
+"""Features that are no sum over samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

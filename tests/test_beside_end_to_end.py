@@ -51,7 +51,7 @@ def test_encoders_beside_train_resume_and_answer_as_one_process(single, beside, 
     run goes on with its encoders elsewhere."""
     alone, apart = tmp_path / "alone", tmp_path / "apart"
     heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "6")
-    held = (*heldout, "--eval-interval", "1", "--max-new-tokens", "2")
+    held = (*heldout, "--eval-interval", "3", "--max-new-tokens", "2")
     succeed(*training(single, digits, alone, "--train-iters", "3", *held))
     ranks_succeed(4, *training(beside, digits, apart, "--train-iters", "2"))
     resume = ("--load", apart, "--train-iters", "3")

@@ -113,7 +113,7 @@ def test_shared_packs_train_resume_and_validate_as_one_process(single_plan, digi
     on with packs shared by more ranks."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "12")
-    validate = (*heldout, "--eval-interval", "1", "--max-new-tokens", "1")
+    validate = (*heldout, "--eval-interval", "3", "--max-new-tokens", "1")
     pair = shared_plan(single_plan, tmp_path / "pair", data=2, contexts=(1, 2))
     four = shared_plan(single_plan, tmp_path / "four", data=4, contexts=(2, 4))
     assert "levels of context size 1, 2" in succeed("-m", "omnibal", "check", pair)

@@ -27,8 +27,9 @@ def export(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="annotation file, or meta JSON, that the lengths were scanned from (default: "
-            "files that hold or name samples are left out)"
+            help="annotation file, or meta JSON, that the lengths were scanned from, or "
+            "LoongForge's manifest of its samples (default: files that hold or name samples are "
+            "left out)"
         ),
     ] = None,
     workers: Annotated[
@@ -44,7 +45,13 @@ def export(
     """Write a plan as the files, flags and command of another trainer."""
     from omnibal.check import open_plan
     from omnibal.data.annotations import Annotations
-    from omnibal.export.directory import given_plan, make_export
+    from omnibal.data.loongforge_manifest import is_manifest, read_manifest
+    from omnibal.export.directory import (
+        check_expressible,
+        given_plan,
+        make_export,
+        with_manifest,
+    )
     from omnibal.export.trainers import EXPORTS
 
     check_new_folder(to)
@@ -52,11 +59,14 @@ def export(
     check_folder("--to", to, inputs)
     files = open_plan(directory)
     chosen = _target(files.plan, target)
-    exporter = EXPORTS[chosen.name]
+    check_expressible(files, chosen)
     with status("reading the data"):
-        annotations = None if data is None else Annotations.open(data)
+        manifest = read_manifest(data) if data is not None and is_manifest(data) else None
+        annotations = None if data is None or manifest else Annotations.open(data)
     given = given_plan(files, chosen, annotations, to.absolute(), workers)
-    made = make_export(given, exporter)
+    if manifest is not None:
+        given = with_manifest(given, manifest)
+    made = make_export(given, EXPORTS[chosen.name])
     with status("writing"):
         made.write()
     print_notes(made.exported.given_up, prefix="not as planned: ")

@@ -31,6 +31,10 @@ GpusOption = Annotated[
     int | None,
     typer.Option(min=1, max=MAX_DEVICES, help="GPUs of the job (default: those of the line)"),
 ]
+LineNumberOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="line of a script's launch line, where the script has several"),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,6 +51,7 @@ def lint(
     launcher: LauncherOption = None,
     gpus: GpusOption = None,
     variables: SetOption = None,
+    line_number: LineNumberOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say of a launch line of a Megatron trainer whether it can start, and if not, why.
@@ -58,7 +63,7 @@ def lint(
     from omnibal.lint.rules import findings_of
     from omnibal.lint.split import layers_by_chunk
 
-    launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus)
+    launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus, line_number)
     sizes = named_model(model)
     findings = findings_of(launch, sizes)
     starts = not any(finding.is_refusal for finding in findings)

@@ -312,6 +312,11 @@ def tensor_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision
     return _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
 
 
+def gather_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
+    """Time of a pass round a ring of consecutive ranks, and of a byte that a rank sends."""
+    return _ring_line(cluster, ranks, ranks, precision)
+
+
 def _ring_line(
     cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
 ) -> Line:

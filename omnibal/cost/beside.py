@@ -16,8 +16,7 @@ gathered before the first forward: neither is hidden behind computation.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost, exchange_line, tensor_line
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.image_counts import patch_values
-from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import Profile, link_line
 from omnibal.cost.shaped_rates import Line
 from omnibal.cost.whole_encoders import cost_of_copies
@@ -263,11 +262,7 @@ def pipeline_cost(cost: CostModel, encoders: EncodersCost) -> CostModel:
 
 def _with_waits(unit: UnitCost, *, is_embed: bool) -> UnitCost:
     """The unit's costs with the two features more, which the language embed takes as they are."""
-    padded: dict[str, Any] = {}
-    for each in fields(unit):
-        value = getattr(unit, each.name)
-        if isinstance(value, np.ndarray):
-            padded[each.name] = np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, 2)])
+    padded = with_features(unit, len(BESIDE_MS))
     if is_embed:
         padded["forward_ms"][-2] = padded["backward_ms"][-1] = 1.0
     return replace(unit, **padded)

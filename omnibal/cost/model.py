@@ -13,14 +13,14 @@ measured profile (`omnibal.cost.profile`). Both give the types below.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
-from omnibal.units import BESIDE_MS, HEAD, UnitKind, window_of_feature
+from omnibal.units import HEAD, TIMES, UnitKind, window_of_feature
 
 Count = TypeVar("Count", float, np.ndarray)
 """A number of parameters, or an array of them."""
@@ -140,6 +140,8 @@ class CostModel:
     expert_peer_bytes: float = 0.0
     """Buffers of the communication library for the ranks that share out experts, on a device that
     holds any."""
+    runs_in_step: bool = False
+    """Whether ranks meet in every unit, as those that divide weights do."""
 
     @property
     def levels(self) -> int:
@@ -150,6 +152,11 @@ class CostModel:
     def of_experts(self) -> np.ndarray:
         """Whether units of each kind hold experts. bool [kinds]"""
         return np.array([unit.expert_parameters > 0 for unit in self.units.values()])
+
+    @property
+    def in_step(self) -> np.ndarray:
+        """Whether ranks that run in step meet in units of each kind. bool [kinds]"""
+        return self.of_experts | self.runs_in_step
 
     def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
         """Bytes of optimizer state of trained parameters of one device, or of arrays of them.
@@ -193,6 +200,15 @@ class CostModel:
         return 2 * self.link_latency_ms + self.link_ms_per_byte * gradient_bytes
 
 
+def with_features(unit: UnitCost, more: int) -> dict[str, Any]:
+    """Coefficients of a unit's costs with so many features more, of 0, by their fields."""
+    return {
+        each.name: np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, more)])
+        for each in fields(unit)
+        if isinstance(value := getattr(unit, each.name), np.ndarray)
+    }
+
+
 def _total(trained: Count, of_experts: Count, each: float, each_of_expert: float) -> Count:
     return (trained - of_experts) * each + of_experts * each_of_expert
 
@@ -203,11 +219,36 @@ def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np
     return np.stack([np.ones(len(packs)), *columns], axis=1).astype(np.float64)
 
 
+def trained_features(
+    features: np.ndarray, names: Sequence[str], *, padded: bool, whole_loss: bool
+) -> np.ndarray:
+    """Features of packs [packs, features] as a trainer computes them.
+
+    Args:
+        features: of the packs' samples.
+        names: of the features.
+        padded: whether every pack is padded to the tokens of the largest, by one more segment.
+        whole_loss: whether tokens without loss reach the head as well.
+    """
+    if not (padded or whole_loss):
+        return features
+    features, tokens = features.copy(), list(names).index("tokens")
+    if padded:
+        padding = features[:, tokens].max(initial=0) - features[:, tokens]
+        features[:, tokens] += padding
+        for column, name in enumerate(names):
+            if is_attended(name):
+                features[:, column] += attended(padding, name)
+    if whole_loss:
+        features[:, list(names).index("loss_tokens")] = features[:, tokens]
+    return features
+
+
 def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
     """What every sample adds to a feature of its pack, [samples]."""
     if is_attended(feature):
         return attended(lengths.tokens.astype(np.int64), feature)
-    if feature in BESIDE_MS:  # of a step and not of its samples
+    if feature in TIMES:  # of a step or a pack, and not of its samples
         return np.zeros(len(lengths), np.int64)
     match feature:
         case "loss_tokens":

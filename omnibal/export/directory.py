@@ -1,11 +1,12 @@
 """An export as a folder: what is given to a trainer's export, and all of its files or none."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths, check_same_data
+from omnibal.data.loongforge_manifest import Manifest
 from omnibal.errors import UserError
 from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, Given
@@ -15,7 +16,7 @@ from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
 from omnibal.files import atomic_directory
 from omnibal.plan_files import PlanFiles
-from omnibal.targets import Target
+from omnibal.targets import FREE, TARGETS, Target, TargetName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
         command=exported.command,
         settings=exported.settings,
         given_up=(*exported.given_up, *shared),
-        notes=exported.notes,
+        notes=(*exported.notes, *_on_trust(given)),
     )
     return Export(given=given, exported=exported, expected=expected)
 
@@ -78,13 +79,8 @@ def given_plan(
     Raises:
         UserError: the plan cannot be told to the trainer, or the data is not the plan's.
     """
+    check_expressible(files, target)
     plan = files.plan
-    obstacle = first_obstacle(plan, files.data, target)
-    if obstacle is not None:
-        raise UserError(
-            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
-            f"{target.name}`"
-        )
     order = None
     if plan.data is not None:
         packs, lengths = files.steps
@@ -101,6 +97,35 @@ def given_plan(
         folder=folder,
         workers=workers,
     )
+
+
+def with_manifest(given: Given, manifest: Manifest) -> Given:
+    """The same with LoongForge's manifest in place of the data.
+
+    Raises:
+        UserError: the export is for another trainer, or the plan has no samples.
+    """
+    if given.target.name is not TargetName.LOONGFORGE or given.order is None:
+        raise UserError(
+            f"{manifest.path} is LoongForge's manifest, and the export is for "
+            f"{given.target.title}{'' if given.order else ', of a plan of shapes only'}; give the "
+            "annotation file or the meta of the samples, or leave --data out"
+        )
+    return replace(given, manifest=manifest)
+
+
+def check_expressible(files: PlanFiles, target: Target) -> None:
+    """Refuse a plan that a trainer cannot be told.
+
+    Raises:
+        UserError: names the first thing, and how a plan without it is made.
+    """
+    obstacle = first_obstacle(files.plan, files.data, target)
+    if obstacle is not None:
+        raise UserError(
+            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
+            f"{target.name}`"
+        )
 
 
 def _check_data(files: PlanFiles, annotations: Annotations) -> None:
@@ -136,19 +161,35 @@ def _left_out(expected: Expected) -> Iterator[str]:
         )
 
 
-def _unlike_predicted(given: Given) -> Iterator[str]:
-    """What the trainer does otherwise than the prediction of a plan not made for it says."""
-    plan, target = given.files.plan, given.target
-    if plan.made_for is target.name:
-        return
-    if target.packs.padded:
+def _on_trust(given: Given) -> Iterator[str]:
+    data = given.files.plan.data
+    if given.annotations is not None and data is not None and data.origin is None:
         yield (
-            f"{target.title} pads every pack to the longest and computes the padding, which the "
-            "prediction of this plan, not made for it, leaves out: expect less."
+            "The plan's lengths do not say which data they are of: that every row is of the sample "
+            "in its place is taken on trust. Lengths of `omnibal lengths` say so."
         )
-    if target.stages.encoders_whole and plan.parallel.tensor > 1 and plan.model.encoders:
+
+
+def _unlike_predicted(given: Given) -> Iterator[str]:
+    """What the trainer computes that the prediction of a plan not made for it leaves out."""
+    plan, target = given.files.plan, given.target
+    planned = None if plan.made_for is None else TARGETS[plan.made_for]
+    stages = FREE if planned is None else planned.stages
+    left_out = "which the prediction of this plan, not made for it, leaves out"
+    if target.packs.padded and not (planned and planned.packs.padded):
         yield (
-            f"Tensor-parallel ranks of {target.title} each compute all of the encoders, and the "
+            f"{target.title} pads every pack to the longest and computes the padding, {left_out}: "
+            "expect less speed and more memory."
+        )
+    divided = target.stages.encoders_whole and not stages.encoders_whole
+    if divided and plan.parallel.tensor > 1 and plan.model.encoders:
+        yield (
+            f"Every tensor-parallel rank of {target.title} computes all of the encoders, and the "
             "prediction of this plan, not made for it, divides them: expect less speed and more "
             "memory."
+        )
+    if target.stages.head_on_all_tokens and not stages.head_on_all_tokens:
+        yield (
+            f"The head of {target.title} computes logits of tokens without loss too, {left_out}: "
+            "expect less speed and more memory."
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnibal.data.annotations import Annotations
+from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.plan_files import PlanFiles
 from omnibal.targets import Target
@@ -31,6 +32,8 @@ class Given:
     left out and the order in which to write them is given instead."""
     folder: Path
     """Where the export will stand, for paths in commands."""
+    manifest: Manifest | None = None
+    """LoongForge's manifest of the samples, where that was named in place of the data."""
     workers: int = 0
     """Loader processes of every rank, where the files depend on them."""
 

@@ -8,15 +8,17 @@ loongforge/data/multimodal/dataloader_provider.py (4ce92af).
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.data.loongforge_manifest import Manifest
 from omnibal.errors import UserError
-from omnibal.export.energon import loader_order, whole_steps
+from omnibal.export.energon import loader_order, stored, whole_steps
 from omnibal.export.exported import Exported, Given
 from omnibal.export.megatron_flags import (
     Batch,
@@ -35,6 +37,9 @@ from omnibal.plan import Plan
 
 PACK_PLAN = "pack_plan.jsonl"
 MEDIA = ("text", "image", "video")
+Namer = Callable[[int, bool], tuple[str, str]]
+"""Name and medium of a sample in LoongForge's manifest, of its number in the data and whether it
+has items that an encoder takes."""
 _PROGRAM = "$LOONGFORGE_PATH/loongforge/train.py --config-file YOUR_MODEL.yaml"
 
 
@@ -58,8 +63,8 @@ def export(given: Given) -> Exported:
             "num-workers": str(given.workers),
         },
     )
-    records = _records(given)
-    files = {} if records is None else {PACK_PLAN: lambda path: _write(path, given, records)}
+    namer = _namer(given)
+    files = {} if namer is None else {PACK_PLAN: lambda path: _write(path, given, namer)}
     return Exported(
         files=files,
         command=command([torchrun(plan, _PROGRAM), *lines, "--data-path $PACKED_WDS_DIR"]),
@@ -104,37 +109,41 @@ def sample_id(shard: Path, key: str) -> str:
     return f"{shard.stem}__{digest[:16]}"
 
 
-def _records(given: Given) -> Annotations | None:
-    """The samples, if they are in shards."""
+def _namer(given: Given) -> Namer | None:
+    """How samples are named, if they are in shards or a manifest names them."""
     annotations, order = given.annotations, given.order
-    if annotations is None or order is None or not len(order):
+    if order is None or not len(order):
+        return None
+    if given.manifest is not None:
+        return _of_manifest(given.manifest, given.files.steps[1])
+    if annotations is None:
         return None
     first = sample_numbers(order, given.files.steps[1])[0]
-    return annotations if annotations.stored(int(first)).in_shard else None
+    return _of_shards(annotations) if annotations.stored(int(first)).in_shard else None
 
 
-def _write(path: Path, given: Given, annotations: Annotations) -> None:
+def _write(path: Path, given: Given, name: Namer) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for line in plan_lines(given, annotations):
+        for line in plan_lines(given, name):
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def plan_lines(given: Given, annotations: Annotations) -> Iterator[dict[str, Any]]:
+def plan_lines(given: Given, name: Namer) -> Iterator[dict[str, Any]]:
     """Yield the lines of pack_plan.jsonl in the order in which Energon hands out packs.
 
     Raises:
-        UserError: samples of a pack are of several media, or a record is not as LoongForge's scan
-            takes it.
+        UserError: samples of a pack are of several media, or one is not as LoongForge's scan takes
+            it.
     """
     order, lengths = whole_steps(given), given.files.steps[1]
     assert order is not None
     rows = order.packs.samples
     numbers, tokens = sample_numbers(order, lengths), lengths.tokens[rows]
-    shown = np.any([lengths.items[name][rows] > 0 for name in lengths.item_names], axis=0)
+    shown = np.any([lengths.items[item][rows] > 0 for item in lengths.item_names], axis=0)
     counted = Counter[str]()
     for pack in loader_order(len(order), given.files.plan.parallel.data, given.workers):
         held = range(order.packs.offsets[pack], order.packs.offsets[pack + 1])
-        found = [_manifest_entry(annotations, int(numbers[r]), bool(shown[r])) for r in held]
+        found = [name(int(numbers[row]), bool(shown[row])) for row in held]
         media = sorted({medium for _, medium in found})
         if len(media) > 1:
             raise UserError(
@@ -145,23 +154,67 @@ def plan_lines(given: Given, annotations: Annotations) -> Iterator[dict[str, Any
         yield {
             "pack_id": f"{media[0]}_pack_{counted[media[0]]:08d}",
             "media_type": media[0],
-            "sample_ids": [name for name, _ in found],
+            "sample_ids": [sample for sample, _ in found],
             "sample_token_lens": pack_tokens,
             "total_token_len": sum(pack_tokens),
         }
         counted[media[0]] += 1
 
 
-def _manifest_entry(annotations: Annotations, index: int, shown: bool) -> tuple[str, str]:
-    """Name and medium of a sample in LoongForge's manifest; `shown` says whether it has items."""
+def _of_manifest(manifest: Manifest, lengths: Lengths) -> Namer:
+    """Names of LoongForge's own manifest, whose rows the lengths must be.
+
+    Raises:
+        UserError: there are other samples, or another count of tokens.
+    """
+    where, told = manifest.path, "plan with its lengths: `omnibal lengths`"
+    if lengths.sample is not None or len(lengths) != len(manifest):
+        raise UserError(
+            f"{where} has {len(manifest):,} samples, and the plan's lengths are of "
+            f"{len(lengths):,}; {told}"
+        )
+    other = np.flatnonzero(manifest.tokens != lengths.tokens)
+    if len(other):
+        row = int(other[0])
+        raise UserError(
+            f"{where}: sample {manifest.names[row]} has {manifest.tokens[row]:,} tokens, and row "
+            f"{row} of the plan's lengths {lengths.tokens[row]:,}; {told}"
+        )
+    return lambda index, shown: (manifest.names[index], manifest.media[index])
+
+
+def _of_shards(annotations: Annotations) -> Namer:
+    """Names that LoongForge's scan will give to samples of shards."""
+    return lambda index, shown: _scanned(annotations, index, shown)
+
+
+def _scanned(annotations: Annotations, index: int, shown: bool) -> tuple[str, str]:
     record, where = annotations.stored(index), annotations.where(index)
     if not record.in_shard:
         raise UserError(
             f"{where} is in no shard, and other samples are; LoongForge packs samples of shards "
             "alone: write all of them as shards"
         )
+    medium = _medium(record.content, where)
+    if shown == (medium == "text"):
+        raise UserError(
+            f"{where} shows {'images' if shown else 'nothing'}, and LoongForge's scan takes it for "
+            f'{medium}; write its medium as "media_type" into the record'
+        )
+    apart = [part for part in stored(annotations, index).parts if "." in part] if shown else []
+    if apart:
+        raise UserError(
+            f"{where} has the member {record.name}.{apart[0]}, which LoongForge's scan takes for "
+            f"one of another sample, {record.name}.{apart[0].rpartition('.')[0]}: it ends a key at "
+            f"the last dot of a name; name members as {record.name}.jpg"
+        )
+    return sample_id(annotations.files[annotations.file[index]], record.name), medium
+
+
+def _medium(content: bytes, where: str) -> str:
+    """Medium that LoongForge's scan reads in a record."""
     try:
-        said = json.loads(record.content)
+        said = json.loads(content)
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
     medium = str(said.get("media_type") or said.get("media") or "text").lower()
@@ -170,12 +223,7 @@ def _manifest_entry(annotations: Annotations, index: int, shown: bool) -> tuple[
             f"{where} has media_type {medium!r}, which LoongForge's scan leaves out; it must be "
             f"one of {', '.join(MEDIA)}"
         )
-    if shown == (medium == "text"):
-        raise UserError(
-            f"{where} shows {'images' if shown else 'nothing'}, and LoongForge's scan takes it for "
-            f'{medium}; write its medium as "media_type" into the record'
-        )
-    return sample_id(annotations.files[annotations.file[index]], record.name), medium
+    return medium
 
 
 def _given_up(plan: Plan) -> Iterator[str]:
@@ -198,8 +246,8 @@ def _notes(given: Given, batch: Batch, has_packs: bool) -> Iterator[str]:
     if not has_packs:
         yield (
             f"{PACK_PLAN} is left out: LoongForge packs samples of tar shards, which its manifest "
-            "knows by the shard and the key. Write the samples as shards, scan them with `omnibal "
-            "lengths`, and export with --data; order.parquet has the packs until then."
+            "knows by the shard and the key. Write the samples as shards, and export with --data "
+            "of them or of the manifest; order.parquet has the packs until then."
         )
         return
     yield (

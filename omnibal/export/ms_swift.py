@@ -11,13 +11,19 @@ from collections.abc import Iterator, Mapping
 from omnibal.encoders import ImagesEncoder, TilesEncoder
 from omnibal.errors import UserError
 from omnibal.export.exported import Exported, Given, Writer
-from omnibal.export.layout import layout_of, split_flags
+from omnibal.export.layout import split_flags
+from omnibal.export.megatron_flags import (
+    command,
+    language_recompute,
+    parallel_flags,
+    plan_layout,
+    recompute_flags,
+)
 from omnibal.export.ms_swift_records import write_rows
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.reading_order import packs_per_step
-from omnibal.export.recompute import all_or_none, one_number
+from omnibal.export.recompute import all_or_none
 from omnibal.export.writers import script_file
-from omnibal.parallel import expert_counts
 from omnibal.plan import Plan
 from omnibal.units import LANGUAGE
 
@@ -91,7 +97,12 @@ def _files(given: Given) -> dict[str, Writer]:
     if annotations is None:
         return files
     samples = sample_numbers(order, given.files.steps[1])
-    return files | {_ROWS: lambda path: write_rows(annotations, samples, path)}
+    of_tiles = _takes_tiles(given.files.plan)
+    return files | {_ROWS: lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)}
+
+
+def _takes_tiles(plan: Plan) -> bool:
+    return any(isinstance(tower, TilesEncoder) for tower in plan.model.encoders.values())
 
 
 def packing_length(given: Given) -> int:
@@ -119,8 +130,9 @@ def _steps(given: Given, name: str) -> Flags:
 def _data_flags(given: Given) -> Flags:
     """Rows in their order, packed one after another; a row that cannot be taken ends the run."""
     length = str(packing_length(given))
+    rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
     return {
-        "dataset": str(given.folder / _ROWS),
+        **rows,
         "dataset_shuffle": "false",
         "split_dataset_ratio": "0",
         "strict": "true",
@@ -134,34 +146,25 @@ def _data_flags(given: Given) -> Flags:
 
 
 def _parallel_flags(plan: Plan) -> Flags:
-    sizes = plan.parallel
-    flags = {
-        "tensor_model_parallel_size": str(sizes.tensor),
-        "pipeline_model_parallel_size": str(sizes.pipeline),
-        "context_parallel_size": "1",
-        "sequence_parallel": _truth(sizes.sequence_parallel),
-    }
-    if expert_counts(plan.model):
-        flags |= {
-            "expert_model_parallel_size": str(sizes.expert),
-            "expert_tensor_parallel_size": "1",
-        }
+    split = split_flags(plan_layout(plan)) if plan.parallel.pipeline > 1 else {}
     predicted = plan.model.language.prediction_layers
-    split = split_flags(layout_of(plan.stages, predicted)) if sizes.pipeline > 1 else {}
-    flags |= {name.replace("-", "_"): value for name, value in split.items()}
-    return flags | ({"mtp_num_layers": str(predicted)} if predicted else {})
+    flags = _as_ms_swifts({**parallel_flags(plan), **split})
+    return {**flags, "mtp_num_layers": str(predicted)} if predicted else flags
 
 
 def _recompute_flags(plan: Plan) -> Flags:
-    number = one_number(plan.stages_at(0), LANGUAGE)
-    flags = {"vit_gradient_checkpointing": _truth(_recomputes_encoders(plan))}
-    if not number:
-        return {"recompute_granularity": "none", **flags}
+    """One number for all stages; without any, the trainer's own default would recompute some."""
+    flags = _as_ms_swifts(recompute_flags(language_recompute(plan)))
     return {
-        "recompute_granularity": "full",
-        "recompute_method": "block",
-        "recompute_num_layers": str(number),
-        **flags,
+        **(flags or {"recompute_granularity": "none"}),
+        "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
+    }
+
+
+def _as_ms_swifts(flags: Mapping[str, str | None]) -> Flags:
+    """Flags of Megatron-LM as ms-swift writes them."""
+    return {
+        name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
     }
 
 
@@ -232,7 +235,7 @@ def _command(plan: Plan, program: str, flags: Flags) -> str:
         lines.append(f"NNODES={nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR")
     lines += [program, '--model "$MODEL"']
     lines += [f"--{name} {shlex.quote(value)}" for name, value in flags.items()]
-    return " \\\n    ".join(lines)
+    return command(lines)
 
 
 def _image_sizes(plan: Plan) -> Flags:
@@ -277,7 +280,7 @@ def _notes(given: Given) -> Iterator[str]:
         "--strict true ends a run at a row that cannot be read. Without it the row is left out, "
         "and the packs shift."
     )
-    if any(isinstance(t, TilesEncoder) for t in given.files.plan.model.encoders.values()):
+    if _takes_tiles(given.files.plan):
         yield (
             "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "
             "trainer, and lengths of `omnibal lengths`, let the images of a sample share them."

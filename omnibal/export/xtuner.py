@@ -15,6 +15,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.record_files import is_array
 from omnibal.errors import UserError
 from omnibal.export.exported import Exported, Given, Writer
+from omnibal.export.megatron_flags import torchrun
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.export.recompute import all_or_none
@@ -177,15 +178,7 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
 
 
 def _command(plan: Plan) -> str:
-    per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
-    nodes = -(-plan.parallel.world_size // per_node)
-    several = (
-        f" --nnodes {nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port 29500"
-        if nodes > 1
-        else ""
-    )
-    program = "xtuner/v1/train/cli/sft.py"
-    return f"torchrun --nproc_per_node {per_node}{several} {program} --config {_config(plan)}"
+    return torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {_config(plan)}")
 
 
 def _config(plan: Plan) -> str:

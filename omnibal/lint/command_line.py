@@ -41,6 +41,7 @@ def read_launch(
     given: Mapping[str, str],
     launcher: Launcher | None = None,
     gpus: int | None = None,
+    line_number: int | None = None,
 ) -> Launch:
     """Read a launch line, or a script that has one.
 
@@ -49,19 +50,20 @@ def read_launch(
         given: values of variables by name, which stand above the text's own.
         launcher: trainer that it starts; None to tell by the program and the flags.
         gpus: of the job; None to take them from the text.
+        line_number: where the launch line begins in the text; None where there is one alone.
 
     Raises:
         UserError: there is no launch line or several, a value is none of its flag's, or a size
             depends on a variable that is not known.
     """
     script = read_script(text, given)
-    command = _launch_command(script)
+    command = _launch_command(script, line_number)
     flags = read_flags(command.words, lambda word: UNKNOWN.fullmatch(word) is not None)
     by_name = {canonical(name): value for name, value in flags.items()}
-    _check_known(script, by_name)
+    _check_known(script, command, by_name)
     launcher = launcher or _launcher_of(command.words, flags, by_name)
     settings = {**DEFAULTS.get(launcher, {}), **by_name}
-    marks = [name for value in flags.values() for name in unknown_names(value or "")]
+    marks = unknown_names(" ".join(command.words))
     return Launch.model_validate(
         {
             "launcher": launcher,
@@ -76,22 +78,24 @@ def read_launch(
     )
 
 
-def _launch_command(script: Script) -> Command:
+def _launch_command(script: Script, line_number: int | None) -> Command:
     """The one command of a script that has flags of a Megatron trainer."""
     commands = [nested for one in script.commands for nested in _nested(one)]
-    found = [one for one in commands if _is_launch(one)]
+    everywhere = [one for one in commands if _is_launch(one)]
+    found = [one for one in everywhere if line_number in (None, one.line)]
     if len(found) == 1:
         return found[0]
-    if not found:
+    if not everywhere:
         raise UserError(
             "the launch line has no flag of a Megatron trainer that is known, such as "
             "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
             "the path of a script with one, or flags alone"
         )
-    lines = joined_words([str(one.line) for one in found])
+    lines = joined_words([str(one.line) for one in everywhere])
     raise UserError(
-        f"the script has {len(found)} launch lines, on lines {lines}; one at a time is judged: "
-        "give one of them in quotes"
+        f"the script has {len(everywhere)} launch lines, on lines {lines}, and "
+        f"{'none' if line_number is None else line_number} was chosen; one at a time is judged: "
+        "choose it with --line-number"
     )
 
 
@@ -116,13 +120,18 @@ def _has_flag(words: Sequence[str]) -> bool:
     return bool(names & {*FIELDS, _SPLIT_BY_CHUNK})
 
 
-def _check_known(script: Script, by_name: Mapping[str, str | None]) -> None:
+def _check_known(script: Script, command: Command, by_name: Mapping[str, str | None]) -> None:
     """Ask for variables that sizes and switches depend on.
 
     Raises:
         UserError: one is not known.
     """
     asked: dict[str, str] = {}
+    for variable in unknown_names(" ".join(command.words)):
+        possible = read_flags(script.variables.possible.get(variable, ()), lambda word: False)
+        judged = [f"--{name}" for name in possible if canonical(name) in _MARKED]
+        if judged:
+            asked[variable] = f"${variable}, which may have {judged[0]}"
     for name, text in by_name.items():
         is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
         if name not in _MARKED or is_followed:

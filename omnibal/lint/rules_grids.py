@@ -35,6 +35,8 @@ def _expert_grid(line: Line) -> Broken | None:
     launch = line.launch
     if launch.gpus is None or launch.gpus % line.expert_grid == 0:
         return None
+    if launch.expert == 1 and launch.expert_tensor is None:
+        return None  # the grid is that of gpus-divide-grid, without context ranks
     unset = launch.expert_tensor is None and line.expert_tensor > 1
     of_default = " (not given, so TP)" if unset else ""
     return Broken(

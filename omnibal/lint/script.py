@@ -66,7 +66,7 @@ class _Reader:
         array: tuple[Word, list[Word]] | None = None
         for token in tokens:
             if array is not None:
-                array = self._in_array(token, array, words)
+                array = self._in_array(token, array)
             elif isinstance(token, Word) and token.pieces[-1] == Piece(ARRAY, False, True):
                 array = (token, [])
             elif isinstance(token, Word):
@@ -77,7 +77,7 @@ class _Reader:
         self._command(words)
 
     def _in_array(
-        self, token: Token, array: tuple[Word, list[Word]], words: list[Word]
+        self, token: Token, array: tuple[Word, list[Word]]
     ) -> tuple[Word, list[Word]] | None:
         """Take one more value of an array, or set it at its end."""
         name, values = array
@@ -87,19 +87,17 @@ class _Reader:
             return array
         value = tuple(part for word in values for part in expand(word, self.variables))
         literal = "".join(piece.text for piece in name.pieces[:-1])
-        self._set(literal, value, name.line, words)
+        self._set(literal, value, name.line)
         return None
 
-    def _set(self, before: str, value: Value, line: int, words: list[Word]) -> None:
+    def _set(self, before: str, value: Value, line: int) -> None:
         match = _ASSIGNMENT.match(before)
         assert match is not None, before
-        if match[2]:
-            value = self.variables.append(match[1], value)
-        self.variables.assign(match[1], value, line if self._is_conditional(words) else None)
-
-    def _is_conditional(self, words: list[Word]) -> bool:
-        """Whether a command may not be reached."""
-        return self.depth > 0 or self.last_operator in ("&&", "||")
+        name, is_added = match[1], bool(match[2])
+        if self.depth > 0 or self.last_operator in ("&&", "||"):
+            self.variables.assign_perhaps(name, value, line, is_added)
+        else:
+            self.variables.assign(name, self.variables.added(name, value) if is_added else value)
 
     def _command(self, words: list[Word]) -> None:
         """Take a simple command: keep it, or set what it assigns."""
@@ -107,7 +105,7 @@ class _Reader:
         assigned, rest = _assignments(words)
         if not rest:
             for word in assigned:
-                self._assign(word, words)
+                self._assign(word)
             return
         if rest[0].literal in _DECLARE:
             self._declare(rest)
@@ -143,7 +141,7 @@ class _Reader:
     def _without_loop(self, words: list[Word]) -> list[Word]:
         name = words[1].literal if len(words) > 1 else None
         if name is not None:
-            self.variables.assign(name, (), words[0].line)
+            self.variables.assign_perhaps(name, (), words[0].line, False)
         return []
 
     def _declare(self, words: list[Word]) -> None:
@@ -153,10 +151,10 @@ class _Reader:
             if words[0].literal == "export":
                 self.variables.exported.add(before.partition("=")[0])
             if _is_assignment(word):
-                self._assign(word, words)
+                self._assign(word)
 
-    def _assign(self, word: Word, words: list[Word]) -> None:
-        self._set(word.pieces[0].text, self._pair(word)[1], word.line, words)
+    def _assign(self, word: Word) -> None:
+        self._set(word.pieces[0].text, self._pair(word)[1], word.line)
 
     def _pair(self, word: Word) -> tuple[str, str]:
         """Name and value of an assignment."""

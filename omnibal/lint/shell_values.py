@@ -45,6 +45,10 @@ class Variables:
     """Values of `--set`, which no assignment changes."""
     values: dict[str, Value] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
+    possible: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Words of values that are set or added under a condition, by the variables' names."""
+    conditions: dict[str, int] = field(default_factory=dict)
+    """Line that last did so."""
 
     def get(self, name: str) -> Value:
         """The value of a variable, or why it is not known."""
@@ -52,12 +56,8 @@ class Variables:
             return self.given[name]
         return self.values.get(name, _NOT_SET)
 
-    def assign(self, name: str, value: Value, condition: int | None = None) -> None:
+    def assign(self, name: str, value: Value) -> None:
         """Set a variable.
-
-        Args:
-            condition: line of an assignment that may not be reached; the value is then only known
-                if it is the same as before.
 
         Raises:
             UserError: the value is too long.
@@ -67,11 +67,27 @@ class Variables:
                 f"the script gives {name} more than {_MOST_LETTERS:,} letters, which no launch "
                 "line has; give the command alone"
             )
-        if condition is not None and self.get(name) != value:
-            value = Unset(f"line {condition} sets it under a condition")
         self.values[name] = value
 
-    def append(self, name: str, value: Value) -> Value:
+    def assign_perhaps(self, name: str, value: Value, line: int, is_added: bool) -> None:
+        """Set a variable, or add to it, where a line may not be reached.
+
+        It is known afterwards only if it had the same value before; what was known of a variable
+        that is added to stays, with a mark for the rest.
+        """
+        if not is_added and self.get(name) == value:
+            return
+        self.conditions[name] = line
+        if not isinstance(value, Unset):
+            words = " ".join(_parts(value)).split()
+            self.possible[name] = (*self.possible.get(name, ()), *words)
+        if not is_added:
+            self.values[name] = Unset(f"line {line} sets it under a condition")
+        elif _unknown(name) not in _texts(self.get(name)):
+            mark = _unknown(name)
+            self.assign(name, self.added(name, (mark,) if isinstance(value, tuple) else f" {mark}"))
+
+    def added(self, name: str, value: Value) -> Value:
         """The value of a variable with another one added, as `+=` adds it."""
         before = self.get(name)
         if isinstance(before, Unset):
@@ -87,7 +103,13 @@ class Variables:
         value = self.get(name)
         if not re.fullmatch(r"\w+", name):
             return "it is the output of a command, and none is run"
+        if name in self.conditions:
+            return f"line {self.conditions[name]} sets it under a condition"
         return value.reason if isinstance(value, Unset) else "it is made of such a value"
+
+
+def _texts(value: Value) -> str:
+    return "" if isinstance(value, Unset) else " ".join(_parts(value))
 
 
 def expand(word: Word, variables: Variables) -> list[str]:

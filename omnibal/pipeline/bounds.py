@@ -296,7 +296,7 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
     terms[:, layout.reduction] += tied_ms
     terms[:, layout.optimizer] -= cost.optimizer_ms_per_parameter * once
     if layout.has_experts:
-        terms[:, layout.without_experts] = counts @ cost.of_experts == 0
+        terms[:, layout.without_experts] = counts @ cost.in_step == 0
     prefix = before @ unit_terms
     cut = np.zeros_like(prefix)
     cut[1:-1] = unit_terms[sequence[:-1]]

@@ -59,7 +59,7 @@ class TermLayout:
     @classmethod
     def of(cls, cost: CostModel) -> "TermLayout":
         """The layout of a model's costs."""
-        return cls(len(cost.features), bool(cost.of_experts.any()))
+        return cls(len(cost.features), bool(cost.in_step.any()))
 
     @classmethod
     def of_length(cls, length: int) -> "TermLayout":

@@ -139,6 +139,18 @@ class LeastNumbers:
             chosen: indices of runs.
             fixed: numbers of the towers; None for those that all have the number looked for.
         """
+        none = tuple(None if number is None else 0 for number in fixed)
+        if none != tuple(fixed):
+            # What is fixed is nothing to runs without such layers.
+            is_fixed = [number is not None for number in fixed]
+            held = self.layers.held(self.runs.start[chosen], self.runs.end[chosen])[:, is_fixed]
+            has_some, found = held.any(axis=1), np.empty(len(chosen), np.int64)
+            found[~has_some] = self.find(stage, chosen[~has_some], none)
+            found[has_some] = self._find(stage, chosen[has_some], fixed)
+            return found
+        return self._find(stage, chosen, fixed)
+
+    def _find(self, stage: int, chosen: np.ndarray, fixed: Sequence[int | None]) -> np.ndarray:
         key = id(self.tables[stage]), tuple(fixed)
         known = self.known.setdefault(key, np.full(len(self.sequence), _UNKNOWN))
         first = self.sequence[chosen]

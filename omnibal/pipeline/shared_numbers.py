@@ -106,6 +106,9 @@ class NumberSearch:
     found: dict[Numbers, _Found] = field(default_factory=dict)
     best: SplitSearch | None = None
     best_ms: float = np.inf
+    least: dict[Numbers, list[np.ndarray]] = field(default_factory=dict)
+    """By the encoders' numbers, the least number of the language model with which each run of every
+    stage fits."""
 
     def descend(self, most_work: float) -> bool:
         """Find the best split with all numbers in turn; whether there is any.
@@ -122,19 +125,18 @@ class NumberSearch:
             bound_ms, numbers = heappop(waiting)
             if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
                 break
-            options = self._unlimited(numbers, usable)
-            bound_ms = _least_ms(self.problem, options)
-            if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
-                continue
-            others = list(self.choices_of_numbers.larger_encoders(numbers))
-            more = self.choices_of_numbers.larger_language(
-                numbers, np.concatenate(self._least(numbers, usable))
-            )
-            for other in (*others, *([more] if more else [])):
-                if other not in seen:
-                    seen.add(other)
-                    heappush(waiting, (bound_ms, other))
-            most_work -= self._look_at(numbers, usable, options, most_work)
+            anything = [np.zeros(len(runs)) for runs in usable]
+            if np.isfinite(self._largest_of_new(numbers, usable, anything)):
+                options = self._unlimited(numbers, usable)
+                # Larger numbers take no less time.
+                bound_ms = max(bound_ms, _least_ms(self.problem, options))
+                if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
+                    continue
+                most_work -= self._look_at(numbers, usable, options, most_work)
+            for larger in self._larger(numbers, usable):
+                if larger not in seen:
+                    seen.add(larger)
+                    heappush(waiting, (bound_ms, larger))
         return self.best is not None
 
     def with_options_of_better(self) -> "NumberSearch":
@@ -199,8 +201,12 @@ class NumberSearch:
     def _least(self, numbers: Numbers, usable: list[np.ndarray]) -> list[np.ndarray]:
         """The least number of the language model with which each run of every stage fits, beside
         the encoders' numbers. [runs] each"""
-        given = self._numbers(numbers)
-        return [given.least.find(*each, given.fixed) for each in enumerate(usable)]
+        encoders = numbers[:-1]
+        if encoders not in self.least:
+            given = self._numbers(numbers)
+            found = [given.least.find(*each, given.fixed) for each in enumerate(usable)]
+            self.least[encoders] = found
+        return self.least[encoders]
 
     def _unlimited(self, numbers: Numbers, usable: list[np.ndarray]) -> list[StageOptions]:
         """Options of every stage, an option a run and in their order, whether they fit or not."""
@@ -212,6 +218,14 @@ class NumberSearch:
             for stage, runs in enumerate(usable)
         ]
 
+    def _larger(self, numbers: Numbers, usable: list[np.ndarray]) -> Iterator[Numbers]:
+        """The next larger numbers of a tower each that are worth looking at."""
+        yield from self.choices_of_numbers.larger_encoders(numbers)
+        worth = np.concatenate(self._least(numbers, usable))
+        more = self.choices_of_numbers.larger_language(numbers, worth)
+        if more is not None:
+            yield more
+
     def _look_at(
         self,
         numbers: Numbers,
@@ -220,7 +234,8 @@ class NumberSearch:
         most_work: float,
     ) -> float:
         """Search with these numbers, if that may give anything better; the work done."""
-        bound_ms = self._bound_ms(numbers, usable, options)
+        sizes_ms = [option.bound_ms for option in options]
+        bound_ms = self._largest_of_new(numbers, usable, sizes_ms)
         if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
             return 0.0
         problem = replace(self.problem, numbers=self._numbers(numbers))
@@ -233,29 +248,27 @@ class NumberSearch:
         self.found[numbers] = _Found(search=search, bound_ms=bound_ms)
         return search.work
 
-    def _bound_ms(
-        self, numbers: Numbers, usable: list[np.ndarray], options: list[StageOptions]
+    def _largest_of_new(
+        self, numbers: Numbers, usable: list[np.ndarray], sizes: list[np.ndarray]
     ) -> float:
-        """Lower bound on the splits that fit with these numbers and with no smaller ones."""
+        """Least possible value of the largest of the stages' sizes [runs], over splits that fit
+        with these numbers and with no smaller ones; infinite where there are none."""
         least, units = self._least(numbers, usable), self.problem.units
-        fits = [each <= numbers[-1] for each in least]
-        edges = [(option.start, option.end) for option in options]
-        bounds_ms = [
-            np.where(fit, option.bound_ms, np.inf)
-            for fit, option in zip(fits, options, strict=True)
+        runs = self.problem.structure.runs
+        edges = [(runs.start[each], runs.end[each]) for each in usable]
+        of_fitting = [
+            np.where(each <= numbers[-1], size, np.inf)
+            for each, size in zip(least, sizes, strict=True)
         ]
-        fits_smaller = [
-            [each <= numbers[-1] for each in self._least(smaller, usable)]
+        larger_than = [
+            [each > numbers[-1] for each in self._least(smaller, usable)]
             for smaller in self.choices_of_numbers.smaller_encoders(numbers)
         ]
         if numbers[-1]:
             smaller_number = 0 if self.choices_of_numbers.all_or_none else numbers[-1] - 1
-            fits_smaller.append([each <= smaller_number for each in least])
-        with_others_ms = [
-            least_largest_with(edges, bounds_ms, [~fit for fit in smaller], units)
-            for smaller in fits_smaller
-        ]
-        return max([least_largest(edges, bounds_ms, units), *with_others_ms])
+            larger_than.append([each > smaller_number for each in least])
+        with_new = [least_largest_with(edges, of_fitting, new, units) for new in larger_than]
+        return max([least_largest(edges, of_fitting, units), *with_new])
 
 
 def _least_ms(problem: SearchProblem, options: list[StageOptions]) -> float:

@@ -96,7 +96,7 @@ def _times(
         backward_link_ms=cost.link_latency_ms * returns
         + cost.link_ms_per_byte * (features @ backward_bytes.T),
         waits_ms=waits_ms,
-        has_experts=(held @ cost.of_experts > 0) if cost.of_experts.any() else None,
+        has_experts=(held @ cost.in_step > 0) if cost.in_step.any() else None,
     )
 
 

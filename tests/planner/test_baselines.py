@@ -161,7 +161,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
     """Prevents recomputing other layers than the rule's, more than needed, or too few to fit."""
     rng = np.random.default_rng(1)
     outcomes = {"too large": 0, "several kinds": 0, "part": 0, "none": 0}
-    for _ in range(150):
+    for _ in range(110):
         model = model_of(towers, *rng.integers(fewest, 5, len(towers.split())).tolist())
         cost = random_cost(rng, model)
         workload = random_workload(rng, 3, int(rng.integers(1, 5)), len(cost.features))

@@ -12,6 +12,7 @@ from plan_cases import example_lengths, origin_of, request
 
 from omnibal import cli
 from omnibal.beside import EncodersBeside
+from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.errors import UserError
 from omnibal.export.directory import given_plan, make_export
@@ -20,13 +21,15 @@ from omnibal.export.expressible import first_obstacle, obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recompute import all_or_none, number_of_stage, one_number
-from omnibal.export.trainers import EXPORTS
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
+from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.plan import PlannedLevel
+from omnibal.plan_data import MockData
 from omnibal.plan_files import save_plan
-from omnibal.planner import PlanResult, make_plan
-from omnibal.targets import TARGETS, TargetName
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.targets import FREE, TARGETS, TargetName
 
 SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
 LOONGFORGE, MINDSPEED = TargetName.LOONGFORGE, TargetName.MINDSPEED_MM
@@ -166,6 +169,28 @@ def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
             assert (found is None) == (not fitting) and (found in fitting or not fitting)
 
 
+@pytest.mark.parametrize("target", [SWIFT, LOONGFORGE])
+def test_what_the_limited_search_finds_can_be_told(target):
+    """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
+    name, rules = target, TARGETS[target]
+    cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0})
+    job = JobSpec(
+        model=load_model("internvl2.5-8b"),
+        cluster=cluster,
+        parallel=Parallel(pipeline=4, data=2),
+        precision="bf16",
+        made_for=name,
+        rules=rules.stages,
+        sharding=rules.sharding,
+    )
+    data = MockData(caps=Caps.of(tiles=12, tokens=8_192), micro_batches_per_step=8)
+    plan = make_plan(PlanRequest(job=job, data=data)).plan
+    assert first_obstacle(plan, None, rules) is None
+    assert sum(stage.recomputed_layers for stage in plan.stages) > 0
+    free = make_plan(PlanRequest(job=replace(job, made_for=None, rules=FREE), data=data)).plan
+    assert first_obstacle(free, None, rules) is not None
+
+
 def held(stage: Stage, name: str) -> bool:
     tower, number = name.split()
     return int(number) in stage.layers(tower)
@@ -303,7 +328,24 @@ def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
             given_plan(*arguments)
 
 
-@pytest.mark.parametrize("target", list(EXPORTS))
+def test_what_a_prediction_leaves_out_is_told(tmp_path):
+    """Prevents: this project's speed printed for a trainer that computes more."""
+    told = {}
+    for made_for in (None, TargetName.MEGATRON_LM, SWIFT):
+        case = small_case()
+        sizes = case.files.plan.parallel.model_copy(update={"tensor": 2, "sequence_parallel": True})
+        changes = {"made_for": made_for, "parallel": sizes, "prediction": None}
+        plan = case.files.plan.model_copy(update=changes)
+        files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan, None))
+        given = given_plan(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
+        exported = make_export(given, lambda given: Exported(files={}, command="")).exported
+        told[made_for] = [each for each in exported.given_up if "not made for it" in each]
+    assert ["encoders" in each for each in told[None]] == [True, False]
+    assert ["encoders" in each for each in told[TargetName.MEGATRON_LM]] == [True]
+    assert told[SWIFT] == []
+
+
+@pytest.mark.parametrize("target", list(TargetName))
 def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     """Prevents: a plan without samples that cannot be exported, or promises steps and samples."""
     planned = make_plan(request(lengths=None, frozen=(), epochs=1)).plan
@@ -314,7 +356,9 @@ def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     save_plan(PlanResult(plan=planned, data=None, profile=None, search=None), tmp_path / "plan")
     status, out, err = run(capsys, tmp_path / "plan", "--to", tmp_path / "export", "--json")
     assert status == 0, err
-    expected = json.loads(out)["expected"]
+    result = json.loads(out)
+    expected = result["expected"]
+    assert "train.jsonl" not in result["command"]
     assert expected["steps"] is None and expected["samples"] is None and expected["step_ms"] > 0
     assert (tmp_path / "export/RUN.md").is_file()
     assert not (tmp_path / "export/order.parquet").exists()

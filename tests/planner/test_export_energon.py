@@ -8,10 +8,12 @@ of a line), manifest/scan.py (`safe_sample_id`, `get_sample_media_type`).
 
 import hashlib
 import json
+import sqlite3
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,18 +27,23 @@ from trainer_cases import (
     MICRO_BATCHES,
     given_of,
     lengths_of,
+    parts_of,
     plan_files,
     random_packs,
     stages_of,
     write_shards,
 )
 
+from omnibal.cli import main
 from omnibal.data.annotations import Annotations, StoredRecord
 from omnibal.errors import UserError
 from omnibal.export import loongforge, megatron_lm
 from omnibal.export.energon import energon_files, loader_order, whole_steps
 from omnibal.export.exported import Given
+from omnibal.export.reading_order import ReadingOrder
 from omnibal.parallel import Parallel
+from omnibal.plan_files import save_plan
+from omnibal.planner import PlanResult
 from omnibal.targets import TargetName
 
 SAMPLES = 10_000
@@ -119,11 +126,13 @@ def test_energon_hands_every_rank_its_packs_in_order(seed, ranks, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_loongforge_packs_what_is_planned(seed, ranks):
+def test_loongforge_packs_what_is_planned(seed, ranks, tmp_path):
     """Prevents a pack plan that LoongForge refuses, or whose packs it hands to other ranks."""
     workers = (8, 0, 3)[seed]
     given = large(seed, ranks, TargetName.LOONGFORGE, workers)
-    lines = list(loongforge.plan_lines(given, Stored(SAMPLES)))
+    exported = loongforge.export(replace(given, annotations=Stored(SAMPLES)))
+    write(exported.files, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "pack_plan.jsonl").read_text().splitlines()]
     tokens = given.files.steps[1].tokens
     number = {loongforge.sample_id(Path("all.tar"), f"{n:06}"): n for n in range(SAMPLES)}
     read = [
@@ -251,7 +260,7 @@ def test_shards_are_read_where_they_are(tmp_path):
     for line in (tmp_path / "energon/packs.jsonl").read_text().splitlines():
         for dataset, key, parts in json.loads(line)["samples"]:
             assert dataset == "source0"
-            assert parts == ["json", *(f"{n}.jpg" for n in range(shows[int(key)]))]
+            assert parts == ["json", *parts_of(shows[int(key)])]
 
 
 def test_without_data_only_what_needs_none_is_written(photos):
@@ -297,11 +306,76 @@ def test_records_that_loongforge_would_take_otherwise(tmp_path, photos):
         record = json.dumps({"media_type": medium} if medium else {}).encode()
         annotations.stored = lambda index, record=record: StoredRecord(record, "k", True)
         with pytest.raises(UserError, match=words):
-            list(loongforge.plan_lines(given, annotations))
+            write(loongforge.export(given).files, folder)
     given = planned_of(Annotations.open(photos[0]), TargetName.LOONGFORGE,
                        packs=random_packs(24, 1, np.random.default_rng(0)))  # fmt: skip
     exported = loongforge.export(given)
     assert not exported.files and any("is left out" in note for note in exported.notes)
+
+
+def test_members_that_loongforge_takes_for_other_samples(tmp_path):
+    """Prevents a pack plan of samples that the manifest does not have: its keys end elsewhere."""
+    annotations = Annotations.open(write_shards(tmp_path, np.array([2, 2])))
+    given = planned_of(annotations, TargetName.LOONGFORGE)
+    with pytest.raises(UserError, match=r"member 00000[01]\.0\.jpg, which LoongForge's scan takes"):
+        write(loongforge.export(given).files, tmp_path)
+
+
+def write_manifest(path: Path, rows: list[tuple[str, str, int]]) -> Path:
+    """A manifest as LoongForge's scan makes it, with these samples."""
+    with closing(sqlite3.connect(path)) as base:
+        base.execute(
+            "CREATE TABLE samples (sample_id TEXT PRIMARY KEY, media_type TEXT, token_len INTEGER, "
+            "shard TEXT, base_key TEXT, prompt TEXT, caption TEXT, media_files_json TEXT, "
+            "raw_json TEXT)"
+        )
+        base.executemany(
+            "INSERT INTO samples (sample_id, media_type, token_len) VALUES (?, ?, ?)", rows
+        )
+        base.commit()
+    return path
+
+
+def command(*words: str | Path) -> int:
+    """Exit status of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def test_names_of_loongforges_own_manifest(tmp_path, capsys):
+    """Prevents names that were made by rule where LoongForge's manifest has them, and a manifest of
+    other samples than were planned."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(10, 90, 40)
+    lengths = lengths_of(tokens, np.zeros(40))
+    result = plan_files(random_packs(40, 4, rng), lengths, stages_of(MODEL, 1, 3))
+    save_plan(
+        PlanResult(plan=result.plan, data=result.data, search=None, profile=None), tmp_path / "plan"
+    )
+    rows = [(f"shard__{n * 7 % 40:016x}", "text", int(count)) for n, count in enumerate(tokens)]
+    manifest = write_manifest(tmp_path / "sample_manifest.sqlite", rows)
+    told = ["export", tmp_path / "plan", "--json", "--to", tmp_path / "out", "--data"]
+    assert command(*told, manifest, "--for", "loongforge") == 0
+    lines = (tmp_path / "out/pack_plan.jsonl").read_text().splitlines()
+    order = ReadingOrder.of(result.data[0])
+    for line, pack in zip(map(json.loads, lines), packs_of(order), strict=False):
+        assert line["sample_ids"] == [rows[sample][0] for sample in pack]
+        assert line["sample_token_lens"] == [rows[sample][2] for sample in pack]
+    assert len(lines) > 5
+    told[4] = tmp_path / "none"
+    fewer = write_manifest(tmp_path / "fewer.sqlite", rows[:-1])
+    other = write_manifest(tmp_path / "other.sqlite", [*rows[:-1], ("z", "text", 1)])
+    broken = tmp_path / "broken.sqlite"
+    broken.write_bytes(b"SQLite format 3\0" + bytes(50))
+    for path, target, words in (
+        (fewer, "loongforge", "has 39 samples"),
+        (other, "loongforge", "sample z has 1 tokens"),
+        (broken, "loongforge", "cannot be read as LoongForge's manifest"),
+        (manifest, "megatron-lm", "the export is for Megatron-LM"),
+    ):
+        assert command(*told, path, "--for", target) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_lines_fill_the_last_round_of_loader_processes():

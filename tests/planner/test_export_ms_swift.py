@@ -24,6 +24,7 @@ from omnibal.export.directory import given_plan, make_export
 from omnibal.export.expressible import first_obstacle
 from omnibal.export.ms_swift import export
 from omnibal.export.ms_swift_records import row_of, write_rows
+from omnibal.export.scripts.check_packs import counted_lengths, difference
 from omnibal.pipeline.stage import Stage
 from omnibal.targets import TARGETS, TargetName
 
@@ -162,6 +163,18 @@ def test_rows_say_what_the_records_say(tmp_path):
     }
 
 
+def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
+    """Prevents: a token more for every image than was counted, as its template writes a break."""
+    source = tmp_path / "data.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    annotations = Annotations.open(source)
+    for of_tiles, question in ((False, "<image>\nWhat?"), (True, "<image>What?")):
+        row = row_of(annotations[0], of_tiles=of_tiles)
+        assert row["messages"][0]["content"] == question
+    with pytest.raises(UserError, match="is about a video given as frames"):
+        row_of(annotations[5], of_tiles=True)
+
+
 def test_what_ms_swift_cannot_be_given_is_refused(tmp_path):
     """Prevents: a sample trained otherwise than it was counted, and columns of unknown type."""
     texts = [{"messages": [{"role": "user", "content": "x" * 60_000},
@@ -230,21 +243,20 @@ def test_the_check_of_packs_tells_what_differs(tmp_path):
     order = pq.read_table(tmp_path / "export/order.parquet")
     tokens = order["tokens"].to_pylist()
 
-    def run(name: str, lengths: list) -> tuple[int, str]:
-        cached(tmp_path / name, lengths)
-        command = [sys.executable, tmp_path / "export/check_packs.py", tmp_path / name]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        return ended.returncode, ended.stdout
-
-    assert run("same", [[length] for length in tokens])[0] == 0
-    assert run("short", tokens[:-1]) == (
-        1, "299 rows were counted, and the plan has 300: rows were left out\n"
-    )  # fmt: skip
-    longer = [tokens[0] + 4_000, *tokens[1:]]
-    status, told = run("longer", longer)
-    assert status == 1 and told.startswith(
-        "pack 0 is another: 1 of 300 lengths differ, first row 0"
-    )
+    packs = order["pack"].to_pylist()
+    cached(tmp_path / "same", [[length] for length in tokens])
+    cached(tmp_path / "longer", [tokens[0] + 4_000, *tokens[1:]])
+    script = tmp_path / "export/check_packs.py"
+    command = [sys.executable, script, tmp_path / "longer"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("pack 0 is another: 1 of 300 lengths differ, first row 0")
+    assert difference(counted_lengths(tmp_path / "same"), tokens, packs) is None
+    assert difference(tokens[:-1], tokens, packs).startswith("299 rows were counted, and the plan")
+    rows = list(range(300))
+    swapped = [rows[packs.index(1)], *rows[1 : packs.index(1)], 0, *rows[packs.index(1) + 1 :]]
+    told = difference([tokens[row] for row in swapped], tokens, packs)
+    assert told is not None and "2 of 300 lengths differ, first row 0" in told
 
 
 def test_an_export_without_data_says_how_to_use_the_order(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from plan_cases import changed, example_lengths, example_profile, request
+from plan_cases import MODEL, changed, example_lengths, example_profile, request
 
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.profile import model_sha256
@@ -28,8 +28,12 @@ from omnibal.search.feasible import (
     gib_text,
     smaller_caps,
 )
+from omnibal.targets import RecomputeFreedom, StageRules
 
 CLUSTER = load_cluster("laptop-cpu")
+LIMITED = StageRules(
+    encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE
+)
 ANY = Caps.of(tiles=1, tokens=1)
 """Of which every sample is larger."""
 
@@ -80,8 +84,16 @@ LARGER = {
 }
 
 
-@pytest.mark.parametrize("share", [0.97, 0.85, 0.7, 0.55])
-@pytest.mark.parametrize("lengths", [example_lengths(), None], ids=["data", "shapes"])
+@pytest.mark.parametrize(
+    ("lengths", "share"),
+    [
+        *(
+            pytest.param(example_lengths(), share, id=f"data-{share}")
+            for share in (0.97, 0.7, 0.55)
+        ),
+        *(pytest.param(None, share, id=f"shapes-{share}") for share in (0.85, 0.55)),
+    ],
+)
 def test_changes_are_the_smallest_that_fit(lengths, share):
     """Prevents advice that does not help, and more devices than are needed."""
     roomy = one_epoch(lengths=lengths)
@@ -107,6 +119,19 @@ def test_changes_are_the_smallest_that_fit(lengths, share):
     assert larger == {each.job.parallel for each in expected}
     sizes = [change.request.job.parallel.world_size for change in found]
     assert sizes[:-1] == sorted(sizes[:-1])
+
+
+def test_changes_keep_to_limits_of_stages():
+    """Prevents advice by splits that a trainer cannot be told, or of more stages than it takes."""
+    roomy, layers = one_epoch(lengths=None), MODEL.language.layers
+    limited = replace(roomy, job=replace(roomy.job, rules=LIMITED))
+    planned = with_memory(limited, 0.8 * least_memory(limited))
+    found = changes_of(planned)
+    assert found and all(fits(change.request) for change in found)
+    assert all(change.request.job.rules == LIMITED for change in found)
+    pipelines = [change.request.job.parallel.pipeline for change in found]
+    first = [size for size in range(3, layers + 1) if fits(sized(planned, pipeline=size))][:1]
+    assert [size for size in pipelines if size > 2] == first
 
 
 def test_no_size_between_is_left_out():

@@ -257,9 +257,9 @@ def test_many_samples_are_packed_once_under_all_caps(names, most):
 def test_bound_of_many_sizes_is_no_more_than_packs():
     """Prevents a bound from fitted values that is above what a packing needs."""
     rng = np.random.default_rng(4)
-    tiles = np.where(rng.random(900) < 0.5, rng.integers(1, 6, 900), 0)
-    clips = np.where(rng.random(900) < 0.5, rng.integers(1, 21, 900), 0)
-    tokens = 256 * tiles + 25 * clips + rng.integers(20, 900, 900)
+    tiles = np.where(rng.random(500) < 0.5, rng.integers(1, 6, 500), 0)
+    clips = np.where(rng.random(500) < 0.5, rng.integers(1, 21, 500), 0)
+    tokens = 256 * tiles + 25 * clips + rng.integers(20, 900, 500)
     for columns, caps in (
         ({"tokens": tokens}, Caps.of(tokens=4096)),
         (

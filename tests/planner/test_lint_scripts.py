@@ -87,6 +87,32 @@ def test_sizes_that_are_not_known_are_asked_for(script: str, name: str, why: str
     assert launch.tensor in (2, 4)
 
 
+LOGGED = """
+BASE=(--tensor-model-parallel-size 2 --micro-batch-size 1)
+if [ -n "$KEY" ]; then BASE+=({added} $KEY); fi
+torchrun --nproc_per_node 2 a.py ${{BASE[@]}}
+"""
+
+
+def test_what_a_condition_adds_is_asked_for_only_if_it_matters():
+    """Prevents: a size that an `if` adds to an array and that is lost, and questions for the
+    logging that nearly every script adds so."""
+    launch = read_launch(LOGGED.format(added="--wandb-project"), {})
+    assert (launch.tensor, launch.micro_batch, launch.unknown) == (2, 1, ("BASE",))
+    with pytest.raises(UserError, match=r"may have --global-batch-size.*--set BASE=VALUE"):
+        read_launch(LOGGED.format(added="--global-batch-size"), {})
+    whole = {"BASE": "--tensor-model-parallel-size 2 --global-batch-size 8"}
+    assert read_launch(LOGGED.format(added="--global-batch-size"), whole).global_batch == 8
+
+
+def test_one_of_several_launch_lines_is_chosen():
+    """Prevents: a verdict on the line that the user did not mean."""
+    script = "if x; then\n  a.py --micro-batch-size 1\nelse\n  a.py --micro-batch-size 2\nfi"
+    assert [read_launch(script, {}, line_number=line).micro_batch for line in (2, 4)] == [1, 2]
+    with pytest.raises(UserError, match="on lines 2 and 4, and 3 was chosen"):
+        read_launch(script, {}, line_number=3)
+
+
 def test_output_of_a_command_is_asked_for_and_nothing_runs(tmp_path: Path):
     """Prevents: a linter that executes what it is given."""
     mark = tmp_path / "mark"

@@ -126,7 +126,7 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
 
     Estimates do not know of the pipeline's bubble, so that there the best may be missed by more.
     """
-    job, lengths = job_of(4, pipeline), long_tailed(1_500, 65_536)
+    job, lengths = job_of(4, pipeline), long_tailed(800, 65_536)
     data = data_of(lengths, 4, 65_536)
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
     found = search_levels(LevelRequest(job=job, data=data), ignore)

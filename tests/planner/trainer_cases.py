@@ -12,7 +12,7 @@ from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums
-from omnibal.export.directory import given_plan
+from omnibal.export.directory import check_expressible, given_plan
 from omnibal.export.exported import Given
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -125,7 +125,13 @@ def given_of(
     workers: int = 0,
     folder: Path = Path("/export"),
 ) -> Given:
+    check_expressible(files, TARGETS[name])
     return given_plan(files, TARGETS[name], annotations, folder, workers)
+
+
+def parts_of(images: int) -> list[str]:
+    """Names of a sample's images behind its key."""
+    return ["jpg"] if images == 1 else [f"{number}.jpg" for number in range(images)]
 
 
 def write_shards(folder: Path, shows: np.ndarray, per_shard: int = 5_000) -> Path:
@@ -141,7 +147,7 @@ def write_shards(folder: Path, shows: np.ndarray, per_shard: int = 5_000) -> Pat
                     ],
                 }
                 members = {"json": json.dumps(record).encode()}
-                members |= {f"{n}.jpg": b"\xff\xd8%d" % number for n in range(shows[number])}
+                members |= dict.fromkeys(parts_of(int(shows[number])), b"\xff\xd8%d" % number)
                 for part, content in members.items():
                     member = tarfile.TarInfo(f"{number:06}.{part}")
                     member.size = len(content)

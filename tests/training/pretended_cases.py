@@ -209,14 +209,12 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(model="internvl2.5-1b", stages=2),
     Layout(model="internvl2.5-1b", tied=True),
     Layout(model="internvl2.5-1b", tied=True, stages=2),
     Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2),
     Layout(model="internvl-chat-1.5-6b-20b", tensor=2, recompute=RecomputeRule.FULL),
     Layout(model="internvl-chat-1.5-6b-20b", tensor=4, sequence=True, frozen=("vision",)),
     Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2, edited=True),
-    Layout(model="internvl2.5-8b", stages=2, edited=True),
     Layout(model="internvl2.5-78b", tensor=8, sequence=True, recompute=RecomputeRule.CHEAPEST),
     Layout(model="internvl2.5-8b", frozen=("vision", "language"), stages=2),
     Layout(model="llama3.1-8b", tensor=2, sequence=True, vision=0),

@@ -62,7 +62,6 @@ CASES = {
         {"tensor": 2, "sequence_parallel": True, "data": 2}, pipelines=2, kept=99,
         recompute={"language": (1,)}, frozen=("vision",),
     ),
-    "tp2-dp2": Case({"tensor": 2, "data": 2}, pipelines=1, kept=2),
     "dp4": Case({"data": 4}, pipelines=2, kept=1, frozen=("projector",)),
     "dp4-frozen": Case({"data": 4}, pipelines=4, frozen=("vision", "projector")),
     "pp4": Case({}, cuts=(1, 2, 3), per_pass=1, kept=1, drop_path=0.3),

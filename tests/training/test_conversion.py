@@ -114,9 +114,18 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shard_bytes", [None, SHARD_BYTES], ids=["single", "sharded"])
-@pytest.mark.parametrize(("name", "layout"), CASES)
+FILES = {"single": None, "sharded": SHARD_BYTES}
+
+
+def in_every_form(cases):
+    """Each case in one file and in several, one of them in fp32 and the other in bf16, by turns."""
+    for number, case in enumerate(cases):
+        types = ("fp32", "bf16")[:: 1 if number % 2 else -1]
+        for (files, size), dtype in zip(FILES.items(), types, strict=True):
+            yield pytest.param(*case, size, dtype, id="-".join((*case, files, dtype)))
+
+
+@pytest.mark.parametrize(("name", "layout", "shard_bytes", "dtype"), list(in_every_form(CASES)))
 def test_import_and_export_give_the_same_bytes(tmp_path, name, layout, shard_bytes, dtype):
     """Prevents: values, types, names, files, metadata or companions that a conversion loses."""
     model, copied = transformers_model(KINDS[name]), OURS[layout].is_original
@@ -146,8 +155,9 @@ def test_types_that_differ_between_tensors_stay(tmp_path):
     )
 
 
-@pytest.mark.parametrize("shard_size", ["20KB", "1GB"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "shard_size"), list(zip(KINDS, ["20KB", "1GB"] * (len(KINDS) // 2), strict=True))
+)
 def test_what_transformers_saves_comes_back(tmp_path, name, shard_size):
     """Prevents: files that only this project's tests write, or a tied head that is invented."""
     source = tmp_path / "there"
@@ -173,20 +183,20 @@ TIED_ORIGINAL = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16"])
-@pytest.mark.parametrize("shard_bytes", [None, SHARD_BYTES], ids=["single", "sharded"])
-@pytest.mark.parametrize(("name", "layout"), TIED_ORIGINAL)
+@pytest.mark.parametrize(
+    ("name", "layout", "shard_bytes", "dtype"), list(in_every_form(TIED_ORIGINAL))
+)
 def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, shard_bytes, dtype):
     """Prevents: a random head in InternVL's own code, which ties none, whatever config.json says:
     of a layout that is asked for, or beside a checkpoint that has no copy."""
     model = transformers_model(KINDS[name])
     expected = released_tensors(model, layout, head_copy=True)
-    expected = {key: value.to(TYPES[dtype or "fp32"]) for key, value in expected.items()}
+    expected = {key: value.to(TYPES[dtype]) for key, value in expected.items()}
     size = sum(value.nbytes for value in expected.values())
     source = complete(save_released(model, tmp_path / "there", layout, shard_bytes=shard_bytes))
     assert HEADS[layout] not in tensors_of(source)
     run = imported(source, tmp_path / "run")
-    wanted = dtype and TYPES[dtype]
+    wanted = None if dtype == "fp32" else TYPES[dtype]  # which it is stored in
     like = exported_like(run, source, tmp_path / "like", wanted)
     made = exported_as(run, layout, tmp_path / "made", wanted, size=shard_bytes or 10**9)
     for folder in (like, made):
@@ -198,7 +208,7 @@ def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, sh
         assert_same_parameters(imported(folder, tmp_path / f"again-{folder.name}"), run, dtype)
     config = json.loads((made / "config.json").read_text())
     assert config["tie_word_embeddings"] is config["llm_config"]["tie_word_embeddings"] is True
-    if dtype is None:
+    if wanted is None:
         names = {path for path in content(source) if not path.startswith("model")}
         assert names == {path for path in content(like) if not path.startswith("model")}
         assert all(content(like)[path] == content(source)[path] for path in names)
@@ -225,11 +235,16 @@ def test_untying_class_computes_the_same(tmp_path, name, layout):
         assert_near(language(ids).logits, model(input_ids=ids).logits, "logits")
 
 
+def next_layout(name, layout):
+    """Of those that hold the model, in a ring: every one is led to once, and leads to another."""
+    others = LAYOUTS[KINDS[name].language]
+    return others[(others.index(layout) + 1) % len(others)]
+
+
 @pytest.mark.parametrize(
-    ("name", "layout", "other"),
-    [(name, layout, other) for name, layout in CASES for other in LAYOUTS[KINDS[name].language]],
+    ("name", "layout", "other"), [(*case, next_layout(*case)) for case in CASES]
 )
-def test_every_layout_leads_to_every_other(tmp_path, name, layout, other):
+def test_every_layout_leads_to_another(tmp_path, name, layout, other):
     """Prevents: exports that are wrong in the same way as imports, and so come back right."""
     model = transformers_model(KINDS[name])
     run = imported(complete(save_released(model, tmp_path / "there", layout)), tmp_path / "run")

@@ -52,7 +52,6 @@ IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 # Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed, 5-7 language layers.
 PLANS = {
     "data-2": plan_of(data=2),
-    "experts-2": plan_of(data=2, expert=2),
     "experts-4": plan_of(data=4, expert=4),
     "experts-2-of-data-4": plan_of(data=4, expert=2),
     "pipeline-recomputed": plan_of(6, data=2, expert=2, recompute=(0, 2)),
@@ -72,7 +71,6 @@ def test_same_training_as_one_process(plan):
 # Dealt in turn: a rank without a pack, one with a pack less, and pipelines of several.
 UNEVEN = [[[(1, 8)]], [[(2, 9)], [(0, 12)], [(1, 6), (0, 4)]], [[(0, 21)], [(2, 8)], [(0, 7)]]]
 UNEVEN_PLANS = {
-    "experts-2": plan_of(data=2, expert=2),
     "experts-2-of-data-4": plan_of(data=4, expert=2),
     "pipeline": plan_of(6, data=2, expert=2, recompute=(0, 2)),
     "tensor-experts-4": plan_of(**IN_PARTS, data=2, expert=4),
@@ -108,16 +106,13 @@ def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(monkeypat
             {"data": 2, "expert": 2, "model": model_of(imbalance=2.0)},
             id="one-to-experts-2-of-another-margin",
         ),
-        pytest.param({"data": 4, "expert": 4}, {"data": 2}, id="experts-4-to-data-2"),
         pytest.param(
             {"data": 2, "expert": 2, "cuts": (2,)},
             {**IN_PARTS, "expert": 2},
             id="pipeline-to-tensor",
         ),
         pytest.param(
-            {**IN_PARTS, "data": 2, "expert": 4},
-            {"data": 4, "expert": 2, "cuts": ()},
-            id="tensor-to-data",
+            {**IN_PARTS, "data": 2, "expert": 4}, {"data": 2}, id="tensor-experts-4-to-data"
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_gradient_is_the_weighted_mean_of_the_samples_own(alone, weighting):
     """Prevents: weights that count per rank, or per pack where they should not, and a divisor that
     is not the weights' sum."""
     plan = toy_plan(toy_model(), stages_of(toy_model()))
-    for packs in ([[0, 1], [2], [3, 4, 5]], [[5, 3, 0, 1, 2, 4]], [[4], [2, 0], [1], [5, 3]]):
+    for packs in ([[5, 3, 0, 1, 2, 4]], [[4], [2, 0], [1], [5, 3]]):
         loss, norm, gradients = mean_of(alone, weighting, packs)
         [(got_loss, got_norm, got)] = run_ranks(
             plan.parallel, gradients_of, plan, [packs], weighting
@@ -86,14 +86,11 @@ def test_gradient_is_the_weighted_mean_of_the_samples_own(alone, weighting):
         for name, gradient in gradients.items():
             torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6 * max(1, norm))
     spread = toy_plan(toy_model(), stages_of(toy_model(), 4), data=2)
-    ranks = [[[1], [0, 2, 4]], [[5], [3]]], [[[5, 4, 3, 2]], [[1], [0]]]
-    for step in ranks:
-        loss, norm, _ = mean_of(alone, weighting, [pack for rank in step for pack in rank])
-        for got_loss, got_norm, _ in run_ranks(
-            spread.parallel, gradients_of, spread, step, weighting
-        ):
-            assert got_loss == pytest.approx(loss, rel=1e-5)
-            assert got_norm == pytest.approx(norm, rel=1e-4)
+    step = [[[5, 4, 3]], [[1, 2], [0]]]  # another number of samples, and of packs, on each rank
+    loss, norm, _ = mean_of(alone, weighting, [pack for rank in step for pack in rank])
+    for got_loss, got_norm, _ in run_ranks(spread.parallel, gradients_of, spread, step, weighting):
+        assert got_loss == pytest.approx(loss, rel=1e-5)
+        assert got_norm == pytest.approx(norm, rel=1e-4)
 
 
 def test_published_names_are_understood():

@@ -134,7 +134,6 @@ def content(links, path):
 
 
 CHANGES = {
-    "two-ranks": (1, 1, 2),
     "four-ranks": (1, 1, 4),
     "tensor-parallel": (2, 2, 2),
     "from-tensor-parallel": (2, 1, 4),

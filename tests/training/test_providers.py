@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from commands import launcher
 
+from megatron.vlm.installed import import_failure
 from megatron.vlm.model.providers import check_provider
 from omnibal.errors import UserError
 
@@ -44,12 +45,23 @@ def test_the_trainer_refuses_it_at_once(mode):
     assert "error: --provider te needs Transformer Engine, which is not installed" in ended.stderr
 
 
-@pytest.mark.parametrize("error", ["ImportError", "OSError"])
-def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path, error):
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
+def test_why_a_package_cannot_be_imported_is_kept(tmp_path, monkeypatch, error):
+    """Prevents: a broken package of compiled code, which raises what it likes, left half-imported
+    for Megatron-core to find."""
+    package = f"broken_by_{error}"
+    (tmp_path / f"{package}.py").write_text(f'raise {error}("libcudnn.so.9: not found\\nat all")')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_failure(package, package) == f"{error}: libcudnn.so.9: not found"
+    assert sys.modules.pop(package) is None
+    assert import_failure("not_installed_at_all", "not_installed_at_all.torch") is None
+
+
+def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path):
     """Prevents: Megatron-core's own traceback over a broken shared library, for any provider."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
-    (package / "__init__.py").write_text(f'raise {error}("libcudnn.so.9: not found\\nat all")')
+    (package / "__init__.py").write_text('raise OSError("libcudnn.so.9: not found\\nat all")')
     path = os.pathsep.join(map(str, (REPOSITORY, tmp_path)))
     ended = subprocess.run(
         [sys.executable, "pretrain_vlm.py", "--plan", "none", "--provider", "te", "--dry-run"],
@@ -59,5 +71,5 @@ def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path, error):
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr == (
         "error: --provider te: Transformer Engine is installed, but cannot be imported "
-        f"({error}: libcudnn.so.9: not found); repair it, or leave --provider out\n"
+        "(OSError: libcudnn.so.9: not found); repair it, or leave --provider out\n"
     )

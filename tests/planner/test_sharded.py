@@ -1,0 +1,195 @@
+"""Weights and gradients divided over data-parallel ranks, as FSDP and ZeRO-3 do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from omnibal.config import ClusterConfig, load_cluster, load_model
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import trained_features
+from omnibal.cost.sharded import ShardedExchange
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.plan_data import SampleData
+from omnibal.planner import PlanRequest, make_plan
+from omnibal.targets import TARGETS, Sharding, StageRules, TargetName
+from omnibal.units import unit_names
+from tests.planner.plan_cases import example_lengths
+
+pytestmark = pytest.mark.quick
+MODEL = load_model("internvl2-1b")
+
+
+def simulated_ms(compute_ms: list[float], gather_ms: list[float], reduce_ms: list[float]) -> float:
+    """Time of units in turn beside one link: an event at a time, each gather one unit ahead.
+
+    The link serves a unit's gather first, then the reduction of the unit before.
+    """
+    link_ms, compute_end = gather_ms[0], 0.0
+    ready = [link_ms]
+    for unit, own_ms in enumerate(compute_ms):
+        start = max(compute_end, ready[unit])
+        link_ms = max(link_ms, start)
+        if unit + 1 < len(compute_ms):
+            link_ms += gather_ms[unit + 1]
+        if unit:
+            link_ms += reduce_ms[unit - 1]
+        ready.append(link_ms)
+        compute_end = start + own_ms
+    return max(compute_end, link_ms) + reduce_ms[-1]
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",)], ids=["all", "language"])
+@pytest.mark.parametrize("gb_per_s", [0.5, 5.0, 500.0])
+def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: tuple) -> None:
+    """Prevents: exchange counted as hidden that no computation hides, or twice."""
+    cluster = slow_cluster(gb_per_s)
+    cost = analytic_cost(MODEL, cluster, Parallel(pipeline=1, data=8), "bf16", frozen)
+    exchange = ShardedExchange.of(cost, MODEL, cluster, 8, "bf16")
+    draw = np.random.default_rng(0)
+    scale = np.where(np.array(cost.features) == "fixed", 1, 4_000)
+    features = np.abs(draw.normal(size=(5, len(cost.features)))) * scale
+    features[:, 0] = 1
+    units = [[kind.name for kind in cost.kinds].index(name) for name in unit_names(MODEL)]
+    exposed = exchange.exposed_ms(features)
+    for row, (ahead, behind) in zip(features, exposed, strict=True):
+        forward, backward = exchange.forward_ms @ row, exchange.backward_ms @ row
+        nothing = [0.0] * len(units)
+        whole = simulated_ms(list(forward[units]), list(exchange.gather_ms[units]), nothing)
+        assert forward[units].sum() + ahead == pytest.approx(whole, rel=1e-9)
+        turned = units[::-1]
+        whole = simulated_ms(
+            list(backward[turned]),
+            list(exchange.gather_back_ms[turned]),
+            list(exchange.reduce_ms[turned]),
+        )
+        assert backward[units].sum() + behind == pytest.approx(whole, rel=1e-9)
+
+
+def slow_cluster(gb_per_s: float) -> ClusterConfig:
+    """Devices whose links have this rate."""
+    cluster = load_cluster("h100-80g")
+    return cluster.model_copy(update={"intra_node_gb_per_s": gb_per_s})
+
+
+def job(ranks: int, **changes: object) -> JobSpec:
+    """A job whose ranks divide all."""
+    whole = JobSpec(
+        model=MODEL,
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=1, data=ranks),
+        precision="bf16",
+    )
+    return replace(whole, sharding=Sharding.ALL, **changes)
+
+
+def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
+    """Prevents: weights or gradients that stay whole, or are divided twice.
+
+    arXiv 1910.02054, section 5: all three kinds of state are divided by the ranks.
+    """
+    whole, shared = replace(job(8), sharding=Sharding.OPTIMIZER).cost, job(8).cost
+    assert shared.weight_bytes_per_parameter == whole.weight_bytes_per_parameter / 8
+    assert shared.gradient_bytes_per_parameter == whole.gradient_bytes_per_parameter / 8
+    assert shared.optimizer_bytes_per_parameter == whole.optimizer_bytes_per_parameter
+    total = sum(
+        (
+            shared.weight_bytes_per_parameter
+            + shared.gradient_bytes_per_parameter
+            + shared.optimizer_bytes_per_parameter,
+        )
+    )
+    # Weights in bf16, gradients and three states in fp32: 2 + 4 + 12 bytes.
+    assert total == pytest.approx(18 / 8)
+
+
+def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
+    """Prevents: plans for FSDP refused as if every rank held the model whole."""
+    large = load_model("internvl2-26b")
+    lengths = example_lengths(count=600)
+    for name, fits in ((None, False), (TargetName.XTUNER, True)):
+        limits = {} if name is None else limits_of(name)
+        request = PlanRequest(
+            job=JobSpec(
+                model=large,
+                cluster=load_cluster("h100-80g"),
+                parallel=Parallel(pipeline=1, data=32),
+                precision="bf16",
+                **limits,
+            ),
+            data=SampleData(
+                lengths=lengths,
+                caps=Caps.of(tiles=40, tokens=8192),
+                packing=PackingMethod.BALANCED,
+                packs_per_step=32,
+                epochs=1,
+                seed=0,
+            ),
+        )
+        if not fits:
+            with pytest.raises(UserError, match="needs"):
+                make_plan(request)
+            continue
+        prediction = make_plan(request).plan.prediction
+        assert prediction is not None
+        memory = prediction.stages[0].memory
+        assert memory.weights_gib * 32 == pytest.approx(2 * parameters(large) / 2**30, rel=0.02)
+        assert prediction.lost.communication_ms > 0
+
+
+def limits_of(name: TargetName) -> dict:
+    """Fields of a job for a trainer."""
+    target = TARGETS[name]
+    return {
+        "made_for": name,
+        "rules": target.stages,
+        "sharding": target.sharding,
+        "padded": target.packs.padded,
+    }
+
+
+def parameters(model: object) -> int:
+    """Parameters of a model, all units together."""
+    cost = analytic_cost(model, load_cluster("h100-80g"), Parallel(pipeline=1), "bf16")
+    names = unit_names(model)
+    return sum(cost.units[name].parameters for name in names)
+
+
+@pytest.mark.parametrize("option", ["pipeline", "tensor"])
+def test_other_parallel_sizes_are_refused(option: str) -> None:
+    """Prevents: a prediction of something that the trainer does not do."""
+    sizes = {"pipeline": 1, "data": 2} | {option: 2}
+    with pytest.raises(UserError, match="2 was given"):
+        replace(job(2), parallel=Parallel(**sizes))
+
+
+def test_padding_is_one_more_segment_of_every_pack() -> None:
+    """Prevents: padding that costs nothing, or attends to all of its pack."""
+    names = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
+    packs = np.array([[1, 3, 700, 250_000, 300], [1, 0, 1_000, 1_000_000, 1_000.0]])
+    padded = trained_features(packs, names, padded=True, whole_loss=False)
+    assert padded.tolist() == [[1, 3, 1_000, 340_000, 300], [1, 0, 1_000, 1_000_000, 1_000]]
+    whole = trained_features(packs, names, padded=True, whole_loss=True)
+    assert whole[:, 4].tolist() == [1_000, 1_000]
+    assert trained_features(packs, names, padded=False, whole_loss=False) is packs
+
+
+def test_tokens_without_loss_cost_the_head_too() -> None:
+    """Prevents: logits of prompts left out for trainers that compute them."""
+    plain = replace(job(2), sharding=Sharding.OPTIMIZER)
+    whole = replace(plain, rules=StageRules(head_on_all_tokens=True))
+    lengths = example_lengths(count=200)
+    data = SampleData(
+        lengths=lengths, caps=Caps.of(tiles=30, tokens=8192), packing=PackingMethod.BALANCED,
+        packs_per_step=4, epochs=1, seed=0,
+    )  # fmt: skip
+    packs, lengths = data.schedule(plain)
+    column = plain.cost.features.index("loss_tokens")
+    of_loss = plain.workload(packs, lengths, ()).features[:, column]
+    of_all = whole.workload(packs, lengths, ()).features[:, column]
+    assert (of_loss <= packs.tokens).all()
+    assert of_all.tolist() == packs.tokens.tolist()
