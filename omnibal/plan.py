@@ -37,7 +37,8 @@ MAX_SEED = 2**63 - 1
 
 PackedBy = Literal["balanced", "isf", "next_fit", "other"]
 """Packing rule of `omnibal plan` that made the packs, or "other"; the next fit is of windows of a
-stream that are trained as they are read."""
+stream that are trained as they are read, or of samples that a trainer packs itself, in the order of
+the plan's packs."""
 
 
 class Shapes(Frozen):
@@ -77,10 +78,10 @@ class DataPlan(Shapes):
 
     @model_validator(mode="after")
     def _windows_are_packed_for_themselves(self) -> "DataPlan":
-        if self.method == ("next_fit" if self.window is None else "isf"):
+        if self.window is not None and self.method == "isf":
             raise ValueError(
-                f"window is {self.window} and method {self.method!r}; a window's packs are by "
-                "balanced, next_fit or other, and next_fit is of windows alone"
+                f"window is {self.window} and method 'isf'; a window's packs are by balanced, "
+                "next_fit or other"
             )
         return self
 

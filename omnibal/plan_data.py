@@ -18,6 +18,7 @@ from omnibal.data.lengths import (
     draw_samples,
     tile_sizes,
 )
+from omnibal.data.next_fit import as_formed
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import (
@@ -42,6 +43,7 @@ from omnibal.limits import (
     words,
 )
 from omnibal.plan import DataPlan, PackedBy, Plan, Shapes
+from omnibal.targets import ANY_PACKS, PackRules
 
 _IMAGE_TOKENS = "image_tokens"
 """Items of encoders of images at their native resolution."""
@@ -68,10 +70,14 @@ class SampleData:
     """First steps that are made of packs of the shortest level alone."""
     steps: Steps | None = None
     """Steps of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
+    rules: PackRules = ANY_PACKS
+    """What packs may be, where there is but one level."""
+    packed_by: PackedBy | None = None
+    """Rule that made the packs of given steps; None where there are none."""
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
-        """Take over the data of an earlier plan, step by step.
+        """Take over the data of an earlier plan, step by step, whatever rules its packs follow.
 
         Raises:
             UserError: the plan has no data, or other packs than `omnibal plan` makes.
@@ -90,7 +96,8 @@ class SampleData:
         return cls(
             lengths=lengths,
             caps=plan.data.caps,
-            packing=PackingMethod(plan.data.method),
+            packing=_packing_of(plan.data),
+            packed_by=plan.data.method,
             packs_per_step=plan.data.packs_per_step,
             epochs=plan.data.epochs,
             seed=plan.data.seed,
@@ -131,6 +138,7 @@ class SampleData:
             packs_per_row=job.parallel.data,
             levels=self.levels,
             curriculum_steps=self.curriculum_steps,
+            rules=self.rules,
         )
 
     def packed(self, job: JobSpec) -> list[Packs]:
@@ -181,6 +189,9 @@ class SampleData:
         packs = deal_steps(
             steps, lengths, self._load(job), sizes.data, self.levels, in_step=job.in_step
         )
+        if self.rules.next_fit:
+            load = self._load(job)(packs.packs)
+            packs = as_formed(packs, lengths, load, sizes.data, self.packs_per_step)
         return packs, lengths
 
     def least_caps(self) -> Caps:
@@ -193,7 +204,7 @@ class SampleData:
             packs,
             self.lengths,
             caps=self.caps,
-            method=self.packing.value,
+            method=self.packed_by or ("next_fit" if self.rules.next_fit else self.packing.value),
             seed=self.seed,
             epochs=self.epochs,
             packs_per_step=self.packs_per_step,
@@ -400,6 +411,12 @@ def _check_epochs(epochs: int, samples: int) -> None:
         )
 
 
+def _packing_of(data: DataPlan) -> PackingMethod:
+    """Packing rule by which samples were told to go together; `balanced` where others did that."""
+    known = data.method in list(PackingMethod)
+    return PackingMethod(data.method) if known else PackingMethod.BALANCED
+
+
 def limited_features(model: ModelConfig) -> tuple[str, ...]:
     """Names of the features that packs for a model must limit."""
     return tuple(in_canonical_order([*model.item_features, "tokens"]))
@@ -423,6 +440,27 @@ def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float)
 def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
     """Find the smallest caps of these features that every sample fits."""
     return Caps.of(**{name: max(int(lengths.column(name).max()), 1) for name in names})
+
+
+def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
+    """Make caps of these features of which only that of tokens limits packs.
+
+    The others are the most that samples of so many tokens together could have.
+    """
+    caps = {"tokens": tokens}
+    for name in names:
+        if name != "tokens":
+            caps[name] = _most_items(lengths.column(name), lengths.tokens, tokens)
+    return Caps.of(**caps)
+
+
+def _most_items(items: np.ndarray, tokens: np.ndarray, most_tokens: int) -> int:
+    """Most items of any samples that have so many tokens together, with a part of the last one."""
+    most_first = np.argsort(-items / np.maximum(tokens, 1), kind="stable")
+    held = np.concatenate([[0], np.cumsum(tokens[most_first], dtype=np.int64)])
+    sums = np.concatenate([[0], np.cumsum(items[most_first], dtype=np.int64)])
+    within = int(np.ceil(np.interp(most_tokens, held, sums)))
+    return max(within, int(items.max()), 1)
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:

@@ -82,6 +82,12 @@ class PackRules(Frozen):
     """Whether samples of text alone and samples with images (or other items) must not share one."""
     padded: bool = False
     """Whether the trainer pads every pack to the cap of tokens, and computes the padding."""
+    full_steps: bool = False
+    """Whether every step has as many packs as any other: the trainer leaves out what is over."""
+
+
+ANY_PACKS = PackRules()
+"""No limits: packs as this project's trainer takes them."""
 
 
 class Sharding(StrEnum):
@@ -136,6 +142,8 @@ _MEGATRON = StageRules(
     recompute=RecomputeFreedom.LANGUAGE,
 )
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
+_GIVEN = PackRules(full_steps=True)
+_NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 
 TARGETS = {
     target.name: target
@@ -145,14 +153,14 @@ TARGETS = {
             title="ms-swift (Megatron)",
             version="4.6.0",
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
-            packs=PackRules(tokens_alone=True, next_fit=True),
+            packs=_NEXT_FIT,
         ),
         Target(
             name=TargetName.MS_SWIFT_DEEPSPEED,
             title="ms-swift (DeepSpeed)",
             version="4.6.0",
             stages=_SHARDED,
-            packs=PackRules(tokens_alone=True, next_fit=True),
+            packs=_NEXT_FIT,
             sharding=Sharding.ALL,
             most_pipeline=1,
             most_tensor=1,
@@ -163,7 +171,7 @@ TARGETS = {
             title="XTuner v1",
             version="5cda4fb",
             stages=_SHARDED,
-            packs=PackRules(padded=True),
+            packs=_GIVEN.model_copy(update={"padded": True}),
             sharding=Sharding.ALL,
             most_pipeline=1,
             most_tensor=1,
@@ -174,26 +182,28 @@ TARGETS = {
             title="LoongForge",
             version="130ff79",
             stages=_MEGATRON.model_copy(update={"recompute": RecomputeFreedom.STAGES}),
-            packs=PackRules(one_medium=True),
+            packs=_GIVEN.model_copy(update={"one_medium": True}),
         ),
         Target(
             name=TargetName.MEGATRON_LM,
             title="Megatron-LM",
             version="core 0.16.1",
             stages=_MEGATRON,
+            packs=_GIVEN,
         ),
         Target(
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
+            packs=_GIVEN,
         ),
         Target(
             name=TargetName.MINDSPEED_MM,
             title="MindSpeed-MM",
             version="2026-10",
             stages=StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.TOWERS),
-            packs=PackRules(tokens_alone=True),
+            packs=_GIVEN.model_copy(update={"tokens_alone": True}),
         ),
     )
 }

@@ -329,3 +329,16 @@ def _parsed_limit(text: str) -> tuple[str, int]:
     if not 1 <= int(cap) <= MAX_COUNT:
         raise UserError(f"--limit {text}: the count must be from 1 to {MAX_COUNT}; give one")
     return name, int(cap)
+
+
+def refuse_given(context: typer.Context, options: Sequence[str], why: str) -> None:
+    """Refuse options that were given on the command line.
+
+    Raises:
+        UserError: it names them, and why they cannot be given.
+    """
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{listed} cannot be given: {why}; leave it out")

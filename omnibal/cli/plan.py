@@ -1,6 +1,6 @@
 """`omnibal plan`: make a plan directory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -31,7 +31,9 @@ from omnibal.cli.options import (
     SeedOption,
     SizeOptions,
     limits_given,
+    refuse_given,
 )
+from omnibal.cli.trainers import TrainerOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.windows import Dispatch, window_facts
 from omnibal.config import ModelConfig
 from omnibal.data.lengths import Lengths, length_files, read_lengths
@@ -45,12 +47,14 @@ from omnibal.parallel import MAX_DEVICES, Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import MAX_EPOCHS, Plan
+from omnibal.targets import ANY_PACKS, PackRules
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job import JobSpec
     from omnibal.plan_data import MockData, PlanData, SampleData, StreamData
     from omnibal.planner import PlanRequest, PlanResult
     from omnibal.search.encoder_placement import PlacementChoice
+    from omnibal.search.limits import Limits
     from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.strategy import Strategy
 
@@ -129,19 +133,26 @@ class DataOptions(LevelOptions):
         """Read the lengths; None for a plan of shapes only."""
         return read_lengths(self.lengths) if self.lengths else None
 
-    def caps(self, model: ModelConfig) -> Caps | None:
+    def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
         """Return the caps of a pack for a model; None where they are to be searched for.
+
+        Args:
+            model: whose items are limited.
+            packed_by_tokens: samples whose packs a trainer limits by their tokens alone.
 
         Raises:
             UserError: some features that the model has are limited and others not, or features are
-                limited that it does not have.
+                limited that it does not have, or that the trainer does not limit.
         """
-        from omnibal.plan_data import limited_features, shape_caps
+        from omnibal.plan_data import caps_of_tokens, limited_features, shape_caps
 
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
         if not given and self.lengths:
             return None
         needed = limited_features(model)
+        if packed_by_tokens is not None:
+            _refuse_other_limits(given)
+            return caps_of_tokens(packed_by_tokens, needed, given["tokens"])
         if not self.lengths and self.steps_of is None and "tokens" in given:
             is_full = set(given).issuperset(needed)
             if is_full and self.image_share is not None:
@@ -168,7 +179,13 @@ class DataOptions(LevelOptions):
             epochs=self.epochs,
         )
 
-    def packed(self, samples: Lengths, caps: Caps, packs_per_step: int) -> "SampleData":
+    def packed(
+        self,
+        samples: Lengths,
+        caps: Caps,
+        packs_per_step: int,
+        rules: PackRules = ANY_PACKS,
+    ) -> "SampleData":
         """Describe the samples with these caps and `packs_per_step` packs of all ranks."""
         from omnibal.plan_data import SampleData
 
@@ -179,12 +196,13 @@ class DataOptions(LevelOptions):
             packs_per_step=packs_per_step,
             epochs=self.epochs,
             seed=self.seed,
+            rules=rules,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyOptions:
-    """Options for a strategy search: the number of devices and the samples per step."""
+class StrategyOptions(TrainerOptions):
+    """Options for what a plan is for: a trainer, and a number of devices and samples per step."""
 
     gpus: Annotated[
         int | None,
@@ -271,6 +289,16 @@ class _Asked:
     strategy: StrategyOptions
     sizes: SizeOptions
     partition: PlacementOptions
+    limits: "Limits"
+    """Those that the plan is made under: the trainer's, or none, to compare with."""
+
+    def job(self, parallel: Parallel | None, placement: EncoderPlacement) -> "JobSpec":
+        """Make the job with these parallel sizes, or the smallest, under the limits."""
+        return self.limits.applied(self.given.job(parallel, placement))
+
+    def caps(self, model: ModelConfig, samples: Lengths | None) -> Caps | None:
+        """Return the caps that were given; None where they are to be searched for."""
+        return self.data.caps(model, samples if self.strategy.packs_by_tokens else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -286,6 +314,12 @@ class _Planned:
         assert self.result.plan.prediction is not None
         return self.result.plan.prediction
 
+    @property
+    def gap(self) -> float:
+        """Share by which a plan may be faster that was not found, by what is proven."""
+        searched = 0.0 if self.result.search is None else self.result.search.gap
+        return max(searched, 0.0 if self.found is None else self.found.gap)
+
 
 def plan(
     context: typer.Context,
@@ -299,15 +333,41 @@ def plan(
 ) -> None:
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
     from omnibal.plan_files import check_replaceable, save_plan
+    from omnibal.search.limits import Limits
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
+    strategy.refuse_others(context, sizes, levels=data.levels, encoder=partition.encoder)
     _refuse_overruled(context, data, strategy)
-    asked = _Asked(given=given, data=data, strategy=strategy, sizes=sizes, partition=partition)
+    asked = _Asked(
+        given=given,
+        data=data,
+        strategy=strategy,
+        sizes=sizes,
+        partition=partition,
+        limits=Limits.of(strategy.made_for),
+    )
     planned, choice = _planned(asked)
     save_plan(planned.result, output)
-    print_notes(given.notes())
-    _print_plan(as_json, planned, choice)
+    print_notes([*given.notes(), *notes_for(strategy.target, planned.result)])
+    _print_plan(as_json, planned, choice, _compared(asked, planned))
+
+
+def _compared(asked: _Asked, planned: _Planned) -> dict[str, Any]:
+    """What the limits of a trainer cost, for JSON; a sentence on it goes to stderr."""
+    from omnibal.search.limits import Limits
+
+    strategy, result = asked.strategy, planned.result
+
+    def plan_freely() -> tuple["PlanResult", float]:
+        print_notes(["planning without the trainer's limits, to compare"])
+        free = _planned_as(replace(asked, limits=Limits()), EncoderPlacement.PIPELINE)
+        return free.result, free.gap
+
+    cost = None
+    if strategy.target is not None and strategy.compare:
+        cost = cost_of_limits(asked.limits, result, asked.data.packing, plan_freely)
+    return summary_of(strategy, cost, has_samples=result.data is not None)
 
 
 def _planned(asked: _Asked) -> tuple[_Planned, "PlacementChoice"]:
@@ -353,39 +413,38 @@ def _planned_as(asked: _Asked, placement: EncoderPlacement) -> _Planned:
 
     data, partition = asked.data, asked.partition
     if asked.strategy.gpus is None:
-        job = asked.given.job(asked.sizes.parallel(), placement)
+        job = asked.job(asked.sizes.parallel(), placement)
         request = PlanRequest(
             job=job,
-            data=_plan_data(job, data, partition),
+            data=_plan_data(job, asked),
             method=partition.method,
             recompute=partition.rule(),
         )
         return _Planned(result=_make_plan_of_levels(request), found=None)
-    job, samples = asked.given.job(placement=placement), data.samples()
+    job, samples = asked.job(None, placement), data.samples()
     if samples is None:
         return _planned_shapes(job, asked)
-    caps, strategy = data.caps(job.model), asked.strategy
-    tried = _find_strategy(job, samples, caps, data, strategy, asked.sizes)
-    result, found = _make_plan_of_strategy(job, data, samples, tried)
+    tried = _find_strategy(job, samples, asked.caps(job.model, samples), asked)
+    result, found = _make_plan_of_strategy(job, samples, tried, asked)
     return _Planned(result=result, found=found)
 
 
 def _refuse_overruled(context: typer.Context, data: DataOptions, strategy: StrategyOptions) -> None:
     """Refuse options of the command line that another one overrules."""
     if strategy.gpus is None:
-        _refuse_given(context, ("samples_per_step",), "it goes with --gpus")
+        refuse_given(context, ("samples_per_step",), "it goes with --gpus")
     else:
-        _refuse_given(context, _LEVEL_OPTIONS, "--gpus compares plans of one level")
-        _refuse_given(context, _WINDOW_OPTIONS, "--gpus compares plans of shuffled samples")
-        _refuse_given(context, _STRATEGY_OPTIONS, "--gpus chooses that")
+        refuse_given(context, _LEVEL_OPTIONS, "--gpus compares plans of one level")
+        refuse_given(context, _WINDOW_OPTIONS, "--gpus compares plans of shuffled samples")
+        refuse_given(context, _STRATEGY_OPTIONS, "--gpus chooses that")
     if data.steps_of is not None:
-        _refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
+        refuse_given(context, _DATA_OPTIONS, "--steps-of takes that from its plan")
     elif data.window is None:
-        _refuse_given(context, ("dispatch",), "it goes with --window")
+        refuse_given(context, ("dispatch",), "it goes with --window")
     elif not data.lengths:
-        _refuse_given(context, ("window",), "it is of samples, and there are no --lengths")
+        refuse_given(context, ("window",), "it is of samples, and there are no --lengths")
     else:
-        _refuse_given(context, _STEP_OPTIONS, "--window decides what a step is")
+        refuse_given(context, _STEP_OPTIONS, "--window decides what a step is")
         if data.levels not in ("auto", "1"):
             raise UserError(
                 f"--levels {data.levels} cannot be given: packs of a --window are of one level; "
@@ -393,12 +452,13 @@ def _refuse_overruled(context: typer.Context, data: DataOptions, strategy: Strat
             )
 
 
-def _refuse_given(context: typer.Context, options: Sequence[str], why: str) -> None:
-    sources = {name: context.get_parameter_source(name) for name in options}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    if given:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"{listed} cannot be given: {why}; leave it out")
+def _refuse_other_limits(given: Mapping[str, int]) -> None:
+    others = [option_of(name) for name in given if name != "tokens"]
+    if others:
+        raise UserError(
+            f"{words(others)} cannot be given with --for: the trainer packs by tokens alone, and "
+            "would not keep packs below it; leave it out, or lower --max-tokens"
+        )
 
 
 def _caps_needed(names: Sequence[str]) -> str:
@@ -426,39 +486,44 @@ def _uncounted(model: ModelConfig, samples: Lengths | None) -> list[str]:
     ]
 
 
-def _plan_data(job: "JobSpec", data: DataOptions, partition: PartitionOptions) -> "PlanData":
+def _plan_data(job: "JobSpec", asked: _Asked) -> "PlanData":
     """Data of the plan's micro-batches, with caps and levels searched for where none are given."""
     from omnibal.check import open_plan
     from omnibal.plan_data import SampleData, StreamData, limited_features
     from omnibal.search.level_estimates import top_caps
     from omnibal.search.levels import shared_anew
 
+    data, partition = asked.data, asked.partition
     if data.steps_of is not None:
         earlier = open_plan(data.steps_of)
         stream = StreamData.of_plan(earlier.plan, earlier.data)
         return stream or shared_anew(job, SampleData.of_plan(earlier.plan, earlier.data))
-    caps, samples = data.caps(job.model), data.samples()
+    samples = data.samples()
+    caps = asked.caps(job.model, samples)
     print_notes(_uncounted(job.model, samples))
     if samples is None:
         assert caps is not None
         data.refuse_without_samples()
         return _shapes(job, caps, data.micro_batches)
     if data.window is not None:
-        return data.streamed(samples, caps or _find_caps(job, samples, data), data.window)
+        return data.streamed(samples, caps or _find_caps(job, samples, asked), data.window)
     packs_per_step = job.parallel.data * data.micro_batches
+    if asked.strategy.target is not None:
+        found = caps or _find_caps(job, samples, asked)
+        return data.packed(samples, found, packs_per_step, asked.limits.packs)
     top = caps or top_caps(samples, limited_features(job.model))
     whole = data.packed(samples, top, packs_per_step)
     is_joint = partition.is_joint
-    found = data.with_levels(job, whole, may_lower=caps is None, is_joint=is_joint)
-    return found or data.packed(samples, caps or _find_caps(job, samples, data), packs_per_step)
+    leveled = data.with_levels(job, whole, may_lower=caps is None, is_joint=is_joint)
+    return leveled or data.packed(samples, caps or _find_caps(job, samples, asked), packs_per_step)
 
 
-def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
+def _find_caps(job: "JobSpec", samples: Lengths, asked: _Asked) -> Caps:
     """The caps of least predicted time per sample, as `omnibal caps` finds them."""
     from omnibal.data.scan_pool import usable_cores
     from omnibal.search import caps as cap_search
 
-    ranks = job.parallel.data
+    ranks, data, rules = job.parallel.data, asked.data, asked.limits.packs
     request = cap_search.CapSearchRequest(
         job=job,
         lengths=samples,
@@ -467,11 +532,13 @@ def _find_caps(job: "JobSpec", samples: Lengths, data: DataOptions) -> Caps:
         or cap_search.usual_samples_per_step(ranks, data.micro_batches),
         samples=DEFAULT_CAP_SAMPLES,
         seed=data.seed,
+        rules=rules,
         rule=cap_search.CapRule.TIME,
     )
     with progress("trying caps", cap_search.max_candidates(request)) as advance:
         found = cap_search.search_caps(request, advance, usable_cores())
-    print_notes((f"found {' '.join(found.best.options)}", *cap_search.notes(request, found)))
+    options = found.best.options[-1:] if rules.tokens_alone else found.best.options
+    print_notes((f"found {' '.join(options)}", *cap_search.notes(request, found)))
     return found.best
 
 
@@ -499,7 +566,7 @@ def _planned_shapes(job: "JobSpec", asked: _Asked) -> _Planned:
     packs = asked.strategy.samples_per_step or max(gpus, DEFAULT_MICRO_BATCHES)
     _, alike = _shapes(job, caps, packs).schedule(job.sized(Parallel(pipeline=1)))
     strategy = replace(asked.strategy, samples_per_step=packs)
-    found = _find_strategy(job, alike, caps, data, strategy, asked.sizes)
+    found = _find_strategy(job, alike, caps, replace(asked, strategy=strategy))
     best = found.best
     shapes = _shapes(job, caps, best.micro_batches)
     request = PlanRequest(job=job.sized(best.parallel), data=shapes)
@@ -507,12 +574,7 @@ def _planned_shapes(job: "JobSpec", asked: _Asked) -> _Planned:
 
 
 def _find_strategy(
-    job: "JobSpec",
-    samples: Lengths,
-    caps: Caps | None,
-    data: DataOptions,
-    strategy: StrategyOptions,
-    sizes: SizeOptions,
+    job: "JobSpec", samples: Lengths, caps: Caps | None, asked: _Asked
 ) -> "StrategySearch":
     """Parallel sizes and, where not given, caps of least predicted time per sample."""
     from omnibal.data.scan_pool import usable_cores
@@ -523,6 +585,7 @@ def _find_strategy(
     )
     from omnibal.search.strategy import StrategyRequest
 
+    data, strategy, sizes = asked.data, asked.strategy, asked.sizes
     assert strategy.gpus is not None
     usual = strategy_samples_per_step(strategy.gpus, job.cluster)
     request = StrategyRequest(
@@ -533,6 +596,7 @@ def _find_strategy(
         samples_per_step=strategy.samples_per_step or usual,
         samples=DEFAULT_CAP_SAMPLES,
         seed=data.seed,
+        rules=asked.limits.packs,
         caps=caps,
         tensor=sizes.tp,
         pipeline=sizes.pp,
@@ -615,7 +679,7 @@ def _make_plan_of_levels(request: "PlanRequest") -> "PlanResult":
 
 
 def _make_plan_of_strategy(
-    job: "JobSpec", data: DataOptions, samples: Lengths, found: "StrategySearch"
+    job: "JobSpec", samples: Lengths, found: "StrategySearch", asked: _Asked
 ) -> tuple["PlanResult", "StrategySearch"]:
     """The plan of the fastest strategy that fits on all data, and the strategies from it on.
 
@@ -628,9 +692,8 @@ def _make_plan_of_strategy(
     while True:
         best = left.best
         packs_per_step = best.parallel.data * best.micro_batches
-        request = PlanRequest(
-            job=job.sized(best.parallel), data=data.packed(samples, best.caps, packs_per_step)
-        )
+        data = asked.data.packed(samples, best.caps, packs_per_step, asked.limits.packs)
+        request = PlanRequest(job=job.sized(best.parallel), data=data)
         first = first or request
         try:
             return make_plan(request), left
@@ -652,7 +715,9 @@ def _with_advice(request: "PlanRequest", error: DoesNotFit) -> UserError:
     return UserError(does_not_fit_message(error, advice))
 
 
-def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> None:
+def _print_plan(
+    as_json: bool, planned: _Planned, choice: "PlacementChoice", limits: dict[str, Any]
+) -> None:
     from omnibal.check import training_obstacles
     from omnibal.report.phases import phases_of_plan, phases_table
     from omnibal.report.tables import memory_table
@@ -674,7 +739,7 @@ def _print_plan(as_json: bool, planned: _Planned, choice: "PlacementChoice") -> 
         print_notes(notes_on_steps(packs))
     if found is not None and found.gap:
         print_notes([_note_on_choices(found)])
-    summary = _plan_summary(plan, prediction) | {"search_gap": gap}
+    summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)

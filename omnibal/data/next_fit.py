@@ -2,10 +2,24 @@
 
 ms-swift's `sequential` packing is this (`calculate_matched_group` of `swift/dataset/packing.py`,
 4.6.0). A pack ends before the first sample that would not fit into it, and where it is full. So two
-packs of a plan come out as one where the second one's first sample still fits the first pack.
+packs of a plan would come together where the second one's first sample still fits the first pack.
+
+Three things keep packs apart. A full pack is as large as the largest pack of the plan, each begins
+with its largest sample, and where a pack's room would still do for the next one's, packs of a step
+change places. What comes together all the same is what the plan's packs are then.
 """
 
+from dataclasses import replace
+
 import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.packs import Packs, ScheduledPacks, item_sums
+from omnibal.errors import UserError
+
+_MOST_MERGING = 0.1
+"""Share of packs that come together from which on changing places is of no use."""
+_MOST_ROUNDS = 3
 
 
 def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
@@ -32,3 +46,163 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
     while bounds[-1] < len(tokens):
         bounds.append(ends[bounds[-1]])
     return np.array(bounds, np.int64)
+
+
+def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
+    """Sort the samples of every pack from the most tokens to the least."""
+    pack = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    order = np.lexsort((-tokens[packs.samples].astype(np.int64), pack))
+    return replace(packs, samples=packs.samples[order])
+
+
+def merging(held: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Which packs come together with the next one, where the largest is full. bool [packs]
+
+    Args:
+        held: tokens of every pack, [packs], in the order in which they are read.
+        first: tokens of its first sample, [packs].
+    """
+    full = held.max()
+    found = np.zeros(len(held), bool)
+    found[:-1] = (held[:-1] < full) & (held[:-1] + first[1:] <= full)
+    return found
+
+
+def kept_apart(
+    step: np.ndarray, held: np.ndarray, first: np.ndarray, load: np.ndarray
+) -> np.ndarray:
+    """Order in which few packs, if any, come together with the next one. int64 [packs]
+
+    A pack that would trades places with one of its step, of those that help the most the one whose
+    load is most like its own, so that ranks have about as much to do as before.
+
+    Args:
+        step: of every pack, [packs], ascending: packs are in the order in which they are read.
+        held: tokens of every pack.
+        first: tokens of its first sample.
+        load: what ranks should have equally much of.
+    """
+    places = _Places(step, held, first, load)
+    for _ in range(_MOST_ROUNDS):
+        wrong = np.flatnonzero(merging(held[places.order], first[places.order]))
+        if not 0 < len(wrong) <= _MOST_MERGING * len(held):
+            break
+        # A comprehension, as all of them are to be tried.
+        if not any([places.improve(at) for at in wrong.tolist()]):  # noqa: C419
+            break
+    return places.order
+
+
+class _Places:
+    """Packs in an order that may change inside steps."""
+
+    def __init__(
+        self, step: np.ndarray, held: np.ndarray, first: np.ndarray, load: np.ndarray
+    ) -> None:
+        self.order = np.arange(len(step))
+        self._first_of_step = np.searchsorted(step, step)
+        self._end_of_step = np.searchsorted(step, step, side="right")
+        self._load = load
+        self._full = int(held.max())
+        # Before and after all others stands a pack that comes together with none.
+        self._held = np.append(held.astype(np.int64), self._full)
+        self._first = np.append(first.astype(np.int64), self._full + 1)
+
+    def improve(self, at: int) -> bool:
+        """Let the pack at a place, or the one after it, trade with one of its step, if fewer come
+        together then."""
+        change, _, here, there = min(self._best_trade(at), self._best_trade(at + 1))
+        if change >= 0:
+            return False
+        self.order[[here, there]] = self.order[[there, here]]
+        return True
+
+    def _best_trade(self, at: int) -> tuple[int, float, int, int]:
+        """How many more come together, how unlike the loads are, and the two places."""
+        others = np.arange(self._first_of_step[at], self._end_of_step[at])
+        others = others[np.abs(others - at) > 1]
+        if not len(others):
+            return 0, 0.0, at, at
+        here, there = self._pack(at), self._pack(others)
+        change = self._joins(at, there) - self._joins(at, here)
+        change += self._joins(others, here) - self._joins(others, there)
+        unlike = np.abs(self._load[there] - self._load[here])
+        best = int(np.lexsort((unlike, change))[0])
+        return int(change[best]), float(unlike[best]), at, int(others[best])
+
+    def _pack(self, place: int | np.ndarray) -> np.ndarray:
+        """Packs at these places; the one that comes together with none outside of them."""
+        place = np.asarray(place)
+        is_inside = (place >= 0) & (place < len(self.order))
+        return np.where(is_inside, self.order[np.where(is_inside, place, 0)], len(self.order))
+
+    def _joins(self, place: int | np.ndarray, pack: np.ndarray) -> np.ndarray:
+        """With how many of its two neighbours a pack at a place would come together."""
+        before, after = self._pack(np.asarray(place) - 1), self._pack(np.asarray(place) + 1)
+        return self._join(before, pack).astype(int) + self._join(pack, after)
+
+    def _join(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        is_open = self._held[left] < self._full
+        return is_open & (self._held[left] + self._first[right] <= self._full)
+
+
+def as_formed(
+    packs: ScheduledPacks, lengths: Lengths, load: np.ndarray, ranks: int, packs_per_step: int
+) -> ScheduledPacks:
+    """Packs as next fit makes them of a plan's samples, read step by step, slot by slot, rank by
+    rank; a step is so many packs of an epoch in their order, and its last may have fewer.
+
+    Args:
+        packs: as they were dealt to ranks.
+        lengths: of all samples.
+        load: of every pack, [packs].
+        ranks: that packs are read by, one after another.
+        packs_per_step: of all ranks together, a multiple of `ranks`.
+
+    Raises:
+        UserError: packs of two epochs come together, or an epoch before the last does not fill
+            whole steps.
+    """
+    read = np.lexsort((packs.dp_rank, packs.slot, packs.step))
+    tokens, dealt = lengths.tokens, largest_first(packs.packs.take(read), lengths.tokens)
+    held, first = dealt.sums(tokens), tokens[dealt.samples[dealt.offsets[:-1]]]
+    order = kept_apart(packs.step[read], held, first, load[read])
+    planned, epoch = dealt.take(order), packs.epoch[read][order]
+    bounds = next_fit_packs(tokens[planned.samples], int(held.max()))
+    formed = replace(planned, offsets=bounds)
+    of_sample = np.repeat(epoch, np.diff(planned.offsets))
+    epoch = of_sample[bounds[:-1]]
+    if (of_sample[bounds[1:] - 1] != epoch).any():
+        raise UserError(
+            "the trainer would put samples of two epochs into one pack, as the first pack of one "
+            "fits the last of another: give --epochs 1, or another --max-tokens"
+        )
+    return _placed(formed, epoch, lengths, ranks, packs_per_step)
+
+
+def _placed(
+    packs: Packs, epoch: np.ndarray, lengths: Lengths, ranks: int, packs_per_step: int
+) -> ScheduledPacks:
+    """Packs in the order in which they are read, at the places where they are read."""
+    sizes = np.bincount(epoch)
+    if (sizes[:-1] % packs_per_step).any():
+        raise UserError(
+            f"an epoch has {sizes[0]:,} packs, which are not whole steps of {packs_per_step:,}, so "
+            "that the trainer would fill a step with packs of the next epoch: give --epochs 1, or "
+            "other --micro-batches or --max-tokens"
+        )
+    place = np.arange(len(packs))
+    step, in_step = np.divmod(place, packs_per_step)
+    slot, rank = np.divmod(in_step, ranks)
+    order = np.lexsort((slot, rank, step))
+    packs = packs.take(order)
+    return ScheduledPacks(
+        packs=packs,
+        step=step[order],
+        dp_rank=rank[order].astype(np.int32),
+        slot=slot[order].astype(np.int32),
+        epoch=epoch[order],
+        items=item_sums(packs, lengths),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(packs), np.int32),
+    )

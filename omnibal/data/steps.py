@@ -17,13 +17,16 @@ from omnibal.data.balanced import MAX_TYPES
 from omnibal.data.by_level import levels_of_packs, pack_by_level
 from omnibal.data.deal import deal_apart, deal_in_step
 from omnibal.data.fit import Seed, size_keys
+from omnibal.data.full_steps import level_to_fill, split_to_fill
 from omnibal.data.lengths import Lengths
+from omnibal.data.media import pack_apart
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
 from omnibal.data.rows import RowRequest, deal_rows, match_rows
 from omnibal.errors import UserError
 from omnibal.levels import Level
 from omnibal.limits import Caps
+from omnibal.targets import ANY_PACKS, PackRules
 
 _THOROUGH_WORK = 4e6
 """Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""
@@ -47,6 +50,8 @@ class DataRequest:
     """Levels of the packs; empty where there is but one, of context size 1."""
     curriculum_steps: int = 0
     """First steps of the first epoch that are made of packs of the shortest level alone."""
+    rules: PackRules = ANY_PACKS
+    """What packs of one level may be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,14 +117,7 @@ def pack_epochs(
     seeds = [_seeds(request, epoch)[0] for epoch in range(request.epochs)]
     if not request.levels:
         return [
-            pack_samples(
-                lengths,
-                request.caps,
-                request.method,
-                seed,
-                thorough=thorough,
-                most_types=most_types,
-            )
+            _pack_by_rules(lengths, request, seed, thorough=thorough, most_types=most_types)
             for seed in seeds
         ]
     return [
@@ -128,6 +126,38 @@ def pack_epochs(
         )
         for seed in seeds
     ]
+
+
+def _pack_by_rules(
+    lengths: Lengths, request: DataRequest, seed: Seed, *, thorough: bool, most_types: int
+) -> Packs:
+    """Packs of an epoch as the rules allow them, with as many in its last step as it happens."""
+    rules, caps = request.rules, request.caps
+    if rules.tokens_alone:
+        caps = Caps.of(tokens=caps["tokens"])
+
+    def pack(samples: Lengths) -> Packs:
+        return pack_samples(
+            samples, caps, request.method, seed, thorough=thorough, most_types=most_types
+        )
+
+    return pack_apart(lengths, pack) if rules.one_medium else pack(lengths)
+
+
+def _filling_steps(
+    packs: Packs,
+    lengths: Lengths,
+    request: DataRequest,
+    load: Callable[[Packs], np.ndarray],
+    seed: Seed,
+) -> Packs:
+    """Packs of an epoch that fill whole steps, where the rules ask for that and it can be."""
+    if not request.rules.full_steps:
+        return packs
+    if request.rules.next_fit:
+        caps, tokens = request.caps, lengths.tokens
+        return level_to_fill(packs, request.packs_per_step, tokens, caps["tokens"], seed)
+    return split_to_fill(packs, request.packs_per_step, load)
 
 
 def draw_steps(
@@ -144,19 +174,25 @@ def draw_steps(
         load: gives the load of every pack, such as its predicted milliseconds.
         packed: what `pack_epochs` gives, where that is known; it depends on neither load nor sizes.
     """
-    parts = pack_epochs(lengths, request) if packed is None else packed
+    parts = list(pack_epochs(lengths, request) if packed is None else packed)
     step: list[np.ndarray] = []
     first_step = 0
-    for epoch, packs in enumerate(parts):
-        items = _item_keys(packs, lengths, request.caps.names[:-1])
+    for epoch, drawn in enumerate(parts):
         order_seed = _seeds(request, epoch)[1]
+        packs = parts[epoch] = _filling_steps(drawn, lengths, request, load, order_seed)
+        items = _item_keys(packs, lengths, request.caps.names[:-1])
         if request.levels:
             level = levels_of_packs(packs, lengths, request.levels)
             step.append(_match_levels(level, items, load(packs), request, epoch))
         else:
             step.append(
                 match_packs(
-                    items, load(packs), request.packs_per_step, request.packs_per_row, order_seed
+                    items,
+                    load(packs),
+                    request.packs_per_step,
+                    request.packs_per_row,
+                    order_seed,
+                    rest_last=request.rules.full_steps,
                 )
             )
         step[-1] += first_step
@@ -194,7 +230,13 @@ def _match_levels(
 
 
 def match_packs(
-    items: np.ndarray, load: np.ndarray, packs_per_step: int, packs_per_row: int, seed: Seed
+    items: np.ndarray,
+    load: np.ndarray,
+    packs_per_step: int,
+    packs_per_row: int,
+    seed: Seed,
+    *,
+    rest_last: bool = False,
 ) -> np.ndarray:
     """The step of every pack of an epoch, int64 [packs], counted from 0.
 
@@ -208,12 +250,16 @@ def match_packs(
         packs_per_step: of all ranks together, a multiple of `packs_per_row`.
         packs_per_row: packs of equal items and similar load.
         seed: of windows and order.
+        rest_last: whether what is over is the last step, and no more than another.
     """
     rng = np.random.default_rng(seed)
-    steps = max(int(len(load) / packs_per_step + 0.5), 1)
+    of_a_step = len(load) / packs_per_step
+    steps = int(np.ceil(of_a_step)) if rest_last else max(int(of_a_step + 0.5), 1)
     left_over = len(load) - (steps - 1) * packs_per_step
     lightest_first = np.argsort(load, kind="stable")
     number = rng.permutation(steps)
+    if rest_last and left_over < packs_per_step:
+        number = np.append(rng.permutation(steps - 1), steps - 1)
     step = np.empty(len(load), np.int64)
     step[lightest_first[:left_over]] = number[-1]
     shuffled = rng.permutation(np.sort(lightest_first[left_over:]))

@@ -16,7 +16,7 @@ from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
 from omnibal.files import atomic_directory
 from omnibal.plan_files import PlanFiles
-from omnibal.targets import Target, TargetName
+from omnibal.targets import FREE, TARGETS, Target, TargetName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -171,18 +171,25 @@ def _on_trust(given: Given) -> Iterator[str]:
 
 
 def _unlike_predicted(given: Given) -> Iterator[str]:
-    """What the trainer does otherwise than the prediction of a plan not made for it says."""
+    """What the trainer computes that the prediction of a plan not made for it leaves out."""
     plan, target = given.files.plan, given.target
-    if plan.made_for is target.name:
-        return
-    if target.packs.padded:
+    planned = None if plan.made_for is None else TARGETS[plan.made_for]
+    stages = FREE if planned is None else planned.stages
+    left_out = "which the prediction of this plan, not made for it, leaves out"
+    if target.packs.padded and not (planned and planned.packs.padded):
         yield (
-            f"{target.title} pads every pack to the longest and computes the padding, which the "
-            "prediction of this plan, not made for it, leaves out: expect less."
+            f"{target.title} pads every pack to the longest and computes the padding, {left_out}: "
+            "expect less speed and more memory."
         )
-    if target.stages.encoders_whole and plan.parallel.tensor > 1 and plan.model.encoders:
+    divided = target.stages.encoders_whole and not stages.encoders_whole
+    if divided and plan.parallel.tensor > 1 and plan.model.encoders:
         yield (
-            f"Tensor-parallel ranks of {target.title} each compute all of the encoders, and the "
+            f"Every tensor-parallel rank of {target.title} computes all of the encoders, and the "
             "prediction of this plan, not made for it, divides them: expect less speed and more "
             "memory."
+        )
+    if target.stages.head_on_all_tokens and not stages.head_on_all_tokens:
+        yield (
+            f"The head of {target.title} computes logits of tokens without loss too, {left_out}: "
+            "expect less speed and more memory."
         )

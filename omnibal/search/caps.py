@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -23,7 +24,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.limits import Caps, check_limits, in_canonical_order, words
-from omnibal.plan_data import least_caps, limited_features
+from omnibal.plan_data import caps_of_tokens, least_caps, limited_features
 from omnibal.search.trial import Comparison, Trial, micro_batches_at, time_per_sample
 
 _USUAL_SAMPLES_PER_PACK = 4.5
@@ -161,7 +162,7 @@ def search_caps(
     Raises:
         UserError: no caps can be used.
     """
-    space = CapSpace.of(request.lengths, request.limited, request.fixed)
+    space = cap_space(request, request.limited, request.fixed)
     left = max_candidates(request)
 
     def advance() -> None:
@@ -393,6 +394,8 @@ class CapSpace:
     """Caps of every limited feature but tokens."""
     tokens: np.ndarray
     """Token caps, int64, ascending multiples of a power of two, up to 4 times the least."""
+    of_tokens: Callable[[int], Caps] | None = None
+    """Completes a cap of tokens, where that is the only one that limits packs."""
 
     @classmethod
     def of(
@@ -418,7 +421,7 @@ class CapSpace:
     @property
     def least(self) -> Caps:
         """The smallest caps of the space."""
-        return Caps.of(**{name: int(caps[0]) for name, caps in self._axes().items()})
+        return self._caps({name: int(caps[0]) for name, caps in self._axes().items()})
 
     def level(self, factor: float) -> list[Caps]:
         """The grid's caps with `factor` times the least tokens."""
@@ -428,7 +431,8 @@ class CapSpace:
         # All items move together: each alone would be too many.
         together = sorted(set(zip(*tried, strict=True))) if tried else [()]
         return [
-            Caps.of(**dict(zip(self.items, caps, strict=True)), tokens=tokens) for caps in together
+            self._caps({**dict(zip(self.items, caps, strict=True)), "tokens": tokens})
+            for caps in together
         ]
 
     def moves(self, caps: Caps, factor: float) -> list[Caps]:
@@ -444,10 +448,25 @@ class CapSpace:
             *({**now, name: cap} for name, cap in more.items()),
             more,
         ]
-        return [Caps.of(**moved) for moved in around]
+        return [self._caps(moved) for moved in around]
+
+    def _caps(self, of_axes: Mapping[str, int]) -> Caps:
+        if self.of_tokens is not None:
+            return self.of_tokens(of_axes["tokens"])
+        return Caps.of(**of_axes)
 
     def _axes(self) -> dict[str, np.ndarray]:
         return {**{name: axis.caps for name, axis in self.items.items()}, "tokens": self.tokens}
+
+
+def cap_space(
+    request: Comparison, names: Sequence[str], fixed: Mapping[str, int] | None = None
+) -> CapSpace:
+    """All caps of these features that suit a comparison's samples and what its packs may be."""
+    if not request.rules.tokens_alone:
+        return CapSpace.of(request.lengths, names, fixed)
+    of_tokens = partial(caps_of_tokens, request.lengths, names)
+    return replace(CapSpace.of(request.lengths, ["tokens"], fixed), of_tokens=of_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

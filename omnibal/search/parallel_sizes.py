@@ -33,7 +33,7 @@ from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.parallel import Parallel, expert_sizes
 from omnibal.plan_data import limited_features
-from omnibal.search.caps import CapSpace, usual_samples_per_step
+from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.feasible import gib_text
 from omnibal.search.strategy import (
     Bound,
@@ -146,7 +146,7 @@ def search_strategies(
     """
     parallels = possible_parallels(request)
     setting = Setting(request=request.drawn(), packs={})
-    space = CapSpace.of(request.lengths, limited_features(request.job.model))
+    space = cap_space(request, limited_features(request.job.model))
     left = progress_total(request)
 
     def advance(done: int) -> None:

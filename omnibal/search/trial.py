@@ -24,6 +24,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan import Plan
 from omnibal.plan_data import SampleData, model_of_lengths
 from omnibal.planner import PlanRequest, make_plan
+from omnibal.targets import ANY_PACKS, PackRules
 
 MIN_STEPS = 8
 """Least number of steps that the samples for evaluating candidates make."""
@@ -48,6 +49,8 @@ class Comparison:
     samples: int
     """Samples drawn at random to evaluate candidates on; more for large steps, all if fewer."""
     seed: int
+    rules: PackRules = ANY_PACKS
+    """What packs may be."""
 
     def __post_init__(self) -> None:
         model_of_lengths(self.job.model, self.lengths)
@@ -58,7 +61,12 @@ class Comparison:
         return replace(self, lengths=draw_samples(self.lengths, wanted, self.seed))
 
     def sample_data(self, caps: Caps) -> SampleData:
-        """Data of a trial under these caps; the packs per step are not set yet."""
+        """Data of a trial under these caps; the packs per step are not set yet.
+
+        Of few samples, filling the last step would take a share of packs that it does not take of
+        all, and the order in which packs are read changes none of them.
+        """
+        of_trials = {"full_steps": False, "next_fit": False}
         return SampleData(
             lengths=self.lengths,
             caps=caps,
@@ -66,6 +74,7 @@ class Comparison:
             packs_per_step=self.job.parallel.data,
             epochs=1,
             seed=self.seed,
+            rules=self.rules.model_copy(update=of_trials),
         )
 
 

@@ -328,6 +328,23 @@ def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
             given_plan(*arguments)
 
 
+def test_what_a_prediction_leaves_out_is_told(tmp_path):
+    """Prevents: this project's speed printed for a trainer that computes more."""
+    told = {}
+    for made_for in (None, TargetName.MEGATRON_LM, SWIFT):
+        case = small_case()
+        sizes = case.files.plan.parallel.model_copy(update={"tensor": 2, "sequence_parallel": True})
+        changes = {"made_for": made_for, "parallel": sizes, "prediction": None}
+        plan = case.files.plan.model_copy(update=changes)
+        files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan, None))
+        given = given_plan(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
+        exported = make_export(given, lambda given: Exported(files={}, command="")).exported
+        told[made_for] = [each for each in exported.given_up if "not made for it" in each]
+    assert ["encoders" in each for each in told[None]] == [True, False]
+    assert ["encoders" in each for each in told[TargetName.MEGATRON_LM]] == [True]
+    assert told[SWIFT] == []
+
+
 @pytest.mark.parametrize("target", list(TargetName))
 def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     """Prevents: a plan without samples that cannot be exported, or promises steps and samples."""

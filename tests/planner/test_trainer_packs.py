@@ -1,12 +1,32 @@
 """Packs as other trainers form them: by next fit, of one medium, in full steps."""
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_cases import make_lengths
+from plan_cases import job_spec
+from test_packing import REAL_LENGTHS
 
-from omnibal.data.next_fit import next_fit_packs
+from omnibal.config import load_model
+from omnibal.data.full_steps import split_to_fill
+from omnibal.data.lengths import Lengths, draw_samples, read_lengths
+from omnibal.data.media import media_of, pack_apart
+from omnibal.data.next_fit import kept_apart, merging, next_fit_packs
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.errors import UserError
+from omnibal.export.reading_order import ReadingOrder
+from omnibal.parallel import Parallel
+from omnibal.plan_data import SampleData, caps_of_tokens
+from omnibal.targets import TARGETS, PackRules, TargetName
+
+SAMPLES = 1_100
+TARGETS_OF_RULES = {target.packs: target.name for target in TARGETS.values()}
+"""A trainer for every kind of rules."""
 
 
 def packed_one_by_one(tokens: list[int], packing_length: int) -> list[list[int]]:
@@ -32,3 +52,209 @@ def test_next_fit_is_the_trainers(tokens, packing_length):
     bounds = next_fit_packs(np.array(tokens, np.int32), packing_length).tolist()
     packs = [tokens[first:end] for first, end in pairwise(bounds)]
     assert packs == packed_one_by_one(tokens, packing_length)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    packs=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=40
+    )
+)
+def test_changed_places_keep_packs_apart(packs):
+    """Prevents an order that leaves a step, loses a pack, or lets more come together than before;
+    where a step has a pack that would do, it is found."""
+    first, rest, load = np.array(packs).T
+    held, step = first + rest, np.arange(len(packs)) // 8
+    order = kept_apart(step, held, first, load.astype(float))
+    assert sorted(order.tolist()) == list(range(len(packs)))
+    assert (step[order] == step).all()
+    before, after = merging(held, first), merging(held[order], first[order])
+    assert after.sum() <= before.sum()
+    if not before.any():
+        assert (order == np.arange(len(packs))).all()
+
+
+def test_a_pack_trades_places_with_the_most_alike():
+    """Prevents ranks that get other loads where a like pack would have done as well."""
+    held = np.array([10, 4, 10, 10, 10, 10, 10, 10, 10, 10])
+    first = np.array([9, 4, 5, 9, 9, 9, 5, 9, 9, 9])
+    load = np.array([1, 5, 2, 9, 9, 2, 7, 9, 9, 9.0])
+    assert np.flatnonzero(merging(held, first)).tolist() == [1]
+    order = kept_apart(np.zeros(10, int), held, first, load)
+    assert not merging(held[order], first[order]).any()
+    assert np.flatnonzero(order != np.arange(10)).tolist() == [2, 5]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=30),
+    packs_per_step=st.integers(1, 8),
+    seed=st.integers(0, 3),
+)
+def test_steps_are_filled_by_splitting(sizes, packs_per_step, seed):
+    """Prevents lost samples, samples of two packs that come together, and steps that stay short
+    although there are samples enough."""
+    counts = np.array(sizes)
+    whole = Packs(samples=np.arange(counts.sum()), offsets=np.append(0, np.cumsum(counts)))
+    tokens = np.random.default_rng(seed).integers(1, 99, counts.sum())
+    found = split_to_fill(whole, packs_per_step, lambda packs: packs.sums(tokens).astype(float))
+    assert sorted(found.samples.tolist()) == whole.samples.tolist()
+    of = np.repeat(np.arange(len(whole)), counts)
+    assert all(len(set(of[found[pack]])) == 1 for pack in range(len(found)))
+    wanted = -(-len(whole) // packs_per_step) * packs_per_step
+    assert len(found) == (wanted if counts.sum() >= wanted else len(whole))
+
+
+@cache
+def lengths_of(kind: str) -> Lengths:
+    rng = np.random.default_rng(5)
+    if kind == "real":
+        files = [REAL_LENGTHS / "ai2d_train_12k_wh.json", REAL_LENGTHS / "docvqa_train_10k_wh.json"]
+        if not files[0].exists():
+            pytest.skip("needs the lengths of real data sets")
+        return draw_samples(read_lengths(files), SAMPLES, 0)
+    tiles = np.where(rng.random(SAMPLES) < 0.3, 0, rng.integers(1, 6, SAMPLES))
+    texts = {
+        "lognormal": np.clip(rng.lognormal(4, 0.8, SAMPLES), 8, 900).astype(int),
+        "heavy tails": np.minimum(20 * (rng.pareto(1.1, SAMPLES) + 1), 3000).astype(int),
+        "all equal": np.full(SAMPLES, 70),
+        "one huge": np.where(np.arange(SAMPLES) == 99, 5000, rng.integers(99, 600, SAMPLES)),
+    }[kind]
+    tiles = np.zeros_like(tiles) if kind == "all equal" else tiles
+    return make_lengths(list(zip(tiles.tolist(), (texts + 4 * tiles).tolist(), strict=True)))
+
+
+KINDS = ["real", "lognormal", "heavy tails", "all equal", "one huge"]
+
+
+def scheduled(
+    lengths: Lengths, rules: PackRules, ranks: int, tokens: float, **changes
+) -> tuple[ScheduledPacks, SampleData]:
+    """Packs under `tokens` times the longest sample, 4 a rank and step.
+
+    By `isf` their sums differ, which is harder to keep apart, and it is fast.
+    """
+    job = changes.pop("job", None) or job_spec(parallel=Parallel(pipeline=1, data=ranks))
+    most = int(tokens * lengths.tokens.max())
+    data = SampleData(
+        lengths=lengths,
+        caps=caps_of_tokens(lengths, ["tiles", "tokens"], most),
+        packing=PackingMethod.ISF,
+        packs_per_step=4 * ranks,
+        seed=0,
+        rules=rules,
+        **{"epochs": 1} | changes,
+    )
+    return data.schedule(job)[0], data
+
+
+def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> None:
+    lengths, rules, order = data.lengths, data.rules, ReadingOrder.of(packs)
+    for epoch in range(data.epochs):
+        rows = np.repeat(packs.epoch, np.diff(packs.packs.offsets)) == epoch
+        assert sorted(packs.packs.samples[rows].tolist()) == list(range(len(lengths)))
+    for name in data.caps.names:
+        assert packs.packs.sums(lengths.column(name)).max() <= data.caps[name]
+    sizes = np.bincount(packs.step)
+    assert (sizes[:-1] == data.packs_per_step).all()
+    assert 0 < sizes[-1] <= data.packs_per_step
+    full = sizes[:-1].sum()
+    assert (order.rank[:full] == np.arange(full) % ranks).all()
+    if rules.one_medium:
+        medium = media_of(lengths)
+        assert all(len(set(medium[order.packs[pack]])) == 1 for pack in range(len(packs)))
+    tokens = lengths.tokens[order.packs.samples].tolist()
+    planned = [tokens[first:end] for first, end in pairwise(order.packs.offsets.tolist())]
+    if rules.next_fit:
+        assert planned == packed_one_by_one(tokens, max(map(sum, planned)))
+        assert (order.rank == np.arange(len(packs)) % ranks).all()
+    else:
+        # A step is filled unless no pack can be split.
+        assert sizes[-1] == data.packs_per_step or len(packs) == len(lengths)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packs_are_those_that_the_trainer_forms(kind, ranks):
+    """Prevents packs, steps or ranks that a trainer would have otherwise than the plan says."""
+    for rules in TARGETS_OF_RULES:
+        for tokens in (1, 3.3):
+            packs, data = scheduled(lengths_of(kind), rules, ranks, tokens)
+            assert_rules_hold(packs, data, ranks)
+
+
+def test_little_is_left_out():
+    """Prevents next fit from costing more samples than it must: steps are full, but where all
+    samples are equal, or packs of a few samples can be no smaller."""
+    short = [
+        (kind, ranks)
+        for kind in KINDS
+        for ranks in (1, 2, 8)
+        for packs, data in [scheduled(lengths_of(kind), TARGETS["ms-swift"].packs, ranks, 3.3)]
+        if np.bincount(packs.step)[-1] < data.packs_per_step
+    ]
+    assert {kind for kind, _ in short} <= {"all equal"}
+
+
+def test_epochs_are_formed_one_after_another():
+    """Prevents packs of two epochs, and an epoch that begins in the middle of a step."""
+    rules = TARGETS["ms-swift"].packs
+    packs, data = scheduled(lengths_of("lognormal"), rules, 2, 4, epochs=3)
+    assert_rules_hold(packs, data, 2)
+    assert len(set(np.diff(np.flatnonzero(np.diff(packs.epoch, prepend=-1))))) == 1
+    with pytest.raises(UserError, match="give --epochs 1"):
+        scheduled(lengths_of("all equal"), rules, 2, 4, epochs=3)
+
+
+def test_ranks_in_step_keep_like_packs():
+    """Prevents an order for the trainer's sake that undoes the dealing of packs to ranks which
+    share out experts: their slots stay alike."""
+    model = load_model("internvl-digits-moe")
+    job = job_spec(model=model, parallel=Parallel(pipeline=1, data=8, expert=4))
+    uneven = {}
+    for rules in (TARGETS["ms-swift"].packs, PackRules(tokens_alone=True)):
+        packs, data = scheduled(lengths_of("lognormal"), rules, 8, 4, job=job)
+        if rules.next_fit:
+            assert_rules_hold(packs, data, 8)
+        load = job.load_ms(packs.packs, data.lengths)
+        by_slot = np.zeros((packs.steps, int(packs.slot.max()) + 1, 2, 4))
+        by_slot[packs.step, packs.slot, packs.dp_rank // 4, packs.dp_rank % 4] = load
+        uneven[rules.next_fit] = by_slot.max(axis=3).sum() / by_slot.mean(axis=3).sum()
+    assert uneven[True] <= 1.02 * uneven[False]
+
+
+def test_caps_of_items_never_limit_packs_of_tokens():
+    """Prevents a cap of items that keeps a pack back which the trainer would make, and one that no
+    pack comes near."""
+    lengths = lengths_of("lognormal")
+    for tokens in (950, 3000, 10**6):
+        most = caps_of_tokens(lengths, ["tiles", "tokens"], tokens)["tiles"]
+        # The most tiles first: as many samples as fit, and a part of one more.
+        densest = np.argsort(-lengths.column("tiles") / lengths.tokens)
+        held = np.cumsum(lengths.tokens[densest])
+        tiles = np.cumsum(lengths.column("tiles")[densest])
+        fit = int(np.searchsorted(held, tokens, side="right"))
+        assert tiles[fit - 1] <= most <= tiles[min(fit, SAMPLES - 1)]
+
+
+def test_media_are_told_apart():
+    """Prevents samples of text from sharing packs with images, and images with recordings."""
+    lengths = make_lengths([(0, 5), (2, 5), (0, 6), (3, 9)])
+    assert media_of(lengths).tolist() == [0, 1, 0, 1]
+    both = Lengths(
+        items={"tiles": np.array([0, 2, 0, 1]), "clips": np.array([0, 0, 1, 1])},
+        tokens=np.ones(4, np.int32),
+        loss_tokens=np.ones(4, np.int32),
+        source=np.zeros(4, np.int32),
+        source_names=("docs",),
+        origin=None,
+    )
+    assert len(set(media_of(both).tolist())) == 4
+    packs = pack_apart(lengths, lambda given: Packs.from_lists([range(len(given))]))
+    assert [sorted(packs[pack].tolist()) for pack in range(len(packs))] == [[0, 2], [1, 3]]
+
+
+def test_every_target_says_what_packs_may_be():
+    """Prevents a trainer whose steps need not be full, as all of them leave out what is over."""
+    assert set(TARGETS) == set(TargetName)
+    assert all(target.packs.full_steps for target in TARGETS.values())

@@ -1,0 +1,174 @@
+"""Options and results of `omnibal plan` about other trainers: plans under their limits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from omnibal.cli.console import print_notes, progress
+from omnibal.cli.options import SizeOptions, refuse_given
+from omnibal.errors import UserError
+from omnibal.targets import TARGETS, Target, TargetName
+
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.data.packing import PackingMethod
+    from omnibal.planner import PlanResult
+    from omnibal.search.limits import CostOfLimits, Limits
+
+_OUR_OWN = {
+    "window": "the order of a stream is this project's trainer's",
+    "dispatch": "the order of a stream is this project's trainer's",
+    "curriculum_steps": "packs of several levels cannot be told to another trainer",
+    "method": "only the joint search knows what a trainer can be told",
+    "recompute": "only the joint search knows what a trainer can be told",
+    "steps_of": "samples are packed anew, as the trainer forms packs",
+}
+"""Why an option does not go with --for."""
+_IMAGES_LOST = (
+    "XTuner's preset packs lose images in the versions that were read (5cda4fb and 5081ed2, "
+    "xtuner/v1/datasets/preset_pack.py, __getitem__): train with the module that `omnibal export` "
+    "writes beside the packs, or see whether your version needs it (docs/trainers.md)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerOptions:
+    """Options for the trainer that a plan is for."""
+
+    made_for: Annotated[
+        TargetName | None,
+        typer.Option(
+            "--for",
+            help="another trainer to plan for, within what it can be told (default: this "
+            "project's)",
+        ),
+    ] = None
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare/--no-compare",
+            help="with --for: say what the trainer's limits cost, by plans without them",
+        ),
+    ] = True
+
+    @property
+    def target(self) -> Target | None:
+        """The trainer; None for this project's."""
+        return None if self.made_for is None else TARGETS[self.made_for]
+
+    @property
+    def packs_by_tokens(self) -> bool:
+        """Whether the trainer limits packs by their tokens alone."""
+        return self.target is not None and self.target.packs.tokens_alone
+
+    def refuse_others(
+        self, context: typer.Context, sizes: SizeOptions, *, levels: str, encoder: str
+    ) -> None:
+        """Refuse options that do not go with the trainer.
+
+        Raises:
+            UserError: names the first of them.
+        """
+        target = self.target
+        if target is None:
+            refuse_given(context, ("compare",), "it goes with --for")
+            return
+        for name, why in _OUR_OWN.items():
+            refuse_given(context, (name,), f"with --for, {why}")
+        if levels not in ("auto", "1"):
+            raise UserError(
+                f"--levels {levels} was given with --for {target.name}, and packs of several "
+                "levels cannot be told to another trainer: leave it out"
+            )
+        if encoder != "pipeline":
+            raise UserError(
+                f"--encoder {encoder} was given with --for {target.name}, and only this project's "
+                "trainer has encoders beside the pipeline: leave it out"
+            )
+        _refuse_sizes(target, sizes)
+
+
+def _refuse_sizes(target: Target, sizes: SizeOptions) -> None:
+    most_experts = None if target.has_experts else 1
+    for option, size, most, what in (
+        ("--pp", sizes.pp, target.most_pipeline, "pipeline stages"),
+        ("--tp", sizes.tp, target.most_tensor, "tensor-parallel ranks"),
+        ("--ep", sizes.ep, most_experts, "ranks that share out experts"),
+    ):
+        if size is not None and most is not None and size > most:
+            has = f"no {what}" if most == 1 else f"at most {most} {what}"
+            raise UserError(
+                f"{option} {size} was given, and plans for {target.title} have {has}: give "
+                f"{option} {most}, or leave it out"
+            )
+
+
+def notes_for(target: Target | None, result: "PlanResult") -> list[str]:
+    """What a user must know of a plan for a trainer before training it."""
+    import numpy as np
+
+    if target is None:
+        return []
+    notes = []
+    if target.name is TargetName.XTUNER and result.plan.model.encoders:
+        notes.append(f"WARNING: {_IMAGES_LOST}")
+    if result.data is not None and result.plan.data is not None:
+        packs, wanted = result.data[0], result.plan.data.packs_per_step
+        sizes = np.bincount(packs.step)
+        odd = np.flatnonzero(sizes != wanted)
+        if len(odd) and target.packs.full_steps:
+            rows = np.flatnonzero(np.isin(packs.step, odd))
+            samples = int(np.diff(packs.packs.offsets)[rows].sum())
+            notes.append(
+                f"the last step has {len(rows):,} of {wanted:,} packs, which {target.title} leaves "
+                f"out, with their {samples:,} samples; other --micro-batches or caps may fill it"
+            )
+    return notes
+
+
+def cost_of_limits(
+    limits: "Limits",
+    result: "PlanResult",
+    packing: "PackingMethod",
+    plan_freely: "Callable[[], tuple[PlanResult, float]]",
+) -> "CostOfLimits | None":
+    """Compare a plan with those without its limits; None where there is none without them.
+
+    Args:
+        limits: of the plan.
+        result: the plan.
+        packing: rule that it was packed by.
+        plan_freely: makes the plan without limits, with the gap of its search.
+    """
+    from omnibal.search.limits import CostOfLimits, plan_rate, rate_of, requests_lifted
+
+    try:
+        free, gap = plan_freely()
+    except UserError as error:
+        print_notes([f"not compared: without limits there is no plan of this job: {error}"])
+        return None
+    requests = requests_lifted(limits, result, packing, free)
+    lifted = {}
+    with progress("lifting limits", len(requests)) as advance:
+        for name, request in requests.items():
+            lifted[name] = plan_rate(request)
+            advance(1)
+    cost = CostOfLimits.of(limits, rate_of(result), rate_of(free), lifted, gap)
+    print_notes([cost.sentence], prefix="")
+    return cost
+
+
+def summary_of(
+    options: TrainerOptions, cost: "CostOfLimits | None", *, has_samples: bool
+) -> dict[str, Any]:
+    """Values for JSON: the trainer, and what its limits cost."""
+    made_for = None if options.made_for is None else options.made_for.value
+    if cost is None:
+        return {"made_for": made_for}
+    free_rate = cost.free_rate if has_samples else None
+    return {
+        "made_for": made_for,
+        "free_samples_per_second_per_gpu": free_rate,
+        **cost.as_dict(),
+    }

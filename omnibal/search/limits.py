@@ -1,0 +1,318 @@
+"""What another trainer's limits cost: a plan under them beside plans without.
+
+A plan for a trainer is compared with the plan that this project's trainer could follow, and with
+plans from which one limit alone is lifted, at the same parallel sizes. A plan under fewer limits is
+never slower than one under more, since it may be the same; where a search says otherwise, the
+faster of the two counts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
+
+from omnibal.config import ModelConfig
+from omnibal.data.packing import PackingMethod
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.limits import Caps, words
+from omnibal.parallel import Parallel
+from omnibal.plan_data import MockData, PlanData, SampleData
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.targets import (
+    ANY_PACKS,
+    FREE,
+    TARGETS,
+    PackRules,
+    RecomputeFreedom,
+    Sharding,
+    StageRules,
+    TargetName,
+)
+
+NAMED_COST = 0.002
+"""Share of the rate below which a limit is not named as a reason."""
+_MOST_NAMED = 3
+
+
+class LimitName(StrEnum):
+    """Limits of trainers, in the order in which they are looked at."""
+
+    ENCODERS_ON_FIRST = "encoders_on_first"
+    ENCODERS_WHOLE = "encoders_whole"
+    LANGUAGE_EVERYWHERE = "language_everywhere"
+    HEAD = "head_on_all_tokens"
+    RECOMPUTE = "recompute"
+    TOKENS_ALONE = "tokens_alone"
+    ONE_MEDIUM = "one_medium"
+    PADDED = "padded"
+    ORDER = "next_fit"
+    FULL_STEPS = "full_steps"
+    SHARDING = "sharding"
+
+
+_WORDS = {
+    LimitName.ENCODERS_ON_FIRST: "the encoder stays on the first stage",
+    LimitName.ENCODERS_WHOLE: "every tensor-parallel rank computes the whole encoder",
+    LimitName.LANGUAGE_EVERYWHERE: "every stage must hold a language layer",
+    LimitName.HEAD: "the head runs on all tokens, with and without loss",
+    LimitName.TOKENS_ALONE: "packs are limited by their tokens alone",
+    LimitName.ONE_MEDIUM: "texts and images never share a pack",
+    LimitName.PADDED: "every pack is padded to the longest",
+    LimitName.ORDER: "the trainer packs in its own way, in steps of equally many packs",
+    LimitName.FULL_STEPS: "every step has equally many packs",
+    LimitName.SHARDING: "weights are divided over all ranks and gathered for every pass",
+}
+_RECOMPUTE_WORDS = {
+    RecomputeFreedom.STAGES: "a stage recomputes its first layers, by one number",
+    RecomputeFreedom.TOWERS: "all stages recompute equally many layers of a tower",
+    RecomputeFreedom.LANGUAGE: "all stages recompute equally many layers",
+    RecomputeFreedom.ALL: "either all layers are recomputed or none",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a plan is limited to."""
+
+    made_for: TargetName | None = None
+    """Trainer whose limits, or all but some of them, these are."""
+    stages: StageRules = FREE
+    packs: PackRules = ANY_PACKS
+    sharding: Sharding = Sharding.OPTIMIZER
+
+    @classmethod
+    def of(cls, name: TargetName | None) -> Self:
+        """The limits of a trainer; none for None, this project's."""
+        if name is None:
+            return cls()
+        target = TARGETS[name]
+        return cls(
+            made_for=name, stages=target.stages, packs=target.packs, sharding=target.sharding
+        )
+
+    def applied(self, job: JobSpec) -> JobSpec:
+        """Return the job under these limits."""
+        if not self.made_for:
+            return job
+        return replace(
+            job,
+            made_for=self.made_for,
+            rules=self.stages,
+            sharding=self.sharding,
+            padded=self.packs.padded,
+        )
+
+    def lifted(self, limit: LimitName) -> Self:
+        """Return all limits but one.
+
+        Packs that the trainer forms in its own way come with steps of equally many.
+        """
+        match limit:
+            case LimitName.RECOMPUTE:
+                freely = {"recompute": RecomputeFreedom.LAYERS}
+                return replace(self, stages=self.stages.model_copy(update=freely))
+            case LimitName.SHARDING:
+                return replace(self, sharding=Sharding.OPTIMIZER)
+            case LimitName.ORDER:
+                either = {"next_fit": False, "full_steps": False}
+                return replace(self, packs=self.packs.model_copy(update=either))
+            case _:
+                off = {limit.value: False}
+                if limit.value in StageRules.model_fields:
+                    return replace(self, stages=self.stages.model_copy(update=off))
+                return replace(self, packs=self.packs.model_copy(update=off))
+
+    def words(self, limit: LimitName) -> str:
+        """What a limit says, for a sentence that begins with "because"."""
+        if limit is LimitName.RECOMPUTE:
+            return _RECOMPUTE_WORDS[self.stages.recompute]
+        return _WORDS[limit]
+
+    def of_plan(
+        self, model: ModelConfig, parallel: Parallel, *, has_samples: bool
+    ) -> list[LimitName]:
+        """Limits that may change a plan of such sizes; those of packs only where there are
+        samples."""
+        stages, packs, has_encoders = self.stages, self.packs, bool(model.encoders)
+        is_split = parallel.pipeline > 1
+        binding = {
+            LimitName.ENCODERS_ON_FIRST: stages.encoders_on_first and has_encoders and is_split,
+            LimitName.ENCODERS_WHOLE: stages.encoders_whole
+            and has_encoders
+            and parallel.tensor > 1,
+            LimitName.LANGUAGE_EVERYWHERE: stages.language_everywhere and has_encoders and is_split,
+            LimitName.HEAD: stages.head_on_all_tokens,
+            LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
+            LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
+            LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,
+            LimitName.PADDED: packs.padded and has_samples,
+            LimitName.ORDER: packs.next_fit and has_samples,
+            LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
+            LimitName.SHARDING: self.sharding is not Sharding.OPTIMIZER,
+        }
+        return [limit for limit in LimitName if binding[limit]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What one limit alone costs."""
+
+    limit: LimitName
+    words: str
+    slower: float
+    """Share of the rate that is lost by it, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostOfLimits:
+    """A plan for a trainer beside what this project's trainer could do of the same."""
+
+    title: str
+    """The trainer's name."""
+    rate: float
+    """Samples per second and device of the plan; steps per second where it has no samples."""
+    free_rate: float
+    """Rate without limits, no less than the plan's."""
+    limits: tuple[Cost, ...]
+    """Those that may cost something, in the order of `LimitName`."""
+    gap: float
+    """Share by which a plan without limits may be faster still, as its search was not proven."""
+
+    @classmethod
+    def of(
+        cls,
+        limits: Limits,
+        rate: float,
+        free_rate: float,
+        lifted: Mapping[LimitName, float],
+        gap: float,
+    ) -> Self:
+        """Compare rates: of the plan, without any limit, and without each alone."""
+        assert limits.made_for is not None
+        costs = tuple(
+            Cost(limit=limit, words=limits.words(limit), slower=1 - rate / max(rate, each))
+            for limit, each in lifted.items()
+        )
+        return cls(
+            title=TARGETS[limits.made_for].title,
+            rate=rate,
+            free_rate=max(rate, free_rate, *lifted.values()),
+            limits=costs,
+            gap=gap,
+        )
+
+    @property
+    def slower(self) -> float:
+        """Share of the rate without limits that the plan loses, from 0."""
+        return 1 - self.rate / self.free_rate
+
+    @property
+    def sentence(self) -> str:
+        """How much slower the plan is, and because of what."""
+        unproven = (
+            f"; the search without limits ended before its proof, and up to {self.gap:.1%} more "
+            "may be possible"
+            if self.gap
+            else ""
+        )
+        if self.slower < NAMED_COST:
+            return f"for {self.title}: no slower than this plan could be without limits{unproven}"
+        return (
+            f"for {self.title}: {_percent(self.slower)} slower than this plan could be, because "
+            f"{self._reasons}{unproven}"
+        )
+
+    @property
+    def _reasons(self) -> str:
+        costly = [cost for cost in self.limits if cost.slower >= NAMED_COST]
+        costly.sort(key=lambda cost: -cost.slower)
+        if not costly:
+            return "of its limits together, of which none alone costs anything"
+        if len(costly) == 1:
+            return costly[0].words
+        return words([f"{each.words} ({_percent(each.slower)})" for each in costly[:_MOST_NAMED]])
+
+    def as_dict(self) -> dict[str, object]:
+        """Values for JSON."""
+        return {
+            "slower_than_free": self.slower,
+            "free_gap": self.gap,
+            "limits": [
+                {"limit": cost.limit.value, "words": cost.words, "slower": cost.slower}
+                for cost in self.limits
+            ],
+        }
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def rate_of(result: PlanResult) -> float:
+    """Samples per second and device of a plan; steps per second where it has no samples."""
+    prediction = result.plan.prediction
+    assert prediction is not None
+    per_second = prediction.samples_per_second_per_gpu
+    return 1e3 / prediction.step_ms if per_second is None else per_second
+
+
+def requests_lifted(
+    limits: Limits, result: PlanResult, packing: PackingMethod, free: PlanResult
+) -> dict[LimitName, PlanRequest]:
+    """Requests of a plan's sizes from which one limit alone is lifted, for those that may cost.
+
+    Where items are limited too, caps are those of the plan without limits; where these are the same
+    ones, as they were given, that limit is left out.
+
+    Args:
+        limits: of the plan.
+        result: the plan under all of them.
+        packing: rule that it was packed by.
+        free: the plan without limits, of the same data.
+    """
+    plan = result.plan
+    job = JobSpec.of_plan(plan, result.profile)
+    names = limits.of_plan(plan.model, plan.parallel, has_samples=plan.data is not None)
+    free_caps = None if free.plan.data is None else free.plan.data.caps
+    if plan.data is None or free_caps == plan.data.caps:
+        names = [name for name in names if name is not LimitName.TOKENS_ALONE]
+    requests = {}
+    for name in names:
+        lifted = limits.lifted(name)
+        caps = free_caps if name is LimitName.TOKENS_ALONE else None
+        data = _data_of(result, packing, lifted.packs, caps)
+        requests[name] = PlanRequest(job=lifted.applied(job), data=data)
+    return requests
+
+
+def _data_of(
+    result: PlanResult, packing: PackingMethod, rules: PackRules, caps: Caps | None
+) -> PlanData:
+    """Data of a plan, to be packed by other rules, and under other caps if any are given."""
+    plan = result.plan
+    if result.data is None or plan.data is None:
+        shapes = plan.shapes
+        assert shapes is not None
+        return MockData(
+            caps=shapes.caps,
+            micro_batches_per_step=shapes.micro_batches_per_step,
+            image_tokens=shapes.image_tokens,
+        )
+    return SampleData(
+        lengths=result.data[1],
+        caps=caps or plan.data.caps,
+        packing=packing,
+        packs_per_step=plan.data.packs_per_step,
+        epochs=plan.data.epochs,
+        seed=plan.data.seed,
+        rules=rules,
+    )
+
+
+def plan_rate(request: PlanRequest) -> float:
+    """Rate of the plan of a request; 0 where it cannot be made."""
+    try:
+        return rate_of(make_plan(request))
+    except UserError:
+        return 0.0

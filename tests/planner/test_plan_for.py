@@ -1,0 +1,215 @@
+"""`omnibal plan --for`: plans within what a trainer can be told, and what its limits cost."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+from plan_cases import MODEL, example_lengths, job_spec
+
+from omnibal import cli
+from omnibal.check import open_plan
+from omnibal.data.lengths import write_lengths
+from omnibal.parallel import Parallel
+from omnibal.plan_data import SampleData
+from omnibal.search.limits import CostOfLimits, LimitName, Limits
+from omnibal.targets import ANY_PACKS, FREE, TARGETS, Sharding, TargetName
+
+PLAN = "plan --model internvl-digits --cluster laptop-cpu --dp 2 --micro-batches 4 --packing isf "
+
+
+def run(capsys, command: str, status: int | None = None) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    printed = capsys.readouterr()
+    assert ended.value.code in ((0, None) if status is None else (status,)), printed.err
+    return printed.out, printed.err
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
+    return tmp_path / "lengths.parquet"
+
+
+@pytest.mark.parametrize("name", TargetName)
+def test_a_plan_is_made_for_every_trainer(capsys, tmp_path, lengths, name):
+    """Prevents a trainer that no plan can be made for, a plan that does not say whom it is for or
+    that other commands refuse, and one that is predicted to be faster under limits."""
+    target, plan = TARGETS[name], tmp_path / "plan"
+    caps = "--max-tokens 512" if target.packs.tokens_alone else "--max-tokens 512 --max-tiles 8"
+    command = f"{PLAN} --lengths {lengths} {caps} --for {name} --json -o {plan}"
+    printed, notes = run(capsys, command)
+    summary = json.loads(printed)
+    assert summary["made_for"] == json.loads((plan / "plan.json").read_text())["made_for"] == name
+    rate, free = (
+        summary[key] for key in ("samples_per_second_per_gpu", "free_samples_per_second_per_gpu")
+    )
+    assert summary["slower_than_free"] == pytest.approx(1 - rate / free)
+    assert 0 <= summary["slower_than_free"] < 1
+    assert all(0 <= limit["slower"] < 1 for limit in summary["limits"])
+    assert f"for {target.title}: " in notes
+    assert ("WARNING" in notes) == (name is TargetName.XTUNER)
+    assert "no pack exceeds" in run(capsys, f"check {plan}")[0]
+    # The steps can be taken over, by a run of this project's too.
+    command = f"{PLAN} --pp 2 --steps-of {plan} --json -o {tmp_path / 'again'}"
+    run(capsys, command.replace("--micro-batches 4 --packing isf ", ""))
+    plans = [open_plan(tmp_path / each).plan for each in ("plan", "again")]
+    data = [plan.data for plan in plans]
+    assert data[0] is not None and data[1] is not None
+    assert data[0].steps_sha256 == data[1].steps_sha256
+    assert data[0].method == data[1].method == ("next_fit" if target.packs.next_fit else "isf")
+
+
+def test_the_plan_to_compare_with_is_the_one_without_the_option(capsys, tmp_path, lengths):
+    """Prevents a comparison with another job, other caps or other sizes."""
+    command = f"{PLAN} --pp 2 --lengths {lengths} --max-tokens 512 --max-tiles 8 --levels 1 --json"
+    free = json.loads(run(capsys, f"{command} -o {tmp_path / 'free'}")[0])
+    made = json.loads(run(capsys, f"{command} --for loongforge -o {tmp_path / 'made'}")[0])
+    assert free["made_for"] is None and "limits" not in free
+    # Or a plan with one limit less, where one happens to be faster.
+    rate = made["samples_per_second_per_gpu"]
+    rates = [rate / (1 - limit["slower"]) for limit in made["limits"]]
+    best = max(free["samples_per_second_per_gpu"], *rates)
+    assert made["free_samples_per_second_per_gpu"] == pytest.approx(best)
+    alone = json.loads(
+        run(capsys, f"{command} --for loongforge --no-compare -o {tmp_path / 'alone'}")[0]
+    )
+    assert alone["made_for"] == "loongforge" and "limits" not in alone
+    assert (tmp_path / "alone/plan.json").read_bytes() == (tmp_path / "made/plan.json").read_bytes()
+
+
+def test_caps_and_sizes_are_searched_within_the_limits(capsys, tmp_path, lengths):
+    """Prevents searched caps that limit items where the trainer limits tokens alone, and sizes
+    that are searched on packs of other rules."""
+    for number, sizes in enumerate(("--dp 2 --micro-batches 4", "--gpus 4 --samples-per-step 60")):
+        command = PLAN.replace("--dp 2 --micro-batches 4", sizes)
+        plan = tmp_path / str(number)
+        _, notes = run(
+            capsys, f"{command} --lengths {lengths} --for ms-swift --no-compare -o {plan}"
+        )
+        assert "--max-tiles" not in notes
+        data = open_plan(plan).plan.data
+        assert data is not None and data.method == "next_fit"
+        all_tiles = int(example_lengths().column("tiles").sum())
+        tiles, tokens = example_lengths().sizes(["tiles", "tokens"])
+        densest = float((tiles / tokens).max())
+        most = min(densest * data.caps["tokens"] + 1, all_tiles)
+        assert 0.8 * most < data.caps["tiles"] <= most
+
+
+def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
+    """Prevents a plan without samples that cannot be made for a trainer, or is compared by samples
+    that it does not have."""
+    for sizes in ("--dp 2 --pp 2 --micro-batches 4", "--gpus 4"):
+        command = PLAN.replace("--dp 2 --micro-batches 4", sizes).replace("--packing isf", "")
+        command += f" --max-tokens 512 --for megatron-lm --json -o {tmp_path / 'plan'}"
+        summary = json.loads(run(capsys, command)[0])
+        assert summary["free_samples_per_second_per_gpu"] is None
+        assert summary["slower_than_free"] >= 0
+        assert {"one_medium", "full_steps"}.isdisjoint(each["limit"] for each in summary["limits"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--for xtuner --pp 2", "--pp 2 was given, and plans for XTuner v1 have no pipeline"),
+        ("--for ms-swift-deepspeed --tp 2", "give --tp 1"),
+        ("--for xtuner --ep 2", "give --ep 1"),
+        ("--for ms-swift --max-tiles 8", "--max-tiles cannot be given with --for"),
+        ("--for mindspeed-mm --limit loss_tokens=99", "packs by tokens alone"),
+        ("--for loongforge --encoder beside", "--encoder beside was given with --for loongforge"),
+        ("--for loongforge --encoder auto", "leave it out"),
+        ("--for loongforge --window 40", "--window cannot be given: with --for"),
+        ("--for loongforge --levels 2", "--levels 2 was given with --for loongforge"),
+        ("--for loongforge --method parameter", "--method cannot be given: with --for"),
+        ("--for loongforge --recompute none", "--recompute cannot be given: with --for"),
+        ("--for loongforge --curriculum-steps 2", "--curriculum-steps cannot be given"),
+        ("--no-compare", "--compare cannot be given: it goes with --for"),
+        ("--for nobody", "'nobody' is not one of"),
+    ],
+)
+def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths, options, message):
+    """Prevents a plan that leaves out, unsaid, what was asked for."""
+    command = f"{PLAN} --max-tokens 512 --lengths {lengths} {options} -o {tmp_path / 'plan'}"
+    _, error = run(capsys, command, 2)
+    assert message in " ".join(error.split())
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_limit_is_lifted_alone():
+    """Prevents a limit that is not lifted, or another that is lifted with it unsaid."""
+    for name in TargetName:
+        limits = Limits.of(name)
+        for limit in LimitName:
+            lifted = limits.lifted(limit)
+            assert lifted.made_for == name
+            changed = {
+                field
+                for before, after in ((limits.stages, lifted.stages), (limits.packs, lifted.packs))
+                for field in type(before).model_fields
+                if getattr(before, field) != getattr(after, field)
+            }
+            changed |= {"sharding"} if limits.sharding != lifted.sharding else set()
+            allowed = {limit.value} | ({"full_steps"} if limit is LimitName.ORDER else set())
+            assert changed <= allowed
+        together = limits
+        for limit in LimitName:
+            together = together.lifted(limit)
+        assert (together.stages, together.packs, together.sharding) == (
+            FREE,
+            ANY_PACKS,
+            Sharding.OPTIMIZER,
+        )
+
+
+def test_limits_that_cannot_bind_are_not_looked_at():
+    """Prevents plans that are made to compare what cannot differ."""
+    limits = Limits.of(TargetName.MS_SWIFT)
+    found = {}
+    for tensor, pipeline, has_samples in product((1, 2), (1, 2), (False, True)):
+        parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1)
+        found[tensor, pipeline, has_samples] = {
+            limit.value for limit in limits.of_plan(MODEL, parallel, has_samples=has_samples)
+        }
+    always = {"recompute", "head_on_all_tokens"}
+    assert found[1, 1, False] == always
+    assert found[2, 1, False] == always | {"encoders_whole"}
+    of_stages = always | {"encoders_on_first", "language_everywhere"}
+    assert found[1, 2, False] == of_stages
+    assert found[2, 2, True] == of_stages | {"encoders_whole", "tokens_alone", "next_fit"}
+
+
+def test_the_sentence_names_what_costs_most():
+    """Prevents a reason that costs nothing, and a plan that seems faster under limits."""
+    limits, first, whole = (
+        Limits.of(TargetName.MS_SWIFT),
+        LimitName.ENCODERS_ON_FIRST,
+        LimitName.ENCODERS_WHOLE,
+    )
+    cost = CostOfLimits.of(limits, 91, 100, {first: 97, whole: 90}, 0)
+    assert cost.sentence == (
+        "for ms-swift (Megatron): 9% slower than this plan could be, because the encoder stays on "
+        "the first stage"
+    )
+    assert [each.slower for each in cost.limits] == [pytest.approx(1 - 91 / 97), 0]
+    both = CostOfLimits.of(limits, 91, 95, {first: 95, whole: 100}, 0.03)
+    assert both.slower == pytest.approx(0.09)
+    assert both.sentence.index("whole encoder (9%)") < both.sentence.index("first stage (4%)")
+    assert both.sentence.endswith("up to 3.0% more may be possible")
+    assert "no slower" in CostOfLimits.of(limits, 91, 90, {first: 0}, 0).sentence
+    together = CostOfLimits.of(limits, 91, 100, {first: 91}, 0)
+    assert "of its limits together" in together.sentence
+
+
+def test_a_job_keeps_its_limits_when_it_is_sized():
+    """Prevents a search for sizes on jobs without the limits."""
+    job = Limits.of(TargetName.LOONGFORGE).applied(job_spec()).sized(Parallel(pipeline=2))
+    target = TARGETS[TargetName.LOONGFORGE]
+    assert (job.made_for, job.rules, job.sharding) == (
+        target.name,
+        target.stages,
+        target.sharding,
+    )
+    assert Limits().applied(job_spec()).made_for is None
+    assert SampleData.__dataclass_fields__["rules"].default == ANY_PACKS
