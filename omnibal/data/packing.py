@@ -2,7 +2,6 @@
 
 from enum import StrEnum
 
-from omnibal.data.balanced import MAX_TYPES, pack_balanced
 from omnibal.data.fit import Seed
 from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
@@ -24,7 +23,7 @@ def pack_samples(
     seed: Seed,
     *,
     thorough: bool = True,
-    most_types: int = MAX_TYPES,
+    most_types: int | None = None,
 ) -> Packs:
     """Put every sample into one pack by `method`, with that method's default settings.
 
@@ -35,14 +34,18 @@ def pack_samples(
         seed: decides which samples go together where the rule leaves that open.
         thorough: where `balanced` needs more packs than must be for some hundred samples, search
             for the fewest; it may take half a minute.
-        most_types: sizes that `balanced` tells apart; with fewer it is faster, and packs are
-            slightly more.
+        most_types: sizes that `balanced` tells apart, if not as many as it does by itself; with
+            fewer it is faster, and packs are slightly more.
 
     Raises:
         UserError: a sample is larger than a cap.
     """
+    # Here, as it imports scipy, for which a command that only names a method should not wait.
+    from omnibal.data.balanced import MAX_TYPES, pack_balanced
+
     match method:
         case PackingMethod.BALANCED:
-            return pack_balanced(lengths, caps, seed, thorough=thorough, most_types=most_types)
+            most = MAX_TYPES if most_types is None else most_types
+            return pack_balanced(lengths, caps, seed, thorough=thorough, most_types=most)
         case PackingMethod.ISF:
             return pack_isf(lengths, caps, seed)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from omnibal.data.lengths import Lengths
+from omnibal.data.media import media_of
 from omnibal.data.next_fit import next_fit_packs
 from omnibal.data.packs import ScheduledPacks
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
@@ -194,17 +195,6 @@ def _mixed(packs: ScheduledPacks, lengths: Lengths, target: Target) -> Iterator[
             f"{packs.slot[row]}) has samples with and without items of an encoder, or of several, "
             f"and {target.title} takes packs of one medium"
         )
-
-
-def media_of(lengths: Lengths) -> np.ndarray:
-    """What each sample shows or says, as a number of the kinds of items it has. [samples]
-
-    0 for text alone, else a bit for every kind of item, in the order of their names.
-    """
-    media = np.zeros(len(lengths), np.int64)
-    for bit, name in enumerate(sorted(lengths.item_names)):
-        media |= (lengths.items[name] > 0).astype(np.int64) << bit
-    return media
 
 
 def _merged(order: ReadingOrder, lengths: Lengths, target: Target) -> Iterator[str]:

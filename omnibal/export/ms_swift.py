@@ -97,7 +97,12 @@ def _files(given: Given) -> dict[str, Writer]:
     if annotations is None:
         return files
     samples = sample_numbers(order, given.files.steps[1])
-    return files | {_ROWS: lambda path: write_rows(annotations, samples, path)}
+    of_tiles = _takes_tiles(given.files.plan)
+    return files | {_ROWS: lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)}
+
+
+def _takes_tiles(plan: Plan) -> bool:
+    return any(isinstance(tower, TilesEncoder) for tower in plan.model.encoders.values())
 
 
 def packing_length(given: Given) -> int:
@@ -125,8 +130,9 @@ def _steps(given: Given, name: str) -> Flags:
 def _data_flags(given: Given) -> Flags:
     """Rows in their order, packed one after another; a row that cannot be taken ends the run."""
     length = str(packing_length(given))
+    rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
     return {
-        "dataset": str(given.folder / _ROWS),
+        **rows,
         "dataset_shuffle": "false",
         "split_dataset_ratio": "0",
         "strict": "true",
@@ -274,7 +280,7 @@ def _notes(given: Given) -> Iterator[str]:
         "--strict true ends a run at a row that cannot be read. Without it the row is left out, "
         "and the packs shift."
     )
-    if any(isinstance(t, TilesEncoder) for t in given.files.plan.model.encoders.values()):
+    if _takes_tiles(given.files.plan):
         yield (
             "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "
             "trainer, and lengths of `omnibal lengths`, let the images of a sample share them."

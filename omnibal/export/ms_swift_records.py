@@ -25,13 +25,16 @@ _LOSS = "loss"
 Row = dict[str, Any]
 
 
-def write_rows(annotations: Annotations, samples: np.ndarray, path: Path) -> None:
+def write_rows(
+    annotations: Annotations, samples: np.ndarray, path: Path, *, of_tiles: bool = False
+) -> None:
     """Write a row a sample, in this order.
 
     Args:
         annotations: the data.
         samples: numbers of samples in it, int64 [rows].
         path: JSONL to write.
+        of_tiles: whether the model cuts images into tiles, as InternVL does.
 
     Raises:
         UserError: a record cannot be read or taken, or a key first occurs too far down the file.
@@ -39,7 +42,7 @@ def write_rows(annotations: Annotations, samples: np.ndarray, path: Path) -> Non
     begins: dict[str, int] = {}
     with path.open("wb") as file:
         for sample in samples.tolist():
-            _write_row(file, annotations, sample, begins)
+            _write_row(file, annotations, sample, begins, of_tiles=of_tiles)
     late = [key for key, byte in begins.items() if byte >= _TYPED_BYTES]
     if late:
         raise UserError(
@@ -50,13 +53,18 @@ def write_rows(annotations: Annotations, samples: np.ndarray, path: Path) -> Non
 
 
 def _write_row(
-    file: BinaryIO, annotations: Annotations, sample: int, begins: dict[str, int]
+    file: BinaryIO,
+    annotations: Annotations,
+    sample: int,
+    begins: dict[str, int],
+    *,
+    of_tiles: bool,
 ) -> None:
     """Write one row, and note where keys first occur that not every row has."""
     stored = annotations.stored(sample)
     row = _plain_row(stored)
     if row is None:
-        row = row_of(annotations[sample])
+        row = row_of(annotations[sample], of_tiles=of_tiles)
         line = json.dumps(row, ensure_ascii=False).encode()
     else:
         line = stored.content.strip()
@@ -102,22 +110,35 @@ def _is_plain_message(message: Any) -> bool:
     )
 
 
-def row_of(sample: Sample) -> Row:
+def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
     """Write a sample as ms-swift's row, with absolute paths.
 
+    Its template of InternVL writes a line break behind every image (swift/template/templates/
+    internvl.py, `replace_tag`), where InternVL has that of the question: one of the two is left
+    out, so that tokens are as they were counted.
+
     Raises:
-        UserError: it begins with what the assistant says, or its files are in a tar shard.
+        UserError: it begins with what the assistant says, is about a video whose frames would be
+            tiles, or its files are in a tar shard.
     """
     if sample.greeting is not None:
         raise UserError(
             f"{sample.where} begins with what the assistant says, which ms-swift pairs with no "
             "question; leave the sample out, or put a question before it"
         )
+    if sample.video and of_tiles:
+        raise UserError(
+            f"{sample.where} is about a video given as frames, and ms-swift's template of InternVL "
+            "reads video files; leave the sample out"
+        )
     messages: list[Row] = []
     if sample.system is not None:
         messages.append({"role": "system", "content": sample.system})
     for turn in sample.turns:
         messages += _messages_of(turn)
+    if of_tiles:
+        for message in messages:
+            message["content"] = message["content"].replace(f"{IMAGE}\n", IMAGE)
     row: Row = {"messages": messages}
     if sample.video:
         row["videos"] = [_paths(sample, sample.images)]

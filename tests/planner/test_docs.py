@@ -17,7 +17,8 @@ SUBJECTS = (
     *("models", "data", "planning", "encoders", "training", "conversion", "replay", "results"),
     *("faults", "lint"),
 )
-GUIDES = (README, *(ROOT / "docs" / f"{subject}.md" for subject in SUBJECTS))
+TRAINERS = sorted((ROOT / "docs" / "trainers").glob("*.md"))
+GUIDES = (README, *(ROOT / "docs" / f"{subject}.md" for subject in SUBJECTS), *TRAINERS)
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 MOST_LINES = 150
 
@@ -101,6 +102,16 @@ def test_guide_begins_with_a_command(subject: str):
     text = (ROOT / "docs" / f"{subject}.md").read_text()
     assert re.match(r"# [^\n]+\n\n```\n(omnibal|python|scripts/|\./scripts/)", text)
     assert f"](docs/{subject}.md)" in README.read_text()
+
+
+@pytest.mark.parametrize("page", TRAINERS, ids=lambda page: page.name)
+def test_page_of_a_trainer_begins_with_the_two_commands(page: Path):
+    """Prevents: a trainer's page that says how it works before what to type, or is not reached."""
+    text = page.read_text()
+    assert re.match(
+        r"# [^\n]+\n\n```\nomnibal plan [^`]*--for [^`]*\nomnibal export [^`]*```", text
+    )
+    assert f"](trainers/{page.name})" in (ROOT / "docs" / "trainers.md").read_text()
 
 
 def test_readme_reaches_design_and_log():

@@ -21,6 +21,10 @@ from omnibal.export import loongforge, megatron_bridge, megatron_lm, mindspeed_m
 from omnibal.export.exported import Given
 from omnibal.export.layout import parse_layout
 from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.line import line_of
+from omnibal.lint.rules import findings_of
+from omnibal.lint.split import layers_by_chunk
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.targets import TargetName
@@ -138,6 +142,42 @@ def test_overrides_say_the_split_and_take_back_the_recipes():
             assert value == ("null" if stated is None else str(stated))
 
 
+EXPORTED = {
+    TargetName.MEGATRON_LM: megatron_lm.export,
+    TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
+    TargetName.LOONGFORGE: loongforge.export,
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_the_linter_reads_the_plan_in_an_exported_line(name):
+    """Prevents a line that cannot start, or that starts with other layers than were planned."""
+    rng = np.random.default_rng(0)
+    for stages, tensor, data in ((1, 1, 2), (2, 2, 2), (3, 1, 4), (4, 2, 1), (5, 1, 2), (12, 1, 1)):
+        cuts = np.sort(rng.choice(np.arange(1, 12), stages - 1, replace=False))
+        layers = np.diff([0, *cuts, 12]).tolist()
+        # Of every stage and tower the first layer, which is one number.
+        again = {n: (f"language {sum(layers[:n])}",) for n in range(stages)}
+        again[0] = ("vision 0..5" if name is not TargetName.LOONGFORGE else "vision 0", *again[0])
+        sizes = {"tensor": tensor, "data": data, "sequence_parallel": tensor > 1}
+        given = planned(stages_of(LARGER, *layers, recompute=again), name, sizes=sizes)
+        variables = {"NODE_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+        folders = {"LOONGFORGE_PATH": "/loongforge", "PACKED_WDS_DIR": "/packed"}
+        launch = read_launch(EXPORTED[name](given).command, variables | folders, None, None)
+        assert launch.launcher == str(name)
+        assert [each.rule for each in findings_of(launch, LARGER) if each.is_refusal] == []
+        assert (launch.gpus, launch.tensor, launch.pipeline) == (
+            stages * tensor * data,
+            tensor,
+            stages,
+        )
+        read = layers_by_chunk(line_of(launch, LARGER))
+        assert [sum(chunks) for chunks in read] == layers
+        assert launch.global_batch == data * MICRO_BATCHES and launch.micro_batch == 1
+        recomputed = launch.recompute_by_stage or (launch.recompute_layers,)
+        assert set(recomputed) == {1} and launch.recompute == "full"
+
+
 def test_padding_is_told_with_its_share():
     """Prevents a prediction without padding that is taken for the run of a trainer that pads."""
     given = planned(stages_of(LARGER, 6, 6), TargetName.MEGATRON_LM)
@@ -178,6 +218,18 @@ def test_loongforge_on_one_stage_has_megatrons_number():
         loongforge.export(planned(stages_of(LARGER, 12), TargetName.LOONGFORGE)).command
     )
     assert not {name for name in plain if name.startswith("recompute")}
+
+
+@pytest.mark.parametrize("export", [megatron_lm.export, mindspeed_mm.export])
+def test_a_plan_without_a_full_step(export):
+    """Prevents an export that trains nothing, or ends in a traceback."""
+    lengths = lengths_of(np.arange(10, 13), np.zeros(3))
+    packs = random_packs(3, 1, np.random.default_rng(0))
+    files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
+    with pytest.raises(
+        UserError, match="3 packs for 4 data-parallel ranks, so that no step is full"
+    ):
+        export(given_of(files, TargetName.MEGATRON_LM))
 
 
 VISION_ALONG = (

@@ -163,6 +163,18 @@ def test_rows_say_what_the_records_say(tmp_path):
     }
 
 
+def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
+    """Prevents: a token more for every image than was counted, as its template writes a break."""
+    source = tmp_path / "data.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    annotations = Annotations.open(source)
+    for of_tiles, question in ((False, "<image>\nWhat?"), (True, "<image>What?")):
+        row = row_of(annotations[0], of_tiles=of_tiles)
+        assert row["messages"][0]["content"] == question
+    with pytest.raises(UserError, match="is about a video given as frames"):
+        row_of(annotations[5], of_tiles=True)
+
+
 def test_what_ms_swift_cannot_be_given_is_refused(tmp_path):
     """Prevents: a sample trained otherwise than it was counted, and columns of unknown type."""
     texts = [{"messages": [{"role": "user", "content": "x" * 60_000},

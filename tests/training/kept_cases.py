@@ -72,8 +72,6 @@ CASES = (
     ("internvl-chat-1.5-6b-20b", 4, False, ()),
     ("internvl2.5-8b", 1, False, ()),
     ("internvl2.5-8b", 2, True, ("language",)),
-    ("internvl2.5-8b", 4, True, ("vision", "projector")),
-    ("internvl2.5-78b", 8, True, ()),
     ("eva-clip-18b-internlm2-20b", 2, True, ()),
     ("internvl2.5-1b", 1, False, ()),
     ("qwen2.5-32b", 4, True, ()),

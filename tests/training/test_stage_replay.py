@@ -69,10 +69,13 @@ def bytes_of_rank(links, plan):
 @pytest.mark.parametrize(
     ("cuts", "recompute", "sizes", "changes"),
     [
-        pytest.param((3, 6), {"vision": (0, 3), "language": (1, 2)}, {}, {}, id="pp3"),
         pytest.param((6,), {"vision": (1,)}, {"data": 2}, {}, id="pp2-dp2"),
         pytest.param(
-            (4, 7), {}, {"tensor": 2, "sequence_parallel": True}, {}, id="pp3-tp2-sequence"
+            (3, 6),
+            {"vision": (0, 3), "language": (1, 2)},
+            {"tensor": 2, "sequence_parallel": True},
+            {},
+            id="pp3-tp2-sequence",
         ),
         pytest.param((3,), {"language": (0,)}, {}, FROZEN, id="frozen-vision"),
         pytest.param((6,), {"vision": (1,)}, {}, FROZEN, id="frozen-but-named"),
