@@ -52,11 +52,21 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
 
 
 def whole_steps(given: Given) -> ReadingOrder | None:
-    """The packs of all full steps; None for a plan of shapes only."""
+    """The packs of all full steps; None for a plan of shapes only.
+
+    Raises:
+        UserError: no step is full.
+    """
     plan, order = given.files.plan, given.order
     if order is None or plan.data is None:
         return None
-    full = packs_per_step(plan.data, plan.parallel.data)
+    ranks = plan.parallel.data
+    full = packs_per_step(plan.data, ranks)
+    if len(order) < full:
+        raise UserError(
+            f"the plan has {len(order):,} packs for {ranks:,} data-parallel ranks, so that no step "
+            "is full and nothing would be trained; plan for fewer ranks, or with more samples"
+        )
     return order.take(np.arange(len(order) // full * full))
 
 

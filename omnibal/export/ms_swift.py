@@ -130,8 +130,9 @@ def _steps(given: Given, name: str) -> Flags:
 def _data_flags(given: Given) -> Flags:
     """Rows in their order, packed one after another; a row that cannot be taken ends the run."""
     length = str(packing_length(given))
+    rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
     return {
-        "dataset": str(given.folder / _ROWS),
+        **rows,
         "dataset_shuffle": "false",
         "split_dataset_ratio": "0",
         "strict": "true",

@@ -356,7 +356,9 @@ def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     save_plan(PlanResult(plan=planned, data=None, profile=None, search=None), tmp_path / "plan")
     status, out, err = run(capsys, tmp_path / "plan", "--to", tmp_path / "export", "--json")
     assert status == 0, err
-    expected = json.loads(out)["expected"]
+    result = json.loads(out)
+    expected = result["expected"]
+    assert "train.jsonl" not in result["command"]
     assert expected["steps"] is None and expected["samples"] is None and expected["step_ms"] > 0
     assert (tmp_path / "export/RUN.md").is_file()
     assert not (tmp_path / "export/order.parquet").exists()

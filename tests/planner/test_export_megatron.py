@@ -220,6 +220,18 @@ def test_loongforge_on_one_stage_has_megatrons_number():
     assert not {name for name in plain if name.startswith("recompute")}
 
 
+@pytest.mark.parametrize("export", [megatron_lm.export, mindspeed_mm.export])
+def test_a_plan_without_a_full_step(export):
+    """Prevents an export that trains nothing, or ends in a traceback."""
+    lengths = lengths_of(np.arange(10, 13), np.zeros(3))
+    packs = random_packs(3, 1, np.random.default_rng(0))
+    files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
+    with pytest.raises(
+        UserError, match="3 packs for 4 data-parallel ranks, so that no step is full"
+    ):
+        export(given_of(files, TargetName.MEGATRON_LM))
+
+
 VISION_ALONG = (
     Stage.of("vision embed", "vision 0..3", recompute=("vision 0..1",)),
     Stage.of(
