@@ -10,7 +10,7 @@ import typer
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.options import JsonOption, ModelOption
 from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.families.named import named_model
+from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.parallel import MAX_DEVICES
 
@@ -87,8 +87,9 @@ def lint(
         *_shown_layers(layers),
         *_shown(findings),
     )
-    if launch.unknown:
-        print_notes([f"not known, and not needed: {', '.join(launch.unknown)}"])
+    names = ", ".join(launch.unknown)
+    unknown = [f"not known, which --set NAME=VALUE changes: {names}"] if names else []
+    print_notes([*model_notes(model), *unknown])
     if not starts:
         raise typer.Exit(EXIT_USER_ERROR)
 

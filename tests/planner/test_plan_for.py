@@ -143,7 +143,8 @@ def test_a_limit_is_lifted_alone():
         limits = Limits.of(name)
         for limit in LimitName:
             lifted = limits.lifted(limit)
-            assert lifted.made_for == name
+            # Other sizes are another limit of a trainer that divides weights over all ranks.
+            assert lifted.made_for == (None if limit is LimitName.SHARDING else name)
             changed = {
                 field
                 for before, after in ((limits.stages, lifted.stages), (limits.packs, lifted.packs))
