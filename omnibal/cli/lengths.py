@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
 from omnibal.config import ModelConfig
-from omnibal.data.lengths import write_lengths
+from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.encoders import MAX_TILES_OF_IMAGE
 from omnibal.errors import UserError
 from omnibal.families.named import model_notes, named_model, named_model_file
@@ -66,20 +66,21 @@ def lengths(
         Path,
         typer.Argument(
             metavar="DATA",
-            help="annotation file of messages or conversations (JSONL, or a JSON array), or "
-            "InternVL's meta JSON that names some",
+            help="annotation file of messages or conversations (JSONL, or a JSON array), "
+            "InternVL's meta JSON that names some, or what another program has counted: ms-swift's "
+            "cached dataset, LoongForge's manifest",
         ),
     ],
     model: ModelOption,
-    tokenizer_model: Annotated[
-        Path,
-        typer.Option(
-            help="SentencePiece tokenizer.model, Hugging Face tokenizer.json, or a folder: there "
-            "tokenizer.json if it exists, else tokenizer.model"
-        ),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     image_sizes: ImageSizeOptions,
+    tokenizer_model: Annotated[
+        Path | None,
+        typer.Option(
+            help="SentencePiece tokenizer.model, Hugging Face tokenizer.json, or a folder: there "
+            "tokenizer.json if it exists, else tokenizer.model; not for what is counted already"
+        ),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(
@@ -97,50 +98,108 @@ def lengths(
     """Scan a dataset: items and tokens of every sample, from headers of files and text.
 
     DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md."""
+    from omnibal.data.counted_elsewhere import is_counted
+
+    start = time.perf_counter()
+    _check_earlier_lengths(output)
+    config = image_sizes.applied(named_model(model))
+    if is_counted(meta):
+        if tokenizer_model is not None:
+            raise UserError(
+                f"--tokenizer-model was given, and the tokens of {meta} are counted: leave it out"
+            )
+        found, skipped, listed = _counted(meta, model, config, output), 0, None
+    elif tokenizer_model is None:
+        raise UserError(
+            f"--tokenizer-model was not given, and {meta} holds text that is to be counted: name "
+            "the model's tokenizer.json, tokenizer.model, or a folder with one"
+        )
+    else:
+        asked = _Scan(meta, model, tokenizer_model, output, processes, on_error)
+        found, skipped, listed = _scanned(asked, config)
+    _print_lengths(
+        as_json,
+        found,
+        {
+            "samples": len(found),
+            "seconds": time.perf_counter() - start,
+            "skipped": skipped,
+            "skipped_list": str(listed) if skipped and listed else None,
+        },
+    )
+
+
+def _print_lengths(as_json: bool, found: Lengths, result: dict[str, Any]) -> None:
+    from omnibal.report.sources import source_statistics, sources_table
+
+    print_result(as_json, result | {"sources": source_statistics(found)}, sources_table(found))
+
+
+def _counted(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
+    """Read and write the lengths of a dataset that another program has counted."""
+    from omnibal.data.counted_elsewhere import counted_files, counted_lengths, counted_tokens
+
+    check_files({"-o": output}, [*counted_files(meta), named_model_file(model)])
+    print_notes(model_notes(model))
+    tokens = counted_tokens(meta)
+    with progress("reading", len(tokens)) as advance:
+        found = counted_lengths(meta, tokens, config, advance)
+    print_notes(["which tokens carry loss is not told by the dataset: all are taken to"], prefix="")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_lengths(found, output)
+    return found
+
+
+class _Scan(NamedTuple):
+    """What is to be scanned, and how."""
+
+    meta: Path
+    model: str
+    tokenizer: Path
+    output: Path
+    processes: int | None
+    on_error: Literal["stop", "skip"]
+
+
+def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | None]:
+    """Scan and write the lengths; how many samples were skipped, and the list of these."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
     from omnibal.data.scan_pool import usable_cores
     from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
-    from omnibal.report.sources import source_statistics, sources_table
 
-    start = time.perf_counter()
+    output = asked.output
     keeps_files = not is_stream(output)
     skipped_list = output.with_name(f"{output.name}.skipped.txt")
     partial = output.with_name(f"{output.name}.partial")
     outputs: dict[str, Path | None] = {"-o": output}
     if keeps_files:
         outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
-    _check_earlier_lengths(output)
-    check_files(outputs, [meta, named_model_file(model), *tokenizer_files(tokenizer_model)])
-    config = image_sizes.applied(named_model(model))
-    print_notes(model_notes(model))
-    tokenizer = open_tokenizer(tokenizer_model)
-    annotations = Annotations.open(meta)
+    read = asked.meta, named_model_file(asked.model), *tokenizer_files(asked.tokenizer)
+    check_files(outputs, read)
+    print_notes(model_notes(asked.model))
+    tokenizer = open_tokenizer(asked.tokenizer)
+    annotations = Annotations.open(asked.meta)
     check_files(outputs, annotations.files)
     output.parent.mkdir(parents=True, exist_ok=True)
     key = scan_key(annotations, config, tokenizer)
     journal = ScanJournal.open(partial, key) if keeps_files else None
     print_notes(journal.notes(len(annotations)) if journal else (), prefix="")
+    processes = asked.processes or usable_cores()
     with _resumable(), progress("scanning", len(annotations)) as advance:
         scan = scan_lengths(
-            annotations, config, tokenizer, advance, processes=processes or usable_cores(),
-            on_error=on_error, journal=journal,
+            annotations, config, tokenizer, advance, processes=processes,
+            on_error=asked.on_error, journal=journal,
         )  # fmt: skip
     if keeps_files:
         write_skipped(scan.skipped, skipped_list)
     write_lengths(scan.lengths, output)
     if journal is not None:
         journal.remove()
-    print_notes(skipped_notes(scan.skipped, skipped_list if keeps_files else None), prefix="")
-    result = {
-        "samples": len(scan.lengths),
-        "seconds": time.perf_counter() - start,
-        "skipped": len(scan.skipped),
-        "skipped_list": str(skipped_list) if scan.skipped and keeps_files else None,
-        "sources": source_statistics(scan.lengths),
-    }
-    print_result(as_json, result, sources_table(scan.lengths))
+    listed = skipped_list if keeps_files else None
+    print_notes(skipped_notes(scan.skipped, listed), prefix="")
+    return scan.lengths, len(scan.skipped), listed
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
 from omnibal.cli.options import JsonOption, ModelOption
 from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.families.named import named_model
+from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.parallel import MAX_DEVICES
 
@@ -49,11 +49,11 @@ SetOption = Annotated[
 def lint(
     line: LineArgument,
     model: ModelOption,
+    cost: CostOptions,
     launcher: LauncherOption = None,
     gpus: GpusOption = None,
     variables: SetOption = None,
     line_number: LineNumberOption = None,
-    cost: CostOptions = CostOptions(),
     as_json: JsonOption = False,
 ) -> None:
     """Say of a launch line of a Megatron trainer whether it can start, and what it will cost.
@@ -93,9 +93,9 @@ def lint(
         *_shown(findings),
         *costed.shown,
     )
-    print_notes(costed.notes)
-    if launch.unknown:
-        print_notes([f"not known, and not needed: {', '.join(launch.unknown)}"])
+    names = ", ".join(launch.unknown)
+    unknown = [f"not known, which --set NAME=VALUE changes: {names}"] if names else []
+    print_notes([*model_notes(model), *costed.notes, *unknown])
     if not starts:
         raise typer.Exit(EXIT_USER_ERROR)
 

@@ -47,6 +47,7 @@ from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
 from omnibal.data.scan_pool import map_unordered
+from omnibal.data.stored_files import HeldFile
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.encoders import SQUARED_FEATURES, ImageRule, squares_of
@@ -315,7 +316,7 @@ class _Scanner:
                 raise UserError(
                     f"{sample.where}: folder {image} {wrong} or remove the sample"
                 ) from error
-            except _BadImage as error:
+            except BadImage as error:
                 found = str(error)
             self.size_of[image] = found
         if isinstance(found, str):
@@ -389,11 +390,11 @@ def _all_of(mistakes: list[str]) -> UserError:
     return UserError(f"{found}: {listed}; or leave them out with --on-error skip")
 
 
-class _BadImage(ValueError):
+class BadImage(ValueError):
     """An image is unusable; the message ends with the remedy, the caller adds the sample."""
 
 
-def image_size(image: ImageFile) -> tuple[int, int]:
+def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
     """Width and height in pixels, of an image that is whole; raises IsADirectoryError too."""
     try:
         with image.open() as file:
@@ -404,18 +405,18 @@ def image_size(image: ImageFile) -> tuple[int, int]:
                 size, image_format = header.size, header.format
             truncated = _is_truncated(file, _END_MARKERS.get(image_format or "", b""))
     except FileNotFoundError as error:
-        raise _BadImage(
+        raise BadImage(
             f"image {image} does not exist; correct the path, or root in the meta"
         ) from error
     except IsADirectoryError:
         raise
     except Exception as error:  # what Pillow raises for a broken file has no common type
-        raise _BadImage(
+        raise BadImage(
             f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
             "the sample"
         ) from error
     if truncated:
-        raise _BadImage(f"image {image} is truncated; fetch the file again or remove the sample")
+        raise BadImage(f"image {image} is truncated; fetch the file again or remove the sample")
     return size
 
 

@@ -35,6 +35,20 @@ class StoredFile:
         return open_range(self.path, self.offset, self.size)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldFile:
+    """A file whose bytes a record holds."""
+
+    content: bytes
+
+    def __str__(self) -> str:
+        return f"of {len(self.content):,} bytes"
+
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file."""
+        return io.BytesIO(self.content)
+
+
 def open_range(path: Path, offset: int, size: int) -> BinaryIO:
     """Open `size` bytes of a file as a file, shorter where the file ends early."""
     return io.BufferedReader(_ByteRange(path.open("rb", buffering=0), offset, size))

@@ -7,6 +7,8 @@ from omnibal.lint.line import ARGPARSE, Line
 
 _ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
 
+_LOW_PRECISION = ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format")
+
 
 def is_adapter(line: Line) -> bool:
     """Whether the line trains adapters of a model that is frozen itself."""
@@ -56,6 +58,11 @@ def _on_recompute(line: Line) -> Iterator[str]:
 
 def _on_sizes(line: Line) -> Iterator[str]:
     launch = line.launch
+    if line.virtual is not None:
+        yield (
+            f"{line.virtual} chunks a stage are predicted as one run of layers, by 1F1B: with "
+            "interleaving stages wait less and keep more"
+        )
     if cuts_samples(line):
         yield (
             f"{launch.context} context-parallel ranks are predicted as if each had samples of its "
@@ -69,17 +76,17 @@ def _on_sizes(line: Line) -> Iterator[str]:
         )
     if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
         yield (
-            "the line has neither --bf16 nor --fp16, and is predicted in bf16; Megatron would train "
-            "it in fp32"
+            "the line has neither --bf16 nor --fp16, and is predicted in bf16; Megatron would "
+            "train it in fp32"
         )
 
 
 def _on_state(line: Line) -> Iterator[str]:
     if is_adapter(line):
         yield (
-            "the line trains adapters: memory is of the model's weights and activations alone, without "
-            "the adapters, and time includes gradients of the model's weights, which are not needed; "
-            "no better split is looked for"
+            "the line trains adapters: memory is of the model's weights and activations alone, "
+            "without the adapters, and time includes gradients of the model's weights, which are "
+            "not needed; no better split is looked for"
         )
     low = [
         name for name in ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format") if line.text(name)

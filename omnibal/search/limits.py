@@ -24,6 +24,7 @@ from omnibal.targets import (
     FREE,
     TARGETS,
     PackRules,
+    Padding,
     RecomputeFreedom,
     Sharding,
     StageRules,
@@ -61,7 +62,7 @@ _WORDS = {
     LimitName.PADDED: "every pack is padded to the longest",
     LimitName.ORDER: "the trainer packs in its own way, in steps of equally many packs",
     LimitName.FULL_STEPS: "every step has equally many packs",
-    LimitName.SHARDING: "weights are divided over all ranks and gathered for every pass",
+    LimitName.SHARDING: "weights are gathered from all ranks for every pass, instead of a pipeline",
 }
 _RECOMPUTE_WORDS = {
     RecomputeFreedom.STAGES: "a stage recomputes its first layers, by one number",
@@ -92,8 +93,8 @@ class Limits:
         )
 
     def applied(self, job: JobSpec) -> JobSpec:
-        """Return the job under these limits."""
-        if not self.made_for:
+        """Return a job that is not limited yet under these limits."""
+        if self == Limits():
             return job
         return replace(
             job,
@@ -106,14 +107,18 @@ class Limits:
     def lifted(self, limit: LimitName) -> Self:
         """Return all limits but one.
 
-        Packs that the trainer forms in its own way come with steps of equally many.
+        Packs that the trainer forms in its own way come with steps of equally many, and weights
+        that are divided over all ranks with the trainer's limits of sizes.
         """
         match limit:
             case LimitName.RECOMPUTE:
                 freely = {"recompute": RecomputeFreedom.LAYERS}
                 return replace(self, stages=self.stages.model_copy(update=freely))
+            case LimitName.PADDED:
+                unpadded = {"padded": Padding.NOWHERE}
+                return replace(self, packs=self.packs.model_copy(update=unpadded))
             case LimitName.SHARDING:
-                return replace(self, sharding=Sharding.OPTIMIZER)
+                return replace(self, sharding=Sharding.OPTIMIZER, made_for=None)
             case LimitName.ORDER:
                 either = {"next_fit": False, "full_steps": False}
                 return replace(self, packs=self.packs.model_copy(update=either))
@@ -146,7 +151,7 @@ class Limits:
             LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
             LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
             LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,
-            LimitName.PADDED: packs.padded and has_samples,
+            LimitName.PADDED: packs.padded.applies(parallel.pipeline) and has_samples,
             LimitName.ORDER: packs.next_fit and has_samples,
             LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
             LimitName.SHARDING: self.sharding is not Sharding.OPTIMIZER,
@@ -171,7 +176,7 @@ class CostOfLimits:
     title: str
     """The trainer's name."""
     rate: float
-    """Samples per second and device of the plan; steps per second where it has no samples."""
+    """Samples per second and device of the plan; packs where it has no samples."""
     free_rate: float
     """Rate without limits, no less than the plan's."""
     limits: tuple[Cost, ...]
@@ -250,11 +255,24 @@ def _percent(share: float) -> str:
 
 
 def rate_of(result: PlanResult) -> float:
-    """Samples per second and device of a plan; steps per second where it has no samples."""
-    prediction = result.plan.prediction
-    assert prediction is not None
-    per_second = prediction.samples_per_second_per_gpu
-    return 1e3 / prediction.step_ms if per_second is None else per_second
+    """Samples per second and device of a plan; packs per second and device where it has none."""
+    plan = result.plan
+    assert plan.prediction is not None
+    per_second = plan.prediction.samples_per_second_per_gpu
+    if per_second is not None:
+        return per_second
+    packs = samples_per_step(result)
+    return 1e3 * packs / plan.prediction.step_ms / plan.parallel.world_size
+
+
+def samples_per_step(result: PlanResult) -> int:
+    """Samples of a step on the mean; packs where a plan has no samples."""
+    if result.data is not None:
+        packs = result.data[0]
+        return round(len(packs.packs.samples) / packs.steps)
+    shapes = result.plan.shapes
+    assert shapes is not None
+    return shapes.micro_batches_per_step * result.plan.parallel.data
 
 
 def requests_lifted(
@@ -263,7 +281,8 @@ def requests_lifted(
     """Requests of a plan's sizes from which one limit alone is lifted, for those that may cost.
 
     Where items are limited too, caps are those of the plan without limits; where these are the same
-    ones, as they were given, that limit is left out.
+    ones, as they were given, that limit is left out. Where weights are no longer divided, sizes and
+    caps are those of the plan without limits, as there are no other sizes with that limit.
 
     Args:
         limits: of the plan.
@@ -272,7 +291,6 @@ def requests_lifted(
         free: the plan without limits, of the same data.
     """
     plan = result.plan
-    job = JobSpec.of_plan(plan, result.profile)
     names = limits.of_plan(plan.model, plan.parallel, has_samples=plan.data is not None)
     free_caps = None if free.plan.data is None else free.plan.data.caps
     if plan.data is None or free_caps == plan.data.caps:
@@ -281,8 +299,10 @@ def requests_lifted(
     for name in names:
         lifted = limits.lifted(name)
         caps = free_caps if name is LimitName.TOKENS_ALONE else None
-        data = _data_of(result, packing, lifted.packs, caps)
-        requests[name] = PlanRequest(job=lifted.applied(job), data=data)
+        of = free if name is LimitName.SHARDING else result
+        job = lifted.applied(JobSpec.of_plan(of.plan, of.profile))
+        data = _data_of(of, packing, lifted.packs, caps)
+        requests[name] = PlanRequest(job=job, data=data)
     return requests
 
 

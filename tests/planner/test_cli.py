@@ -39,7 +39,7 @@ PACK_KEYS = (
 ).split()
 PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
-    "gpu_days memory_cap_gib cost_source packs steps search_gap image_share window levels "
+    "gpu_days memory_cap_gib cost_source packs steps search_gap made_for image_share window levels "
     "attention_balance_ratio least_attention_balance_ratio communication_ratio exchanged_ratio "
     "tokens_per_rank encoder phases"
 ).split()
@@ -62,7 +62,7 @@ FLAGS = {
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
     "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "
     "--memory-gib --packing --steps-of --window --dispatch --levels --curriculum-steps --encoder "
-    "--json",
+    "--for --compare --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
@@ -258,7 +258,7 @@ def test_plan_of_shapes_has_no_data_figures(capsys, tmp_path):
     unknown = {key for key, value in printed.items() if value is None}
     of_data = {"samples_per_second_per_gpu", "gpu_days", "packs", "steps", "tokens_per_rank"}
     of_data |= {"attention_balance_ratio", "least_attention_balance_ratio"}
-    assert unknown == of_data | {"communication_ratio", "exchanged_ratio", "window"}
+    assert unknown == of_data | {"communication_ratio", "exchanged_ratio", "window", "made_for"}
 
 
 def test_memory_option_replaces_the_clusters(capsys, tmp_path):

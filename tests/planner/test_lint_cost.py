@@ -135,7 +135,7 @@ def test_what_starts_and_does_not_fit_is_told():
 
 def test_advice_fits_and_is_read_back(tmp_path: Path):
     """Prevents: flags that do not start, mean other layers than were predicted, or do not fit."""
-    for name in ("mb-q25vl-72b", "lf-q3vl-30b", "ml-dsv3-layout"):
+    for name in ("mb-q25vl-72b", "lf-q3vl-30b"):
         (one,) = (each for each in LINES if each.id == name)
         verdict = Verdict.of(published(name))
         cap_gib = verdict.launched.job.memory_cap_gib
@@ -190,7 +190,9 @@ def test_context_parallel_ranks_share_samples():
     kept = [each.stages[0].memory.activations_gib for each in (alone, shared)]
     # As many packs are in flight, of half as many tokens on each rank.
     assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
-    assert alone.step_ms < shared.step_ms < 2 * alone.step_ms
+    # Of half the work, and of what it exchanges for attention.
+    forward = [each.stages[1].forward_ms for each in (alone, shared)]
+    assert forward[0] / 2 < forward[1] < forward[0]
     assert "context-parallel" in " ".join(two.notes)
 
 
@@ -244,19 +246,26 @@ def test_what_is_missing_is_asked_for(line, told):
         of_line(f"run_recipe.py {line}", "internvl3.5-8b")
 
 
+def lint(line: str, *options: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lint", line, "--model", "internvl3.5-8b", *options])
+    assert not ended.value.code
+
+
 def test_command_tells_cost(capsys):
     """Prevents: keys that a script cannot trust, and --no-cost that predicts."""
     line = "run_recipe.py -ng 8 -tp 1 -pp 2 -mb 1 -gb 8 -sl 16384"
-    cli.main(["lint", line, "--model", "internvl3.5-8b", "--json"])
+    lint(line, "--json")
     printed = json.loads(capsys.readouterr().out)
-    expected = predicted(of_line(line, "internvl3.5-8b"), of_line(line, "internvl3.5-8b").stages)
+    told = of_line(line, "internvl3.5-8b")
+    expected = predicted(told, told.stages)
     assert printed["prediction"]["step_ms"] == expected.prediction.step_ms
     stages = printed["prediction"]["stages"]
     assert [each["language_layers"] for each in stages] == [18, 18]
     assert [each["vision_layers"] for each in stages] == [24, 0]
     assert printed["prediction"]["fits"] == (max(each["peak_gib"] for each in stages) <= 80)
     assert {"step_ms", "stages", "flags", "saved_fraction"} <= printed["better"].keys()
-    cli.main(["lint", line, "--model", "internvl3.5-8b"])
+    lint(line)
     assert "tokens per second" in capsys.readouterr().out
-    cli.main(["lint", line, "--model", "internvl3.5-8b", "--no-cost", "--json"])
+    lint(line, "--no-cost", "--json")
     assert json.loads(capsys.readouterr().out)["prediction"] is None
