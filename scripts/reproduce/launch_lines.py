@@ -100,7 +100,7 @@ def row(example: Example) -> Iterator[str]:
         job = of_example(example, cluster)
         line = predicted(job, job.stages)
         if cluster == CLUSTERS[0]:
-            peak_gib = max(job.peaks_gib(line.prediction))
+            peak_gib = max(line.peaks_gib)
             yield f"{example.noted_gib}"
             yield f"{peak_gib:.0f}"
             yield f"{peak_gib / example.noted_gib - 1:+.0%}"
