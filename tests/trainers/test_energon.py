@@ -112,7 +112,7 @@ def shards(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_energon_reads_the_planned_packs_from_shards(shards, seed, ranks):
-    """Prevents packs that Energon hands to another rank or step, or samples that it does not find."""
+    """Prevents packs that Energon hands to another rank or step, or samples that it misses."""
     workers = 2 * ((seed + RANKS.index(ranks)) % 2)
     check_read(planned(shards, TARGET, seed, ranks, workers=workers), ranks, workers)
 
