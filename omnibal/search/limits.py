@@ -15,8 +15,9 @@ from omnibal.config import ModelConfig
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
-from omnibal.limits import Caps, words
+from omnibal.limits import words
 from omnibal.parallel import Parallel
+from omnibal.plan import DataPlan
 from omnibal.plan_data import MockData, PlanData, SampleData
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.targets import (
@@ -33,6 +34,8 @@ from omnibal.targets import (
 NAMED_COST = 0.002
 """Share of the rate below which a limit is not named as a reason."""
 _MOST_NAMED = 3
+_MOST_OF_IT = 0.6
+"""Share of what all limits cost from which on those named are said to be the reason."""
 
 
 class LimitName(StrEnum):
@@ -211,18 +214,23 @@ class CostOfLimits:
     @property
     def sentence(self) -> str:
         """How much slower the plan is, and because of what."""
-        unproven = (
-            f"; the search without limits ended before its proof, and up to {self.gap:.1%} more "
-            "may be possible"
-            if self.gap
-            else ""
-        )
         if self.slower < NAMED_COST:
-            return f"for {self.title}: no slower than this plan could be without limits{unproven}"
+            return (
+                f"for {self.title}: no slower than this plan could be without limits"
+                f"{self._unproven}"
+            )
         return (
             f"for {self.title}: {_percent(self.slower)} slower than this plan could be, because "
-            f"{self._reasons}{unproven}"
+            f"{self._reasons}{self._unproven}"
         )
+
+    @property
+    def _unproven(self) -> str:
+        if not self.gap:
+            return ""
+        if self.gap >= 1:
+            return "; without limits more is not ruled out, as not all choices have a bound"
+        return f"; without limits up to {_percent(self.gap)} more is not ruled out"
 
     @property
     def _reasons(self) -> str:
@@ -230,9 +238,12 @@ class CostOfLimits:
         costly.sort(key=lambda cost: -cost.slower)
         if not costly:
             return "of its limits together, of which none alone costs anything"
-        if len(costly) == 1:
+        if len(costly) == 1 and costly[0].slower >= _MOST_OF_IT * self.slower:
             return costly[0].words
-        return words([f"{each.words} ({_percent(each.slower)})" for each in costly[:_MOST_NAMED]])
+        named = [f"{each.words} ({_percent(each.slower)})" for each in costly[:_MOST_NAMED]]
+        if sum(each.slower for each in costly) < _MOST_OF_IT * self.slower:
+            named.append("its limits cost more together than each alone")
+        return words(named)
 
     def as_dict(self) -> dict[str, object]:
         """Values for JSON."""
@@ -286,26 +297,31 @@ def requests_lifted(
         packing: rule that it was packed by.
         free: the plan without limits, of the same data.
     """
-    plan = result.plan
+    plan, free_data = result.plan, free.plan.data
     names = limits.of_plan(plan.model, plan.parallel, has_samples=plan.data is not None)
-    free_caps = None if free.plan.data is None else free.plan.data.caps
-    if plan.data is None or free_caps == plan.data.caps:
+    if plan.data is None or free_data is None or free_data.caps == plan.data.caps:
         names = [name for name in names if name is not LimitName.TOKENS_ALONE]
     requests = {}
     for name in names:
         lifted = limits.lifted(name)
-        caps = free_caps if name is LimitName.TOKENS_ALONE else None
         of = free if name is LimitName.SHARDING else result
-        job = lifted.applied(JobSpec.of_plan(of.plan, of.profile))
-        data = _data_of(of, packing, lifted.packs, caps)
-        requests[name] = PlanRequest(job=job, data=data)
+        job, data = JobSpec.of_plan(of.plan, of.profile), _data_of(of, packing, lifted.packs)
+        if name is LimitName.TOKENS_ALONE and free_data is not None:
+            assert isinstance(data, SampleData)
+            per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
+            data = replace(data, caps=free_data.caps, packs_per_step=per_step)
+        requests[name] = PlanRequest(job=lifted.applied(job), data=data)
     return requests
 
 
-def _data_of(
-    result: PlanResult, packing: PackingMethod, rules: PackRules, caps: Caps | None
-) -> PlanData:
-    """Data of a plan, to be packed by other rules, and under other caps if any are given."""
+def _packs_per_step(samples: int, like: DataPlan, ranks: int) -> int:
+    """Packs of a step of so many samples, of as many as in another plan's; a multiple of ranks."""
+    packs = samples * like.packs / (like.samples * like.epochs)
+    return max(round(packs / ranks), 1) * ranks
+
+
+def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> PlanData:
+    """Data of a plan, to be packed by other rules."""
     plan = result.plan
     if result.data is None or plan.data is None:
         shapes = plan.shapes
@@ -317,7 +333,7 @@ def _data_of(
         )
     return SampleData(
         lengths=result.data[1],
-        caps=caps or plan.data.caps,
+        caps=plan.data.caps,
         packing=packing,
         packs_per_step=plan.data.packs_per_step,
         epochs=plan.data.epochs,

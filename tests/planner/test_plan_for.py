@@ -188,16 +188,21 @@ def test_the_sentence_names_what_costs_most():
         LimitName.ENCODERS_ON_FIRST,
         LimitName.ENCODERS_WHOLE,
     )
-    cost = CostOfLimits.of(limits, 91, 100, {first: 97, whole: 90}, 0)
+    cost = CostOfLimits.of(limits, 91, 100, {first: 98, whole: 90}, 0)
     assert cost.sentence == (
         "for ms-swift (Megatron): 9% slower than this plan could be, because the encoder stays on "
         "the first stage"
     )
-    assert [each.slower for each in cost.limits] == [pytest.approx(1 - 91 / 97), 0]
+    assert [each.slower for each in cost.limits] == [pytest.approx(1 - 91 / 98), 0]
     both = CostOfLimits.of(limits, 91, 95, {first: 95, whole: 100}, 0.03)
     assert both.slower == pytest.approx(0.09)
     assert both.sentence.index("whole encoder (9%)") < both.sentence.index("first stage (4%)")
-    assert both.sentence.endswith("up to 3.0% more may be possible")
+    assert "up to 3% more is not ruled out" in both.sentence
+    assert "not all choices have a bound" in CostOfLimits.of(limits, 91, 99, {}, 1.0).sentence
+    some = CostOfLimits.of(limits, 91, 100, {first: 95, whole: 90}, 0)
+    assert some.sentence.endswith(
+        "first stage (4%) and its limits cost more together than each alone"
+    )
     assert "no slower" in CostOfLimits.of(limits, 91, 90, {first: 0}, 0).sentence
     together = CostOfLimits.of(limits, 91, 100, {first: 91}, 0)
     assert "of its limits together" in together.sentence
