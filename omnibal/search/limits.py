@@ -43,7 +43,6 @@ class LimitName(StrEnum):
 
     ENCODERS_ON_FIRST = "encoders_on_first"
     ENCODERS_WHOLE = "encoders_whole"
-    LANGUAGE_EVERYWHERE = "language_everywhere"
     HEAD = "head_on_all_tokens"
     RECOMPUTE = "recompute"
     TOKENS_ALONE = "tokens_alone"
@@ -57,7 +56,6 @@ class LimitName(StrEnum):
 _WORDS = {
     LimitName.ENCODERS_ON_FIRST: "the encoder stays on the first stage",
     LimitName.ENCODERS_WHOLE: "every tensor-parallel rank computes the whole encoder",
-    LimitName.LANGUAGE_EVERYWHERE: "every stage must hold a language layer",
     LimitName.HEAD: "the head runs on all tokens, with and without loss",
     LimitName.TOKENS_ALONE: "packs are limited by their tokens alone",
     LimitName.ONE_MEDIUM: "texts and images never share a pack",
@@ -109,10 +107,14 @@ class Limits:
     def lifted(self, limit: LimitName) -> Self:
         """Return all limits but one.
 
-        Packs that the trainer forms in its own way come with steps of equally many, and weights
-        that are divided over all ranks with the trainer's limits of sizes.
+        Encoders leave the first stage only where the next ones may be without a language layer, so
+        these go together. So do packs that the trainer forms in its own way and steps of equally
+        many, and weights that are divided over all ranks and the trainer's limits of sizes.
         """
         match limit:
+            case LimitName.ENCODERS_ON_FIRST:
+                anywhere = {"encoders_on_first": False, "language_everywhere": False}
+                return replace(self, stages=self.stages.model_copy(update=anywhere))
             case LimitName.RECOMPUTE:
                 freely = {"recompute": RecomputeFreedom.LAYERS}
                 return replace(self, stages=self.stages.model_copy(update=freely))
@@ -145,7 +147,6 @@ class Limits:
             LimitName.ENCODERS_WHOLE: stages.encoders_whole
             and has_encoders
             and parallel.tensor > 1,
-            LimitName.LANGUAGE_EVERYWHERE: stages.language_everywhere and has_encoders and is_split,
             LimitName.HEAD: stages.head_on_all_tokens,
             LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
             LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,

@@ -113,9 +113,8 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--for xtuner --pp 2", "--pp 2 was given, and plans for XTuner v1 have no pipeline"),
+        ("--for xtuner --pp 2", "--pp 2 was given for XTuner v1, whose pipeline size is at most 1"),
         ("--for ms-swift-deepspeed --tp 2", "give --tp 1"),
-        ("--for xtuner --ep 2", "give --ep 1"),
         ("--for ms-swift --max-tiles 8", "--max-tiles cannot be given with --for"),
         ("--for mindspeed-mm --limit loss_tokens=99", "packs by tokens alone"),
         ("--for loongforge --encoder beside", "--encoder beside was given with --for loongforge"),
@@ -152,12 +151,15 @@ def test_a_limit_is_lifted_alone():
                 if getattr(before, field) != getattr(after, field)
             }
             changed |= {"sharding"} if limits.sharding != lifted.sharding else set()
-            allowed = {limit.value} | ({"full_steps"} if limit is LimitName.ORDER else set())
-            assert changed <= allowed
-        together = limits
+            together = {
+                LimitName.ORDER: {"full_steps"},
+                LimitName.ENCODERS_ON_FIRST: {"language_everywhere"},
+            }
+            assert changed <= {limit.value} | together.get(limit, set())
+        without = limits
         for limit in LimitName:
-            together = together.lifted(limit)
-        assert (together.stages, together.packs, together.sharding) == (
+            without = without.lifted(limit)
+        assert (without.stages, without.packs, without.sharding) == (
             FREE,
             ANY_PACKS,
             Sharding.OPTIMIZER,
@@ -176,7 +178,7 @@ def test_limits_that_cannot_bind_are_not_looked_at():
     always = {"recompute", "head_on_all_tokens"}
     assert found[1, 1, False] == always
     assert found[2, 1, False] == always | {"encoders_whole"}
-    of_stages = always | {"encoders_on_first", "language_everywhere"}
+    of_stages = always | {"encoders_on_first"}
     assert found[1, 2, False] == of_stages
     assert found[2, 2, True] == of_stages | {"encoders_whole", "tokens_alone", "next_fit"}
 
