@@ -176,7 +176,7 @@ def test_limits_that_cannot_bind_are_not_looked_at():
     always = {"recompute", "head_on_all_tokens"}
     assert found[1, 1, False] == always
     assert found[2, 1, False] == always | {"encoders_whole"}
-    of_stages = always | {"encoders_on_first", "language_everywhere"}
+    of_stages = always | {"encoders_on_first"}
     assert found[1, 2, False] == of_stages
     assert found[2, 2, True] == of_stages | {"encoders_whole", "tokens_alone", "next_fit"}
 
