@@ -202,7 +202,7 @@ class JobSpec:
             profile=profile,
             placement=EncoderPlacement.BESIDE if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,
-            **_limits_of(plan.made_for),
+            **limits_of(plan.made_for),
         )
 
     def sized(self, parallel: Parallel) -> Self:
@@ -236,7 +236,7 @@ class JobSpec:
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
 
 
-def _limits_of(name: TargetName | None) -> dict[str, Any]:
+def limits_of(name: TargetName | None) -> dict[str, Any]:
     """Fields of a job that is planned for a trainer."""
     if name is None:
         return {}
