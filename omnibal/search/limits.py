@@ -25,6 +25,7 @@ from omnibal.targets import (
     FREE,
     TARGETS,
     PackRules,
+    Padding,
     RecomputeFreedom,
     Sharding,
     StageRules,
@@ -118,6 +119,9 @@ class Limits:
             case LimitName.RECOMPUTE:
                 freely = {"recompute": RecomputeFreedom.LAYERS}
                 return replace(self, stages=self.stages.model_copy(update=freely))
+            case LimitName.PADDED:
+                unpadded = {"padded": Padding.NOWHERE}
+                return replace(self, packs=self.packs.model_copy(update=unpadded))
             case LimitName.SHARDING:
                 return replace(self, sharding=Sharding.OPTIMIZER, made_for=None)
             case LimitName.ORDER:
@@ -151,7 +155,7 @@ class Limits:
             LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
             LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
             LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,
-            LimitName.PADDED: packs.padded and has_samples,
+            LimitName.PADDED: packs.padded.applies(parallel.pipeline) and has_samples,
             LimitName.ORDER: packs.next_fit and has_samples,
             LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
             LimitName.SHARDING: self.sharding is not Sharding.OPTIMIZER,
